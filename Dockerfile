@@ -1,0 +1,32 @@
+# sconce for CPUs: one binary on a slim base, run by an ordinary user. The model is
+# not in the image: mount a folder (see docker-compose.yml), or give SCONCE_POOL__0__MODEL a Hugging
+# Face id and a volume for HF_HOME.
+
+FROM rust:1-bookworm AS build
+WORKDIR /build
+# The dependencies alone, over an empty library: built again only when the lock file changes. They
+# hold C (oniguruma, ring, mimalloc), which needs this stage's compiler and nothing at run time.
+COPY Cargo.toml Cargo.lock ./
+RUN mkdir src \
+ && echo 'fn main() {}' > src/main.rs \
+ && touch src/lib.rs \
+ && cargo build --release --locked \
+ && rm -r src
+COPY config config
+COPY src src
+# Newer than the empty ones, or cargo would take those for current.
+RUN find src -name '*.rs' -exec touch {} + \
+ && cargo build --release --locked
+
+FROM debian:bookworm-slim
+# For amqps:// and for fetching models.
+COPY --from=build /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/ca-certificates.crt
+COPY --from=build /build/target/release/sconce /usr/local/bin/sconce
+# The one folder that may be written to; a named volume mounted there takes over its owner.
+RUN mkdir -p /var/cache/huggingface && chown 10001:10001 /var/cache/huggingface
+ENV HF_HOME=/var/cache/huggingface
+USER 10001:10001
+WORKDIR /tmp
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["sconce"]
+CMD ["launch"]

@@ -1,0 +1,37 @@
+# `make` lists what there is. Needs cargo, a C compiler, curl; where the Hugging Face hub cannot be
+# reached, python3.
+
+CARGO = cargo
+MODEL = models/all-MiniLM-L6-v2
+
+.PHONY: help build models demo test lint fmt image
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+build: ## the program: target/release/sconce
+	$(CARGO) build --release --locked
+
+models: ## fetch the default model into models/
+	scripts/fetch-model
+
+demo: build models ## embed 820 texts without a broker and show which sentences are alike
+	examples/demo/run target/release/sconce $(MODEL)
+
+# One after the other, also under `make -j`: each needs the one before.
+test: ## install what tests need (RabbitMQ), then lint and test everything
+	scripts/setup-tests
+	scripts/fetch-model
+	$(MAKE) lint
+	$(CARGO) test --locked
+
+lint: ## formatting, clippy, documentation; warnings are errors
+	$(CARGO) fmt --check
+	$(CARGO) clippy --locked --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
+
+fmt: ## format the sources
+	$(CARGO) fmt
+
+image: ## the container image: sconce
+	docker build -t sconce .

@@ -1,0 +1,360 @@
+//! Finds where an interrupted `run-batch` goes on. Output is written in input order, so that is
+//! behind its last whole line, provided that its lines answer this input's. Decides what counts as
+//! torn, and what as another input's output. Reads both files as streams, once.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use super::lines::{InputLine, InputLines, read_line};
+use crate::protocol::batch_line::{is_torn_output, output_custom_id, parse};
+
+/// The longest output line that resuming reads, in bytes: 1 GiB. A reply is far below it.
+const MAX_OUTPUT_LINE: usize = 1 << 30;
+
+/// Where to go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ResumePoint {
+    /// Requests whose output line is written: pass over as many non-blank input lines.
+    pub done: usize,
+    /// Requests (non-blank lines) in the input.
+    pub total: usize,
+    /// Bytes of the output that are whole lines; what is behind them is torn.
+    pub keep: u64,
+}
+
+/// Why a run cannot go on with this output.
+#[derive(Debug, thiserror::Error)]
+pub enum ResumeError {
+    /// A file cannot be read or written.
+    #[error("{path}: {source}", path = path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        #[source]
+        source: io::Error,
+    },
+    /// Another run has claimed the output.
+    #[error("{path}: another run writes it", path = path.display())]
+    Busy {
+        /// The output.
+        path: PathBuf,
+    },
+    /// The output answers another input, or this one was changed.
+    #[error(
+        "line {output_line} of the output answers {output_id}, line {input_line} of the input asks \
+         {input_id}: not the output of this input; give another output file, or remove this one"
+    )]
+    Mismatch {
+        /// Line of the output, from 1.
+        output_line: usize,
+        /// Its `custom_id`, or `null`.
+        output_id: String,
+        /// Line of the input, from 1.
+        input_line: usize,
+        /// Its `custom_id`, or `null`.
+        input_id: String,
+    },
+    /// More answers than requests.
+    #[error("the output has more lines than the input has requests ({total}): not its output")]
+    TooMany {
+        /// Requests in the input.
+        total: usize,
+    },
+    /// A line is not batch output, nor the torn start of one at the end.
+    #[error("line {line} of the output: {problem}")]
+    NotOutput {
+        /// Line of the output, from 1.
+        line: usize,
+        /// What is wrong with it.
+        problem: String,
+    },
+}
+
+/// Opens the output for one run alone, until the file is closed; makes it when there is none. To be
+/// called before [`ResumePoint::find`]: what another run still writes must be neither counted nor cut.
+///
+/// # Errors
+/// [`ResumeError::Busy`], [`ResumeError::Io`].
+pub fn claim(output: &Path) -> Result<File, ResumeError> {
+    let file = OpenOptions::new().write(true).create(true).truncate(false).open(output);
+    let file = file.map_err(|source| failed(output, source))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(ResumeError::Busy { path: output.to_owned() }),
+        Err(TryLockError::Error(source)) => Err(failed(output, source)),
+    }
+}
+
+impl ResumePoint {
+    /// Compares the output written so far, if any, with the input. Changes neither.
+    ///
+    /// # Errors
+    /// [`ResumeError`]: the operator names other files.
+    pub fn find(input: &Path, output: &Path) -> Result<Self, ResumeError> {
+        let requests = File::open(input).map_err(|source| failed(input, source))?;
+        let mut requests = InputLines::new(BufReader::new(requests));
+        let mut answers = match File::open(output) {
+            Ok(file) => Some(Answers::new(BufReader::new(file))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            Err(error) => return Err(failed(output, error)),
+        };
+        let mut point = Self { done: 0, total: 0, keep: 0 };
+        let mut next_answer = || match &mut answers {
+            Some(answers) => answers.next(output),
+            None => Ok(None),
+        };
+        let mut answer = next_answer()?;
+        for request in &mut requests {
+            let request = request.map_err(|source| failed(input, source))?;
+            point.total += 1;
+            let Some(Answer { custom_id, end }) = answer else { continue };
+            same(point.total, custom_id, &request)?;
+            point.done = point.total;
+            point.keep = end;
+            answer = next_answer()?;
+        }
+        match answer {
+            Some(_) => Err(ResumeError::TooMany { total: point.total }),
+            None => Ok(point),
+        }
+    }
+
+    /// Cuts off the output's torn end, and puts `file`, which [`claim`] gave, behind its whole lines.
+    ///
+    /// # Errors
+    /// [`ResumeError::Io`].
+    pub fn cut(&self, file: &mut File, output: &Path) -> Result<(), ResumeError> {
+        let cut = file.set_len(self.keep).and_then(|()| file.seek(SeekFrom::End(0)));
+        cut.map(|_| ()).map_err(|source| failed(output, source))
+    }
+
+    /// Opens the input behind the requests that are done.
+    ///
+    /// # Errors
+    /// [`ResumeError::Io`].
+    pub fn open_input(&self, input: &Path) -> Result<InputLines<BufReader<File>>, ResumeError> {
+        let open = || InputLines::after(BufReader::new(File::open(input)?), self.done);
+        open().map_err(|source| failed(input, source))
+    }
+}
+
+/// One whole output line.
+struct Answer {
+    custom_id: Option<String>,
+    /// Offset behind its newline.
+    end: u64,
+}
+
+/// The whole lines of an output.
+struct Answers<R> {
+    reader: R,
+    line: usize,
+    end: u64,
+}
+
+impl<R: BufRead> Answers<R> {
+    fn new(reader: R) -> Self {
+        Self { reader, line: 0, end: 0 }
+    }
+
+    /// None at the end, and at a torn last line: the start of one, with no newline behind it or
+    /// nothing behind its newline.
+    fn next(&mut self, path: &Path) -> Result<Option<Answer>, ResumeError> {
+        let read = |source| failed(path, source);
+        let Some(line) = read_line(&mut self.reader, MAX_OUTPUT_LINE).map_err(read)? else {
+            return Ok(None);
+        };
+        self.line += 1;
+        let not_output = |problem| ResumeError::NotOutput { line: self.line, problem };
+        let bytes = line.bytes.ok_or_else(|| not_output(format!("longer than {MAX_OUTPUT_LINE} bytes")))?;
+        let problem = match output_custom_id(&bytes) {
+            Ok(custom_id) if line.complete => {
+                self.end += line.length;
+                return Ok(Some(Answer { custom_id, end: self.end }));
+            }
+            Ok(_) => return Ok(None),
+            Err(error) => error.to_string(),
+        };
+        let last = self.reader.fill_buf().map_err(read)?.is_empty();
+        // Anything else may be someone's file, named as the output by mistake: never cut that.
+        if last && is_torn_output(&bytes) { Ok(None) } else { Err(not_output(problem)) }
+    }
+}
+
+fn failed(path: &Path, source: io::Error) -> ResumeError {
+    ResumeError::Io { path: path.to_owned(), source }
+}
+
+fn same(output_line: usize, answered: Option<String>, request: &InputLine) -> Result<(), ResumeError> {
+    let asked = request.bytes.as_deref().and_then(|bytes| match parse(bytes) {
+        Ok(request) => Some(request.custom_id),
+        Err(invalid) => invalid.custom_id,
+    });
+    if answered == asked {
+        return Ok(());
+    }
+    let shown = |id: Option<String>| id.map_or("null".to_owned(), |id| format!("{id:?}"));
+    let (output_id, input_id) = (shown(answered), shown(asked));
+    Err(ResumeError::Mismatch { output_line, output_id, input_line: request.number, input_id })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::super::OrderedWriter;
+    use super::*;
+    use crate::protocol::batch_line::{error_line, response_line};
+
+    /// Five requests, one of them broken, with blank lines between.
+    const INPUT: &str = concat!(
+        "{\"custom_id\":\"a\",\"method\":\"POST\",\"url\":\"/v1/embeddings\",\"body\":{}}\n",
+        "\n",
+        "{\"custom_id\":\"b\",\"method\":\"POST\",\"url\":\"/v1/embeddings\",\"body\":{}}\n",
+        "no request\n",
+        "  \n",
+        "{\"custom_id\":\"c\",\"method\":\"GET\",\"url\":\"/v1/embeddings\",\"body\":{}}\n",
+        "{\"custom_id\":\"d\",\"method\":\"POST\",\"url\":\"/v1/embeddings\",\"body\":{}}",
+    );
+
+    struct Files {
+        _folder: tempfile::TempDir,
+        input: PathBuf,
+        output: PathBuf,
+    }
+
+    fn files(input: &str, output: Option<&[u8]>) -> Files {
+        let folder = tempfile::tempdir().unwrap();
+        let files = Files {
+            input: folder.path().join("in.jsonl"),
+            output: folder.path().join("out.jsonl"),
+            _folder: folder,
+        };
+        std::fs::write(&files.input, input).unwrap();
+        if let Some(output) = output {
+            std::fs::write(&files.output, output).unwrap();
+        }
+        files
+    }
+
+    fn answer(line: &InputLine) -> Vec<u8> {
+        match parse(line.bytes.as_deref().unwrap()) {
+            Ok(request) => response_line(&request.custom_id, 200, "r", b"{\"data\":\"\xc3\xbc\"}").unwrap(),
+            Err(invalid) => error_line(line.number, &invalid),
+        }
+    }
+
+    /// What an uninterrupted run writes.
+    fn whole_output() -> Vec<u8> {
+        InputLines::new(INPUT.as_bytes()).flat_map(|line| answer(&line.unwrap())).collect()
+    }
+
+    fn run(files: &Files) -> ResumePoint {
+        let point = ResumePoint::find(&files.input, &files.output).unwrap();
+        let mut output = claim(&files.output).unwrap();
+        point.cut(&mut output, &files.output).unwrap();
+        let mut writer = OrderedWriter::new(output, point.done, 8);
+        for (offset, line) in point.open_input(&files.input).unwrap().enumerate() {
+            writer.submit(point.done + offset, answer(&line.unwrap())).unwrap();
+        }
+        point
+    }
+
+    #[test]
+    fn without_an_output_all_is_to_do() {
+        let files = files(INPUT, None);
+        assert_eq!(run(&files), ResumePoint { done: 0, total: 5, keep: 0 });
+        assert_eq!(std::fs::read(&files.output).unwrap(), whole_output());
+    }
+
+    #[test]
+    fn a_finished_output_leaves_nothing_to_do() {
+        let whole = whole_output();
+        let files = files(INPUT, Some(&whole));
+        let point = run(&files);
+        assert_eq!((point.done, point.keep), (5, whole.len() as u64));
+        assert_eq!(std::fs::read(&files.output).unwrap(), whole);
+    }
+
+    #[test]
+    fn cut_at_any_byte_the_resumed_output_equals_the_uninterrupted_one() {
+        let whole = whole_output();
+        for cut in 0..whole.len() {
+            let files = files(INPUT, Some(&whole[..cut]));
+            let point = run(&files);
+            let newlines = whole[..cut].iter().filter(|byte| **byte == b'\n').count();
+            assert_eq!(point.done, newlines, "cut at {cut}");
+            assert_eq!(std::fs::read(&files.output).unwrap(), whole, "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn a_last_line_that_is_not_json_is_torn_and_redone() {
+        let whole = whole_output();
+        for torn in [&b"{\"id\":\n"[..], b"\0\0\0\0\n", b"\n"] {
+            let keep = whole.iter().position(|byte| *byte == b'\n').unwrap() + 1;
+            let files = files(INPUT, Some(&[&whole[..keep], torn].concat()));
+            assert_eq!(run(&files).done, 1);
+            assert_eq!(std::fs::read(&files.output).unwrap(), whole);
+        }
+    }
+
+    #[test]
+    fn a_broken_line_in_the_middle_is_an_error_with_its_number() {
+        let whole = String::from_utf8(whole_output()).unwrap();
+        let broken = whole.replacen("\n", "\nbroken\n", 1);
+        let files = files(INPUT, Some(broken.as_bytes()));
+        let error = ResumePoint::find(&files.input, &files.output).unwrap_err();
+        assert!(matches!(error, ResumeError::NotOutput { line: 2, .. }), "{error}");
+        assert_eq!(std::fs::read(&files.output).unwrap(), broken.as_bytes());
+    }
+
+    #[test]
+    fn a_file_that_is_no_batch_output_is_an_error_and_left_alone() {
+        for other in ["my notes", "my notes\n", "{\"a\":1}\n", INPUT] {
+            let files = files(INPUT, Some(other.as_bytes()));
+            let error = ResumePoint::find(&files.input, &files.output).unwrap_err();
+            assert!(matches!(error, ResumeError::NotOutput { line: 1, .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_output_of_another_input_is_an_error_that_names_both_lines_and_ids() {
+        let other = INPUT.replace("\"b\"", "\"z\"");
+        let files = files(&other, Some(&whole_output()));
+        let error = ResumePoint::find(&files.input, &files.output).unwrap_err().to_string();
+        let expected = "line 2 of the output answers \"b\", line 3 of the input asks \"z\"";
+        assert!(error.starts_with(expected), "{error}");
+    }
+
+    #[test]
+    fn an_output_longer_than_its_input_is_an_error() {
+        let first = INPUT.lines().next().unwrap();
+        let files = files(first, Some(&whole_output()));
+        let error = ResumePoint::find(&files.input, &files.output).unwrap_err();
+        assert!(matches!(error, ResumeError::TooMany { total: 1 }), "{error}");
+    }
+
+    #[test]
+    fn a_missing_input_is_an_error_that_names_it() {
+        let files = files(INPUT, None);
+        let missing = files.input.with_file_name("missing.jsonl");
+        let error = ResumePoint::find(&missing, &files.output).unwrap_err().to_string();
+        assert!(error.contains("missing.jsonl"), "{error}");
+        assert!(!files.output.exists());
+    }
+
+    #[test]
+    fn what_is_written_goes_behind_what_was_kept() {
+        let whole = whole_output();
+        let files = files(INPUT, Some(&whole[..whole.len() - 3]));
+        let point = ResumePoint::find(&files.input, &files.output).unwrap();
+        let mut file = claim(&files.output).unwrap();
+        point.cut(&mut file, &files.output).unwrap();
+        file.write_all(b"next\n").unwrap();
+        let kept = usize::try_from(point.keep).unwrap();
+        assert_eq!(std::fs::read(&files.output).unwrap(), [&whole[..kept], b"next\n"].concat());
+    }
+}

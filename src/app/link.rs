@@ -1,0 +1,45 @@
+//! Which broker an address means.
+
+use std::num::NonZeroU16;
+use std::path::Path;
+use std::sync::Arc;
+
+use futures_util::future::BoxFuture;
+
+use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, Topology, subscribe};
+use crate::broker::{BrokerError, Link, embedded};
+use crate::config::{Assignment, Broker, Pool};
+
+/// Opens a worker's link to its task queue.
+pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<Link, BrokerError>> {
+    Box::pin(async move {
+        let Assignment { broker, pool, worker, .. } = assignment;
+        let prefetch = assignment.prefetch();
+        if let Some(path) = socket(broker) {
+            let prefetch = NonZeroU16::new(prefetch).unwrap_or(NonZeroU16::MIN);
+            let subscription = embedded::Subscription { queue: pool.task_queue.clone(), prefetch };
+            return embedded::connect(Path::new(path), subscription).await;
+        }
+        let subscription =
+            Subscription::Tasks { queue: pool.task_queue.clone(), topology: topology(broker, pool) };
+        let name = format!("sconce {worker}");
+        let (consumer, settler) = subscribe(Connector::new(broker.clone(), &name), subscription, prefetch);
+        let publisher = AmqpPublisher::new(Connector::new(broker.clone(), format!("{name} (publisher)")));
+        Ok(Link { consumer: Box::new(consumer), settler: Arc::new(settler), publisher: Arc::new(publisher) })
+    })
+}
+
+/// The path of the embedded queue, when that is the broker.
+fn socket(broker: &Broker) -> Option<&str> {
+    broker.urls.first().and_then(|url| url.expose().strip_prefix("embedded:"))
+}
+
+/// The queues to make for a pool; none where the settings say to touch nothing.
+pub(super) fn topology(broker: &Broker, pool: &Pool) -> Option<Topology> {
+    broker.declare.then(|| Topology {
+        task_queue: pool.task_queue.clone(),
+        reply_queue: pool.reply_queue.clone(),
+        dead_letter_queue: pool.dead_letter_queue.clone(),
+        delivery_limit: broker.delivery_limit,
+    })
+}

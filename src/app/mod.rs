@@ -1,0 +1,114 @@
+//! Wires concrete types together: settings, telemetry, registry, broker, worker, launcher; turns
+//! what happened into exit codes. One file a command. No policy of its own.
+
+pub mod batch_file;
+mod check_config;
+mod launch;
+mod link;
+mod progress;
+mod publish;
+mod registry;
+mod run_batch;
+mod stop;
+mod worker;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Parser;
+
+use crate::cli::{self, Cli, Command};
+use crate::config::{self, ConfigError, Loaded, Pool};
+use crate::launcher::LaunchError;
+use crate::shutdown::Exit;
+use crate::telemetry::{self, Format};
+use crate::worker::WorkerError;
+
+pub use registry::Registry;
+
+/// The program: parses the command line, runs the command, returns the exit code.
+pub fn main(registry: &Registry) -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(help_or_error) => {
+            let _ = help_or_error.print();
+            let exit = if help_or_error.use_stderr() { Exit::Usage } else { Exit::Done };
+            return ExitCode::from(exit.code());
+        }
+    };
+    let ended = match cli.command {
+        Command::Launch(settings) => launch::run(&settings),
+        Command::Worker(arguments) => worker::run(&arguments, registry),
+        Command::Publish(arguments) => publish::run(arguments),
+        Command::Stop(arguments) => stop::run(&arguments),
+        Command::RunBatch(arguments) => run_batch::run(&arguments),
+        Command::CheckConfig(arguments) => check_config::run(&arguments),
+    };
+    let exit = ended.unwrap_or_else(|error| {
+        eprintln_error(&error);
+        exit_of(&error)
+    });
+    ExitCode::from(exit.code())
+}
+
+#[expect(clippy::print_stderr, reason = "the last word of a command goes to its user")]
+fn eprintln_error(error: &anyhow::Error) {
+    eprintln!("sconce: {error:#}");
+}
+
+/// Who must act decides the code.
+fn exit_of(error: &anyhow::Error) -> Exit {
+    if error.is::<ConfigError>() || error.is::<LaunchError>() {
+        return Exit::Config;
+    }
+    if let Some(error) = error.downcast_ref::<WorkerError>() {
+        return error.exit();
+    }
+    if let Some(error) = error.downcast_ref::<crate::broker::BrokerError>() {
+        return WorkerError::from(error.clone()).exit();
+    }
+    error.downcast_ref::<Exit>().copied().unwrap_or(Exit::Internal)
+}
+
+/// Loads the settings: files, environment, flags.
+fn load(settings: &cli::Settings, flags: &[(String, String)]) -> Result<Loaded, ConfigError> {
+    let mut files = settings.config.clone();
+    if files.is_empty() {
+        let listed = std::env::var_os("SCONCE_CONFIG").unwrap_or_default();
+        files = std::env::split_paths(&listed).filter(|path| *path != PathBuf::new()).collect();
+    }
+    // Variables that are not UTF-8 cannot be settings.
+    let environment = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let overrides: Vec<_> = settings.set.iter().chain(flags).cloned().collect();
+    config::load(&files, environment, &overrides)
+}
+
+/// The pool of that name, or the only one.
+fn pool_named<'a>(pools: &'a [Pool], name: Option<&str>) -> anyhow::Result<(usize, &'a Pool)> {
+    let names = || pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
+    let mut numbered = pools.iter().enumerate();
+    match name {
+        Some(name) => numbered.find(|(_, pool)| pool.name == name),
+        None if pools.len() == 1 => numbered.next(),
+        None => None,
+    }
+    .with_context(|| match name {
+        Some(name) => format!("no pool is named {name:?}; the settings have: {}", names()),
+        None => format!("there are several pools, choose one with --pool: {}", names()),
+    })
+    .map_err(|error| error.context(Exit::Usage))
+}
+
+/// Starts logging for a command that a person or a service manager runs.
+fn start_logging(unless_told: Option<&str>) {
+    let filter = std::env::var("SCONCE_LOG").ok();
+    let format = match std::env::var("SCONCE_LOG_FORMAT").as_deref() {
+        Ok("json") => Format::Json,
+        _ => Format::Human,
+    };
+    if let Some(problem) = telemetry::start(filter.as_deref().or(unless_told), format) {
+        tracing::warn!(problem, "SCONCE_LOG cannot be read; the default is used");
+    }
+}

@@ -1,0 +1,19 @@
+//! The progress bar: rate and time left, on stderr, and none at all where that is no terminal.
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// A bar to `total`, or a counter where that is unknown. `done` of it was done before.
+pub(super) fn bar(total: Option<u64>, done: u64, what: &str) -> ProgressBar {
+    let template = match total {
+        Some(_) => "{prefix} [{bar:32}] {human_pos}/{human_len}  {per_sec}  {eta} left  {msg}",
+        None => "{prefix} {spinner} {human_pos}  {per_sec}  {msg}",
+    };
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::stderr_with_hz(8))
+        .with_style(style.progress_chars("=> "))
+        .with_prefix(what.to_owned())
+        .with_position(done);
+    // Otherwise the work of an earlier run would count into this one's rate.
+    bar.reset_eta();
+    bar
+}

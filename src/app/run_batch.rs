@@ -1,0 +1,324 @@
+//! `sconce run-batch`: a launcher with a queue of its own. Feeds the file's lines as tasks, then one
+//! sentinel a worker; collects the replies and writes them in the order of the lines.
+//!
+//! Two runtimes: the launcher's has one thread, the main one, to which workers are tied; the queue
+//! and both files run on another.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{BufReader, BufWriter, Write};
+use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use indicatif::ProgressBar;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+
+use super::batch_file::{InputLine, InputLines, MAX_LINE, OrderedWriter, ResumePoint, claim};
+use super::{load, pool_named, progress, start_logging};
+use crate::broker::Published;
+use crate::broker::embedded::{DeliveryLimit, EmbeddedBroker, LocalConsumer, QueueSpec};
+use crate::cli::RunBatch;
+use crate::config::{Pool, Secret, Settings};
+use crate::launcher::{self, Host, plan};
+use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
+use crate::protocol::reply::error_body;
+use crate::protocol::task::{SHUTDOWN, URL};
+use crate::protocol::{Headers, JSON, Message, Properties, TaskError, TaskErrorKind};
+use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
+use crate::telemetry::QUIET;
+
+/// Lines in work or finished early: what the order may hold back.
+const WINDOW: usize = 4_096;
+/// Ready messages in a queue before the feed waits.
+const MAX_READY: usize = 1_024;
+
+/// Runs the file.
+pub(super) fn run(arguments: &RunBatch) -> anyhow::Result<Exit> {
+    let (settings, pool) = settings(arguments)?;
+    start_logging(Some(QUIET));
+    let (output, point) = files(arguments).context(Exit::Usage)?;
+    if point.done == point.total {
+        writeln!(std::io::stderr(), "all {} lines are answered already", point.total)?;
+        return Ok(Exit::Done);
+    }
+    let input = point.open_input(&arguments.input)?;
+
+    let folder = std::env::temp_dir().join(format!("sconce-{}", uuid::Uuid::new_v4().simple()));
+    let socket = folder.join("queue");
+    let mut assignments = plan(&settings, &Host::here())?;
+    for assignment in &mut assignments {
+        assignment.broker.urls = vec![Secret::new(format!("embedded:{}", socket.display()))];
+    }
+    let program = std::env::current_exe().context("where is this program?")?;
+    let queues = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let broker = {
+        let _inside = queues.enter();
+        Arc::new(EmbeddedBroker::bind(&socket, &queues_of(&pool, settings.broker.delivery_limit))?)
+    };
+    let bar = progress::bar(Some(point.total as u64), point.done as u64, "lines");
+    let run = Arc::new(Run {
+        pool,
+        broker: broker.clone(),
+        begun: Mutex::default(),
+        writer: Mutex::new(OrderedWriter::new(BufWriter::new(output), point.done, WINDOW)),
+        written: Notify::new(),
+        errors: AtomicU64::new(0),
+        bar: bar.clone(),
+    });
+    let stop = Stop::default();
+    let mut tasks = JoinSet::new();
+    tasks.spawn_on(run.clone().feed(input, point.done, assignments.len(), stop.clone()), queues.handle());
+    let replies = run.consumer(run.pool.reply_queue.as_deref().unwrap_or_default())?;
+    tasks.spawn_on(run.clone().collect(replies), queues.handle());
+    let letters = run.consumer(&run.pool.dead_letter_queue)?;
+    tasks.spawn_on(run.clone().collect_dead(letters), queues.handle());
+
+    let launch = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let exit = launch.block_on(async {
+        listen(stop.clone(), Patience::SecondAborts)?;
+        let mut launched = pin!(launcher::run(&program, &assignments, &settings.launcher, &stop));
+        let exit = tokio::select! {
+            exit = &mut launched => exit,
+            error = first_failure(&mut tasks) => {
+                // A full disk, say: nothing that the workers compute could be kept.
+                stop.advance(Phase::Returning, "the run failed");
+                launched.await;
+                return Err(error);
+            }
+        };
+        // The workers' last replies are in the queue; they only have to be written.
+        let _ =
+            tokio::time::timeout(Duration::from_secs(5), run.written_up_to(point.total, exit, &stop)).await;
+        Ok(exit)
+    })?;
+    queues.block_on(broker.shutdown());
+    bar.finish_and_clear();
+    conclude(&run, exit, point, arguments)
+}
+
+/// Says what was done, and what is missing.
+fn conclude(run: &Run, exit: Exit, point: ResumePoint, arguments: &RunBatch) -> anyhow::Result<Exit> {
+    File::options().write(true).open(&arguments.output)?.sync_all().context("the output")?;
+    let done = run.lock_writer().next();
+    let errors = run.errors.load(Ordering::Relaxed);
+    let mut says = std::io::stderr();
+    let (now, total) = (done - point.done, point.total);
+    writeln!(says, "{now} of {total} lines answered now, {} before; {errors} with an error", point.done)?;
+    if done == total {
+        return Ok(if exit == Exit::SlotGivenUp { Exit::Done } else { exit });
+    }
+    writeln!(says, "stopped at line {done} of {total}; the same command goes on from there")?;
+    Ok(if exit == Exit::Done { Exit::Aborted } else { exit })
+}
+
+/// The first task that fails; for ever pending while none does.
+async fn first_failure(tasks: &mut JoinSet<anyhow::Result<()>>) -> anyhow::Error {
+    while let Some(ended) = tasks.join_next().await {
+        match ended {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => return error,
+            Err(error) => return error.into(),
+        }
+    }
+    std::future::pending().await
+}
+
+/// A line as a request.
+fn parse(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
+    let Some(bytes) = &line.bytes else {
+        let problem = format!("longer than {MAX_LINE} bytes");
+        return Err(InvalidLine { custom_id: None, problem });
+    };
+    batch_line::parse(bytes)
+}
+
+/// The output, ours alone, and where to go on in it.
+fn files(arguments: &RunBatch) -> anyhow::Result<(File, ResumePoint)> {
+    let RunBatch { input, output, .. } = arguments;
+    // Before the output is made, so that a wrong name leaves nothing behind.
+    File::open(input).with_context(|| input.display().to_string())?;
+    let mut claimed = claim(output)?;
+    let point = ResumePoint::find(input, output)?;
+    point.cut(&mut claimed, output)?;
+    Ok((claimed, point))
+}
+
+/// The settings with the flags of this command, cut down to the one pool that runs.
+fn settings(arguments: &RunBatch) -> anyhow::Result<(Settings, Pool)> {
+    let loaded = load(&arguments.settings, &[])?.settings;
+    let (index, _) = pool_named(&loaded.pools, arguments.pool.as_deref())?;
+    let flag = |name: &str, value: &Option<String>| {
+        value.clone().map(|value| (format!("pool[{index}].{name}"), value))
+    };
+    let flags = [flag("model", &arguments.model), flag("devices", &arguments.devices)];
+    let mut settings = load(&arguments.settings, &flags.into_iter().flatten().collect::<Vec<_>>())?.settings;
+    let mut pool = settings.pools.swap_remove(index);
+    // Names inside this process; a pool without a reply queue needs one here.
+    pool.reply_queue = Some("replies".into());
+    settings.pools = vec![pool.clone()];
+    Ok((settings, pool))
+}
+
+fn queues_of(pool: &Pool, delivery_limit: u32) -> Vec<QueueSpec> {
+    let dead_letter_queue = pool.dead_letter_queue.clone();
+    let limit =
+        DeliveryLimit { returns: delivery_limit.into(), dead_letter_queue: dead_letter_queue.clone() };
+    let queue = |name: String, delivery_limit| QueueSpec { name, max_ready: MAX_READY, delivery_limit };
+    vec![
+        queue(pool.task_queue.clone(), Some(limit)),
+        queue(pool.reply_queue.clone().unwrap_or_default(), None),
+        queue(dead_letter_queue, None),
+    ]
+}
+
+/// What feed and collectors share.
+struct Run {
+    pool: Pool,
+    broker: Arc<EmbeddedBroker>,
+    /// The `custom_id` of each line in work, by its sequence number. Written by the feed, taken by
+    /// the collectors. Bound: the window.
+    begun: Mutex<HashMap<usize, String>>,
+    /// Written by the collectors, and by the feed for lines that are no requests.
+    writer: Mutex<OrderedWriter<BufWriter<File>>>,
+    /// Told by whoever wrote lines, heard by the feed, which waits for room in the window.
+    written: Notify,
+    /// Lines written that hold an error.
+    errors: AtomicU64,
+    bar: ProgressBar,
+}
+
+impl Run {
+    fn consumer(&self, queue: &str) -> anyhow::Result<LocalConsumer> {
+        self.broker.consume(queue).with_context(|| format!("no queue {queue:?}"))
+    }
+
+    /// Publishes every line, then a sentinel for each worker.
+    async fn feed(
+        self: Arc<Self>,
+        lines: InputLines<BufReader<File>>,
+        done: usize,
+        workers: usize,
+        stop: Stop,
+    ) -> anyhow::Result<()> {
+        for (sequence, line) in (done..).zip(lines) {
+            let line = line.context("the input")?;
+            tokio::select! {
+                () = self.room_for(sequence) => {}
+                () = stop.reached(Phase::Returning) => return Ok(()),
+            }
+            match parse(&line) {
+                Ok(request) => {
+                    self.begun
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .insert(sequence, request.custom_id);
+                    let properties = Properties {
+                        content_type: Some(JSON.into()),
+                        correlation_id: Some(sequence.to_string()),
+                        message_id: Some(format!("line-{}", line.number)),
+                        headers: Headers::from([(URL.into(), request.url.into())]),
+                        ..Properties::default()
+                    };
+                    self.publish(Message { properties, body: request.body }).await?;
+                }
+                Err(invalid) => {
+                    self.errors.fetch_add(1, Ordering::Relaxed);
+                    self.write(sequence, batch_line::error_line(line.number, &invalid))?;
+                }
+            }
+        }
+        for _ in 0..workers {
+            let properties = Properties { kind: Some(SHUTDOWN.into()), ..Properties::default() };
+            self.publish(Message { properties, body: "null".into() }).await?;
+        }
+        Ok(())
+    }
+
+    async fn publish(&self, message: Message) -> anyhow::Result<()> {
+        match self.broker.publish(&self.pool.task_queue, message).await {
+            Published::Confirmed => Ok(()),
+            refused => bail!("the embedded queue: {refused:?}"),
+        }
+    }
+
+    async fn room_for(&self, sequence: usize) {
+        loop {
+            let written = self.written.notified();
+            if self.lock_writer().may_begin(sequence) {
+                return;
+            }
+            written.await;
+        }
+    }
+
+    /// Writes a line for each reply.
+    async fn collect(self: Arc<Self>, mut replies: LocalConsumer) -> anyhow::Result<()> {
+        while let Some(taken) = replies.next().await {
+            let reply = taken.message();
+            let headers = &reply.properties.headers;
+            let status = headers.get("status_code").and_then(|code| code.as_i64()).unwrap_or(500) as u16;
+            let id = reply.properties.message_id.clone().unwrap_or_default();
+            self.answer(reply, status, &id, &reply.body)?;
+            taken.ack();
+        }
+        Ok(())
+    }
+
+    /// Writes an error line for each task that the queue itself gave up. Other dead letters have
+    /// been answered too.
+    async fn collect_dead(self: Arc<Self>, mut letters: LocalConsumer) -> anyhow::Result<()> {
+        while let Some(taken) = letters.next().await {
+            let letter = taken.message();
+            if letter.properties.headers.get("reason").and_then(|reason| reason.as_str()) == Some("attempts")
+            {
+                let words = "the workers that took this task died each time, until its attempts were spent";
+                let error = TaskError::new(TaskErrorKind::Internal, words);
+                let id = uuid::Uuid::new_v4().to_string();
+                self.answer(letter, error.kind.wire().1 as u16, &id, &error_body(&error))?;
+            }
+            taken.ack();
+        }
+        Ok(())
+    }
+
+    /// Writes the line that answers a task's message or its reply.
+    fn answer(&self, message: &Message, status: u16, id: &str, body: &[u8]) -> anyhow::Result<()> {
+        let sequence = message.properties.correlation_id.as_deref().and_then(|id| id.parse().ok());
+        let sequence: usize = sequence.context("a reply without our correlation id")?;
+        let custom_id = self.begun.lock().unwrap_or_else(PoisonError::into_inner).remove(&sequence);
+        // At least once: a line that has been answered may be answered again.
+        let Some(custom_id) = custom_id else { return Ok(()) };
+        if status != 200 {
+            self.errors.fetch_add(1, Ordering::Relaxed);
+        }
+        self.write(sequence, batch_line::response_line(&custom_id, status, id, body)?)
+    }
+
+    fn write(&self, sequence: usize, line: Vec<u8>) -> anyhow::Result<()> {
+        let written = self.lock_writer().submit(sequence, line).context("the output")?;
+        self.bar.inc(written as u64);
+        self.written.notify_waiters();
+        Ok(())
+    }
+
+    fn lock_writer(&self) -> MutexGuard<'_, OrderedWriter<BufWriter<File>>> {
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until every line is written, or, when the run was stopped, all replies that there are;
+    /// not at all when the launcher did not end well.
+    async fn written_up_to(&self, total: usize, exit: Exit, stop: &Stop) {
+        let replies = self.pool.reply_queue.as_deref().unwrap_or_default();
+        let all_taken = || self.broker.stats(replies).is_none_or(|left| left.ready + left.unacked == 0);
+        while exit == Exit::Done && self.lock_writer().next() < total {
+            if stop.phase() >= Phase::Returning && all_taken() {
+                return;
+            }
+            let _ = tokio::time::timeout(Duration::from_millis(50), self.written.notified()).await;
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! `sconce worker`: under a launcher, with the assignment from its stdin; or by hand.
+
+use std::io::{self, BufRead, Read};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::Signal;
+
+use super::registry::Registry;
+use super::{load, pool_named, start_logging};
+use crate::cli::Worker;
+use crate::config::Assignment;
+use crate::launcher::Host;
+use crate::protocol::control::{Command, Event, MAX_LINE, decode};
+use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
+use crate::telemetry::{self, Format};
+use crate::worker::{Control, Ended, KnownPoison, Reporter, WorkerError};
+
+/// How long a worker whose launcher is gone may take to drain.
+const ORPHANED: Duration = Duration::from_secs(3);
+
+/// Runs one worker.
+pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exit> {
+    let stop = Stop::default();
+    let poison = KnownPoison::default();
+    let (assignment, patience) = match arguments.launched_by {
+        Some(launcher) => {
+            telemetry::start(std::env::var("SCONCE_LOG").ok().as_deref(), Format::Json);
+            tie_to(launcher)?;
+            (assigned(&poison)?, Patience::Drain)
+        }
+        None => {
+            start_logging(None);
+            (by_hand(arguments)?, Patience::SecondAborts)
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let reporter = Reporter::start(io::stdout())?;
+    let control = Control { reporter: reporter.clone(), poison: poison.clone() };
+    let ended = runtime.block_on(async {
+        listen(stop.clone(), patience)?;
+        if patience == Patience::Drain {
+            follow_commands(stop.clone(), poison)?;
+        }
+        let ended = registry.runner(&assignment.pool.model)(&assignment, stop.clone(), &control).await;
+        let cause = match &ended {
+            Ok(_) => stop.cause().unwrap_or_default(),
+            Err(error) => error.to_string(),
+        };
+        reporter.send(&Event::Stopped { cause }).await;
+        reporter.flush().await;
+        anyhow::Ok(ended)
+    })?;
+    // Whatever still runs (a forward pass after an abort) ends with the process.
+    runtime.shutdown_background();
+    Ok(exit_of(ended))
+}
+
+fn exit_of(ended: Result<Ended, WorkerError>) -> Exit {
+    match ended {
+        Ok(Ended::Drained) => Exit::Done,
+        Ok(Ended::OnRequest) => Exit::StoppedOnRequest,
+        Ok(Ended::Aborted) => Exit::Aborted,
+        Err(error) => {
+            tracing::error!(%error, exit = error.exit().code(), "the worker cannot go on");
+            error.exit()
+        }
+    }
+}
+
+/// Has the kernel signal us when the launcher dies, in case somebody else holds our stdin open.
+fn tie_to(launcher: u32) -> anyhow::Result<()> {
+    set_pdeathsig(Signal::SIGTERM).context("prctl(PR_SET_PDEATHSIG)")?;
+    // It may have died before we asked.
+    if nix::unistd::getppid().as_raw() != launcher as i32 {
+        bail!("the launcher (process {launcher}) is gone");
+    }
+    Ok(())
+}
+
+/// Reads the first control line.
+fn assigned(known: &KnownPoison) -> anyhow::Result<Assignment> {
+    let mut line = String::new();
+    io::stdin().lock().take(MAX_LINE as u64).read_line(&mut line).context("no assignment on stdin")?;
+    match decode(line.trim_end())? {
+        Command::Start { assignment, poison } => {
+            poison.into_iter().for_each(|task| known.add(task));
+            Ok(serde_json::from_value(assignment)?)
+        }
+        other => bail!("the first command must be `start`, not {other:?}"),
+    }
+}
+
+fn by_hand(arguments: &Worker) -> anyhow::Result<Assignment> {
+    let settings = load(&arguments.settings, &[])?.settings;
+    let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
+    let host = Host::here();
+    let slot = arguments.slot.clone().unwrap_or_else(|| format!("{}/by-hand", pool.name));
+    Ok(Assignment {
+        worker: format!("{}/{slot}", host.name),
+        slot,
+        device: arguments.device.clone(),
+        threads: pool.threads.unwrap_or(host.cores),
+        pool: pool.clone(),
+        broker: settings.broker,
+    })
+}
+
+/// Follows the launcher's commands, on a thread of its own: stdin blocks, and when the launcher is
+/// gone this thread ends the process even if nothing else in it moves any more.
+fn follow_commands(stop: Stop, poison: KnownPoison) -> io::Result<()> {
+    thread::Builder::new().name("commands".into()).spawn(move || {
+        let mut lines = io::stdin().lock();
+        loop {
+            let mut line = String::new();
+            match lines.by_ref().take(MAX_LINE as u64).read_line(&mut line) {
+                Ok(0) | Err(_) => break,
+                Ok(_) => match decode(line.trim_end()) {
+                    Ok(Command::Drain) => drop(stop.advance(Phase::Returning, "launcher")),
+                    Ok(Command::Abort) => drop(stop.advance(Phase::Aborting, "launcher")),
+                    Ok(Command::Poison { tasks }) => tasks.into_iter().for_each(|task| poison.add(task)),
+                    Ok(Command::Start { .. }) => tracing::warn!("already started"),
+                    Err(error) => tracing::warn!(%error, "unreadable command"),
+                },
+            }
+        }
+        stop.advance(Phase::Returning, "the launcher is gone");
+        thread::sleep(ORPHANED);
+        end_process();
+    })?;
+    Ok(())
+}
+
+#[expect(clippy::disallowed_methods, reason = "an orphan must end even when its main thread cannot")]
+fn end_process() -> ! {
+    std::process::exit(Exit::Aborted.code().into())
+}

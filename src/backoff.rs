@@ -1,0 +1,44 @@
+//! Capped, jittered delays between attempts. Pure: the randomness is passed in; knows nothing of
+//! what is retried.
+
+use std::time::Duration;
+
+/// A delay that doubles from `first` up to `most`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Backoff {
+    /// Ceiling of the delay after the first failure.
+    pub first: Duration,
+    /// Ceiling of all.
+    pub most: Duration,
+}
+
+impl Backoff {
+    /// The delay after `failures` failures in a row (0 counts as 1). `jitter` in `0.0..1.0` spreads
+    /// it over the upper half of the ceiling, so that many clients of one broker don't come back
+    /// together, and none comes back at once.
+    pub fn delay(&self, failures: u32, jitter: f64) -> Duration {
+        let doublings = failures.saturating_sub(1).min(31);
+        let ceiling = self.first.saturating_mul(1 << doublings).min(self.most);
+        ceiling.mul_f64(0.5 + 0.5 * jitter.clamp(0.0, 1.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BACKOFF: Backoff = Backoff { first: Duration::from_millis(100), most: Duration::from_secs(5) };
+
+    #[test]
+    fn delays_double_up_to_the_cap_and_stay_there() {
+        let whole: Vec<_> = (0..8).map(|n| BACKOFF.delay(n, 1.0).as_millis()).collect();
+        assert_eq!(whole, [100, 100, 200, 400, 800, 1600, 3200, 5000]);
+        assert_eq!(BACKOFF.delay(u32::MAX, 1.0), BACKOFF.most);
+    }
+
+    #[test]
+    fn jitter_moves_a_delay_within_its_upper_half() {
+        assert_eq!(BACKOFF.delay(3, 0.0), Duration::from_millis(200));
+        assert!(BACKOFF.delay(3, 0.5) < BACKOFF.delay(3, 1.0));
+    }
+}

@@ -1,0 +1,59 @@
+//! One-off requests of the command line: each on a connection of its own, each address tried once.
+
+use lapin::options::QueueDeclareOptions;
+use lapin::types::FieldTable;
+use lapin::{Connection, Error};
+
+use super::connect::{Connector, words};
+use super::convert::short;
+use super::topology::Topology;
+use crate::broker::BrokerError;
+
+/// Makes the queues that are missing.
+///
+/// # Errors
+/// No address could be reached, or the broker refuses.
+pub async fn declare(connector: &Connector, topology: &Topology) -> Result<(), BrokerError> {
+    let (connection, broker) = connect(connector).await?;
+    topology.declare(&connection).await.map_err(|error| refused(broker, &error))?;
+    let _ = connection.close(200, "done".into()).await;
+    Ok(())
+}
+
+/// How many consumers a queue has now, on all hosts.
+///
+/// # Errors
+/// As [`declare`]; a queue that does not exist is refused.
+pub async fn consumers_of(connector: &Connector, queue: &str) -> Result<u32, BrokerError> {
+    let (connection, broker) = connect(connector).await?;
+    let channel = connection.create_channel().await.map_err(|error| refused(broker.clone(), &error))?;
+    let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
+    let declared = channel.queue_declare(short(queue), passive, FieldTable::default()).await;
+    let count = declared.map(|queue| queue.consumer_count()).map_err(|error| refused(broker, &error))?;
+    let _ = connection.close(200, "done".into()).await;
+    Ok(count)
+}
+
+async fn connect(connector: &Connector) -> Result<(Connection, String), BrokerError> {
+    let mut last = None;
+    for _ in &connector.settings().urls {
+        match connector.attempt().await {
+            Ok(connected) => return Ok(connected),
+            Err(failure) => last = Some(failure),
+        }
+    }
+    Err(match last {
+        Some(failure) if failure.refused => {
+            BrokerError::Refused { broker: failure.broker, reason: failure.reason }
+        }
+        Some(failure) => BrokerError::Unreachable {
+            seconds: connector.settings().connect_timeout.as_secs(),
+            reason: format!("{}: {}", failure.broker, failure.reason),
+        },
+        None => BrokerError::Refused { broker: "broker.url".into(), reason: "it is empty".into() },
+    })
+}
+
+fn refused(broker: String, error: &Error) -> BrokerError {
+    BrokerError::Refused { broker, reason: words(error).0 }
+}

@@ -1,0 +1,20 @@
+//! RabbitMQ, and any AMQP 0-9-1 broker, through lapin. Consuming and publishing have a connection
+//! each, because a broker under a memory or disk alarm stops reading from connections that publish,
+//! and acks must go on. Lapin's own recovery stays off: after a channel error it leaves a consumer
+//! that never yields again, so each session here is built whole and dropped whole.
+
+mod admin;
+mod connect;
+mod consumer;
+mod convert;
+mod ledger;
+mod publisher;
+mod settler;
+mod topology;
+
+pub use admin::{consumers_of, declare};
+pub use connect::Connector;
+pub use consumer::{AmqpConsumer, Subscription, subscribe};
+pub use publisher::AmqpPublisher;
+pub use settler::AmqpSettler;
+pub use topology::Topology;

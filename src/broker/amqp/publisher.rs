@@ -1,0 +1,325 @@
+//! The sending side of RabbitMQ: one task owns the publishing connection and sends in windows: all
+//! that is queued, pipelined, then all their confirms, then the next. The window is what makes
+//! returns certain: lapin may attach a returned message to another publish's confirm, but never to
+//! one of a later window, so once a window is resolved its returns are known, by what they hold.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use futures_util::StreamExt;
+use futures_util::future::{BoxFuture, join_all};
+use lapin::message::BasicReturnMessage;
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
+use lapin::types::ShortString;
+use lapin::{Channel, Connection, Error, ErrorKind, PublisherConfirm};
+use tokio::sync::{mpsc, oneshot};
+
+use super::connect::{Connector, Failure, Outage, words};
+use super::convert::{properties_to, short};
+use crate::broker::{BrokerError, Published, Publisher};
+use crate::protocol::Message;
+
+/// Most messages in a window: enough to hide the confirm's latency, few enough to repeat cheaply
+/// when the connection breaks.
+const WINDOW: usize = 512;
+
+/// How RabbitMQ's direct reply-to addresses begin: no queues, at most once, and no way to know
+/// whether anybody still listens.
+const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to";
+/// A message over which the broker has closed the connection so often, when sent alone, is refused.
+/// More than once, because a broker in trouble closes connections too.
+const OFFENCES: u32 = 3;
+
+type Answer = Result<Published, BrokerError>;
+
+struct Request {
+    queue: String,
+    message: Message,
+    offences: u32,
+    answer: oneshot::Sender<Answer>,
+}
+
+/// See [`Publisher`].
+pub struct AmqpPublisher {
+    /// Written by every task that publishes, read by the window task. Bound: one window waits while
+    /// one is under way; beyond it, publishers wait.
+    requests: mpsc::Sender<Request>,
+    /// Ends the window task, which answers when the connection is closed.
+    close: mpsc::Sender<oneshot::Sender<()>>,
+}
+
+impl AmqpPublisher {
+    /// Connects in the background.
+    pub fn new(connector: Connector) -> Self {
+        let (requests, queued) = mpsc::channel(WINDOW);
+        let (close, closing) = mpsc::channel(1);
+        let windows = Windows { connector, live: None, outage: Outage::default() };
+        tokio::spawn(windows.run(queued, closing));
+        Self { requests, close }
+    }
+}
+
+impl Publisher for AmqpPublisher {
+    fn publish<'a>(&'a self, queue: &'a str, message: Message) -> BoxFuture<'a, Answer> {
+        Box::pin(async move {
+            let gone = || BrokerError::Unreachable { seconds: 0, reason: "the publisher is closed".into() };
+            let (answer, answered) = oneshot::channel();
+            let request = Request { queue: queue.to_owned(), message, offences: 0, answer };
+            self.requests.send(request).await.map_err(|_| gone())?;
+            answered.await.map_err(|_| gone())?
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {
+            let (closed_in, closed) = oneshot::channel();
+            if self.close.send(closed_in).await.is_ok() {
+                let _ = closed.await;
+            }
+        })
+    }
+}
+
+struct Live {
+    connection: Connection,
+    channel: Channel,
+    broker: String,
+    /// The broker reads nothing from us for now (an alarm). Written by the listener of the
+    /// connection's events, read where a wait would otherwise be given up.
+    blocked: Arc<AtomicBool>,
+}
+
+struct Windows {
+    connector: Connector,
+    live: Option<Live>,
+    outage: Outage,
+}
+
+impl Windows {
+    async fn run(
+        mut self,
+        mut queued: mpsc::Receiver<Request>,
+        mut closing: mpsc::Receiver<oneshot::Sender<()>>,
+    ) {
+        loop {
+            let mut window = Vec::new();
+            let closed = tokio::select! {
+                biased;
+                taken = queued.recv_many(&mut window, WINDOW) => {
+                    if taken == 0 { break }
+                    None
+                }
+                closed = closing.recv() => closed,
+            };
+            if let Some(closed) = closed {
+                self.say_goodbye().await;
+                let _ = closed.send(());
+                return;
+            }
+            if let Err(error) = self.deliver(window).await {
+                tracing::error!(%error, "cannot publish");
+                queued.close();
+                while let Some(request) = queued.recv().await {
+                    let _ = request.answer.send(Err(error.clone()));
+                }
+                return;
+            }
+        }
+        self.say_goodbye().await;
+    }
+
+    async fn say_goodbye(&mut self) {
+        if let Some(live) = self.live.take() {
+            let close = live.connection.close(200, "done".into());
+            let _ = tokio::time::timeout(self.connector.settings().connect_timeout, close).await;
+        }
+    }
+
+    /// Sends until every request is answered. After a failure it goes on one by one, so that a
+    /// message the broker refuses by closing the channel is told from its neighbours.
+    async fn deliver(&mut self, window: Vec<Request>) -> Result<(), BrokerError> {
+        let mut left = self.send(window).await?;
+        while !left.is_empty() {
+            let mut again = Vec::new();
+            for request in left {
+                again.extend(self.send(vec![request]).await?);
+            }
+            left = again;
+        }
+        Ok(())
+    }
+
+    /// Sends a window once. Returns the requests that have no answer yet; fails for good with all
+    /// of them answered.
+    async fn send(&mut self, mut window: Vec<Request>) -> Result<Vec<Request>, BrokerError> {
+        if let Err(error) = self.be_connected().await {
+            for request in window {
+                let _ = request.answer.send(Err(error.clone()));
+            }
+            return Err(error);
+        }
+        let Some(live) = &self.live else { return Ok(window) };
+        let limit = self.connector.settings().confirm_timeout;
+        let blocked = live.blocked.clone();
+        let exchange = publish_and_confirm(&live.channel, &window);
+        let failure = match unless_stuck(exchange, limit, &blocked).await {
+            Some(Ok(answers)) => {
+                for (request, answer) in window.into_iter().zip(answers) {
+                    let _ = request.answer.send(Ok(answer));
+                }
+                return Ok(Vec::new());
+            }
+            Some(Err(error)) => error,
+            None => {
+                tracing::warn!(broker = live.broker, ?limit, "no confirm; connecting anew");
+                self.live = None;
+                return Ok(window);
+            }
+        };
+        let reason = words(&failure).0;
+        if let [request] = &mut window[..] {
+            request.offences += u32::from(may_be_the_messages_fault(&failure));
+            // Over a soft error the broker closes the channel alone: it means this very message.
+            if failure.is_amqp_soft_error() || request.offences >= OFFENCES {
+                self.reopen().await;
+                for request in window {
+                    let _ = request.answer.send(Ok(Published::Refused(reason.clone())));
+                }
+                return Ok(Vec::new());
+            }
+        }
+        tracing::warn!(broker = live.broker, reason, messages = window.len(), "publishing again");
+        self.reopen().await;
+        Ok(window)
+    }
+
+    /// A new channel if the connection still stands, else nothing: the next send connects.
+    async fn reopen(&mut self) {
+        let Some(live) = &mut self.live else { return };
+        let opened = confirming_channel(&live.connection);
+        match tokio::time::timeout(self.connector.settings().connect_timeout, opened).await {
+            Ok(Ok(channel)) => live.channel = channel,
+            _ => self.live = None,
+        }
+    }
+
+    async fn be_connected(&mut self) -> Result<(), BrokerError> {
+        while self.live.is_none() {
+            match self.connect().await {
+                Ok(live) => {
+                    self.outage.over();
+                    self.live = Some(live);
+                }
+                Err(failure) => {
+                    let limit = self.connector.settings().give_up_after;
+                    tokio::time::sleep(self.outage.failed(failure, limit)?).await;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn connect(&self) -> Result<Live, Failure> {
+        let (connection, broker) = self.connector.attempt().await?;
+        let limit = self.connector.settings().connect_timeout;
+        let (reason, refused) = match tokio::time::timeout(limit, confirming_channel(&connection)).await {
+            Ok(Ok(channel)) => {
+                let blocked = Arc::default();
+                tokio::spawn(watch_alarms(connection.events_listener(), Arc::clone(&blocked)));
+                return Ok(Live { connection, channel, broker, blocked });
+            }
+            Ok(Err(error)) => words(&error),
+            Err(_) => (format!("no channel within {limit:?}"), false),
+        };
+        self.connector.pass_turn();
+        Err(Failure { broker, reason, refused })
+    }
+}
+
+/// Frame and syntax errors, and what a broker says when it fails over something: it closes the
+/// connection over, for example, a header with an infinite number.
+fn may_be_the_messages_fault(failure: &Error) -> bool {
+    matches!(failure.kind(), ErrorKind::ProtocolError(amqp) if matches!(amqp.get_id(), 501..=505 | 540 | 541))
+}
+
+async fn confirming_channel(connection: &Connection) -> Result<Channel, Error> {
+    let channel = connection.create_channel().await?;
+    channel.confirm_select(ConfirmSelectOptions::default()).await?;
+    Ok(channel)
+}
+
+async fn watch_alarms(
+    events: impl futures_util::Stream<Item = lapin::Event> + Send + 'static,
+    blocked: Arc<AtomicBool>,
+) {
+    let mut events = std::pin::pin!(events);
+    while let Some(event) = events.next().await {
+        match event {
+            lapin::Event::ConnectionBlocked(reason) => {
+                tracing::warn!(reason = reason.as_str(), "the broker takes no messages for now");
+                blocked.store(true, Ordering::Relaxed);
+            }
+            lapin::Event::ConnectionUnblocked => {
+                tracing::info!("the broker takes messages again");
+                blocked.store(false, Ordering::Relaxed);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// `work`, or nothing when it takes longer than `limit` without the broker having said why.
+async fn unless_stuck<T>(
+    work: impl Future<Output = T>,
+    limit: std::time::Duration,
+    blocked: &AtomicBool,
+) -> Option<T> {
+    let mut work = std::pin::pin!(work);
+    loop {
+        match tokio::time::timeout(limit, &mut work).await {
+            Ok(done) => return Some(done),
+            Err(_) if blocked.load(Ordering::Relaxed) => {}
+            Err(_) => return None,
+        }
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "this is the publisher that all others go through")]
+async fn publish_and_confirm(channel: &Channel, window: &[Request]) -> Result<Vec<Published>, Error> {
+    let mut confirms: Vec<PublisherConfirm> = Vec::with_capacity(window.len());
+    for request in window {
+        let properties = properties_to(request.message.properties.clone());
+        // RabbitMQ 4.0 returns a mandatory message to a direct reply-to even as it delivers it.
+        let mandatory = !request.queue.starts_with(DIRECT_REPLY_TO);
+        let options = BasicPublishOptions { mandatory, immediate: false };
+        let (queue, body) = (short(&request.queue), &request.message.body);
+        confirms.push(channel.basic_publish("".into(), queue, options, body, properties).await?);
+    }
+    let mut returned = Vec::new();
+    let mut acked = Vec::with_capacity(confirms.len());
+    for confirmation in join_all(confirms).await {
+        let confirmation = confirmation?;
+        acked.push(confirmation.is_ack());
+        returned.extend(confirmation.take_message());
+    }
+    let answer = |(request, acked)| match acked {
+        _ if returned.iter().any(|message| is_return_of(message, request)) => Published::Unroutable,
+        true => Published::Confirmed,
+        false => Published::Nacked,
+    };
+    Ok(window.iter().zip(acked).map(answer).collect())
+}
+
+/// Two messages that are equal in all this share a queue, hence a fate.
+fn is_return_of(returned: &BasicReturnMessage, request: &Request) -> bool {
+    let (theirs, ours) = (&returned.delivery.properties, &request.message.properties);
+    let same = |theirs: &Option<ShortString>, ours: &Option<String>| {
+        theirs.as_ref().map(ShortString::as_str)
+            == ours.as_deref().map(short).as_ref().map(ShortString::as_str)
+    };
+    returned.delivery.routing_key == short(&request.queue)
+        && same(theirs.message_id(), &ours.message_id)
+        && same(theirs.correlation_id(), &ours.correlation_id)
+        && returned.delivery.data == request.message.body
+}

@@ -1,0 +1,124 @@
+//! Settles deliveries on the session that brought them. Decides how acks and returns are paced: by
+//! the `ledger`, and with pauses where RabbitMQ needs time that it gives no sign of.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use lapin::Channel;
+use lapin::options::{BasicAckOptions, BasicNackOptions};
+use lapin::types::ShortString;
+
+use super::ledger::{Ack, Ledger};
+use crate::broker::{Receipt, Settler};
+
+/// What the broker takes to act on settled deliveries, with room to spare: it says nothing when it
+/// has. See `ledger` for what is at stake.
+const SETTLING: Duration = Duration::from_millis(100);
+/// Returns in a row between two pauses: half of what a quorum queue's client takes at once.
+const RETURNS: usize = 16;
+/// The pause between them.
+const BREATH: Duration = Duration::from_millis(10);
+
+/// The session that settles: written by the supervisor when one begins and ends, read by every
+/// settle and by a cancel. A plain mutex, held for a clone only.
+pub(super) type Current = Arc<Mutex<Option<Open>>>;
+
+/// A session, as settling sees it.
+#[derive(Clone)]
+pub(super) struct Open {
+    pub(super) session: u64,
+    pub(super) channel: Channel,
+    pub(super) consumer_tag: ShortString,
+    /// Written by the supervisor for each delivery and by every settle. Held for a few instructions.
+    pub(super) ledger: Arc<Mutex<Ledger>>,
+}
+
+impl Open {
+    pub(super) fn ledger(&self) -> MutexGuard<'_, Ledger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The session now, if there is one.
+pub(super) fn current(of: &Current) -> Option<Open> {
+    of.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// See [`Settler`].
+pub struct AmqpSettler {
+    current: Current,
+    /// Returns since the last pause. Written by every return.
+    returned: tokio::sync::Mutex<usize>,
+}
+
+impl AmqpSettler {
+    pub(super) fn new(current: Current) -> Self {
+        Self { current, returned: tokio::sync::Mutex::new(0) }
+    }
+
+    fn open(&self, receipt: Receipt) -> Option<Open> {
+        current(&self.current).filter(|open| open.session == receipt.session)
+    }
+}
+
+/// Lets the next ack send when this one is dropped in the middle.
+struct Sending<'a>(&'a Open);
+
+impl Drop for Sending<'_> {
+    fn drop(&mut self) {
+        self.0.ledger().abandon();
+    }
+}
+
+impl Settler for AmqpSettler {
+    /// Several at once become few commands: the first sends, for those that come meanwhile too.
+    fn ack(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
+        Box::pin(async move {
+            let Some(open) = self.open(receipt) else { return false };
+            if !open.ledger().ack(receipt.tag) {
+                return true;
+            }
+            let sending = Sending(&open);
+            loop {
+                // The rest of a batch is being confirmed in this very moment.
+                tokio::task::yield_now().await;
+                let acks = open.ledger().take();
+                if acks.is_empty() {
+                    // `take` has ended the sending, and somebody else may have begun one.
+                    std::mem::forget(sending);
+                    return true;
+                }
+                for Ack { tag, multiple } in acks {
+                    if open.channel.basic_ack(tag, BasicAckOptions { multiple }).await.is_err() {
+                        return false;
+                    }
+                }
+            }
+        })
+    }
+
+    fn requeue(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
+        Box::pin(async move {
+            let Some(open) = self.open(receipt) else { return false };
+            // Held over the command, which keeps returns in order.
+            let mut returned = self.returned.lock().await;
+            *returned += 1;
+            if *returned % RETURNS == 0 {
+                tokio::time::sleep(BREATH).await;
+            }
+            let requeue = BasicNackOptions { requeue: true, multiple: false };
+            let told = open.channel.basic_nack(receipt.tag, requeue).await.is_ok();
+            open.ledger().returned(receipt.tag);
+            told
+        })
+    }
+
+    fn flush(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {
+            if current(&self.current).is_some() {
+                tokio::time::sleep(SETTLING).await;
+            }
+        })
+    }
+}

@@ -1,0 +1,162 @@
+//! A worker's end of the embedded queue: one Unix connection behind the broker traits, its sending
+//! side here. Decides how many publishes are under way at once. When the socket closes the launcher
+//! is gone: everything fails, nothing reconnects.
+
+mod consumer;
+mod socket;
+
+use std::num::NonZeroU16;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use tokio::net::UnixStream;
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio_util::sync::CancellationToken;
+
+use self::consumer::SocketConsumer;
+use self::socket::{Waiting, read_all, write_all};
+use super::wire::{Frame, MAX_PIPELINE, Request, too_long};
+use crate::broker::{BrokerError, Link, Published, Publisher, Receipt, Settler};
+use crate::protocol::Message;
+
+/// The one life of a connection.
+const SESSION: u64 = 1;
+
+/// Requests that may wait for the socket; above it, who asks waits.
+const REQUESTS_BOUND: usize = 64;
+
+/// What to consume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Subscription {
+    /// The queue's name.
+    pub queue: String,
+    /// Deliveries held unsettled at most.
+    pub prefetch: NonZeroU16,
+}
+
+/// Connects to the launcher's queue at `path` and subscribes.
+///
+/// # Errors
+/// [`BrokerError::Unreachable`]: the launcher is not there; [`BrokerError::Refused`]: it has no such
+/// queue. The worker exits on either.
+pub async fn connect(path: &Path, subscription: Subscription) -> Result<Link, BrokerError> {
+    let at = path.display().to_string();
+    let stream = UnixStream::connect(path).await.map_err(|error| unreached(&at, &error.to_string()))?;
+    let (read, write) = stream.into_split();
+    // Every handle writes, the writer task reads. Bound: small, the socket's own buffer is behind it.
+    let (requests, queued) = mpsc::channel(REQUESTS_BOUND);
+    // The reader task writes, the consumer reads. Bound: the prefetch, and the four answers that are
+    // not deliveries; so the reader never waits, and confirms never stand behind deliveries.
+    let (answers, incoming) = mpsc::channel(usize::from(subscription.prefetch.get()) + 4);
+    let waiting = Arc::new(Waiting::default());
+    tokio::spawn(write_all(write, queued));
+    tokio::spawn(read_all(read, answers, waiting.clone()));
+    let wire = Arc::new(Wire {
+        at,
+        requests,
+        waiting,
+        next_id: AtomicU64::new(0),
+        pipeline: Arc::new(Semaphore::new(MAX_PIPELINE)),
+        consumer_closed: CancellationToken::new(),
+    });
+    let consumer = SocketConsumer::subscribe(wire.clone(), incoming, subscription).await?;
+    Ok(Link { consumer: Box::new(consumer), settler: wire.clone(), publisher: wire })
+}
+
+fn unreached(at: &str, why: &str) -> BrokerError {
+    BrokerError::Unreachable { seconds: 0, reason: format!("the launcher's queue at {at}: {why}") }
+}
+
+/// What the handles share: the way to the socket.
+struct Wire {
+    at: String,
+    requests: mpsc::Sender<Frame>,
+    waiting: Arc<Waiting>,
+    next_id: AtomicU64,
+    /// A permit for each publish without an answer; the server cuts off who has more.
+    pipeline: Arc<Semaphore>,
+    /// Cancelled when the consumer closes: its deliveries can no longer be settled.
+    consumer_closed: CancellationToken,
+}
+
+impl Wire {
+    fn gone(&self) -> BrokerError {
+        unreached(&self.at, "connection closed")
+    }
+
+    fn frame(&self, request: &Request, body: Bytes) -> Result<Frame, BrokerError> {
+        Frame::new(request, body).map_err(|error| unreached(&self.at, &error.to_string()))
+    }
+
+    async fn send(&self, request: &Request) -> Result<(), BrokerError> {
+        let frame = self.frame(request, Bytes::new())?;
+        if self.waiting.over.is_cancelled() {
+            return Err(self.gone());
+        }
+        self.requests.send(frame).await.map_err(|_| self.gone())
+    }
+
+    async fn settle(&self, receipt: Receipt, request: Request) -> bool {
+        receipt.session == SESSION
+            && !self.consumer_closed.is_cancelled()
+            && self.send(&request).await.is_ok()
+    }
+}
+
+impl Settler for Wire {
+    fn ack(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
+        self.settle(receipt, Request::Ack { tag: receipt.tag }).boxed()
+    }
+
+    fn requeue(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
+        self.settle(receipt, Request::Nack { tag: receipt.tag }).boxed()
+    }
+
+    /// Settles and the close share one stream, which the queue reads in order.
+    fn flush(&self) -> BoxFuture<'_, ()> {
+        std::future::ready(()).boxed()
+    }
+}
+
+impl Publisher for Wire {
+    fn publish<'a>(
+        &'a self,
+        queue: &'a str,
+        message: Message,
+    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+        async move {
+            if let Some(reason) = too_long(&message) {
+                return Ok(Published::Refused(reason));
+            }
+            // Never closed, so the error does not occur.
+            let permit = self.pipeline.clone().acquire_owned().await.map_err(|_| self.gone())?;
+            let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+            let Message { properties, body } = message;
+            let request = Request::Publish { id, queue: queue.to_owned(), properties: Box::new(properties) };
+            let frame = self.frame(&request, body)?;
+            // A place first: between `add` and `send` this future cannot be dropped, which would
+            // leave a permit waiting for an answer to what was never asked.
+            let place = self.requests.reserve().await.map_err(|_| self.gone())?;
+            let (answer, answered) = oneshot::channel();
+            if !self.waiting.add(id, (answer, permit)) {
+                return Err(self.gone());
+            }
+            place.send(frame);
+            answered.await.map_err(|_| self.gone())
+        }
+        .boxed()
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        async move {
+            if self.send(&Request::Close).await.is_ok() {
+                self.waiting.over.cancelled().await;
+            }
+        }
+        .boxed()
+    }
+}

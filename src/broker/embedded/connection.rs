@@ -1,0 +1,220 @@
+//! Serves one worker's connection: its requests go to the hub, the hub's answers to its socket.
+//! Owns both halves of the socket and the worker's one consumer; returns what that held when the
+//! connection ends, however it ends. Decides nothing about messages.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use futures_util::StreamExt;
+use tokio::io::AsyncWriteExt;
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+use tokio_util::codec::FramedRead;
+use tokio_util::sync::CancellationToken;
+
+use super::hub::{Hub, Membership};
+use super::outlet::{OUTLET_BOUND, Outgoing, Outlet};
+use super::wire::{FLUSH_AT, Frame, FrameCodec, MAX_PIPELINE, Request, Response, WireError, append};
+use crate::broker::Published;
+use crate::protocol::Message;
+
+/// How long a peer may take to read its last answers once the connection ends.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// The reading half's state.
+struct Reader {
+    hub: Arc<Hub>,
+    outlet: Outlet,
+    member: Option<Membership>,
+    /// Publishes not yet answered: the reader adds, the writer takes off. Bound: `MAX_PIPELINE`.
+    unanswered: Arc<AtomicUsize>,
+}
+
+/// Why the connection ends.
+enum Ending {
+    /// The worker asked for it.
+    Asked,
+    /// The worker is gone.
+    Gone,
+    /// The worker broke the protocol, or the broker is shutting down.
+    Cut(String),
+}
+
+/// Serves until the worker closes, vanishes, breaks the protocol, or `stop` is cancelled.
+pub(super) async fn serve(id: u64, stream: UnixStream, hub: Arc<Hub>, stop: CancellationToken) {
+    let (read, write) = stream.into_split();
+    let (messages, outgoing) = mpsc::channel(OUTLET_BOUND);
+    let outlet = Outlet { id, messages, cut: CancellationToken::new() };
+    let unanswered = Arc::new(AtomicUsize::new(0));
+    let writer = tokio::spawn(write_all(write, outgoing, outlet.cut.clone(), unanswered.clone()));
+    let mut reader = Reader { hub, outlet, member: None, unanswered };
+    let ending = reader.read_all(read, stop).await;
+    reader.end(ending);
+    // The last sender is gone with `reader`: the writer ends when it has written what is left.
+    drop(reader);
+    let writing = writer.abort_handle();
+    if timeout(LAST_WORDS, writer).await.is_err() {
+        writing.abort();
+    }
+}
+
+impl Reader {
+    async fn read_all(&mut self, read: OwnedReadHalf, stop: CancellationToken) -> Ending {
+        let mut frames = FramedRead::new(read, FrameCodec);
+        let cut = self.outlet.cut.clone();
+        loop {
+            let frame = tokio::select! {
+                () = cut.cancelled() => return Ending::Cut("answers were not read".to_owned()),
+                () = stop.cancelled() => return Ending::Cut("the launcher stops".to_owned()),
+                frame = frames.next() => frame,
+            };
+            let ending = match frame {
+                None | Some(Err(WireError::Io(_))) => Some(Ending::Gone),
+                Some(Err(error)) => Some(Ending::Cut(error.to_string())),
+                Some(Ok(frame)) => match frame.head() {
+                    Ok(request) => self.handle(request, frame.body),
+                    Err(error) => Some(Ending::Cut(error.to_string())),
+                },
+            };
+            if let Some(ending) = ending {
+                return ending;
+            }
+        }
+    }
+
+    fn handle(&mut self, request: Request, body: Bytes) -> Option<Ending> {
+        match request {
+            Request::Publish { id, queue, properties } => {
+                if self.unanswered.fetch_add(1, Ordering::Relaxed) >= MAX_PIPELINE {
+                    return Some(Ending::Cut(format!("more than {MAX_PIPELINE} unanswered publishes")));
+                }
+                let message = Message { properties: *properties, body };
+                self.hub.publish_from(&self.outlet, id, &queue, message);
+                None
+            }
+            Request::Consume { queue, prefetch } => {
+                if self.member.is_some() {
+                    return Some(Ending::Cut("a second consumer on one connection".to_owned()));
+                }
+                self.member = self.hub.join(&queue, prefetch, self.outlet.clone());
+                self.member.is_none().then(|| Ending::Cut(format!("no queue {queue:?}")))
+            }
+            Request::Cancel => {
+                self.with_member(|hub, member| hub.cancel(member));
+                None
+            }
+            Request::Ack { tag } => {
+                self.settle(tag, Hub::ack);
+                None
+            }
+            Request::Nack { tag } => {
+                self.settle(tag, Hub::requeue);
+                None
+            }
+            Request::Leave => {
+                self.leave();
+                self.outlet.send(Outgoing::Left);
+                None
+            }
+            Request::Close => Some(Ending::Asked),
+        }
+    }
+
+    fn with_member(&self, act: impl FnOnce(&Hub, Membership)) {
+        if let Some(member) = self.member {
+            act(&self.hub, member);
+        }
+    }
+
+    fn settle(&self, tag: u64, how: impl FnOnce(&Hub, Membership, u64) -> bool) {
+        self.with_member(|hub, member| {
+            if !how(hub, member, tag) {
+                tracing::warn!(connection = self.outlet.id, tag, "settled a delivery not held");
+            }
+        });
+    }
+
+    fn leave(&mut self) {
+        if let Some(member) = self.member.take() {
+            self.hub.leave(member);
+        }
+    }
+
+    fn end(&mut self, ending: Ending) {
+        self.leave();
+        self.hub.forget(&self.outlet);
+        match ending {
+            Ending::Asked => self.outlet.send(Outgoing::Closed { reason: None }),
+            Ending::Gone => {
+                tracing::debug!(connection = self.outlet.id, "worker's connection ended");
+            }
+            Ending::Cut(reason) => {
+                tracing::debug!(connection = self.outlet.id, reason, "ending worker's connection");
+                self.outlet.send(Outgoing::Closed { reason: Some(reason) });
+            }
+        }
+    }
+}
+
+async fn write_all(
+    mut write: OwnedWriteHalf,
+    mut outgoing: mpsc::Receiver<Outgoing>,
+    cut: CancellationToken,
+    unanswered: Arc<AtomicUsize>,
+) {
+    let mut gathered = BytesMut::new();
+    while let Some(message) = outgoing.recv().await {
+        // Taken off before it is written: the worker cannot publish again ahead of it.
+        if matches!(message, Outgoing::Published { .. }) {
+            unanswered.fetch_sub(1, Ordering::Relaxed);
+        }
+        let frame = match frame(message) {
+            Ok(frame) => frame,
+            Err(error) => {
+                tracing::error!(%error, "cannot write an answer to a worker");
+                return cut.cancel();
+            }
+        };
+        append(&frame, &mut gathered);
+        // Many small answers, one write.
+        if !outgoing.is_empty() && gathered.len() < FLUSH_AT {
+            continue;
+        }
+        if let Err(error) = write.write_all_buf(&mut gathered).await {
+            tracing::debug!(%error, "worker's connection cannot be written");
+            return cut.cancel();
+        }
+    }
+}
+
+fn frame(message: Outgoing) -> Result<Frame, WireError> {
+    let mut body = Bytes::new();
+    let response = match message {
+        Outgoing::Deliver(dispatch) => {
+            let dispatch = *dispatch;
+            body = dispatch.message.body;
+            Response::Deliver {
+                tag: dispatch.tag,
+                redelivered: dispatch.redelivered,
+                delivery_count: dispatch.delivery_count,
+                properties: Box::new(dispatch.message.properties),
+            }
+        }
+        Outgoing::Published { id, outcome: Published::Confirmed } => Response::Confirmed { id },
+        Outgoing::Published { id, outcome: Published::Unroutable } => Response::Unroutable { id },
+        Outgoing::Published { id, outcome: Published::Refused(reason) } => Response::Refused { id, reason },
+        // The hub holds a confirm back instead.
+        Outgoing::Published { id, outcome: Published::Nacked } => {
+            Response::Refused { id, reason: "not taken".into() }
+        }
+        Outgoing::Consuming => Response::Consuming,
+        Outgoing::Cancelled => Response::Cancelled,
+        Outgoing::Left => Response::Left,
+        Outgoing::Closed { reason } => Response::Closed { reason },
+    };
+    Frame::new(&response, body)
+}

@@ -1,0 +1,270 @@
+//! Holds the queues of one launcher and moves messages between them and their consumers. Decides
+//! when a publisher waits. Owns every queue, behind one lock; never touches a socket.
+
+use std::collections::{HashMap, VecDeque};
+use std::num::NonZeroU16;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use super::outlet::{Outgoing, Outlet};
+use super::queue::{ConsumerId, Queue, Returned, Stats};
+use super::wire::too_long;
+use crate::broker::Published;
+use crate::protocol::Message;
+
+/// A queue to make.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QueueSpec {
+    /// Its name; one of its kind.
+    pub name: String,
+    /// Publishers wait while this many messages are ready. A worker's message is taken even then,
+    /// and its confirm held back, so workers go over it by what they publish at once.
+    pub max_ready: usize,
+    /// When a message that keeps coming back is given up; none: never.
+    pub delivery_limit: Option<DeliveryLimit>,
+}
+
+/// When a message is given up, and where it goes then.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeliveryLimit {
+    /// It may return this often.
+    pub returns: u64,
+    /// Then it goes to this queue, with the header `reason = "attempts"`.
+    pub dead_letter_queue: String,
+}
+
+/// Names one consumer among all queues.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Membership {
+    queue: usize,
+    consumer: ConsumerId,
+}
+
+/// A confirm held back because the queue is over its depth: the publisher of a worker slows down
+/// by it, while its acks go on.
+struct HeldConfirm {
+    outlet: Outlet,
+    id: u64,
+}
+
+struct Slot {
+    spec: QueueSpec,
+    queue: Queue,
+    outlets: HashMap<ConsumerId, Outlet>,
+    /// In order of publishing. Bound: [`super::wire::MAX_PIPELINE`] for each connection.
+    held: VecDeque<HeldConfirm>,
+    /// Wakes publishers inside the launcher when there is room.
+    room: Arc<Notify>,
+}
+
+impl Slot {
+    fn is_full(&self) -> bool {
+        self.queue.ready() >= self.spec.max_ready
+    }
+}
+
+/// All queues of a launcher.
+pub(super) struct Hub {
+    /// Taken by every connection and by the launcher's own handles; held for map operations only,
+    /// never across an await. Sends happen under it, so that what a consumer sees is in the order
+    /// of what the queue decided.
+    slots: Mutex<Vec<Slot>>,
+    /// Name → index in `slots`; fixed at start.
+    names: HashMap<String, usize>,
+}
+
+impl Hub {
+    /// The queues of `specs`. An error in words when a name is used twice, or a dead-letter queue
+    /// is not among them.
+    pub fn new(specs: &[QueueSpec]) -> Result<Self, String> {
+        let mut names = HashMap::new();
+        for (index, spec) in specs.iter().enumerate() {
+            if names.insert(spec.name.clone(), index).is_some() {
+                return Err(format!("queue {:?} is named twice", spec.name));
+            }
+        }
+        for spec in specs {
+            let target = spec.delivery_limit.as_ref().map(|limit| &limit.dead_letter_queue);
+            if target.is_some_and(|target| *target == spec.name || !names.contains_key(target)) {
+                return Err(format!("dead-letter queue of {:?} is not another queue", spec.name));
+            }
+        }
+        let slots = specs.iter().map(new_slot).collect();
+        Ok(Self { slots: Mutex::new(slots), names })
+    }
+
+    fn slots(&self) -> MutexGuard<'_, Vec<Slot>> {
+        // Each operation leaves the queues whole before anything in it can panic.
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a message of a worker at once; the confirm comes when the queue is below its depth.
+    pub fn publish_from(&self, outlet: &Outlet, id: u64, queue: &str, message: Message) {
+        let answer = |outcome| outlet.send(Outgoing::Published { id, outcome });
+        let Some(&index) = self.names.get(queue) else {
+            return answer(Published::Unroutable);
+        };
+        if let Some(reason) = too_long(&message) {
+            return answer(Published::Refused(reason));
+        }
+        let mut slots = self.slots();
+        let full = slots[index].is_full();
+        match put(&mut slots[index], message) {
+            Published::Confirmed if full => {
+                slots[index].held.push_back(HeldConfirm { outlet: outlet.clone(), id });
+            }
+            outcome => answer(outcome),
+        }
+        pump(&mut slots[index]);
+    }
+
+    /// Waits while the queue is full, then takes the message. Dropped while waiting: not taken.
+    pub async fn publish_when_room(&self, queue: &str, message: Message) -> Published {
+        let Some(&index) = self.names.get(queue) else {
+            return Published::Unroutable;
+        };
+        if let Some(reason) = too_long(&message) {
+            return Published::Refused(reason);
+        }
+        let room = self.slots()[index].room.clone();
+        loop {
+            // Armed before the look, so that room made between look and wait still wakes.
+            let mut made_room = std::pin::pin!(room.notified());
+            made_room.as_mut().enable();
+            {
+                let mut slots = self.slots();
+                let slot = &mut slots[index];
+                if !slot.is_full() {
+                    let outcome = put(slot, message);
+                    pump(slot);
+                    return outcome;
+                }
+            }
+            made_room.await;
+        }
+    }
+
+    /// Adds a consumer, and tells it so ahead of its first message. None: no such queue.
+    pub fn join(&self, queue: &str, prefetch: NonZeroU16, outlet: Outlet) -> Option<Membership> {
+        let index = *self.names.get(queue)?;
+        let mut slots = self.slots();
+        let slot = &mut slots[index];
+        let consumer = slot.queue.add_consumer(prefetch);
+        outlet.send(Outgoing::Consuming);
+        slot.outlets.insert(consumer, outlet);
+        pump(slot);
+        Some(Membership { queue: index, consumer })
+    }
+
+    /// Delivers no more to a consumer, and tells it so behind its last message.
+    pub fn cancel(&self, member: Membership) {
+        let mut slots = self.slots();
+        let slot = &mut slots[member.queue];
+        slot.queue.cancel(member.consumer);
+        if let Some(outlet) = slot.outlets.get(&member.consumer) {
+            outlet.send(Outgoing::Cancelled);
+        }
+    }
+
+    /// Removes a message for good. False: not known.
+    pub fn ack(&self, member: Membership, tag: u64) -> bool {
+        let mut slots = self.slots();
+        let slot = &mut slots[member.queue];
+        let known = slot.queue.ack(member.consumer, tag);
+        pump(slot);
+        known
+    }
+
+    /// Returns a message to its place. False: not known.
+    pub fn requeue(&self, member: Membership, tag: u64) -> bool {
+        let mut slots = self.slots();
+        let returned = slots[member.queue].queue.requeue(member.consumer, tag);
+        let known = returned.known;
+        self.settle_returned(&mut slots, member.queue, returned);
+        known
+    }
+
+    /// The consumer is gone; what it held returns.
+    pub fn leave(&self, member: Membership) {
+        let mut slots = self.slots();
+        slots[member.queue].outlets.remove(&member.consumer);
+        let returned = slots[member.queue].queue.remove_consumer(member.consumer);
+        self.settle_returned(&mut slots, member.queue, returned);
+    }
+
+    /// The connection is gone: nobody waits for its confirms.
+    pub fn forget(&self, outlet: &Outlet) {
+        for slot in self.slots().iter_mut() {
+            slot.held.retain(|held| held.outlet.id != outlet.id);
+        }
+    }
+
+    fn settle_returned(&self, slots: &mut [Slot], from: usize, returned: Returned) {
+        let target = slots[from].spec.delivery_limit.as_ref();
+        // Present whenever there is a limit: `new` checked.
+        let target = target.and_then(|limit| self.names.get(&limit.dead_letter_queue)).copied();
+        if let Some(target) = target {
+            for message in returned.dead {
+                slots[target].queue.publish_dead_letter(message);
+            }
+            pump(&mut slots[target]);
+        }
+        pump(&mut slots[from]);
+    }
+
+    /// Ends every consumer: nothing more is delivered.
+    pub fn end(&self) {
+        for slot in self.slots().iter_mut() {
+            slot.outlets.clear();
+        }
+    }
+
+    /// How full a queue is; none: no such queue.
+    pub fn stats(&self, queue: &str) -> Option<Stats> {
+        let index = *self.names.get(queue)?;
+        let mut slots = self.slots();
+        let stats = slots[index].queue.stats(Instant::now().into_std());
+        // What had expired is gone, which may have made room.
+        pump(&mut slots[index]);
+        Some(stats)
+    }
+}
+
+fn new_slot(spec: &QueueSpec) -> Slot {
+    Slot {
+        queue: Queue::new(spec.delivery_limit.as_ref().map(|limit| limit.returns)),
+        spec: spec.clone(),
+        outlets: HashMap::new(),
+        held: VecDeque::new(),
+        room: Arc::new(Notify::new()),
+    }
+}
+
+fn put(slot: &mut Slot, message: Message) -> Published {
+    match slot.queue.publish(message, Instant::now().into_std()) {
+        Ok(()) => Published::Confirmed,
+        Err(error) => Published::Refused(error.to_string()),
+    }
+}
+
+/// Delivers all that can be, then lets publishers go on into the room that this made. Called
+/// after every change of a queue.
+fn pump(slot: &mut Slot) {
+    let now = Instant::now().into_std();
+    while let Some(dispatch) = slot.queue.deliver(now) {
+        if let Some(outlet) = slot.outlets.get(&dispatch.consumer) {
+            outlet.send(Outgoing::Deliver(Box::new(dispatch)));
+        }
+    }
+    if slot.is_full() {
+        return;
+    }
+    slot.room.notify_waiters();
+    // Their messages are in the queue: confirming all at once adds nothing to it.
+    for held in slot.held.drain(..) {
+        let outcome = Published::Confirmed;
+        held.outlet.send(Outgoing::Published { id: held.id, outcome });
+    }
+}

@@ -1,0 +1,46 @@
+//! The hub's way out: what it says to one connection, or to one consumer inside the launcher.
+//! Decides what happens to a peer that does not read: it is cut off, nobody waits for it.
+
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use super::queue::Dispatch;
+use super::wire::MAX_PIPELINE;
+use crate::broker::Published;
+
+/// What goes to one consumer or publisher.
+#[derive(Debug)]
+pub(super) enum Outgoing {
+    Deliver(Box<Dispatch>),
+    Published { id: u64, outcome: Published },
+    Consuming,
+    Cancelled,
+    Left,
+    Closed { reason: Option<String> },
+}
+
+/// The hub's way to one connection, or to a consumer inside the launcher.
+#[derive(Clone, Debug)]
+pub(super) struct Outlet {
+    /// Names it among all of the hub.
+    pub id: u64,
+    /// The hub and the connection's reader write, its writer reads. Bound: [`OUTLET_BOUND`], which
+    /// prefetch and pipelining keep it below, so a send never waits.
+    pub messages: mpsc::Sender<Outgoing>,
+    /// Cancelled by whoever finds that the peer keeps no bound; its reader listens.
+    pub cut: CancellationToken,
+}
+
+/// What an outlet holds at most: a full prefetch, every confirm of the pipeline, and the few
+/// answers to consume, cancel, leave and close.
+pub(super) const OUTLET_BOUND: usize = u16::MAX as usize + MAX_PIPELINE + 8;
+
+impl Outlet {
+    /// Sends without waiting. A full outlet is a peer that takes more than it may: it is cut off,
+    /// and what it held returns when its connection ends.
+    pub fn send(&self, message: Outgoing) {
+        if self.messages.try_send(message).is_err() {
+            self.cut.cancel();
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! The frames between a worker and the launcher's queue: two big-endian `u32` (length of the head,
+//! length of the body), a JSON head, the raw body. Decides what fits. Owns no state, does no I/O.
+
+use std::num::NonZeroU16;
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio_util::codec::Decoder;
+
+use crate::protocol::{Message, Properties};
+
+/// The largest frame, head and body together: 64 MiB. A longer one ends the connection.
+const MAX_FRAME: usize = 64 << 20;
+
+/// The largest message in bytes, its properties written as JSON and its body together. Below
+/// `MAX_FRAME`, so that what was taken can always be delivered: the head of a delivery and the
+/// headers of a dead letter come on top.
+pub const MAX_MESSAGE: usize = MAX_FRAME - (64 << 10);
+
+/// Publishes of one connection that may wait for their confirms. The client waits above it; the
+/// server cuts off a peer that does not.
+pub(super) const MAX_PIPELINE: usize = 1024;
+
+const PREFACE: usize = 8;
+
+/// What a worker asks.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "snake_case")]
+pub(super) enum Request {
+    /// Put the body into a queue; answered by the same `id`.
+    Publish { id: u64, queue: String, properties: Box<Properties> },
+    /// Deliver from a queue. At most one consumer a connection.
+    Consume { queue: String, prefetch: NonZeroU16 },
+    /// Deliver no more.
+    Cancel,
+    /// Remove a message for good.
+    Ack { tag: u64 },
+    /// Return a message to its place.
+    Nack { tag: u64 },
+    /// The consumer ends; what it holds returns. The connection stays.
+    Leave,
+    /// The connection ends.
+    Close,
+}
+
+/// What the launcher answers.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub(super) enum Response {
+    /// The message of this `id` is in its queue.
+    Confirmed { id: u64 },
+    /// There is no such queue.
+    Unroutable { id: u64 },
+    /// This message is not taken.
+    Refused { id: u64, reason: String },
+    /// Deliveries will follow.
+    Consuming,
+    /// The body is a message.
+    Deliver { tag: u64, redelivered: bool, delivery_count: u64, properties: Box<Properties> },
+    /// No delivery follows.
+    Cancelled,
+    /// All that was settled before `leave` is settled.
+    Left,
+    /// The connection ends; the reason when the worker did not ask for it.
+    Closed { reason: Option<String> },
+}
+
+/// Why bytes are not a frame, or a frame not what was expected.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum WireError {
+    /// Longer than [`MAX_FRAME`].
+    #[error("{length} bytes are more than a frame holds ({MAX_FRAME})")]
+    TooLong { length: u64 },
+    /// The head is not the JSON expected, or cannot be written as such.
+    #[error("bad head: {0}")]
+    Head(#[from] serde_json::Error),
+    /// The socket failed.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+}
+
+/// One frame, its head written, its length checked.
+#[derive(Debug)]
+pub(super) struct Frame {
+    head: Bytes,
+    /// The raw body; empty for all but messages.
+    pub body: Bytes,
+}
+
+impl Frame {
+    /// Writes the head.
+    pub fn new(head: &impl Serialize, body: Bytes) -> Result<Self, WireError> {
+        let head = Bytes::from(serde_json::to_vec(head)?);
+        check(head.len() as u64 + body.len() as u64)?;
+        Ok(Self { head, body })
+    }
+
+    /// Reads the head.
+    pub fn head<T: DeserializeOwned>(&self) -> Result<T, WireError> {
+        Ok(serde_json::from_slice(&self.head)?)
+    }
+}
+
+fn check(length: u64) -> Result<(), WireError> {
+    if length > MAX_FRAME as u64 { Err(WireError::TooLong { length }) } else { Ok(()) }
+}
+
+/// Why a message is too long to be taken, in words for its sender, or none.
+pub(super) fn too_long(message: &Message) -> Option<String> {
+    let head = match serde_json::to_vec(&message.properties) {
+        Ok(head) => head.len(),
+        Err(error) => return Some(format!("properties cannot be written: {error}")),
+    };
+    let length = head + message.body.len();
+    (length > MAX_MESSAGE).then(|| {
+        format!("{length} bytes are more than the embedded queue takes in one message ({MAX_MESSAGE})")
+    })
+}
+
+/// Cuts a byte stream into frames.
+#[derive(Debug, Default)]
+pub(super) struct FrameCodec;
+
+impl Decoder for FrameCodec {
+    type Item = Frame;
+    type Error = WireError;
+
+    fn decode(&mut self, input: &mut BytesMut) -> Result<Option<Frame>, WireError> {
+        let Some(mut preface) = input.get(..PREFACE) else {
+            return Ok(None);
+        };
+        let (head, body) = (preface.get_u32(), preface.get_u32());
+        check(u64::from(head) + u64::from(body))?;
+        let (head, body) = (head as usize, body as usize);
+        let whole = PREFACE + head + body;
+        if input.len() < whole {
+            input.reserve(whole - input.len());
+            return Ok(None);
+        }
+        input.advance(PREFACE);
+        let head = input.split_to(head).freeze();
+        Ok(Some(Frame { head, body: input.split_to(body).freeze() }))
+    }
+}
+
+/// A writer flushes what it has gathered at this size, in bytes, or when nothing more waits.
+pub(super) const FLUSH_AT: usize = 64 << 10;
+
+/// Appends a frame's bytes to what a writer has gathered.
+pub(super) fn append(frame: &Frame, output: &mut BytesMut) {
+    output.reserve(PREFACE + frame.head.len() + frame.body.len());
+    // Each fits: `Frame::new` and `decode` checked the sum.
+    output.put_u32(frame.head.len() as u32);
+    output.put_u32(frame.body.len() as u32);
+    output.put_slice(&frame.head);
+    output.put_slice(&frame.body);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written(head: &impl Serialize, body: &'static [u8]) -> BytesMut {
+        let mut bytes = BytesMut::new();
+        let frame = Frame::new(head, Bytes::from_static(body)).unwrap();
+        append(&frame, &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn a_frame_is_read_back_however_the_stream_is_cut() {
+        let request = Request::Publish {
+            id: 7,
+            queue: "replies".to_owned(),
+            properties: Box::new(Properties { kind: Some("reply".to_owned()), ..Properties::default() }),
+        };
+        let bytes = written(&request, b"a\0\nbody");
+        for cut in 0..bytes.len() {
+            let mut input = BytesMut::from(&bytes[..cut]);
+            assert!(FrameCodec.decode(&mut input).unwrap().is_none(), "cut at {cut}");
+            input.extend_from_slice(&bytes[cut..]);
+            let frame = FrameCodec.decode(&mut input).unwrap().unwrap();
+            assert_eq!(frame.head::<Request>().unwrap(), request);
+            assert_eq!(frame.body.as_ref(), b"a\0\nbody");
+            assert!(input.is_empty());
+        }
+    }
+
+    #[test]
+    fn two_frames_in_one_read_are_two_frames() {
+        let mut bytes = written(&Request::Ack { tag: 1 }, b"");
+        bytes.unsplit(written(&Request::Nack { tag: 2 }, b""));
+        let first = FrameCodec.decode(&mut bytes).unwrap().unwrap();
+        let second = FrameCodec.decode(&mut bytes).unwrap().unwrap();
+        assert_eq!(first.head::<Request>().unwrap(), Request::Ack { tag: 1 });
+        assert_eq!(second.head::<Request>().unwrap(), Request::Nack { tag: 2 });
+    }
+
+    #[test]
+    fn a_frame_that_claims_too_much_is_an_error_before_its_bytes_come() {
+        let mut bytes = BytesMut::new();
+        bytes.put_u32(8);
+        bytes.put_u32(u32::MAX);
+        assert!(matches!(FrameCodec.decode(&mut bytes), Err(WireError::TooLong { .. })));
+    }
+
+    #[test]
+    fn a_body_over_the_limit_is_no_frame() {
+        let body = Bytes::from(vec![0; MAX_FRAME]);
+        assert!(matches!(Frame::new(&Request::Close, body), Err(WireError::TooLong { .. })));
+    }
+
+    #[test]
+    fn a_head_of_another_kind_is_an_error_not_a_guess() {
+        let mut bytes = written(&Response::Cancelled, b"");
+        let frame = FrameCodec.decode(&mut bytes).unwrap().unwrap();
+        assert!(frame.head::<Request>().is_err());
+    }
+}

@@ -1,0 +1,141 @@
+//! Brokers behind one set of traits: deliver, publish with confirm, settle. `amqp` speaks to
+//! RabbitMQ through lapin; `embedded` to a queue inside the launcher, over a Unix socket. Knows
+//! neither model nor batching nor worker.
+//!
+//! A broker object supervises its own connection: it rebuilds it with backoff and says so
+//! ([`Event::Lost`]) because deliveries of the old one can no longer be settled.
+
+pub mod amqp;
+pub mod embedded;
+
+use std::sync::Arc;
+
+use futures_util::future::BoxFuture;
+
+use crate::protocol::Message;
+
+/// Names one delivery for settling it. Ordered as delivered, within a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Receipt {
+    /// Which life of the connection delivered it, counting from 1.
+    pub session: u64,
+    /// The broker's delivery tag, unique within the session.
+    pub tag: u64,
+}
+
+/// A message that we owe an ack.
+#[derive(Clone, Debug)]
+pub struct Delivery {
+    /// The message.
+    pub message: Message,
+    /// What to settle it by.
+    pub receipt: Receipt,
+    /// The broker has delivered it before.
+    pub redelivered: bool,
+    /// Earlier deliveries that were not acked, where the broker counts them; else 0, or 1 when
+    /// `redelivered`.
+    pub delivery_count: u64,
+}
+
+/// What a consumer sees.
+#[derive(Debug)]
+pub enum Event {
+    /// A message.
+    Delivery(Box<Delivery>),
+    /// The session ended; its unsettled deliveries are the broker's again and will come back.
+    /// A new session is being made.
+    Lost {
+        /// The session that is over.
+        session: u64,
+    },
+    /// After [`Consumer::cancel`]: nothing more will come.
+    End,
+}
+
+/// The receiving side. One owner.
+pub trait Consumer: Send {
+    /// The next event. Safe to cancel: an event is never lost in a dropped future.
+    ///
+    /// # Errors
+    /// [`BrokerError`] when no session can be made: the caller gives up and exits.
+    fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>>;
+
+    /// Asks the broker for no more; what it had sent before still comes from `next`, then
+    /// [`Event::End`].
+    fn cancel(&mut self) -> BoxFuture<'_, ()>;
+
+    /// Closes the session in order, so that every ack written before is at the broker.
+    fn close(&mut self) -> BoxFuture<'_, ()>;
+}
+
+/// Settles deliveries; shared by all who finish tasks.
+pub trait Settler: Send + Sync {
+    /// Acks. False when the session is over: the delivery is the broker's again.
+    fn ack(&self, receipt: Receipt) -> BoxFuture<'_, bool>;
+    /// Hands back for redelivery, at its old place where the broker can. False as for `ack`.
+    fn requeue(&self, receipt: Receipt) -> BoxFuture<'_, bool>;
+    /// Waits until the broker can be taken to have acted on all that was settled before.
+    fn flush(&self) -> BoxFuture<'_, ()>;
+}
+
+/// A broker's three faces, as one worker holds them.
+pub struct Link {
+    /// Receives.
+    pub consumer: Box<dyn Consumer>,
+    /// Settles what was received.
+    pub settler: Arc<dyn Settler>,
+    /// Sends.
+    pub publisher: Arc<dyn Publisher>,
+}
+
+/// What became of a published message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Published {
+    /// The broker has it, in a queue.
+    Confirmed,
+    /// No such queue; the broker returned it.
+    Unroutable,
+    /// The broker could not take it now (a full queue, trouble on its side); later it may.
+    Nacked,
+    /// The broker will not take this message (too large, no permission): its words.
+    Refused(String),
+}
+
+/// The sending side; shared. Retries over lost connections until it has an answer.
+pub trait Publisher: Send + Sync {
+    /// Publishes to a queue by name, mandatory, and waits for the broker's confirm.
+    ///
+    /// # Errors
+    /// [`BrokerError`] when no connection can be made any more. The message may or may not have
+    /// arrived.
+    fn publish<'a>(
+        &'a self,
+        queue: &'a str,
+        message: Message,
+    ) -> BoxFuture<'a, Result<Published, BrokerError>>;
+
+    /// Closes the connection in order.
+    fn close(&self) -> BoxFuture<'_, ()>;
+}
+
+/// Why there is no broker to work with.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum BrokerError {
+    /// The broker answered and refuses us: password, vhost, permission, arguments. Does not pass
+    /// by itself.
+    #[error("{broker} refused: {reason}")]
+    Refused {
+        /// The broker's address, without its password.
+        broker: String,
+        /// The broker's words, and what to check.
+        reason: String,
+    },
+    /// No broker could be reached for longer than allowed.
+    #[error("no broker reached for {seconds} s: {reason}")]
+    Unreachable {
+        /// How long it was tried, in seconds.
+        seconds: u64,
+        /// The last failure, with the address.
+        reason: String,
+    },
+}

@@ -1,0 +1,217 @@
+//! The command line: what can be asked, and the help that teaches it. Parses; decides nothing else.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::shutdown::Exit;
+
+/// GPU inference behind a message queue: one process per device, fed by RabbitMQ.
+#[derive(Debug, Parser)]
+#[command(name = "sconce", version, about, after_help = exit_codes(), max_term_width = 100)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run the service: one worker process per slot (pools × devices × workers_per_device)
+    #[command(after_help = "Examples:
+  sconce launch                                  RabbitMQ on this host, built-in settings
+  sconce launch --config production.toml
+  SCONCE_BROKER__URL=amqps://user:pw@rabbit/%2f sconce launch
+  sconce launch --set 'pool[0].devices=[\"cpu\", \"cpu\"]'
+
+SIGTERM or Ctrl-C drains: what is on a device is finished, the rest goes back to the queue.
+A second one aborts. `sconce stop` stops workers behind the work queued before it.")]
+    Launch(Settings),
+    /// Run one worker; `launch` starts them, and you may by hand, to debug
+    #[command(after_help = "Example:
+  SCONCE_LOG=debug sconce worker --pool embed --device cpu
+
+Events go to stdout as JSON lines, logs to stderr.")]
+    Worker(Worker),
+    /// Publish tasks; with --wait, print their replies as JSON lines
+    #[command(after_help = "Examples:
+  sconce publish --wait \"what is a sconce?\" \"a holder for candles\"
+  sconce publish --input requests.jsonl            replies go to the pool's reply queue
+  cat requests.jsonl | sconce publish --input - --wait > replies.jsonl
+
+Each line of a file is a request body ({\"input\": …}), a batch line ({\"custom_id\", \"body\"}), or a
+JSON string: a text to embed. Replies are printed in the order of the tasks.")]
+    Publish(Publish),
+    /// Stop workers, each behind the work that was queued before
+    #[command(after_help = "Examples:
+  sconce stop                   one worker of the only pool, whichever takes the sentinel
+  sconce stop --workers 2 --pool embed
+  sconce stop --all             as many as consume now, on all hosts")]
+    Stop(StopWorkers),
+    /// Run a file of tasks through the same workers without a broker
+    #[command(after_help = "Example:
+  sconce run-batch -i requests.jsonl -o responses.jsonl --model ./all-MiniLM-L6-v2
+
+Lines are OpenAI's batch format: {\"custom_id\", \"method\": \"POST\", \"url\": \"/v1/embeddings\", \"body\"}.
+Responses come in the order of the requests, errors on lines of their own. Interrupted, the same
+command resumes behind the last finished line.")]
+    RunBatch(RunBatch),
+    /// Validate the settings and print those in force, each with where it came from
+    #[command(after_help = "Examples:
+  sconce check-config
+  sconce check-config production.toml --set pool[0].model=echo
+
+Secrets are masked. All problems are reported together; the exit code is then 78.")]
+    CheckConfig(CheckConfig),
+}
+
+/// Where settings come from.
+#[derive(Debug, Args)]
+pub struct Settings {
+    /// A settings file (TOML); may be repeated, later ones win. Without it, SCONCE_CONFIG
+    /// (colon-separated) is read
+    #[arg(long, value_name = "FILE")]
+    pub config: Vec<PathBuf>,
+    /// One setting, over files and environment; may be repeated
+    #[arg(long, value_name = "PATH=VALUE", value_parser = setting)]
+    pub set: Vec<(String, String)>,
+}
+
+/// `sconce worker`.
+#[derive(Debug, Args)]
+pub struct Worker {
+    /// Where settings come from, for a worker started by hand.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// The pool to work for; may be left out when there is only one
+    #[arg(long)]
+    pub pool: Option<String>,
+    /// The device to open
+    #[arg(long, default_value = "cpu")]
+    pub device: String,
+    /// The slot's name
+    #[arg(long, hide = true)]
+    pub slot: Option<String>,
+    /// The launcher's process id: settings come from it, on stdin
+    #[arg(long, hide = true, value_name = "PID")]
+    pub launched_by: Option<u32>,
+}
+
+/// `sconce publish`.
+#[derive(Debug, Args)]
+pub struct Publish {
+    /// Where settings come from.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// Texts to embed, one task each
+    #[arg(value_name = "TEXT", required_unless_present = "input", conflicts_with = "input")]
+    pub texts: Vec<String>,
+    /// A file of tasks, one JSON value a line; `-` is stdin
+    #[arg(long, short, value_name = "FILE")]
+    pub input: Option<PathBuf>,
+    /// Wait for the replies and print them
+    #[arg(long)]
+    pub wait: bool,
+    /// Longest wait for the next reply
+    #[arg(long, value_name = "DURATION", default_value = "10m", value_parser = duration)]
+    pub timeout: Duration,
+    /// The pool whose task queue to use; may be left out when there is only one
+    #[arg(long)]
+    pub pool: Option<String>,
+}
+
+/// `sconce stop`.
+#[derive(Debug, Args)]
+pub struct StopWorkers {
+    /// Where settings come from.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// How many workers to stop
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "all")]
+    pub workers: u32,
+    /// Stop every worker that consumes now
+    #[arg(long)]
+    pub all: bool,
+    /// The pool; may be left out when there is only one
+    #[arg(long)]
+    pub pool: Option<String>,
+    /// After this, a sentinel that nobody took stops nobody
+    #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = duration)]
+    pub expires: Duration,
+}
+
+/// `sconce run-batch`.
+#[derive(Debug, Args)]
+pub struct RunBatch {
+    /// Where settings come from.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// Requests, one JSON object a line
+    #[arg(long, short)]
+    pub input: PathBuf,
+    /// Responses; an existing file is resumed
+    #[arg(long, short)]
+    pub output: PathBuf,
+    /// The pool to run as; may be left out when there is only one
+    #[arg(long)]
+    pub pool: Option<String>,
+    /// The model: a folder, a Hugging Face id, or `echo`
+    #[arg(long)]
+    pub model: Option<String>,
+    /// The devices: `auto`, or a list such as `cpu,cpu`
+    #[arg(long)]
+    pub devices: Option<String>,
+}
+
+/// `sconce check-config`.
+#[derive(Debug, Args)]
+pub struct CheckConfig {
+    /// A settings file to check
+    pub file: Option<PathBuf>,
+    /// Where further settings come from.
+    #[command(flatten)]
+    pub settings: Settings,
+}
+
+fn setting(text: &str) -> Result<(String, String), String> {
+    let (path, value) = text.split_once('=').ok_or("expected PATH=VALUE, such as pool[0].model=echo")?;
+    Ok((path.trim().to_owned(), value.to_owned()))
+}
+
+fn duration(text: &str) -> Result<Duration, String> {
+    let wanted = "expected a duration with its unit, such as 30s or 10m";
+    let span: jiff::SignedDuration = text.parse().map_err(|_| wanted.to_owned())?;
+    Duration::try_from(span).ok().filter(|it| !it.is_zero()).ok_or_else(|| wanted.to_owned())
+}
+
+fn exit_codes() -> String {
+    let mut text = String::from("Exit codes:\n");
+    for (exit, meaning) in Exit::ALL {
+        text.push_str(&format!("  {:3}  {meaning}\n", exit.code()));
+    }
+    text + "\nSCONCE_LOG sets what is logged (info, debug, sconce::worker=trace); SCONCE_LOG_FORMAT=json its form."
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_sound_and_teaches_every_exit_code() {
+        Cli::command().debug_assert();
+        let help = Cli::command().render_help().to_string();
+        for (exit, meaning) in Exit::ALL {
+            assert!(help.contains(&exit.code().to_string()) && help.contains(meaning), "{meaning}");
+        }
+    }
+
+    #[test]
+    fn a_setting_may_hold_an_equals_sign_in_its_value() {
+        assert_eq!(setting("a.b=c=d"), Ok(("a.b".into(), "c=d".into())));
+        assert!(setting("a.b").is_err());
+    }
+}

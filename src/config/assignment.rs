@@ -1,0 +1,49 @@
+//! What one worker is to run: a slot with all its settings. The launcher's plan makes it, the
+//! `start` control line carries it.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Broker, Pool};
+
+/// Tokens a forward pass for each CPU thread: enough to fill the matrix products, few enough that a
+/// batch stays within a fraction of a second.
+const CPU_TOKENS: usize = 1_024;
+/// Tokens a forward pass on a GPU.
+const GPU_TOKENS: usize = 32_768;
+/// A short text, in tokens: with `prefetch = "auto"`, batches of these can still be filled.
+const SHORT_TEXT: usize = 16;
+/// Quorum queues take no larger prefetch.
+const MOST_PREFETCH: usize = 2_000;
+
+/// One worker's assignment.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Assignment {
+    /// The slot's name: pool and index.
+    pub slot: String,
+    /// host/pool/index, as in replies.
+    pub worker: String,
+    /// `cpu`, or the GPU.
+    pub device: String,
+    /// Compute threads.
+    pub threads: usize,
+    /// The pool.
+    pub pool: Pool,
+    /// The broker.
+    pub broker: Broker,
+}
+
+impl Assignment {
+    /// Most tokens of a batch: the pool's, or by device.
+    pub fn max_tokens(&self) -> usize {
+        let by_device = if self.device == "cpu" { CPU_TOKENS * self.threads.max(1) } else { GPU_TOKENS };
+        self.pool.batch.max_tokens.unwrap_or(by_device)
+    }
+
+    /// Unacked messages: two batches of short texts (one computes, one is at hand), so that a slow
+    /// worker does not hoard what a fast one could do.
+    pub fn prefetch(&self) -> u16 {
+        let batch = self.max_tokens().div_ceil(SHORT_TEXT).min(self.pool.batch.max_requests);
+        let auto = (2 * batch).clamp(2, MOST_PREFETCH) as u16;
+        self.pool.prefetch.unwrap_or(auto)
+    }
+}

@@ -1,0 +1,135 @@
+//! Reads the built-in defaults and the files given, each into a [`Layer`] whose values know their
+//! file. Never looks at what the settings mean.
+
+use std::fs;
+use std::path::PathBuf;
+
+use ::config::{ConfigError as SourceError, File, FileFormat, Map, Source, Value, ValueKind};
+
+use super::problem::Problem;
+
+/// The built-in defaults; the only place where defaults live.
+const DEFAULTS: &str = include_str!("../../config/default.toml");
+
+/// Who wrote the values of [`DEFAULTS`].
+pub(super) const BUILT_IN: &str = "built-in default";
+
+/// One layer of settings, to be laid over those before it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Layer(Map<String, Value>);
+
+impl Layer {
+    /// A layer of these paths and values.
+    pub(super) fn new(values: Map<String, Value>) -> Self {
+        Self(values)
+    }
+}
+
+impl Source for Layer {
+    fn clone_into_box(&self) -> Box<dyn Source + Send + Sync> {
+        Box::new(self.clone())
+    }
+
+    fn collect(&self) -> Result<Map<String, Value>, SourceError> {
+        Ok(self.0.clone())
+    }
+}
+
+/// The built-in defaults.
+pub(super) fn defaults() -> Result<Layer, Problem> {
+    parse(DEFAULTS, BUILT_IN).map_err(|reason| Problem::new(BUILT_IN, reason))
+}
+
+/// The files in their order, or the problem of each that cannot be used.
+pub(super) fn read(files: &[PathBuf]) -> Result<Vec<Layer>, Vec<Problem>> {
+    let mut layers = Vec::new();
+    let mut problems = Vec::new();
+    for file in files {
+        let name = format!("file {}", file.display());
+        let layer = fs::read_to_string(file)
+            .map_err(|error| format!("cannot be read: {error}"))
+            .and_then(|text| parse(&text, &name));
+        match layer {
+            Ok(layer) => layers.push(layer),
+            Err(reason) => problems.push(Problem::new(name, reason)),
+        }
+    }
+    if problems.is_empty() { Ok(layers) } else { Err(problems) }
+}
+
+fn parse(text: &str, origin: &str) -> Result<Layer, String> {
+    let table = File::from_str(text, FileFormat::Toml)
+        .collect()
+        .map_err(|error| without_excerpt(&error.to_string()))?;
+    // The crate takes a quoted top-level key for a path, which could reach into other sections.
+    if let Some(key) = table.keys().find(|key| key.contains(['.', '[', ']'])) {
+        return Err(format!("top-level key {key:?} is not a setting"));
+    }
+    let origin = origin.to_owned();
+    let stamped = table.into_iter().map(|(key, value)| (key, stamp(value, &origin)));
+    Ok(Layer(stamped.collect()))
+}
+
+/// Writes the origin into a value and all below it: parsed from text, they have none.
+fn stamp(value: Value, origin: &String) -> Value {
+    let kind = match value.kind {
+        ValueKind::Table(table) => {
+            let stamped = table.into_iter().map(|(k, v)| (k, stamp(v, origin)));
+            ValueKind::Table(stamped.collect())
+        }
+        ValueKind::Array(items) => ValueKind::Array(items.into_iter().map(|v| stamp(v, origin)).collect()),
+        scalar => scalar,
+    };
+    Value::new(Some(origin), kind)
+}
+
+/// The parser's message without the line of the file that it quotes: that may hold a password.
+fn without_excerpt(message: &str) -> String {
+    let is_excerpt =
+        |line: &str| line.trim_start_matches(|c: char| c.is_ascii_digit() || c == ' ').starts_with('|');
+    let lines = message.lines().filter(|line| !is_excerpt(line));
+    lines.map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_built_in_defaults_can_be_read() {
+        defaults().expect("default.toml is TOML");
+    }
+
+    #[test]
+    fn a_syntax_error_names_the_line_but_not_its_content() {
+        let text = "[broker]\nurl = \"amqp://me:hunter2@host\n";
+        let reason = parse(text, "x").expect_err("an open string");
+        assert!(reason.contains("line 2"), "{reason}");
+        assert!(!reason.contains("hunter2"), "{reason}");
+        assert!(reason.len() > "TOML parse error at line 2, column 30: ".len());
+    }
+
+    #[test]
+    fn every_file_that_cannot_be_used_is_named() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let broken = folder.path().join("broken.toml");
+        fs::write(&broken, "a = \n").expect("written");
+        let missing = folder.path().join("missing.toml");
+        let problems = read(&[broken, missing]).expect_err("neither can be used");
+        assert!(problems[0].to_string().contains("broken.toml: TOML parse error at line 1"));
+        assert!(problems[1].to_string().contains("missing.toml: cannot be read"));
+    }
+
+    #[test]
+    fn a_quoted_top_level_key_cannot_pose_as_a_path() {
+        let reason = parse("\"pool[99]\" = 1", "x").expect_err("no such key");
+        assert!(reason.contains("pool[99]"), "{reason}");
+    }
+
+    #[test]
+    fn values_know_who_wrote_them() {
+        let layer = parse("[a]\nb = [1]", "file x").expect("TOML");
+        let table = layer.0["a"].clone().into_table().expect("a table");
+        assert_eq!(table["b"].origin(), Some("file x"));
+    }
+}

@@ -1,0 +1,88 @@
+//! Lays the layers over each other: built-in defaults < files < `AMQP_URL` < `SCONCE_…` variables <
+//! flags. Decides who wins, and that a pool's missing keys come from the built-in pool. Never
+//! judges a value.
+
+use std::path::PathBuf;
+
+use ::config::{Config, ConfigError as SourceError, Map, Value, ValueKind};
+
+use super::files::{self, Layer};
+use super::overrides;
+use super::problem::Problem;
+
+/// All layers as one tree, in which every setting is present and knows who wrote it, and the
+/// problems of variables and flags that found no place in it.
+///
+/// # Errors
+/// The problem of each file that cannot be used. Nothing else is looked at then: without the file,
+/// further complaints would mislead.
+pub(super) fn merge(
+    files: &[PathBuf],
+    environment: impl IntoIterator<Item = (String, String)>,
+    flags: &[(String, String)],
+) -> Result<(Value, Vec<Problem>), Vec<Problem>> {
+    let defaults = files::defaults().map_err(|problem| vec![problem])?;
+    let written = files::read(files)?;
+
+    let built_in = overlay([defaults.clone()])?;
+    let mut tree = overlay(std::iter::once(defaults).chain(written))?;
+    fill_pools(&mut tree, &built_in);
+
+    let mut problems = Vec::new();
+    let [amqp_url, variables] = overrides::from_environment(environment, &tree, &mut problems);
+    let flags = overrides::from_flags(flags, &tree, &mut problems);
+    let ValueKind::Table(table) = tree.kind else {
+        return Err(vec![Problem::new("settings", "expected a table")]);
+    };
+    let merged = overlay([Layer::new(table), amqp_url, variables, flags])?;
+    Ok((merged, problems))
+}
+
+fn overlay(layers: impl IntoIterator<Item = Layer>) -> Result<Value, Vec<Problem>> {
+    let mut builder = Config::builder();
+    for layer in layers {
+        builder = builder.add_source(layer);
+    }
+    let failed = |error: SourceError| vec![Problem::new("settings", error.to_string())];
+    Ok(builder.build().map_err(failed)?.cache)
+}
+
+/// Gives each pool the keys that it leaves out, from the one built-in pool.
+fn fill_pools(tree: &mut Value, built_in: &Value) {
+    let Some(ValueKind::Array(built_in)) = pools(built_in) else {
+        return;
+    };
+    let (Some(template), ValueKind::Table(root)) = (built_in.first(), &mut tree.kind) else {
+        return;
+    };
+    if let Some(ValueKind::Array(pools)) = root.get_mut("pool").map(|pools| &mut pools.kind) {
+        for pool in pools {
+            fill(pool, template);
+        }
+    }
+}
+
+fn pools(tree: &Value) -> Option<&ValueKind> {
+    match &tree.kind {
+        ValueKind::Table(root) => root.get("pool").map(|pools| &pools.kind),
+        _ => None,
+    }
+}
+
+fn fill(value: &mut Value, template: &Value) {
+    let (ValueKind::Table(table), ValueKind::Table(missing)) = (&mut value.kind, &template.kind) else {
+        return;
+    };
+    fill_table(table, missing);
+}
+
+fn fill_table(table: &mut Map<String, Value>, missing: &Map<String, Value>) {
+    for (key, template) in missing {
+        match table.get_mut(key) {
+            Some(present) => fill(present, template),
+            None => {
+                table.insert(key.clone(), template.clone());
+            }
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Settings: layers of what was written → one validated [`Settings`]. Collects every problem before
+//! it fails. The environment is passed in; secrets are masked wherever settings are shown. Knows
+//! neither broker nor model nor command line.
+//!
+//! | file | decides |
+//! |---|---|
+//! | `settings` | the validated structs |
+//! | `assignment` | what one worker is to run |
+//! | `layers` | which layer wins |
+//! | `files` | the built-in defaults (`config/default.toml`) and files → layers |
+//! | `overrides`, `path` | environment variables and flags → layers |
+//! | `validate/` | the rules: merged tree → [`Settings`] or problems |
+//! | `units`, `text` | durations and sizes; values as TOML |
+//! | `problem`, `suggest` | what a mistake looks like; "did you mean" |
+//! | `effective` | the page that `sconce check-config` prints |
+//! | `redact` | what of a broker address may be shown |
+
+pub mod assignment;
+mod effective;
+mod files;
+mod layers;
+mod overrides;
+mod path;
+mod problem;
+mod redact;
+pub mod settings;
+mod suggest;
+mod text;
+mod units;
+mod validate;
+
+use std::path::PathBuf;
+
+pub use assignment::Assignment;
+pub use overrides::NOT_SETTINGS;
+pub use problem::{ConfigError, Problem};
+pub use redact::redact_url;
+pub use settings::{Batch, Broker, Devices, Launcher, Pool, Secret, Settings, Tls};
+
+/// Settings that may be used, and how they came about.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Loaded {
+    /// The validated settings.
+    pub settings: Settings,
+    /// The same as TOML, each with a comment that says who wrote it; secrets masked.
+    pub effective: String,
+}
+
+/// Loads the settings. Later wins: built-in defaults < `files` in their order < `AMQP_URL` <
+/// `SCONCE_…` variables of `environment` < `overrides`, pairs of a dotted path and a value.
+///
+/// # Errors
+/// Every problem of the settings together, to be shown to the operator; nothing can be started.
+/// Files that cannot be read or parsed are reported alone, before all else.
+pub fn load(
+    files: &[PathBuf],
+    environment: impl IntoIterator<Item = (String, String)>,
+    overrides: &[(String, String)],
+) -> Result<Loaded, ConfigError> {
+    let (merged, misplaced) = layers::merge(files, environment, overrides).map_err(ConfigError::new)?;
+    let mut report = validate::Report::default();
+    let settings = validate::settings(merged, &mut report);
+    report.problems.extend(misplaced);
+    match settings {
+        Some(settings) if report.problems.is_empty() => {
+            Ok(Loaded { effective: effective::render(&settings, &report.origins), settings })
+        }
+        _ => Err(ConfigError::new(report.problems)),
+    }
+}

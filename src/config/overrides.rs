@@ -1,0 +1,222 @@
+//! Environment variables and flags → layers. Decides which variables are settings, and refuses what
+//! names no setting of the tree below it. The environment is passed in, never read here.
+
+use std::collections::BTreeMap;
+
+use ::config::{Map, Value, ValueKind};
+
+use super::files::Layer;
+use super::path::{SettingPath, Step};
+use super::problem::Problem;
+use super::redact::redact_url;
+use super::suggest::nearest;
+
+const PREFIX: &str = "SCONCE_";
+
+/// The broker's address by the name that hosting platforms give it. Weaker than
+/// `SCONCE_BROKER__URL`, stronger than files; empty counts as absent.
+const AMQP_URL: &str = "AMQP_URL";
+
+/// Variables with our prefix that are no settings: log filter, log format, and the default of
+/// `--config`. Whoever reads them is elsewhere.
+pub const NOT_SETTINGS: [&str; 3] = ["SCONCE_LOG", "SCONCE_LOG_FORMAT", "SCONCE_CONFIG"];
+
+/// What Kubernetes sets in every container for a Service named `sconce`. No setting begins so.
+const OF_A_SERVICE: [&str; 2] = ["SCONCE_PORT", "SCONCE_SERVICE_"];
+
+/// What the environment sets, in two layers: `AMQP_URL`, then `SCONCE_…` over it. `tree` holds all
+/// settings of the layers below.
+pub(super) fn from_environment(
+    environment: impl IntoIterator<Item = (String, String)>,
+    tree: &Value,
+    problems: &mut Vec<Problem>,
+) -> [Layer; 2] {
+    // Sorted, so that problems come in the same order each time.
+    let variables: BTreeMap<String, String> = environment.into_iter().collect();
+    let mut weak = Map::new();
+    let mut strong = Map::new();
+    for (name, text) in variables {
+        let origin = format!("environment variable {name}");
+        if name == AMQP_URL && !text.is_empty() {
+            weak.insert("broker.url".to_owned(), Value::new(Some(&origin), text));
+            continue;
+        }
+        let Some(rest) = name.strip_prefix(PREFIX) else {
+            continue;
+        };
+        let of_a_service = OF_A_SERVICE.iter().any(|prefix| name.starts_with(prefix));
+        if of_a_service || NOT_SETTINGS.contains(&name.as_str()) {
+            continue;
+        }
+        match SettingPath::from_variable(rest).ok_or(()).map(|path| locate(path, tree)) {
+            Ok(Ok(path)) => {
+                strong.insert(path, Value::new(Some(&origin), text));
+            }
+            Ok(Err(problem)) => problems.push(problem.with_origin(origin)),
+            Err(()) => problems.push(Problem::new(
+                name.as_str(),
+                "expected SCONCE_ and a setting, with `__` between levels: SCONCE_BROKER__URL",
+            )),
+        }
+    }
+    [Layer::new(weak), Layer::new(strong)]
+}
+
+/// What the flags set; of two for one setting the later wins. `tree` as above.
+pub(super) fn from_flags(flags: &[(String, String)], tree: &Value, problems: &mut Vec<Problem>) -> Layer {
+    let mut values = Map::new();
+    for (written, text) in flags {
+        // Whoever forgets the path puts the value in its place.
+        let shown = redact_url(written);
+        let origin = format!("flag --set {shown}");
+        match SettingPath::from_flag(written).ok_or(()).map(|path| locate(path, tree)) {
+            Ok(Ok(path)) => {
+                values.insert(path, Value::new(Some(&origin), text.as_str()));
+            }
+            Ok(Err(problem)) => problems.push(problem.with_origin(origin)),
+            Err(()) => problems.push(Problem::new(
+                format!("--set {shown}"),
+                "expected a setting's path, such as broker.url or pool[0].model",
+            )),
+        }
+    }
+    Layer::new(values)
+}
+
+/// The path as the crate writes it, once it is known to lead to a single setting.
+fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
+    let refuse = |expected: String| Err(Problem::new(path.to_string(), expected));
+    let mut here = tree;
+    for step in path.steps() {
+        here = match (step, &here.kind) {
+            (Step::Key(key), ValueKind::Table(table)) => match table.get(key) {
+                Some(value) => value,
+                None => return refuse(unknown_key(key, table.keys().map(String::as_str))),
+            },
+            (Step::Index(index), ValueKind::Array(items)) if holds_sections(items) => {
+                match items.get(*index) {
+                    Some(value) => value,
+                    None => return refuse(too_far(items.len())),
+                }
+            }
+            (Step::Key(_), ValueKind::Array(items)) if holds_sections(items) => {
+                return refuse("expected a number after the list's name: pool[0]".to_owned());
+            }
+            (_, ValueKind::Table(_)) => return refuse("expected a key, not a number".to_owned()),
+            _ => return refuse("no such setting: its parent is a single value".to_owned()),
+        };
+    }
+    match &here.kind {
+        ValueKind::Table(_) => refuse("expected one of the keys of this section".to_owned()),
+        ValueKind::Array(items) if holds_sections(items) || path.to_string() == "pool" => {
+            refuse("expected one of the keys of one of these: pool[0].model".to_owned())
+        }
+        _ => Ok(path.to_string()),
+    }
+}
+
+fn holds_sections(items: &[Value]) -> bool {
+    let is_table = |item: &Value| matches!(item.kind, ValueKind::Table(_));
+    items.first().is_some_and(is_table)
+}
+
+fn too_far(pools: usize) -> String {
+    match pools {
+        1 => "there is 1 pool, pool[0]; write further ones as [[pool]] in a file".to_owned(),
+        _ => format!("there are {pools} pools, counted from 0; write further ones in a file"),
+    }
+}
+
+/// What to say of a key that is none of those known in its section.
+pub(super) fn unknown_key<'a>(key: &str, known: impl IntoIterator<Item = &'a str>) -> String {
+    match nearest(key, known) {
+        Some(name) => format!("unknown key; did you mean `{name}`?"),
+        None => "unknown key".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ::config::{Config, Source};
+
+    fn tree() -> Value {
+        let defaults = super::super::files::defaults().expect("TOML");
+        let built = Config::builder().add_source(defaults).build();
+        built.expect("layered").cache
+    }
+
+    fn environment(pairs: &[(&str, &str)]) -> (Map<String, Value>, Map<String, Value>, Vec<String>) {
+        let mut problems = Vec::new();
+        let pairs = pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned()));
+        let [weak, strong] = from_environment(pairs, &tree(), &mut problems);
+        let problems = problems.iter().map(Problem::to_string).collect();
+        let [weak, strong] = [weak, strong].map(|layer| layer.collect().expect("a layer"));
+        (weak, strong, problems)
+    }
+
+    #[test]
+    fn a_variable_sets_its_setting_and_says_so() {
+        let (_, set, problems) = environment(&[("SCONCE_POOL__0__BATCH__MAX_TOKENS", "2")]);
+        assert!(problems.is_empty(), "{problems:?}");
+        let value = &set["pool[0].batch.max_tokens"];
+        let origin = value.origin();
+        assert_eq!(origin, Some("environment variable SCONCE_POOL__0__BATCH__MAX_TOKENS"));
+    }
+
+    #[test]
+    fn variables_that_are_no_settings_are_left_alone() {
+        let mut pairs: Vec<_> = NOT_SETTINGS.iter().map(|name| (*name, "x")).collect();
+        pairs.extend([("PATH", "/bin"), ("SCONCES", "x"), ("AMQP_URL", "")]);
+        let (weak, strong, problems) = environment(&pairs);
+        assert!(weak.is_empty() && strong.is_empty());
+        assert!(problems.is_empty(), "{problems:?}");
+    }
+
+    #[test]
+    fn a_variable_that_names_no_setting_is_refused() {
+        for (name, complaint) in [
+            ("SCONCE_BROKR__URL", "brokr.url: unknown key; did you mean `broker`?"),
+            ("SCONCE_POOL__1__MODEL", "pool[1].model: there is 1 pool"),
+            ("SCONCE_POOL__MODEL", "pool.model: expected a number"),
+            ("SCONCE_POOL", "pool: expected one of the keys"),
+            ("SCONCE_BROKER", "broker: expected one of the keys"),
+            ("SCONCE_BROKER__0", "broker[0]: expected a key"),
+            ("SCONCE_BROKER__URL__X", "broker.url.x: no such setting"),
+            ("SCONCE_", "SCONCE_: expected SCONCE_ and a setting"),
+        ] {
+            let (_, set, problems) = environment(&[(name, "hunter2")]);
+            assert!(set.is_empty());
+            assert_eq!(problems.len(), 1, "{name}");
+            assert!(problems[0].starts_with(complaint), "{}", problems[0]);
+            assert!(problems[0].contains(name) && !problems[0].contains("hunter2"));
+        }
+    }
+
+    #[test]
+    fn of_two_flags_for_one_setting_the_later_wins() {
+        let flags = [("pool[0].model", "a"), ("pool.0.model", "b")];
+        let flags = flags.map(|(k, v)| (k.to_owned(), v.to_owned()));
+        let mut problems = Vec::new();
+        let layer = from_flags(&flags, &tree(), &mut problems).collect().expect("a layer");
+        assert_eq!(layer["pool[0].model"].to_string(), "b");
+        assert_eq!(layer["pool[0].model"].origin(), Some("flag --set pool.0.model"));
+        assert!(problems.is_empty());
+    }
+
+    #[test]
+    fn a_malformed_flag_is_refused() {
+        let mut problems = Vec::new();
+        from_flags(&[("pool[".to_owned(), "x".to_owned())], &tree(), &mut problems);
+        assert!(problems[0].to_string().starts_with("--set pool[: expected a setting's path"));
+    }
+
+    #[test]
+    fn an_address_in_the_place_of_a_flags_path_is_masked() {
+        let mut problems = Vec::new();
+        let written = "amqp://me:hunter2@host".to_owned();
+        from_flags(&[(written, String::new())], &tree(), &mut problems);
+        assert_eq!(problems.len(), 1);
+        assert!(!problems[0].to_string().contains("hunter2"));
+    }
+}

@@ -1,0 +1,135 @@
+//! What is wrong with the settings, one [`Problem`] a mistake, and the [`ConfigError`] that carries
+//! them all to the operator. Masks secrets in what it shows. Never decides what is a mistake.
+
+use std::fmt;
+
+use super::redact::redact_url;
+use super::text;
+
+/// One mistake: where it is, what was written, what was expected, and who wrote it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    /// Dotted path of the setting (`pool[0].batch.max_delay`), or the file that could not be read.
+    pub path: String,
+    /// What was written, as TOML, secrets masked; none where the value is not the mistake.
+    pub value: Option<String>,
+    /// What was expected instead.
+    pub expected: String,
+    /// Who wrote it: a file, an environment variable, a flag, the built-in default.
+    pub origin: Option<String>,
+}
+
+impl Problem {
+    /// A mistake in which the value does not matter, or must not be shown.
+    pub(super) fn new(path: impl Into<String>, expected: impl Into<String>) -> Self {
+        Self { path: path.into(), value: None, expected: expected.into(), origin: None }
+    }
+
+    /// Adds what was written. Masked here, so that no caller can forget to.
+    pub(super) fn with_value(mut self, value: &::config::Value) -> Self {
+        self.value = Some(shorten(&redact_url(&text::of_value(value))));
+        self
+    }
+
+    /// Adds who wrote it.
+    pub(super) fn with_origin(mut self, origin: impl Into<String>) -> Self {
+        self.origin = Some(origin.into());
+        self
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&text::without_controls(&self.path))?;
+        if let Some(value) = &self.value {
+            write!(f, " = {}", text::without_controls(value))?;
+        }
+        write!(f, ": {}", text::without_controls(&self.expected))?;
+        match &self.origin {
+            Some(origin) => write!(f, " ({})", text::without_controls(origin)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Every mistake found in the settings. The operator must act; nothing was started.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub struct ConfigError {
+    problems: Vec<Problem>,
+}
+
+impl ConfigError {
+    /// An error with these problems, of which there is at least one.
+    pub(super) fn new(problems: Vec<Problem>) -> Self {
+        debug_assert!(!problems.is_empty(), "an error without a problem");
+        Self { problems }
+    }
+
+    /// The problems, in the order of the settings.
+    pub fn problems(&self) -> &[Problem] {
+        &self.problems
+    }
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.problems.len() {
+            1 => f.write_str("1 problem in the settings:")?,
+            count => write!(f, "{count} problems in the settings:")?,
+        }
+        for problem in &self.problems {
+            write!(f, "\n  {problem}")?;
+        }
+        Ok(())
+    }
+}
+
+fn shorten(text: &str) -> String {
+    const LONGEST: usize = 160;
+    match text.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_lists_its_problems_one_a_line() {
+        let error = ConfigError::new(vec![
+            Problem::new("broker.heartbeat", "expected a duration")
+                .with_value(&::config::Value::from(5_i64))
+                .with_origin("file a.toml"),
+            Problem::new("pool[0].nam", "unknown key"),
+        ]);
+        assert_eq!(
+            error.to_string(),
+            "2 problems in the settings:\n  \
+             broker.heartbeat = 5: expected a duration (file a.toml)\n  \
+             pool[0].nam: unknown key"
+        );
+    }
+
+    #[test]
+    fn a_password_in_a_value_is_masked() {
+        let value = ::config::Value::from("amqp://me:hunter2@host");
+        let problem = Problem::new("broker.url", "expected better").with_value(&value);
+        assert_eq!(problem.to_string(), r#"broker.url = "amqp://me:***@host": expected better"#);
+    }
+
+    #[test]
+    fn a_line_break_in_a_value_does_not_break_the_list() {
+        let value = ::config::Value::from("a\nb");
+        let problem = Problem::new("pool[0].name\n", "x").with_value(&value);
+        assert_eq!(problem.to_string().lines().count(), 1);
+    }
+
+    #[test]
+    fn a_long_value_is_cut() {
+        let value = ::config::Value::from("é".repeat(1000));
+        let problem = Problem::new("pool[0].name", "x").with_value(&value);
+        assert!(problem.to_string().chars().count() < 200);
+    }
+}

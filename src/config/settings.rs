@@ -1,0 +1,141 @@
+//! The validated settings: every value in its unit and within its limits. What the rest of the
+//! program works with. They cross to the worker in the `start` control line, hence serde.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// A value that must not be shown: `Debug` and `Display` mask it.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Secret(String);
+
+impl Secret {
+    /// Wraps a secret.
+    pub fn new(value: impl Into<String>) -> Self {
+        Self(value.into())
+    }
+
+    /// The secret itself, for the one place that needs it.
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
+
+/// All settings, validated.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Settings {
+    /// How to reach the broker.
+    pub broker: Broker,
+    /// The pools, at least one; names and task queues are unique.
+    pub pools: Vec<Pool>,
+    /// How the launcher treats its workers.
+    pub launcher: Launcher,
+}
+
+/// `[broker]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Broker {
+    /// Addresses, tried in turn: `amqp://`, `amqps://`, or `embedded:PATH` (a Unix socket; made by
+    /// `run-batch`, never written by a user). They hold passwords.
+    pub urls: Vec<Secret>,
+    /// Make queues that are missing.
+    pub declare: bool,
+    /// Deliveries after which the broker itself dead-letters a task of a queue we declare.
+    pub delivery_limit: u32,
+    /// AMQP heartbeat; the broker may ask for less.
+    pub heartbeat: Duration,
+    /// Longest wait for a connection to open.
+    pub connect_timeout: Duration,
+    /// Longest wait for a confirm before the connection is taken for dead.
+    pub confirm_timeout: Duration,
+    /// How long to go on trying without any connection before the worker exits.
+    pub give_up_after: Duration,
+    /// Certificates for `amqps://`.
+    pub tls: Tls,
+}
+
+/// `[broker.tls]`. Without `ca_file`, the system's certificate store decides.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Tls {
+    /// PEM file of the authority that signed the broker's certificate.
+    pub ca_file: Option<PathBuf>,
+    /// PEM file with our certificate, for brokers that ask for one.
+    pub cert_file: Option<PathBuf>,
+    /// PEM file with its key.
+    pub key_file: Option<PathBuf>,
+}
+
+/// One `[[pool]]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Pool {
+    /// Unique; in logs, replies and slots.
+    pub name: String,
+    /// Queue that tasks come from.
+    pub task_queue: String,
+    /// Where replies go for a task without `reply_to`; none: no reply.
+    pub reply_queue: Option<String>,
+    /// Where messages go that cannot be worked on.
+    pub dead_letter_queue: String,
+    /// A folder, a Hugging Face id (`org/name`, `org/name@revision`), or `echo`.
+    pub model: String,
+    /// Further names that requests may call the model by.
+    pub served_names: Vec<String>,
+    /// Where to run.
+    pub devices: Devices,
+    /// Worker processes on each device, at least 1.
+    pub workers_per_device: usize,
+    /// Compute threads of a CPU worker; none: the cores divided among the CPU workers.
+    pub threads: Option<usize>,
+    /// Unacked messages a worker holds; none: from the batch policy.
+    pub prefetch: Option<u16>,
+    /// Largest task body, in bytes.
+    pub max_body: u64,
+    /// Most inputs one task may carry.
+    pub max_inputs: usize,
+    /// When a batch is ready.
+    pub batch: Batch,
+}
+
+/// The `devices` setting.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Devices {
+    /// Every GPU, else CPU workers with the cores divided among them.
+    Auto,
+    /// These, in this order; not empty.
+    List(Vec<String>),
+}
+
+/// `[pool.batch]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Batch {
+    /// Real tokens a forward pass; none: by device.
+    pub max_tokens: Option<usize>,
+    /// Inputs a forward pass.
+    pub max_requests: usize,
+    /// Longest wait of a batch's first input for others to join, while any are on their way.
+    pub max_delay: Duration,
+}
+
+/// `[launcher]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Launcher {
+    /// From the first stop signal to the kill.
+    pub shutdown_grace: Duration,
+    /// First delay before a worker that died is started again.
+    pub restart_delay: Duration,
+    /// Ceiling of that delay, which doubles with each quick failure.
+    pub restart_delay_max: Duration,
+    /// A worker that fails sooner than this after its start, or before it was ready, failed quickly.
+    pub quick_failure: Duration,
+    /// Quick failures in a row after which a slot is given up.
+    pub max_quick_failures: u32,
+}

@@ -1,0 +1,204 @@
+//! The rules of `[[pool]]` and `[pool.batch]`, and what no two pools may share.
+
+use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use ::config::{Value, ValueKind};
+
+use super::super::files::BUILT_IN;
+use super::super::problem::Problem;
+use super::super::settings::{Batch, Devices, Pool};
+use super::section::{Expected, Report, Section, origin};
+use super::values::{auto, duration, list, name, optional_name, size, whole};
+
+/// RabbitMQ caps the prefetch of a consumer of a quorum queue here.
+const PREFETCH: RangeInclusive<u64> = 1..=2000;
+/// RabbitMQ takes no message above 512 MiB, however it is configured.
+const BODY: RangeInclusive<u64> = 1..=512 << 20;
+const COUNT: RangeInclusive<u64> = 1..=1_000_000;
+const TOKENS: RangeInclusive<u64> = 1..=1_000_000_000;
+const PROCESSES: RangeInclusive<u64> = 1..=1024;
+/// "0ms" is a policy: never wait.
+const BATCH_DELAY: RangeInclusive<Duration> = Duration::ZERO..=Duration::from_secs(60);
+/// AMQP carries a name's length in one byte.
+const LONGEST_QUEUE_NAME: usize = 255;
+
+/// Reads all pools.
+pub(super) fn pools(root: &mut Section<'_>) -> Option<Vec<Pool>> {
+    let list = root.take("pool")?;
+    let problem =
+        Problem::new("pool", "expected at least one [[pool]]").with_value(&list).with_origin(origin(&list));
+    let ValueKind::Array(list) = list.kind else {
+        root.report().problems.push(problem);
+        return None;
+    };
+    if list.is_empty() {
+        root.report().problems.push(problem);
+    }
+    let report = root.report();
+    let mut read = Vec::new();
+    let mut claims = Vec::new();
+    for (index, value) in list.into_iter().enumerate() {
+        let Some(section) = Section::open(format!("pool[{index}]"), value, report) else {
+            claims.push(Claim::default());
+            continue;
+        };
+        let (pool, claim) = pool(section);
+        read.extend(pool);
+        claims.push(claim);
+    }
+    refuse_repeats(report, &claims, "name", |claim| claim.name.as_deref());
+    refuse_repeats(report, &claims, "task_queue", |claim| claim.task_queue.as_deref());
+    (read.len() == claims.len()).then_some(read)
+}
+
+/// What a pool wants for itself alone; known even where the rest of the pool is wrong.
+#[derive(Clone, Default)]
+struct Claim {
+    name: Option<String>,
+    task_queue: Option<String>,
+}
+
+fn refuse_repeats(report: &mut Report, claims: &[Claim], key: &str, of: impl Fn(&Claim) -> Option<&str>) {
+    for (index, claim) in claims.iter().enumerate() {
+        let Some(value) = of(claim) else { continue };
+        let Some(first) = claims[..index].iter().position(|c| of(c) == Some(value)) else {
+            continue;
+        };
+        let other = format!("pool[{first}].{key}");
+        let origin = report.origin_of(&other);
+        let expected = format!("a {key} of its own: {other} is the same ({origin})");
+        report.refuse(format!("pool[{index}].{key}"), value, expected);
+    }
+}
+
+fn pool(mut section: Section<'_>) -> (Option<Pool>, Claim) {
+    let name = section.read("name", name);
+    let queues = queues(&mut section);
+    let claim = Claim { name: name.clone(), task_queue: queues.task.clone() };
+    (finish_pool(section, name, queues), claim)
+}
+
+fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -> Option<Pool> {
+    let model = section.read("model", self::name);
+    let served_names = section.read("served_names", served_names);
+    let devices = section.read("devices", devices);
+    let workers_per_device = section.read("workers_per_device", whole(PROCESSES));
+    let threads = section.read("threads", auto(whole(PROCESSES)));
+    let prefetch = section.read("prefetch", auto(whole::<u16>(PREFETCH)));
+    let max_body = section.read("max_body", size(BODY));
+    let max_inputs = section.read("max_inputs", whole(COUNT));
+    let batch = section.section("batch").and_then(batch);
+    if let (Some(Some(prefetch)), Some(batch)) = (prefetch, &batch) {
+        refuse_short_prefetch(&mut section, prefetch, batch.max_requests);
+    }
+    section.finish();
+    Some(Pool {
+        name: name?,
+        task_queue: queues.task?,
+        reply_queue: queues.reply?,
+        dead_letter_queue: queues.dead?,
+        model: model?,
+        served_names: served_names?,
+        devices: devices?,
+        workers_per_device: workers_per_device?,
+        threads: threads?,
+        prefetch: prefetch?,
+        max_body: max_body?,
+        max_inputs: max_inputs?,
+        batch: batch?,
+    })
+}
+
+fn batch(mut section: Section<'_>) -> Option<Batch> {
+    let max_tokens = section.read("max_tokens", auto(whole(TOKENS)));
+    let max_requests = section.read("max_requests", whole(COUNT));
+    let max_delay = section.read("max_delay", duration(BATCH_DELAY));
+    section.finish();
+    Some(Batch { max_tokens: max_tokens?, max_requests: max_requests?, max_delay: max_delay? })
+}
+
+fn refuse_short_prefetch(section: &mut Section<'_>, prefetch: u16, max_requests: usize) {
+    let batch = "batch.max_requests";
+    // The default is a ceiling that nobody asked for; the worker's batches then end at the prefetch.
+    if usize::from(prefetch) >= max_requests || section.origin_of(batch) == BUILT_IN {
+        return;
+    }
+    let expected = format!(
+        "\"auto\" or at least {} = {max_requests} ({}): with fewer messages in hand, a batch of \
+         tasks with one input each could never fill",
+        section.path_of(batch),
+        section.origin_of(batch),
+    );
+    section.refuse("prefetch", i64::from(prefetch), expected);
+}
+
+struct Queues {
+    task: Option<String>,
+    reply: Option<Option<String>>,
+    dead: Option<String>,
+}
+
+fn queues(section: &mut Section<'_>) -> Queues {
+    let task = section.read("task_queue", queue);
+    let reply = section.read("reply_queue", |value| match optional_name(value)? {
+        Some(_) => queue(value).map(Some),
+        None => Ok(None),
+    });
+    let dead = section.read("dead_letter_queue", queue);
+    let others =
+        [("reply_queue", reply.as_ref().and_then(Option::as_ref)), ("dead_letter_queue", dead.as_ref())];
+    for (key, other) in others {
+        let Some(task) = task.as_ref().filter(|task| Some(*task) == other) else {
+            continue;
+        };
+        let expected = format!(
+            "a queue other than {} ({}): its messages would come back as tasks",
+            section.path_of("task_queue"),
+            section.origin_of("task_queue"),
+        );
+        section.refuse(key, task.as_str(), expected);
+    }
+    Queues { task, reply, dead }
+}
+
+fn queue(value: &Value) -> Result<String, Expected> {
+    let queue = name(value).map_err(|_| "the name of a queue".to_owned())?;
+    if queue.len() > LONGEST_QUEUE_NAME {
+        return Err(format!("a queue name of at most {LONGEST_QUEUE_NAME} bytes"));
+    }
+    if queue.starts_with("amq.") {
+        return Err("a queue name that does not start with `amq.`, the broker's own".to_owned());
+    }
+    Ok(queue)
+}
+
+fn served_names(value: &Value) -> Result<Vec<String>, Expected> {
+    let names = list(value)?;
+    match names.iter().any(String::is_empty) {
+        true => Err("a list without empty names".to_owned()),
+        false => Ok(names),
+    }
+}
+
+fn devices(value: &Value) -> Result<Devices, Expected> {
+    const EXPECTED: &str =
+        "\"auto\", or a list of devices such as [\"cpu\", \"cpu\"] or [\"GPU-5a…\", \"cuda:1\"]";
+    let devices = list(value).map_err(|_| EXPECTED.to_owned())?;
+    if matches!(&value.kind, ValueKind::String(text) if text == "auto") {
+        return Ok(Devices::Auto);
+    }
+    let strange = |device: &String| device.is_empty() || device == "auto";
+    if devices.is_empty() || devices.iter().any(strange) {
+        return Err(EXPECTED.to_owned());
+    }
+    let mut seen = BTreeSet::new();
+    let mut gpus = devices.iter().filter(|device| *device != "cpu");
+    match gpus.find(|device| !seen.insert(device.as_str())) {
+        Some(device) => {
+            Err(format!("each device once, not {device} twice; workers_per_device runs several on one"))
+        }
+        None => Ok(Devices::List(devices)),
+    }
+}

@@ -1,0 +1,227 @@
+//! Readers of single values: text, names, numbers, switches, lists, durations, sizes. Each says what
+//! it expected. Lenient where environment variables and flags, which are always text, need it.
+
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use ::config::{File, FileFormat, Source, Value, ValueKind};
+
+use super::super::units::{A_DURATION, A_SIZE, parse_duration, parse_size};
+use super::super::units::{show_duration, show_size};
+use super::section::Expected;
+
+/// Any text.
+pub(super) fn text(value: &Value) -> Result<String, Expected> {
+    match &value.kind {
+        ValueKind::String(text) => Ok(text.clone()),
+        _ => Err("text in quotes".to_owned()),
+    }
+}
+
+/// Text with something in it, and no blanks around it.
+pub(super) fn name(value: &Value) -> Result<String, Expected> {
+    let text = text(value)?;
+    if text.is_empty() {
+        return Err("a name, not nothing".to_owned());
+    }
+    if text.trim() != text || text.contains(char::is_control) {
+        return Err("a name without blanks around it or control characters in it".to_owned());
+    }
+    Ok(text)
+}
+
+/// A [`name`], or `""` for none.
+pub(super) fn optional_name(value: &Value) -> Result<Option<String>, Expected> {
+    match text(value)?.as_str() {
+        "" => Ok(None),
+        _ => name(value).map(Some),
+    }
+}
+
+/// `true` or `false`, also as text.
+pub(super) fn switch(value: &Value) -> Result<bool, Expected> {
+    match &value.kind {
+        ValueKind::Boolean(switch) => Ok(*switch),
+        ValueKind::String(text) if text == "true" => Ok(true),
+        ValueKind::String(text) if text == "false" => Ok(false),
+        _ => Err("true or false".to_owned()),
+    }
+}
+
+/// A whole number within the range, also as text.
+pub(super) fn whole<T: TryFrom<u64>>(range: RangeInclusive<u64>) -> impl Fn(&Value) -> Result<T, Expected> {
+    move |value| {
+        let number = match &value.kind {
+            ValueKind::I64(number) => u64::try_from(*number).ok(),
+            ValueKind::String(text) => text.parse().ok(),
+            _ => None,
+        };
+        number.filter(|number| range.contains(number)).and_then(|number| T::try_from(number).ok()).ok_or_else(
+            || match (*range.start(), *range.end()) {
+                (start, u64::MAX) => format!("a whole number, at least {start}"),
+                (start, end) => format!("a whole number from {start} to {end}"),
+            },
+        )
+    }
+}
+
+/// `"auto"` for none, or what `read` takes.
+pub(super) fn auto<T>(
+    read: impl Fn(&Value) -> Result<T, Expected>,
+) -> impl Fn(&Value) -> Result<Option<T>, Expected> {
+    move |value| match &value.kind {
+        ValueKind::String(text) if text == "auto" => Ok(None),
+        _ => read(value).map(Some).map_err(|expected| format!("\"auto\" or {expected}")),
+    }
+}
+
+/// A duration within the range.
+pub(super) fn duration(range: RangeInclusive<Duration>) -> impl Fn(&Value) -> Result<Duration, Expected> {
+    move |value| {
+        let read = match &value.kind {
+            ValueKind::String(text) => parse_duration(text.trim()),
+            _ => None,
+        };
+        let duration = read.ok_or_else(|| A_DURATION.to_owned())?;
+        if range.contains(&duration) {
+            return Ok(duration);
+        }
+        let [start, end] = [range.start(), range.end()].map(|limit| show_duration(*limit));
+        Err(format!("a duration from {start} to {end}"))
+    }
+}
+
+/// A size in bytes within the range.
+pub(super) fn size(range: RangeInclusive<u64>) -> impl Fn(&Value) -> Result<u64, Expected> {
+    move |value| {
+        let read = match &value.kind {
+            ValueKind::String(text) => parse_size(text.trim()),
+            _ => None,
+        };
+        let size = read.ok_or_else(|| A_SIZE.to_owned())?;
+        if range.contains(&size) {
+            return Ok(size);
+        }
+        let [start, end] = [range.start(), range.end()].map(|limit| show_size(*limit));
+        Err(format!("a size from {start} to {end}"))
+    }
+}
+
+/// A list of text. As text: comma-separated, or an array as TOML and JSON write it. Blanks around
+/// the parts are dropped; parts may come out empty, text without anything in it is no parts.
+pub(super) fn list(value: &Value) -> Result<Vec<String>, Expected> {
+    match &value.kind {
+        ValueKind::String(written) if written.trim_start().starts_with('[') => {
+            let array = parse_array(written).ok_or_else(a_list)?;
+            list(&array)
+        }
+        ValueKind::String(written) if written.trim().is_empty() => Ok(Vec::new()),
+        ValueKind::String(written) => Ok(written.split(',').map(|part| part.trim().to_owned()).collect()),
+        ValueKind::Array(items) => {
+            let parts = items.iter().map(|item| text(item).map_err(|_| a_list()));
+            parts.map(|part| Ok(part?.trim().to_owned())).collect()
+        }
+        _ => Err(a_list()),
+    }
+}
+
+fn a_list() -> Expected {
+    "a list of text, such as [\"a\", \"b\"]".to_owned()
+}
+
+/// Reads an array out of text; none unless it is nothing but an array.
+pub(super) fn parse_array(written: &str) -> Option<Value> {
+    let document = format!("list = {}", written.trim());
+    let table = File::from_str(&document, FileFormat::Toml).collect().ok()?;
+    let array = table.get("list").filter(|_| table.len() == 1)?;
+    matches!(array.kind, ValueKind::Array(_)).then(|| array.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written(text: &str) -> Value {
+        Value::from(text)
+    }
+
+    #[test]
+    fn numbers_and_switches_may_come_as_text() {
+        assert_eq!(whole::<u32>(1..=9)(&written("2")), Ok(2));
+        assert_eq!(whole::<u32>(1..=9)(&Value::from(2_i64)), Ok(2));
+        assert_eq!(switch(&written("true")), Ok(true));
+        assert_eq!(switch(&written("false")), Ok(false));
+        assert_eq!(switch(&Value::from(true)), Ok(true));
+    }
+
+    #[test]
+    fn what_is_no_number_in_range_is_refused_with_the_range() {
+        for value in [
+            Value::from(0_i64),
+            Value::from(10_i64),
+            Value::from(-1_i64),
+            Value::from(2.0),
+            Value::from(true),
+            written("many"),
+            written(""),
+        ] {
+            let expected = Err("a whole number from 1 to 9".to_owned());
+            assert_eq!(whole::<u32>(1..=9)(&value), expected, "{value}");
+        }
+        let expected = Err("a whole number, at least 1".to_owned());
+        assert_eq!(whole::<u64>(1..=u64::MAX)(&written("0")), expected);
+    }
+
+    #[test]
+    fn only_true_and_false_are_switches() {
+        for value in [written("yes"), written(""), Value::from(1_i64)] {
+            assert!(switch(&value).is_err(), "{value}");
+        }
+    }
+
+    #[test]
+    fn a_list_may_come_in_four_spellings() {
+        let expected = Ok(vec!["cpu".to_owned(), "cuda:1".to_owned()]);
+        assert_eq!(list(&Value::from(vec!["cpu", "cuda:1"])), expected);
+        assert_eq!(list(&written("cpu, cuda:1")), expected);
+        assert_eq!(list(&written(r#"["cpu","cuda:1"]"#)), expected);
+        assert_eq!(list(&written(" ['cpu', 'cuda:1',] ")), expected);
+        assert_eq!(list(&written("")), Ok(Vec::new()));
+        assert_eq!(list(&written("a,,b")).map(|parts| parts.len()), Ok(3));
+    }
+
+    #[test]
+    fn what_is_no_list_of_text_is_refused() {
+        for value in [
+            Value::from(1_i64),
+            Value::from(vec![1_i64]),
+            written("[1]"),
+            written("[\"cpu\""),
+            written("[\"cpu\"]\nmore = 1"),
+        ] {
+            assert!(list(&value).is_err(), "{value}");
+        }
+    }
+
+    #[test]
+    fn a_name_holds_something_and_nothing_strange() {
+        assert!(name(&written("embed")).is_ok());
+        for value in [written(""), written(" "), written("a "), written("a\nb"), Value::from(1_i64)] {
+            assert!(name(&value).is_err(), "{value}");
+        }
+    }
+
+    #[test]
+    fn a_bare_number_is_neither_duration_nor_size() {
+        let any = Duration::ZERO..=Duration::MAX;
+        assert!(duration(any)(&Value::from(5_i64)).is_err());
+        assert!(size(0..=u64::MAX)(&Value::from(5_i64)).is_err());
+    }
+
+    #[test]
+    fn a_duration_out_of_range_is_told_the_range() {
+        let range = Duration::from_secs(1)..=Duration::from_secs(90);
+        let expected = Err("a duration from 1s to 1m30s".to_owned());
+        assert_eq!(duration(range)(&written("2m")), expected);
+    }
+}

@@ -1,0 +1,67 @@
+//! The launcher: discovers what the host has, plans slots, spawns a worker for each, watches,
+//! restarts, stops. Knows workers as processes and control lines; never a broker, a model or a
+//! device.
+//!
+//! | file | decides |
+//! |---|---|
+//! | `plan` | which slots there are |
+//! | `slot` | what happens with one of them over time |
+//! | `child` | how a worker process is spawned and spoken to |
+//! | `poison` | which tasks kill workers |
+//! | `restart` | what follows a worker's end |
+//! | `logs` | how a worker's log lines appear in ours |
+
+mod child;
+mod logs;
+mod plan;
+mod poison;
+mod restart;
+mod slot;
+
+use std::path::Path;
+
+use futures_util::future::join_all;
+
+use crate::config::{Assignment, Launcher};
+use crate::shutdown::{Exit, Stop};
+use slot::SlotEnd;
+
+pub use plan::{Host, plan};
+pub use restart::{Death, Verdict, judge};
+
+/// Why nothing was launched.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// A device that is not here. There is no fall-back to another.
+    #[error(
+        "pool {pool:?}: device {device:?} cannot be used: this build of sconce has no CUDA; \
+         devices here: \"cpu\" (as often as workers are wanted), or devices = \"auto\""
+    )]
+    Device {
+        /// The pool.
+        pool: String,
+        /// Its `devices` entry.
+        device: String,
+    },
+}
+
+/// Runs one worker for each assignment until all have ended, by spawning `program`. Call it on a
+/// runtime whose thread lives as long as the process: see `child`.
+pub async fn run(program: &Path, assignments: &[Assignment], policy: &Launcher, stop: &Stop) -> Exit {
+    tracing::info!(slots = assignments.len(), "launching");
+    let poison = poison::Poison::default();
+    let keep = |assignment| slot::keep(program, assignment, policy, stop, &poison);
+    let slots = assignments.iter().map(keep);
+    let ends = join_all(slots).await;
+    let given_up = ends.iter().find_map(|end| match end {
+        SlotEnd::GivenUp(exit) => Some(*exit),
+        _ => None,
+    });
+    let exit = match given_up {
+        Some(exit) => exit,
+        None if ends.contains(&SlotEnd::Aborted) => Exit::Aborted,
+        None => Exit::Done,
+    };
+    tracing::info!(exit = exit.code(), "all workers have ended");
+    exit
+}

@@ -1,0 +1,105 @@
+//! What follows a worker's end: a pure function of how it ended and how often it failed quickly.
+
+use std::time::Duration;
+
+use crate::backoff::Backoff;
+use crate::config::Launcher;
+use crate::shutdown::Exit;
+
+/// How a worker process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Death {
+    /// Its exit, when its status is in the table.
+    pub exit: Option<Exit>,
+    /// It had said `ready`.
+    pub was_ready: bool,
+    /// How long it lived.
+    pub lived: Duration,
+}
+
+impl Death {
+    /// It failed before it can have done much: trying again at once would only burn the host.
+    pub fn is_quick_failure(&self, policy: &Launcher) -> bool {
+        self.exit != Some(Exit::Done) && (!self.was_ready || self.lived < policy.quick_failure)
+    }
+}
+
+/// What the launcher does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// A sentinel stopped it: the slot is done.
+    StoppedOnRequest,
+    /// Start it again after this delay.
+    Restart(Duration),
+    /// Do not try again; the launcher's exit will say so.
+    GiveUp(Exit),
+}
+
+/// Judges a death, the `quick_failures`th quick one in a row. `jitter` as in [`Backoff::delay`].
+pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64) -> Verdict {
+    let backoff = Backoff { first: policy.restart_delay, most: policy.restart_delay_max };
+    match death.exit {
+        Some(Exit::StoppedOnRequest) => Verdict::StoppedOnRequest,
+        // Neither wrong settings nor a wrong command line mend themselves.
+        Some(exit @ (Exit::Config | Exit::Usage)) => Verdict::GiveUp(exit),
+        exit if quick_failures >= policy.max_quick_failures => {
+            Verdict::GiveUp(exit.filter(|exit| *exit != Exit::Done).unwrap_or(Exit::SlotGivenUp))
+        }
+        _ => Verdict::Restart(backoff.delay(quick_failures, jitter)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn policy() -> Launcher {
+        Launcher {
+            shutdown_grace: Duration::from_secs(8),
+            restart_delay: Duration::from_millis(500),
+            restart_delay_max: Duration::from_secs(30),
+            quick_failure: Duration::from_secs(10),
+            max_quick_failures: 5,
+        }
+    }
+
+    fn death(exit: Option<Exit>, was_ready: bool, seconds: u64) -> Death {
+        Death { exit, was_ready, lived: Duration::from_secs(seconds) }
+    }
+
+    #[test]
+    fn a_worker_stopped_on_request_is_not_started_again() {
+        let asked = death(Some(Exit::StoppedOnRequest), true, 1);
+        assert_eq!(judge(&asked, 9, &policy(), 1.0), Verdict::StoppedOnRequest);
+    }
+
+    #[test]
+    fn a_killed_worker_is_started_again_with_growing_delays() {
+        let killed = death(None, true, 60);
+        assert_eq!(judge(&killed, 0, &policy(), 1.0), Verdict::Restart(Duration::from_millis(500)));
+        assert_eq!(judge(&killed, 3, &policy(), 1.0), Verdict::Restart(Duration::from_secs(2)));
+    }
+
+    #[test]
+    fn a_slot_that_fails_quickly_is_given_up_with_its_own_code() {
+        let policy = policy();
+        let failed = death(Some(Exit::ModelFailed), false, 1);
+        assert!(failed.is_quick_failure(&policy));
+        assert!(matches!(judge(&failed, 4, &policy, 1.0), Verdict::Restart(_)));
+        assert_eq!(judge(&failed, 5, &policy, 1.0), Verdict::GiveUp(Exit::ModelFailed));
+        assert_eq!(judge(&death(None, true, 1), 5, &policy, 1.0), Verdict::GiveUp(Exit::SlotGivenUp));
+    }
+
+    #[test]
+    fn wrong_settings_are_not_tried_twice() {
+        let refused = death(Some(Exit::Config), true, 100);
+        assert_eq!(judge(&refused, 0, &policy(), 1.0), Verdict::GiveUp(Exit::Config));
+    }
+
+    #[test]
+    fn a_worker_that_never_got_ready_failed_quickly_however_long_it_took() {
+        assert!(death(Some(Exit::ModelFailed), false, 600).is_quick_failure(&policy()));
+        assert!(!death(None, true, 600).is_quick_failure(&policy()));
+        assert!(!death(Some(Exit::Done), true, 1).is_quick_failure(&policy()), "a drained worker is well");
+    }
+}

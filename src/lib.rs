@@ -1,0 +1,61 @@
+//! sconce: GPU inference behind a message queue. A launcher starts one worker process per device;
+//! each loads a model of its own, takes tasks from a RabbitMQ queue (or from one inside the
+//! launcher), batches them by tokens, and publishes replies.
+//!
+//! This is a library with a thin binary: to serve a model of your own, implement
+//! [`model::Model`], register it in an [`app::Registry`] and call [`app::main`]; see
+//! `examples/custom_model.rs`.
+//!
+//! # Rooms, and who may import whom
+//!
+//! Imports only point down; `tests/architecture.rs` holds the tree to this table.
+//!
+//! | level | room | decides |
+//! |---|---|---|
+//! | 0 | [`protocol`] | bytes ↔ task, reply, sentinel, control line, batch line |
+//! | 0 | [`batching`] | when a batch is full, due or flushed |
+//! | 0 | [`backoff`] | capped, jittered delays |
+//! | 0 | [`shutdown`] | causes, phases, exit codes, the signal source |
+//! | 1 | [`config`] | what was written → validated settings; the worker's assignment |
+//! | 2 | [`telemetry`] | where log lines go and how they look |
+//! | 2 | [`model`] | loading on a device, preparing a task, the forward pass |
+//! | 2 | [`broker`] | deliver, publish with confirm, settle, reconnect |
+//! | 3 | [`worker`] | intake → prepare → batch → forward → settle; the drain |
+//! | 3 | [`launcher`] | plan slots, spawn, watch, restart, stop |
+//! | 4 | [`cli`], [`app`] | the command line; the wiring of concrete types |
+//!
+//! `worker` and `launcher` never import each other: control lines are all they share.
+//!
+//! # Glossary
+//!
+//! - **task**: a decoded request. **delivery**: a message we owe an ack. **reply**: its answer.
+//! - **input**: one row of a batch; a task has one or more. **batch**: inputs of one forward pass.
+//! - **sentinel**: a message that stops one worker, behind the work before it.
+//! - **intake**: taking deliveries; **settle**: publish, confirm, ack; **drain**: finishing what is
+//!   on the device and handing the rest back; **abort**: not waiting.
+//! - **slot**: (pool, device, index), filled by one **worker** process. **pool**: a task queue, a
+//!   model, devices and a batch policy. **launcher**: the process that keeps slots filled.
+//!
+//! # Invariants
+//!
+//! - `confirm-before-ack`: reply published mandatory → confirmed and not returned → task acked.
+//! - `one-reply-per-task`: one final reply from the worker that acks. A crash between confirm and
+//!   ack makes a duplicate with the same `correlation_id`: the service is at-least-once.
+//! - `no-loss-over-no-duplicate`: when in doubt, requeue.
+//! - `sentinel-after-work`: a sentinel never overtakes work accepted before it, and is acked last.
+//! - `bounded-everything`: every channel, buffer, retry and wait has a bound.
+//! - `device-or-fail`: a device that was asked for and cannot be opened is an error.
+//! - `batch-equals-single`: a task's result does not depend on its batch-mates.
+
+pub mod app;
+pub mod backoff;
+pub mod batching;
+pub mod broker;
+pub mod cli;
+pub mod config;
+pub mod launcher;
+pub mod model;
+pub mod protocol;
+pub mod shutdown;
+pub mod telemetry;
+pub mod worker;

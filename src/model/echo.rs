@@ -1,0 +1,248 @@
+//! A model that computes nothing and answers each task with its own input: to try out a
+//! deployment, and to measure the queue alone. The `model` setting is `echo`.
+//!
+//! Each item of a body's `input` list is an input of one token; any other body is one input. The
+//! integer `sleep_ms` in a body makes the forward pass that computes it last so long.
+//!
+//! With the setting `echo?faults`, and only then, the field `fail` makes the forward pass go wrong:
+//! `error` ([`ForwardError::Failed`]), `oom`, `device`, `panic`, or `exit` (the process aborts). A
+//! production pool served by `echo` ignores the field, so that no message can stop its workers.
+
+use std::thread;
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+use super::{Codec, Costed, ForwardError, LoadError, LoadSpec, Model, Prepared, Step, Steps, device};
+use crate::protocol::{Message, TaskError, TaskErrorKind};
+
+/// The `model` setting of an echo pool.
+pub const ECHO: &str = "echo";
+/// The same, for tests: honours `fail`.
+pub const ECHO_WITH_FAULTS: &str = "echo?faults";
+
+/// Longest `sleep_ms`.
+const MAX_SLEEP_MS: u64 = 600_000;
+
+/// The model that answers with what it was asked.
+#[derive(Debug)]
+pub struct Echo {
+    device: String,
+}
+
+/// Decodes and writes echo bodies.
+#[derive(Debug)]
+pub struct EchoCodec {
+    faults: bool,
+    max_inputs: usize,
+}
+
+/// One thing to answer with.
+#[derive(Clone, Debug)]
+pub struct EchoInput {
+    value: Box<RawValue>,
+    sleep: Duration,
+    fault: Option<Fault>,
+}
+
+/// How a forward pass is to go wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Fault {
+    /// [`ForwardError::Failed`].
+    Error,
+    /// A panic on the model's thread.
+    Panic,
+    /// [`ForwardError::Device`].
+    Device,
+    /// [`ForwardError::OutOfMemory`].
+    Oom,
+    /// The process aborts.
+    Exit,
+}
+
+/// What the response needs of its request.
+#[derive(Clone, Copy, Debug)]
+pub struct EchoRequest {
+    listed: bool,
+}
+
+#[derive(Deserialize)]
+struct Body {
+    input: Option<Box<RawValue>>,
+    sleep_ms: Option<u64>,
+    fail: Option<Box<RawValue>>,
+}
+
+impl Model for Echo {
+    type Codec = EchoCodec;
+
+    fn load(spec: &LoadSpec) -> Result<(Self, EchoCodec), LoadError> {
+        device::open(&spec.device)?;
+        let faults = spec.source == ECHO_WITH_FAULTS;
+        if !faults && spec.source != ECHO {
+            let reason = format!("the echo model is {ECHO:?}, or {ECHO_WITH_FAULTS:?} in tests");
+            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+        }
+        let codec = EchoCodec { faults, max_inputs: spec.max_inputs };
+        Ok((Self { device: spec.device.clone() }, codec))
+    }
+
+    fn device(&self) -> String {
+        self.device.clone()
+    }
+
+    /// Lasts as long as the longest sleep among `inputs`, then goes wrong if any of them says so.
+    fn forward(&mut self, inputs: &[&EchoInput]) -> Result<Steps<Self>, ForwardError> {
+        if let Some(sleep) = inputs.iter().map(|input| input.sleep).max() {
+            thread::sleep(sleep);
+        }
+        let said = "as the task asked for".to_owned();
+        match inputs.iter().find_map(|input| input.fault) {
+            None => Ok(inputs.iter().map(|input| Ok(Step::Done(input.value.clone()))).collect()),
+            Some(Fault::Error) => Err(ForwardError::Failed(said)),
+            Some(Fault::Device) => Err(ForwardError::Device(said)),
+            Some(Fault::Oom) => Err(ForwardError::OutOfMemory(said)),
+            Some(Fault::Panic) => panic!("{said}"),
+            Some(Fault::Exit) => std::process::abort(),
+        }
+    }
+}
+
+impl Codec for EchoCodec {
+    type Request = EchoRequest;
+    type Input = EchoInput;
+    type Output = Box<RawValue>;
+
+    /// Any: an echo pool answers batch lines of every endpoint.
+    fn endpoint(&self) -> &'static str {
+        "*"
+    }
+
+    fn prepare(&self, message: &Message) -> Result<Prepared<Self>, TaskError> {
+        let (body, whole) = decode(&message.body)?;
+        let sleep = body.sleep_ms.unwrap_or(0);
+        if sleep > MAX_SLEEP_MS {
+            let message = format!("sleep_ms must be at most {MAX_SLEEP_MS}, got {sleep}");
+            return Err(TaskError::bad_input("sleep_ms", message));
+        }
+        let fault = body.fail.filter(|_| self.faults).map(|fail| fault(&fail)).transpose()?;
+        let input = body.input.unwrap_or(whole);
+        let items = if input.get().starts_with('[') { items(&input)? } else { None };
+        let listed = items.is_some();
+        let values = items.unwrap_or_else(|| vec![input]);
+        if values.len() > self.max_inputs {
+            let (count, most) = (values.len(), self.max_inputs);
+            let message = format!("input holds {count} items; this pool takes at most {most}");
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message).at("input"));
+        }
+        let sleep = Duration::from_millis(sleep);
+        let inputs = values.into_iter();
+        let inputs = inputs.map(|value| Costed { input: EchoInput { value, sleep, fault }, tokens: 1 });
+        Ok(Prepared { request: EchoRequest { listed }, inputs: inputs.collect() })
+    }
+
+    fn respond(&self, request: EchoRequest, outputs: Vec<Box<RawValue>>) -> Result<Vec<u8>, TaskError> {
+        let outputs = outputs.iter().map(|value| value.get()).collect::<Vec<_>>().join(",");
+        let input = if request.listed { format!("[{outputs}]") } else { outputs };
+        Ok(format!("{{\"object\":\"echo\",\"input\":{input},\"model\":\"echo\"}}").into_bytes())
+    }
+}
+
+/// The fields, and the body as it stands.
+fn decode(bytes: &[u8]) -> Result<(Body, Box<RawValue>), TaskError> {
+    let whole: Box<RawValue> = serde_json::from_slice(bytes).map_err(|error| {
+        TaskError::new(TaskErrorKind::Undecodable, format!("the body is not JSON: {error}"))
+    })?;
+    let refused = |reason: String| TaskError::new(TaskErrorKind::BadInput, reason);
+    if !whole.get().starts_with('{') {
+        return Err(refused("the body must be a JSON object".into()));
+    }
+    let body = serde_json::from_str(whole.get());
+    Ok((body.map_err(|error| refused(format!("the body is refused: {error}")))?, whole))
+}
+
+/// The items of a list; none of an empty one, which is an input by itself.
+fn items(list: &RawValue) -> Result<Option<Vec<Box<RawValue>>>, TaskError> {
+    match serde_json::from_str::<Vec<Box<RawValue>>>(list.get()) {
+        Ok(items) => Ok((!items.is_empty()).then_some(items)),
+        Err(error) => Err(TaskError::bad_input("input", format!("input cannot be read: {error}"))),
+    }
+}
+
+fn fault(raw: &RawValue) -> Result<Fault, TaskError> {
+    serde_json::from_str(raw.get()).map_err(|_| {
+        let kinds = "\"error\", \"panic\", \"device\", \"oom\" or \"exit\"";
+        TaskError::bad_input("fail", format!("fail must be {kinds}, got {}", raw.get()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(source: &str) -> (Echo, EchoCodec) {
+        let (source, device) = (source.to_owned(), "cpu".to_owned());
+        Echo::load(&LoadSpec { source, served_names: vec![], device, max_inputs: 3 }).unwrap()
+    }
+
+    fn answer(source: &str, body: &str) -> Result<String, String> {
+        let (mut model, codec) = load(source);
+        let message = Message { body: body.to_owned().into(), ..Message::default() };
+        let prepared = codec.prepare(&message).map_err(|error| error.message)?;
+        let inputs: Vec<&EchoInput> = prepared.inputs.iter().map(|costed| &costed.input).collect();
+        let steps = model.forward(&inputs).map_err(|error| error.to_string())?;
+        let outputs = steps.into_iter().map(|step| match step {
+            Ok(Step::Done(output)) => output,
+            Err(error) => panic!("{error}"),
+        });
+        let body = codec.respond(prepared.request, outputs.collect()).unwrap();
+        Ok(String::from_utf8(body).unwrap())
+    }
+
+    #[test]
+    fn the_answer_is_the_input_or_else_the_whole_body() {
+        let cases = [
+            (r#"{"input": "a" , "x":1}"#, r#""a""#),
+            (r#" {"x":1.0} "#, r#"{"x":1.0}"#),
+            (r#"{"input":["a", [2], null]}"#, r#"["a",[2],null]"#),
+            (r#"{"input":[]}"#, "[]"),
+        ];
+        for (body, input) in cases {
+            let expected = format!(r#"{{"object":"echo","input":{input},"model":"echo"}}"#);
+            assert_eq!(answer(ECHO, body), Ok(expected), "{body}");
+        }
+    }
+
+    #[test]
+    fn bad_bodies_are_refused() {
+        let (_, codec) = load(ECHO);
+        let kind = |body: &str| {
+            let message = Message { body: body.to_owned().into(), ..Message::default() };
+            codec.prepare(&message).expect_err(body).kind
+        };
+        assert_eq!(kind("STOP"), TaskErrorKind::Undecodable);
+        assert_eq!(kind("[1]"), TaskErrorKind::BadInput);
+        assert_eq!(kind(r#"{"sleep_ms":600001}"#), TaskErrorKind::BadInput);
+        assert_eq!(kind(r#"{"sleep_ms":"long"}"#), TaskErrorKind::BadInput);
+        assert_eq!(kind(r#"{"input":[1,2,3,4]}"#), TaskErrorKind::TooLarge);
+    }
+
+    #[test]
+    fn a_production_pool_ignores_faults() {
+        assert!(answer(ECHO, r#"{"input":"a","fail":"exit"}"#).is_ok());
+        assert!(answer(ECHO_WITH_FAULTS, r#"{"input":"a","fail":"sometimes"}"#).is_err());
+        for (fault, words) in [("error", "as the task"), ("oom", "memory"), ("device", "fault")] {
+            let body = format!(r#"{{"input":"a","fail":"{fault}"}}"#);
+            assert!(answer(ECHO_WITH_FAULTS, &body).is_err_and(|error| error.contains(words)));
+        }
+    }
+
+    #[test]
+    fn the_pass_lasts_as_long_as_asked() {
+        let start = std::time::Instant::now();
+        assert!(answer(ECHO, r#"{"sleep_ms":30}"#).is_ok());
+        assert!(start.elapsed() >= Duration::from_millis(30));
+    }
+}

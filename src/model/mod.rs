@@ -1,0 +1,198 @@
+//! Models: how one is loaded on a device, how a task becomes inputs (`Codec::prepare`), what a
+//! forward pass does (`Model::forward`), and how its outputs become a reply (`Codec::respond`).
+//! Everything here blocks; the worker gives it threads. Knows neither broker nor tokio nor acks.
+//!
+//! # Implementing a model
+//!
+//! A model comes in two parts, because they run on different threads:
+//!
+//! - the [`Model`] owns weights and device. It is made on the thread that will run it and stays
+//!   there for life, so it need not be `Send`; nothing of it is global or inherited.
+//! - its [`Codec`] holds what turns bytes into inputs and outputs into bytes (a tokenizer, an image
+//!   decoder). It is shared by the prepare and respond threads, which work on the next and the last
+//!   batch while the model computes this one.
+//!
+//! **Inputs that are not text.** `prepare` gets the whole message: body, content type and headers.
+//! A model of images lists `image/png` in [`Codec::content_types`] and decodes the body; its
+//! `Input` is a tensor or a pixel buffer, and [`Costed::tokens`] its number of patches. Nothing in
+//! the worker looks into an input; batches are formed by cost alone.
+//!
+//! **Answers that come in steps.** [`Model::forward`] returns a [`Step`] for each input.
+//! [`Step::Done`] completes it. Generation adds a variant that hands the input (with its cache) back
+//! with the cost of its next step, and the worker puts it at the head of the next batch: that is
+//! continuous batching, decided where batches are formed. `Step` is `non_exhaustive` for it.
+
+pub mod device;
+pub mod echo;
+pub mod sentence;
+pub mod source;
+
+use std::path::{Path, PathBuf};
+
+use crate::protocol::{Message, TaskError};
+
+/// An input and what it costs a forward pass.
+#[derive(Debug)]
+pub struct Costed<I> {
+    /// The input, ready for the device.
+    pub input: I,
+    /// Its cost in tokens (patches, frames): what `max_tokens` of the batch policy bounds.
+    pub tokens: usize,
+}
+
+/// A task, ready to be computed.
+#[derive(Debug)]
+pub struct Prepared<C: Codec + ?Sized> {
+    /// What [`Codec::respond`] needs to know of the task beside the outputs.
+    pub request: C::Request,
+    /// One or more inputs, in the order in which the reply lists their outputs.
+    pub inputs: Vec<Costed<C::Input>>,
+}
+
+/// Turns messages into inputs and outputs into reply bodies. Runs beside the model, on the worker's
+/// prepare and respond threads.
+pub trait Codec: Send + Sync + 'static {
+    /// What `respond` needs of a task: its encoding, its dimensions.
+    type Request: Send + 'static;
+    /// One row of a batch.
+    type Input: Send + 'static;
+    /// The result of one input.
+    type Output: Send + 'static;
+
+    /// The OpenAI path whose requests this model answers, as batch lines name it in `url`.
+    fn endpoint(&self) -> &'static str;
+
+    /// Media types of bodies that `prepare` reads. A message without a content type is taken as
+    /// the first.
+    fn content_types(&self) -> &'static [&'static str] {
+        &["application/json"]
+    }
+
+    /// Decodes a task and makes its inputs.
+    ///
+    /// # Errors
+    /// What is wrong with this task; it is answered with the error, and its neighbours proceed.
+    fn prepare(&self, message: &Message) -> Result<Prepared<Self>, TaskError>;
+
+    /// Writes the reply's JSON body from the outputs, which are in the order of the inputs.
+    ///
+    /// # Errors
+    /// When the outputs cannot be a reply (a number is not finite); the task is answered with it.
+    fn respond(&self, request: Self::Request, outputs: Vec<Self::Output>) -> Result<Vec<u8>, TaskError>;
+}
+
+/// What became of one input in a forward pass.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Step<O> {
+    /// Computed to its end.
+    Done(O),
+}
+
+/// The input type of a model.
+pub type InputOf<M> = <<M as Model>::Codec as Codec>::Input;
+/// The output type of a model.
+pub type OutputOf<M> = <<M as Model>::Codec as Codec>::Output;
+/// What a forward pass gives: for each input, in order, a step or the input's own error.
+pub type Steps<M> = Vec<Result<Step<OutputOf<M>>, TaskError>>;
+
+/// Weights on one device.
+pub trait Model: Sized + 'static {
+    /// Its decoder and encoder.
+    type Codec: Codec;
+
+    /// Opens the device, loads the weights onto it. Called once, on the model's own thread.
+    ///
+    /// # Errors
+    /// [`LoadError`] ends the worker with the code for its variant.
+    fn load(spec: &LoadSpec) -> Result<(Self, Self::Codec), LoadError>;
+
+    /// The device that was really opened: `cpu`, or the GPU's UUID.
+    fn device(&self) -> String;
+
+    /// Computes one batch; returns one entry an input, in order. The result of an input must not
+    /// depend on its batch-mates (`batch-equals-single`). The inputs stay the caller's, who runs
+    /// halves of a batch again when a whole one failed.
+    ///
+    /// # Errors
+    /// [`ForwardError`] for what concerns the batch or the device rather than one input.
+    fn forward(&mut self, inputs: &[&InputOf<Self>]) -> Result<Steps<Self>, ForwardError>;
+}
+
+/// What a model is loaded from.
+#[derive(Clone, Debug)]
+pub struct LoadSpec {
+    /// The pool's `model` setting: a folder, a Hugging Face id (`org/name`, `org/name@revision`),
+    /// or whatever a registered model makes of it.
+    pub source: String,
+    /// Further names that requests may call the model by.
+    pub served_names: Vec<String>,
+    /// The device to open: `cpu`, or `cuda:0` where one GPU is visible.
+    pub device: String,
+    /// Most inputs one task may carry.
+    pub max_inputs: usize,
+}
+
+impl LoadSpec {
+    /// The model's name in replies: the source, or a folder's last component.
+    pub fn model_name(&self) -> &str {
+        let source = self.source.trim_end_matches('/');
+        if self.is_folder() { source.rsplit('/').next().unwrap_or(source) } else { source }
+    }
+
+    /// The source is a folder rather than a hub id or a registered name.
+    pub fn is_folder(&self) -> bool {
+        self.source.starts_with(['.', '/', '~']) || Path::new(&self.source).is_dir()
+    }
+}
+
+/// Why a model could not be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// A file is missing, unreadable or not what its name says.
+    #[error("{}: {reason}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The model is of a kind that this program does not compute.
+    #[error("model {model:?}: {reason}")]
+    Unsupported {
+        /// The `model` setting.
+        model: String,
+        /// Which property, with its value, and what is supported.
+        reason: String,
+    },
+    /// The device that was asked for cannot be opened. There is no fall-back.
+    #[error("device {device:?}: {reason}")]
+    Device {
+        /// The device asked for.
+        device: String,
+        /// The driver's words.
+        reason: String,
+    },
+    /// The hub could not deliver the model.
+    #[error("model {model:?} from the Hugging Face hub: {reason}")]
+    Hub {
+        /// The id.
+        model: String,
+        /// What the hub or the network said.
+        reason: String,
+    },
+}
+
+/// Why a forward pass gave nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum ForwardError {
+    /// The device had no memory for this batch; a smaller one may fit.
+    #[error("out of device memory: {0}")]
+    OutOfMemory(String),
+    /// The computation failed on these inputs; the device is well.
+    #[error("{0}")]
+    Failed(String),
+    /// The device is gone or its context is poisoned: no later call can succeed.
+    #[error("device fault: {0}")]
+    Device(String),
+}

@@ -1,0 +1,209 @@
+//! The network: token ids of a whole batch, one text behind the other → a vector for each token.
+//! No padding: linear layers see one `[tokens, hidden]` matrix, and only attention knows where a
+//! text ends. Owns the weights.
+
+use candle_core::{Device, Result, Tensor};
+
+use super::config::{Family, NetworkConfig};
+use super::kernels::{Activation, NormParams, add_norm, attention, bias_activation};
+use super::weights::{WORDS, Weights};
+use crate::model::LoadError;
+
+type Loaded<T> = std::result::Result<T, LoadError>;
+
+/// The network's weights on one device.
+pub struct Encoder {
+    /// `[vocabulary, hidden]`.
+    words: Tensor,
+    /// `[positions, hidden]`, the vector of token type 0 added.
+    positions: Tensor,
+    norm: NormParams,
+    layers: Vec<Layer>,
+    heads: usize,
+    padding: Option<u32>,
+    activation: Activation,
+}
+
+/// One block; matrices are `[in, out]`.
+struct Layer {
+    qkv: Tensor,
+    qkv_bias: Tensor,
+    out: Tensor,
+    out_norm: NormParams,
+    up: Tensor,
+    up_bias: Tensor,
+    down: Tensor,
+    down_norm: NormParams,
+}
+
+/// The names of a block's parts.
+struct Names {
+    layer: &'static str,
+    qkv: [&'static str; 3],
+    out: &'static str,
+    out_norm: &'static str,
+    up: &'static str,
+    down: &'static str,
+    down_norm: &'static str,
+}
+
+const BERT: Names = Names {
+    layer: "encoder.layer",
+    qkv: ["attention.self.query", "attention.self.key", "attention.self.value"],
+    out: "attention.output.dense",
+    out_norm: "attention.output.LayerNorm",
+    up: "intermediate.dense",
+    down: "output.dense",
+    down_norm: "output.LayerNorm",
+};
+
+const DISTILBERT: Names = Names {
+    layer: "transformer.layer",
+    qkv: ["attention.q_lin", "attention.k_lin", "attention.v_lin"],
+    out: "attention.out_lin",
+    out_norm: "sa_layer_norm",
+    up: "ffn.lin1",
+    down: "ffn.lin2",
+    down_norm: "output_layer_norm",
+};
+
+/// Reads the parts of one block.
+struct Reader<'a> {
+    weights: &'a Weights,
+    config: &'a NetworkConfig,
+    prefix: String,
+}
+
+impl Reader<'_> {
+    /// A linear layer's matrix, turned to `[from, to]`, and its bias.
+    fn linear(&self, name: &str, from: usize, to: usize) -> Loaded<(Tensor, Tensor)> {
+        let name = format!("{}.{name}", self.prefix);
+        let matrix = self.weights.get(&format!("{name}.weight"), &[to, from])?;
+        let matrix = self.weights.checked(&name, matrix.t().and_then(|m| m.contiguous()))?;
+        Ok((matrix, self.weights.get(&format!("{name}.bias"), &[to])?))
+    }
+
+    /// A norm, joined with the bias of the layer before it.
+    fn norm(&self, name: &str, bias: &Tensor) -> Loaded<NormParams> {
+        norm(self.weights, self.config, &format!("{}.{name}", self.prefix), bias)
+    }
+
+    fn layer(&self, names: &Names) -> Loaded<Layer> {
+        let NetworkConfig { hidden, inner, .. } = *self.config;
+        let [q, k, v] = names.qkv;
+        let (q, q_bias) = self.linear(q, hidden, hidden)?;
+        let (k, k_bias) = self.linear(k, hidden, hidden)?;
+        let (v, v_bias) = self.linear(v, hidden, hidden)?;
+        let (out, out_bias) = self.linear(names.out, hidden, hidden)?;
+        let (up, up_bias) = self.linear(names.up, hidden, inner)?;
+        let (down, down_bias) = self.linear(names.down, inner, hidden)?;
+        let join = |parts: &[Tensor], dim| self.weights.checked("qkv", Tensor::cat(parts, dim));
+        Ok(Layer {
+            qkv: self.weights.checked("qkv", join(&[q, k, v], 1)?.contiguous())?,
+            qkv_bias: join(&[q_bias, k_bias, v_bias], 0)?,
+            out,
+            out_norm: self.norm(names.out_norm, &out_bias)?,
+            up,
+            up_bias,
+            down,
+            down_norm: self.norm(names.down_norm, &down_bias)?,
+        })
+    }
+}
+
+fn norm(weights: &Weights, config: &NetworkConfig, name: &str, bias: &Tensor) -> Loaded<NormParams> {
+    let weight = weights.get(&format!("{name}.weight"), &[config.hidden])?;
+    let shift = weights.get(&format!("{name}.bias"), &[config.hidden])?;
+    weights.checked(name, NormParams::new(bias, &weight, &shift, config.eps))
+}
+
+impl Encoder {
+    /// Arranges the weights for the forward pass.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming the tensor that is missing or of another shape.
+    pub fn load(weights: &Weights, config: &NetworkConfig) -> Loaded<Self> {
+        let hidden = config.hidden;
+        let words = weights.get(WORDS, &[config.vocabulary, hidden])?;
+        let name = "embeddings.position_embeddings.weight";
+        let mut positions = weights.get(name, &[config.positions, hidden])?;
+        if config.token_types > 0 {
+            let name = "embeddings.token_type_embeddings.weight";
+            let types = weights.get(name, &[config.token_types, hidden])?;
+            let sum = types.get(0).and_then(|first| positions.broadcast_add(&first));
+            positions = weights.checked(name, sum)?;
+        }
+        let no_bias = weights.checked("embeddings", words.get(0).and_then(|w| w.zeros_like()))?;
+        let names = if config.family == Family::DistilBert { DISTILBERT } else { BERT };
+        let layer =
+            |index| Reader { weights, config, prefix: format!("{}.{index}", names.layer) }.layer(&names);
+        Ok(Self {
+            words,
+            positions,
+            norm: norm(weights, config, "embeddings.LayerNorm", &no_bias)?,
+            layers: (0..config.layers).map(layer).collect::<Loaded<_>>()?,
+            heads: config.heads,
+            padding: config.padding,
+            activation: config.activation,
+        })
+    }
+
+    /// The last layer's vectors `[tokens, hidden]` of texts of `lengths` tokens, whose ids are
+    /// `ids`, one text behind the other. Ids are in the vocabulary and lengths within the table of
+    /// positions.
+    ///
+    /// # Errors
+    /// What candle or the device met.
+    pub fn forward(&self, ids: Vec<u32>, lengths: &[usize]) -> Result<Tensor> {
+        let device: &Device = self.words.device();
+        let tokens = ids.len();
+        let places = Tensor::from_vec(places(&ids, lengths, self.padding), tokens, device)?;
+        let words = self.words.index_select(&Tensor::from_vec(ids, tokens, device)?, 0)?;
+        let mut x = add_norm(words, &self.positions.index_select(&places, 0)?, &self.norm)?;
+        for layer in &self.layers {
+            x = layer.forward(&x, lengths, self.heads, self.activation)?;
+        }
+        Ok(x)
+    }
+}
+
+/// The position of each token. RoBERTa numbers from behind its padding id, and leaves out that id
+/// wherever it stands, which a text can have by naming it.
+fn places(ids: &[u32], lengths: &[usize], padding: Option<u32>) -> Vec<u32> {
+    let mut places = Vec::with_capacity(ids.len());
+    let mut rest = ids;
+    for n in lengths {
+        let (text, others) = rest.split_at(*n);
+        rest = others;
+        let mut next = padding.map_or(0, |id| id + 1);
+        for id in text {
+            if Some(*id) == padding {
+                places.push(*id);
+            } else {
+                places.push(next);
+                next += 1;
+            }
+        }
+    }
+    places
+}
+
+impl Layer {
+    fn forward(&self, x: &Tensor, lengths: &[usize], heads: usize, activation: Activation) -> Result<Tensor> {
+        let seen = attention(&x.matmul(&self.qkv)?, &self.qkv_bias, heads, lengths)?;
+        let x = add_norm(seen.matmul(&self.out)?, x, &self.out_norm)?;
+        let inner = bias_activation(x.matmul(&self.up)?, &self.up_bias, activation)?;
+        add_norm(inner.matmul(&self.down)?, &x, &self.down_norm)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::places;
+
+    #[test]
+    fn each_text_has_positions_of_its_own() {
+        assert_eq!(places(&[7, 1, 9, 4, 5], &[3, 2], None), [0, 1, 2, 0, 1]);
+        assert_eq!(places(&[7, 1, 9, 4, 5], &[3, 2], Some(1)), [2, 1, 3, 2, 3]);
+    }
+}

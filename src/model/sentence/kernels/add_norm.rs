@@ -1,0 +1,167 @@
+//! x ← LayerNorm(x + bias + residual), row by row, in place.
+
+use candle_core::{CpuStorage, D, InplaceOp3, Layout, Result, Tensor};
+use pulp::{Arch, Simd, WithSimd};
+
+use super::{by_rows, values, values_mut};
+
+/// The constants of one residual step: the bias of the linear layer before it, and the norm's.
+#[derive(Debug)]
+pub struct NormParams {
+    /// `[3, width]`: bias, the norm's weight, the norm's bias.
+    rows: Tensor,
+    eps: f32,
+}
+
+impl NormParams {
+    /// Joins the three vectors `[width]`; `eps` is added to the variance.
+    ///
+    /// # Errors
+    /// When their shapes differ.
+    pub fn new(bias: &Tensor, weight: &Tensor, shift: &Tensor, eps: f32) -> Result<Self> {
+        Ok(Self { rows: Tensor::stack(&[bias, weight, shift], 0)?, eps })
+    }
+}
+
+/// LayerNorm(x + bias + residual) of `x` and `residual` `[rows, width]`, f32; takes over `x`'s
+/// memory.
+///
+/// # Errors
+/// When shapes or types do not fit: a fault of the caller.
+pub fn add_norm(x: Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
+    if !x.device().is_cpu() {
+        return composed(&x, residual, params);
+    }
+    x.inplace_op3(residual, &params.rows, &AddNorm { eps: params.eps })?;
+    Ok(x)
+}
+
+fn composed(x: &Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
+    let x = (x.broadcast_add(&params.rows.get(0)?)? + residual)?;
+    let x = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let variance = x.sqr()?.mean_keepdim(D::Minus1)?;
+    let x = x.broadcast_div(&(variance + f64::from(params.eps))?.sqrt()?)?;
+    x.broadcast_mul(&params.rows.get(1)?)?.broadcast_add(&params.rows.get(2)?)
+}
+
+struct AddNorm {
+    eps: f32,
+}
+
+impl InplaceOp3 for AddNorm {
+    fn name(&self) -> &'static str {
+        "add-norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &mut CpuStorage,
+        x_layout: &Layout,
+        residual: &CpuStorage,
+        residual_layout: &Layout,
+        params: &CpuStorage,
+        params_layout: &Layout,
+    ) -> Result<()> {
+        let x = values_mut(x, x_layout)?;
+        let residual = values(residual, residual_layout)?;
+        let params = values(params, params_layout)?;
+        let width = params.len() / 3;
+        let arch = Arch::new();
+        by_rows(x, width, |first, rows| {
+            let residual = &residual[first * width..][..rows.len()];
+            arch.dispatch(Rows { rows, residual, params, eps: self.eps });
+        });
+        Ok(())
+    }
+}
+
+struct Rows<'a> {
+    rows: &'a mut [f32],
+    residual: &'a [f32],
+    params: &'a [f32],
+    eps: f32,
+}
+
+impl WithSimd for Rows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let width = self.params.len() / 3;
+        let (bias, norm) = self.params.split_at(width);
+        let (weight, shift) = norm.split_at(width);
+        let rows = self.rows.chunks_exact_mut(width);
+        for (row, residual) in rows.zip(self.residual.chunks_exact(width)) {
+            let sum = add(simd, row, residual, bias);
+            let mean = sum / width as f32;
+            let variance = squares(simd, row, mean) / width as f32;
+            let scale = 1.0 / (variance + self.eps).sqrt();
+            affine(simd, row, (mean, scale), (weight, shift));
+        }
+    }
+}
+
+/// row += residual + bias; returns the row's sum.
+#[inline(always)]
+fn add<S: Simd>(simd: S, row: &mut [f32], residual: &[f32], bias: &[f32]) -> f32 {
+    let (head, tail) = S::as_mut_simd_f32s(row);
+    let ((residual, residual_tail), (bias, bias_tail)) = (S::as_simd_f32s(residual), S::as_simd_f32s(bias));
+    let mut sum = simd.splat_f32s(0.0);
+    for ((x, r), b) in head.iter_mut().zip(residual).zip(bias) {
+        *x = simd.add_f32s(*x, simd.add_f32s(*r, *b));
+        sum = simd.add_f32s(sum, *x);
+    }
+    let mut total = simd.reduce_sum_f32s(sum);
+    for ((x, r), b) in tail.iter_mut().zip(residual_tail).zip(bias_tail) {
+        *x += r + b;
+        total += *x;
+    }
+    total
+}
+
+/// The sum of (x - mean)².
+#[inline(always)]
+fn squares<S: Simd>(simd: S, row: &[f32], mean: f32) -> f32 {
+    let (head, tail) = S::as_simd_f32s(row);
+    let means = simd.splat_f32s(mean);
+    let mut sum = simd.splat_f32s(0.0);
+    for x in head {
+        let off = simd.sub_f32s(*x, means);
+        sum = simd.mul_add_e_f32s(off, off, sum);
+    }
+    simd.reduce_sum_f32s(sum) + tail.iter().map(|x| (x - mean) * (x - mean)).sum::<f32>()
+}
+
+/// row ← (row - mean)·scale·weight + shift.
+#[inline(always)]
+fn affine<S: Simd>(simd: S, row: &mut [f32], (mean, scale): (f32, f32), (weight, shift): (&[f32], &[f32])) {
+    let (head, tail) = S::as_mut_simd_f32s(row);
+    let ((weight, weight_tail), (shift, shift_tail)) = (S::as_simd_f32s(weight), S::as_simd_f32s(shift));
+    let (means, scales) = (simd.splat_f32s(mean), simd.splat_f32s(scale));
+    for ((x, w), s) in head.iter_mut().zip(weight).zip(shift) {
+        let normal = simd.mul_f32s(simd.sub_f32s(*x, means), scales);
+        *x = simd.mul_add_e_f32s(normal, *w, *s);
+    }
+    for ((x, w), s) in tail.iter_mut().zip(weight_tail).zip(shift_tail) {
+        *x = (*x - mean) * scale * w + s;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{difference, noise};
+    use super::*;
+
+    #[test]
+    fn it_equals_adding_and_norming_step_by_step() {
+        for width in [1, 7, 32, 384, 401] {
+            let x = noise(&[67, width], 3.0, 1).unwrap();
+            let residual = noise(&[67, width], 2.0, 2).unwrap();
+            let vectors: Vec<Tensor> = (3..6).map(|seed| noise(&[width], 1.0, seed).unwrap()).collect();
+            let params = NormParams::new(&vectors[0], &vectors[1], &vectors[2], 1e-5).unwrap();
+            let right = composed(&x, &residual, &params).unwrap();
+            let ours = add_norm(x.copy().unwrap(), &residual, &params).unwrap();
+            assert!(difference(&ours, &right).unwrap() < 2e-6, "width {width}");
+        }
+    }
+}

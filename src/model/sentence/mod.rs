@@ -1,0 +1,91 @@
+//! Sentence embeddings by BERT's family, loaded as sentence-transformers publishes them, and equal
+//! to its results to 1e-5. Owns the loaded model; knows neither where tasks come from nor how they
+//! are batched.
+//!
+//! The network runs without padding: a batch is one matrix of all its tokens, so that texts of any
+//! lengths go together and none costs more than its own tokens.
+
+mod codec;
+mod config;
+mod encoder;
+mod kernels;
+mod pooling;
+mod served;
+mod settings;
+mod tokenize;
+mod weights;
+
+pub use codec::{EmbeddingOptions, Sentence, SentenceCodec};
+
+use candle_core::Tensor;
+
+use self::config::NetworkConfig;
+use self::encoder::Encoder;
+use self::pooling::Pooling;
+use self::served::ServedNames;
+use self::settings::SentenceSettings;
+use self::tokenize::TextTokenizer;
+use self::weights::Weights;
+use super::source::ModelFiles;
+use super::{ForwardError, LoadError, LoadSpec, Model, Step, Steps, device};
+
+/// A sentence-embedding model on one device.
+pub struct SentenceEncoder {
+    encoder: Encoder,
+    pooling: Pooling,
+    /// Numbers in a token's vector.
+    hidden: usize,
+    device: String,
+}
+
+impl Model for SentenceEncoder {
+    type Codec = SentenceCodec;
+
+    fn load(spec: &LoadSpec) -> Result<(Self, SentenceCodec), LoadError> {
+        let device = device::open(&spec.device)?;
+        let files = ModelFiles::locate(&spec.source)?;
+        let config = NetworkConfig::read(&files, &spec.source)?;
+        let settings = SentenceSettings::read(&files, &spec.source)?;
+        let path = files.required("tokenizer.json")?;
+        let tokenizer = TextTokenizer::read(path, &settings, config.max_tokens(), config.vocabulary)?;
+        // Last of all files: a cache that holds it is complete.
+        let path = files.required("model.safetensors")?;
+        let weights = Weights::read(path, config.family.base(), &device)?;
+        let encoder = Encoder::load(&weights, &config)?;
+        let codec = SentenceCodec {
+            tokenizer,
+            names: ServedNames::new(spec),
+            width: settings.pooling.width(config.hidden),
+            pooling: settings.pooling.clone(),
+            max_inputs: spec.max_inputs,
+        };
+        let (pooling, hidden) = (settings.pooling, config.hidden);
+        Ok((Self { encoder, pooling, hidden, device: spec.device.clone() }, codec))
+    }
+
+    fn device(&self) -> String {
+        self.device.clone()
+    }
+
+    fn forward(&mut self, inputs: &[&Sentence]) -> Result<Steps<Self>, ForwardError> {
+        if inputs.is_empty() {
+            return Ok(Vec::new());
+        }
+        let ids = inputs.iter().flat_map(|input| &input.ids).copied().collect();
+        let lengths: Vec<usize> = inputs.iter().map(|input| input.ids.len()).collect();
+        let rows = self.encoder.forward(ids, &lengths).and_then(|rows| host(&rows));
+        let rows = rows.map_err(|error| device::forward_error(&error))?;
+        let mut rest = &*rows;
+        let pooled = lengths.iter().map(|n| {
+            let (text, others) = rest.split_at(n * self.hidden);
+            rest = others;
+            Ok(Step::Done(self.pooling.pool(text, self.hidden)))
+        });
+        Ok(pooled.collect())
+    }
+}
+
+/// Copies token vectors to the host, where they are pooled.
+fn host(rows: &Tensor) -> candle_core::Result<Vec<f32>> {
+    rows.flatten_all()?.to_vec1()
+}

@@ -1,0 +1,103 @@
+//! From a text's token vectors to its one vector, in plain f32 on the host. Pure.
+
+/// One way to pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// The first token's vector.
+    Cls,
+    /// The largest of each number.
+    Max,
+    /// The mean of each number.
+    Mean,
+    /// The sum divided by the square root of the number of tokens.
+    MeanSqrtLen,
+}
+
+/// What makes a sentence's vector.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pooling {
+    /// Their results are joined, in order; at least one.
+    pub modes: Vec<Mode>,
+    /// Whether the vector is scaled to length 1.
+    pub normalize: bool,
+}
+
+impl Pooling {
+    /// Numbers in a sentence's vector, from those of a token's.
+    pub fn width(&self, hidden: usize) -> usize {
+        self.modes.len() * hidden
+    }
+
+    /// Pools the token vectors `rows` `[tokens, hidden]` of one text, at least one token.
+    pub fn pool(&self, rows: &[f32], hidden: usize) -> Vec<f32> {
+        let mut vector = Vec::with_capacity(self.width(hidden));
+        for mode in &self.modes {
+            vector.extend(pooled(*mode, rows, hidden));
+        }
+        if self.normalize {
+            normalize(&mut vector);
+        }
+        vector
+    }
+}
+
+fn pooled(mode: Mode, rows: &[f32], hidden: usize) -> Vec<f32> {
+    let (first, rest) = rows.split_at(hidden);
+    let mut vector = first.to_vec();
+    let each = |vector: &mut Vec<f32>, join: fn(f32, f32) -> f32| {
+        for row in rest.chunks_exact(hidden) {
+            vector.iter_mut().zip(row).for_each(|(x, y)| *x = join(*x, *y));
+        }
+    };
+    let tokens = (rows.len() / hidden) as f32;
+    let divisor = match mode {
+        Mode::Cls => return vector,
+        Mode::Max => {
+            // f32::max would drop a NaN, and a wrong answer would pass for a right one.
+            each(&mut vector, |x, y| if y > x || y.is_nan() { y } else { x });
+            return vector;
+        }
+        Mode::Mean => tokens,
+        Mode::MeanSqrtLen => tokens.sqrt(),
+    };
+    each(&mut vector, |x, y| x + y);
+    vector.iter_mut().for_each(|x| *x /= divisor);
+    vector
+}
+
+/// Scales a vector to length 1; one of length 0 stays as it is.
+pub fn normalize(vector: &mut [f32]) {
+    let squares: f64 = vector.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
+    let scale = (1.0 / squares.sqrt().max(1e-12)) as f32;
+    vector.iter_mut().for_each(|x| *x *= scale);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modes_are_joined_in_order() {
+        let modes = vec![Mode::Cls, Mode::Max, Mode::Mean, Mode::MeanSqrtLen];
+        let pooling = Pooling { modes, normalize: false };
+        let rows = [1.0, -1.0, 3.0, -3.0, 2.0, -5.0, 4.0, 1.0];
+        let expected = [1.0, -1.0, 4.0, 1.0, 2.5, -2.0, 5.0, -4.0];
+        assert_eq!(pooling.pool(&rows, 2), expected);
+        assert_eq!(pooling.width(2), 8);
+    }
+
+    #[test]
+    fn a_normalised_vector_has_length_1_and_nothing_stays_nothing() {
+        let pooling = Pooling { modes: vec![Mode::Cls], normalize: true };
+        assert_eq!(pooling.pool(&[3.0, 4.0], 2), [0.6, 0.8]);
+        assert_eq!(pooling.pool(&[0.0, 0.0], 2), [0.0, 0.0]);
+    }
+
+    #[test]
+    fn no_mode_loses_a_nan() {
+        for mode in [Mode::Cls, Mode::Max, Mode::Mean, Mode::MeanSqrtLen] {
+            assert!(pooled(mode, &[f32::NAN, 1.0], 1)[0].is_nan());
+        }
+        assert!(pooled(Mode::Max, &[1.0, f32::NAN], 1)[0].is_nan());
+    }
+}

@@ -1,0 +1,82 @@
+//! The names a model answers to. Pure.
+
+use crate::model::LoadSpec;
+use crate::protocol::{TaskError, TaskErrorKind};
+
+/// One model's names.
+#[derive(Clone, Debug)]
+pub struct ServedNames {
+    own: String,
+    others: Vec<String>,
+}
+
+impl ServedNames {
+    /// The names of the model of `spec`: its source, with and without revision, and those it was
+    /// given.
+    pub fn new(spec: &LoadSpec) -> Self {
+        let source = spec.source.trim_end_matches('/');
+        let mut others = vec![source.to_owned()];
+        others.extend(source.split_once('@').filter(|_| !spec.is_folder()).map(|(id, _)| id.to_owned()));
+        others.extend(spec.served_names.iter().cloned());
+        Self { own: spec.model_name().to_owned(), others }
+    }
+
+    /// The name that replies carry: the source, or a folder's last component.
+    pub fn own(&self) -> &str {
+        &self.own
+    }
+
+    /// Accepts a name that a request asks for. Last components are compared too, so that the folder
+    /// `models/all-MiniLM-L6-v2` answers to `sentence-transformers/all-MiniLM-L6-v2`.
+    ///
+    /// # Errors
+    /// `UnknownModel`, naming what was asked for and what is served.
+    pub fn check(&self, asked: &str) -> Result<(), TaskError> {
+        let same = |name: &String| name == asked || last(name) == last(asked);
+        if asked == self.own || self.others.iter().any(same) {
+            return Ok(());
+        }
+        let own = &self.own;
+        let message = format!("this pool serves the model {own:?}, not {asked:?}");
+        Err(TaskError::new(TaskErrorKind::UnknownModel, message).at("model"))
+    }
+}
+
+fn last(name: &str) -> &str {
+    name.trim_end_matches('/').rsplit('/').next().unwrap_or(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(source: &str, served: &[&str]) -> ServedNames {
+        ServedNames::new(&LoadSpec {
+            source: source.into(),
+            served_names: served.iter().map(|name| (*name).into()).collect(),
+            device: "cpu".into(),
+            max_inputs: 1,
+        })
+    }
+
+    #[test]
+    fn an_id_answers_to_itself_with_and_without_revision() {
+        let names = names("org/name@v2", &["text-embedding-3-small"]);
+        for asked in ["org/name@v2", "org/name", "name", "text-embedding-3-small"] {
+            assert!(names.check(asked).is_ok(), "{asked}");
+        }
+        assert_eq!(names.own(), "org/name@v2");
+        let error = names.check("gpt-5").unwrap_err();
+        assert_eq!(error.kind, TaskErrorKind::UnknownModel);
+        assert!(error.message.contains("gpt-5") && error.message.contains("org/name@v2"));
+    }
+
+    #[test]
+    fn a_folder_answers_to_the_id_of_the_same_last_component() {
+        let names = names("./models/all-MiniLM-L6-v2/", &[]);
+        assert_eq!(names.own(), "all-MiniLM-L6-v2");
+        assert!(names.check("sentence-transformers/all-MiniLM-L6-v2").is_ok());
+        assert!(names.check("./models/all-MiniLM-L6-v2").is_ok());
+        assert!(names.check("").is_err());
+    }
+}

@@ -1,0 +1,180 @@
+//! What sentence-transformers' files say of a model beside its network: pooling, normalising, the
+//! longest text, the prompt. Decides which of its modules are computed here; the rest is refused.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::pooling::{Mode, Pooling};
+use crate::model::LoadError;
+use crate::model::source::ModelFiles;
+
+/// Names that the settings of the Transformer module have had.
+const TRANSFORMER_CONFIGS: [&str; 5] = [
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_xlm-roberta_config.json",
+];
+
+/// How texts go in and vectors come out.
+#[derive(Debug)]
+pub struct SentenceSettings {
+    /// From token vectors to one vector.
+    pub pooling: Pooling,
+    /// Longest text in tokens, special ones included, where the files say so.
+    pub max_tokens: Option<usize>,
+    /// Whether texts are lower-cased before the tokenizer's own normalising.
+    pub lower_case: bool,
+    /// Put before each text.
+    pub prompt: String,
+}
+
+#[derive(Deserialize)]
+struct Module {
+    #[serde(rename = "type")]
+    kind: String,
+    #[serde(default)]
+    path: String,
+}
+
+#[derive(Default, Deserialize)]
+struct TransformerConfig {
+    max_seq_length: Option<usize>,
+    #[serde(default)]
+    do_lower_case: bool,
+}
+
+#[derive(Default, Deserialize)]
+struct TokenizerConfig {
+    /// A float where the tokenizer has no limit: 1e30.
+    model_max_length: Option<f64>,
+}
+
+#[derive(Deserialize)]
+struct PoolingConfig {
+    pooling_mode: Option<Modes>,
+    include_prompt: Option<bool>,
+    #[serde(flatten)]
+    rest: BTreeMap<String, serde_json::Value>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Modes {
+    One(String),
+    Several(Vec<String>),
+}
+
+#[derive(Default, Deserialize)]
+struct Prompts {
+    #[serde(default)]
+    prompts: BTreeMap<String, Option<String>>,
+    default_prompt_name: Option<String>,
+}
+
+/// The older form of `pooling_mode`: one flag a mode, joined in this order.
+const FLAGS: [(&str, &str); 6] = [
+    ("pooling_mode_cls_token", "cls"),
+    ("pooling_mode_max_tokens", "max"),
+    ("pooling_mode_mean_tokens", "mean"),
+    ("pooling_mode_mean_sqrt_len_tokens", "mean_sqrt_len_tokens"),
+    ("pooling_mode_weightedmean_tokens", "weightedmean"),
+    ("pooling_mode_lasttoken", "lasttoken"),
+];
+
+impl SentenceSettings {
+    /// Reads the settings of the model `source`.
+    ///
+    /// # Errors
+    /// [`LoadError::Unsupported`] naming the module or mode that is not computed here,
+    /// [`LoadError::File`] for a file that is not what it should be.
+    pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
+        let refused = |reason: String| LoadError::Unsupported { model: source.into(), reason };
+        let prompts = files.json("config_sentence_transformers.json")?.unwrap_or_default();
+        let prompt = default_prompt(prompts).map_err(&refused)?;
+        let pooling = match files.json::<Vec<Module>>("modules.json")? {
+            None => Pooling { modes: vec![Mode::Mean], normalize: false },
+            Some(modules) => {
+                let normalize = check(&modules).map_err(&refused)?;
+                let folder = modules.get(1).map_or("1_Pooling", |module| &module.path);
+                let config: PoolingConfig = files.required_json(&format!("{folder}/config.json"))?;
+                if config.include_prompt == Some(false) && !prompt.is_empty() {
+                    return Err(refused(format!("include_prompt is false with the prompt {prompt:?}")));
+                }
+                Pooling { modes: modes(config).map_err(&refused)?, normalize }
+            }
+        };
+        let mut transformer = TransformerConfig::default();
+        for name in TRANSFORMER_CONFIGS {
+            if let Some(config) = files.json(name)? {
+                transformer = config;
+                break;
+            }
+        }
+        let tokenizer: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
+        let of_tokenizer = tokenizer.model_max_length.filter(|n| *n >= 1.0).map(|n| n as usize);
+        Ok(Self {
+            pooling,
+            max_tokens: transformer.max_seq_length.or(of_tokenizer),
+            lower_case: transformer.do_lower_case,
+            prompt,
+        })
+    }
+}
+
+/// Accepts Transformer, Pooling and perhaps Normalize, in this order; returns whether it was there.
+fn check(modules: &[Module]) -> Result<bool, String> {
+    let kinds: Vec<&str> =
+        modules.iter().map(|module| module.kind.rsplit('.').next().unwrap_or("")).collect();
+    if let Some(kind) = kinds.iter().find(|k| !["Transformer", "Pooling", "Normalize"].contains(k)) {
+        return Err(format!(
+            "modules.json has a {kind} module; Transformer, Pooling and Normalize are supported"
+        ));
+    }
+    if modules.first().is_some_and(|module| !module.path.is_empty()) {
+        return Err(format!("the Transformer module is in {:?}; the top is supported", modules[0].path));
+    }
+    match *kinds {
+        ["Transformer", "Pooling"] => Ok(false),
+        ["Transformer", "Pooling", "Normalize"] => Ok(true),
+        _ => Err(format!("modules.json lists {kinds:?}; Transformer, Pooling, Normalize is supported")),
+    }
+}
+
+fn modes(config: PoolingConfig) -> Result<Vec<Mode>, String> {
+    let flag = |name: &str| config.rest.get(name).and_then(serde_json::Value::as_bool) == Some(true);
+    let names = match config.pooling_mode {
+        Some(Modes::One(name)) => vec![name],
+        Some(Modes::Several(names)) => names,
+        None => {
+            let set = FLAGS.iter().filter(|(key, _)| flag(key));
+            set.map(|(_, name)| (*name).to_owned()).collect()
+        }
+    };
+    if names.is_empty() {
+        return Ok(vec![Mode::Mean]);
+    }
+    let mode = |name: &String| match &**name {
+        "cls" => Ok(Mode::Cls),
+        "max" => Ok(Mode::Max),
+        "mean" => Ok(Mode::Mean),
+        "mean_sqrt_len_tokens" => Ok(Mode::MeanSqrtLen),
+        other => {
+            Err(format!("pooling_mode is {other:?}; cls, max, mean and mean_sqrt_len_tokens are supported"))
+        }
+    };
+    names.iter().map(mode).collect()
+}
+
+/// The text of the default prompt; empty where there is none.
+fn default_prompt(prompts: Prompts) -> Result<String, String> {
+    let Some(name) = prompts.default_prompt_name else {
+        return Ok(String::new());
+    };
+    match prompts.prompts.get(&name) {
+        Some(prompt) => Ok(prompt.clone().unwrap_or_default()),
+        None => Err(format!("default_prompt_name is {name:?}, and prompts has no such entry")),
+    }
+}

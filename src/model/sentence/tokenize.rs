@@ -1,0 +1,112 @@
+//! Texts and token ids → the ids that a forward pass takes. Decides where a text is cut and what
+//! special tokens stand around it, as sentence-transformers does.
+
+use std::path::PathBuf;
+
+use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
+use tokenizers::{Tokenizer, TruncationParams};
+
+use super::settings::SentenceSettings;
+use crate::model::LoadError;
+use crate::model::source;
+use crate::protocol::{TaskError, TaskErrorKind};
+
+/// A model's tokenizer and its limits.
+pub struct TextTokenizer {
+    tokenizer: Tokenizer,
+    /// Special tokens before and behind each text.
+    around: (Vec<u32>, Vec<u32>),
+    /// Ids from here on have no vector.
+    vocabulary: u32,
+    max_tokens: usize,
+    prompt: String,
+}
+
+impl TextTokenizer {
+    /// Reads `tokenizer.json`. Its own truncation and padding are replaced: published files carry
+    /// those of their training. `max_tokens` and `vocabulary` are the network's.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] when the file is no tokenizer, or no text fits the limit.
+    pub fn read(
+        path: PathBuf,
+        settings: &SentenceSettings,
+        max_tokens: usize,
+        vocabulary: usize,
+    ) -> Result<Self, LoadError> {
+        let bytes = source::read(&path)?;
+        let fault = |reason: String| LoadError::File { path: path.clone(), reason };
+        let of_library = |error: tokenizers::Error| fault(error.to_string());
+        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(of_library)?;
+        if settings.lower_case {
+            let mut steps = vec![NormalizerWrapper::Lowercase(Lowercase)];
+            steps.extend(tokenizer.get_normalizer().cloned());
+            tokenizer.with_normalizer(Some(Sequence::new(steps))).map_err(of_library)?;
+        }
+        tokenizer.with_padding(None).with_truncation(None).map_err(of_library)?;
+        let sample = tokenizer.encode("a", true).map_err(of_library)?;
+        let around = around(sample.get_ids(), sample.get_special_tokens_mask());
+        let max_tokens = settings.max_tokens.unwrap_or(max_tokens).min(max_tokens);
+        if max_tokens <= around.0.len() + around.1.len() {
+            return Err(fault(format!("no text fits into {max_tokens} tokens")));
+        }
+        let truncation = TruncationParams { max_length: max_tokens, ..Default::default() };
+        tokenizer.with_truncation(Some(truncation)).map_err(of_library)?;
+        let vocabulary = u32::try_from(vocabulary).unwrap_or(u32::MAX);
+        let prompt = settings.prompt.clone();
+        Ok(Self { tokenizer, around, vocabulary, max_tokens, prompt })
+    }
+
+    /// The ids of a text behind the prompt, cut to the limit.
+    ///
+    /// # Errors
+    /// `Internal` when the tokenizer fails, or gives an id that the network has no vector for.
+    pub fn text(&self, text: &str) -> Result<Vec<u32>, TaskError> {
+        let internal = |reason: String| TaskError::new(TaskErrorKind::Internal, reason);
+        let encoding = if self.prompt.is_empty() {
+            self.tokenizer.encode_fast(text, true)
+        } else {
+            self.tokenizer.encode_fast(format!("{}{text}", self.prompt), true)
+        };
+        let encoding = encoding.map_err(|error| internal(format!("the tokenizer failed: {error}")))?;
+        let ids = encoding.get_ids();
+        if ids.is_empty() {
+            return Err(internal("the tokenizer made no tokens of the text".into()));
+        }
+        match ids.iter().find(|id| **id >= self.vocabulary) {
+            Some(id) => Err(internal(format!("the tokenizer gave {id}, of {}", self.vocabulary))),
+            None => Ok(ids.to_vec()),
+        }
+    }
+
+    /// Token ids as they come, with the special tokens put around them unless they are there.
+    ///
+    /// # Errors
+    /// `BadInput` naming `path` when an id is unknown or they are too many; ids are never cut.
+    pub fn ids(&self, ids: Vec<u32>, path: &str) -> Result<Vec<u32>, TaskError> {
+        if let Some(id) = ids.iter().find(|id| **id >= self.vocabulary) {
+            let known = self.vocabulary;
+            let message = format!("{path} holds the token id {id}; this model has ids below {known}");
+            return Err(TaskError::bad_input(path, message));
+        }
+        let given = ids.len();
+        let (before, behind) = &self.around;
+        let complete =
+            given >= before.len() + behind.len() && ids.starts_with(before) && ids.ends_with(behind);
+        let ids = if complete { ids } else { [before, &*ids, behind].concat() };
+        if ids.len() > self.max_tokens {
+            let (total, most) = (ids.len(), self.max_tokens);
+            let with = if complete { String::new() } else { format!(" ({total} with special tokens)") };
+            let message = format!("{path} holds {given} token ids{with}; this model takes at most {most}");
+            return Err(TaskError::bad_input(path, message));
+        }
+        Ok(ids)
+    }
+}
+
+/// The special tokens at either end of an encoded text.
+fn around(ids: &[u32], special: &[u32]) -> (Vec<u32>, Vec<u32>) {
+    let before = special.iter().take_while(|mark| **mark == 1).count();
+    let behind = special[before..].iter().rev().take_while(|mark| **mark == 1).count();
+    (ids[..before].to_vec(), ids[ids.len() - behind..].to_vec())
+}

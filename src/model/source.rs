@@ -1,0 +1,153 @@
+//! Finds a model's files: in a folder, or through the Hugging Face hub's cache and then the hub.
+//! Decides which of the two a `model` setting means. Never waits for ever, and never asks the
+//! network for a model that the cache already holds.
+
+use std::path::{Path, PathBuf};
+
+use super::LoadError;
+
+mod hub;
+
+use hub::Hub;
+
+/// The files of one model.
+#[derive(Debug)]
+pub struct ModelFiles {
+    place: Place,
+}
+
+#[derive(Debug)]
+enum Place {
+    Folder(PathBuf),
+    Hub(Hub),
+}
+
+impl ModelFiles {
+    /// Takes a `model` setting as a folder when it is one or begins with `.`, `/` or `~`, else as a
+    /// hub id: `org/name`, `org/name@revision`.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for a folder that is not there, [`LoadError::Hub`] for what cannot be an
+    /// id.
+    pub fn locate(source: &str) -> Result<Self, LoadError> {
+        let folder = expand_home(source);
+        if folder.is_dir() {
+            return Ok(Self { place: Place::Folder(folder) });
+        }
+        if source.starts_with(['.', '/', '~']) {
+            let reason = if folder.exists() { "is not a folder" } else { "no such folder" };
+            return Err(LoadError::File { path: folder, reason: reason.to_owned() });
+        }
+        Ok(Self { place: Place::Hub(Hub::open(source)?) })
+    }
+
+    /// The path of a file that the model cannot do without.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming the file when the model has none such, [`LoadError::Hub`] when the
+    /// hub cannot be asked.
+    pub fn required(&self, name: &str) -> Result<PathBuf, LoadError> {
+        if let Some(path) = self.optional(name)? {
+            return Ok(path);
+        }
+        let reason = "the model has no such file".to_owned();
+        let path = match &self.place {
+            Place::Folder(folder) => folder.join(name),
+            Place::Hub(hub) => Path::new(hub.id()).join(name),
+        };
+        Err(LoadError::File { path, reason })
+    }
+
+    /// The path of a file, or `None` where the model has none such.
+    ///
+    /// # Errors
+    /// [`LoadError::Hub`] when the hub cannot be asked.
+    pub fn optional(&self, name: &str) -> Result<Option<PathBuf>, LoadError> {
+        match &self.place {
+            Place::Folder(folder) => {
+                let path = folder.join(name);
+                Ok(path.is_file().then_some(path))
+            }
+            Place::Hub(hub) => hub.file(name),
+        }
+    }
+
+    /// Reads and decodes a JSON file; `None` where the model has none such.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] with the line at fault.
+    pub fn json<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<Option<T>, LoadError> {
+        let Some(path) = self.optional(name)? else {
+            return Ok(None);
+        };
+        let bytes = read(&path)?;
+        let value = serde_json::from_slice(&bytes);
+        value.map(Some).map_err(|error| LoadError::File { path, reason: error.to_string() })
+    }
+
+    /// As [`json`](Self::json), for a file that the model cannot do without.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] when it is missing or not what it should be.
+    pub fn required_json<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<T, LoadError> {
+        self.required(name)?;
+        self.json(name)?
+            .ok_or_else(|| LoadError::File { path: name.into(), reason: "vanished while it was read".into() })
+    }
+}
+
+/// Reads a whole file.
+///
+/// # Errors
+/// [`LoadError::File`] with the system's words.
+pub fn read(path: &Path) -> Result<Vec<u8>, LoadError> {
+    std::fs::read(path).map_err(|error| LoadError::File { path: path.into(), reason: error.to_string() })
+}
+
+fn expand_home(source: &str) -> PathBuf {
+    match (source.strip_prefix('~'), std::env::home_dir()) {
+        (Some(""), Some(home)) => home,
+        (Some(rest), Some(home)) if rest.starts_with('/') => home.join(&rest[1..]),
+        _ => PathBuf::from(source),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_looks_like_a_folder_is_never_asked_of_the_hub() {
+        for source in ["./no/such", "/no/such", "~/no/such/sconce/model", "../no/such"] {
+            let error = ModelFiles::locate(source).expect_err(source);
+            assert!(matches!(error, LoadError::File { .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_missing_file_is_named_with_its_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = ModelFiles::locate(folder.path().to_str().unwrap()).unwrap();
+        assert!(files.optional("config.json").unwrap().is_none());
+        let error = files.required("config.json").unwrap_err().to_string();
+        assert!(error.starts_with(folder.path().join("config.json").to_str().unwrap()), "{error}");
+    }
+
+    #[test]
+    fn broken_json_is_named_with_its_line() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("a.json"), "{\n\"b\": }").unwrap();
+        let files = ModelFiles::locate(folder.path().to_str().unwrap()).unwrap();
+        let error = files.json::<serde_json::Value>("a.json").unwrap_err().to_string();
+        assert!(error.contains("a.json") && error.contains("line 2"), "{error}");
+    }
+
+    #[test]
+    fn what_can_be_neither_folder_nor_id_is_refused_at_once() {
+        for source in ["", "a b", "a/b/c", "org/name@", "https://host/org/name"] {
+            let error = ModelFiles::locate(source).expect_err(source);
+            assert!(matches!(error, LoadError::Hub { .. }), "{error}");
+            assert!(error.to_string().contains("folder"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! One model of the Hugging Face hub: its cache first, then the network, watched for standstill.
+//! Honours `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE`.
+
+use std::path::PathBuf;
+use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};
+use std::thread;
+use std::time::Duration;
+
+use hf_hub::api::Progress;
+use hf_hub::api::sync::{ApiBuilder, ApiError};
+use hf_hub::{Cache, Repo, RepoType};
+
+use crate::model::LoadError;
+
+/// Longest time without a byte from the hub.
+const STANDSTILL: Duration = Duration::from_secs(45);
+/// The file that is fetched last: where the cache has it, it has all that the model has.
+const LAST: &str = "model.safetensors";
+
+/// A model of the hub at one revision.
+#[derive(Debug)]
+pub struct Hub {
+    id: String,
+    name: String,
+    revision: String,
+    cache: Cache,
+    offline: bool,
+}
+
+/// What the fetching thread tells the one that waits for it.
+enum News {
+    Bytes,
+    Ended(Result<Option<PathBuf>, String>),
+}
+
+/// Passes on that bytes arrive; a full channel already says so.
+struct Watched(SyncSender<News>);
+
+impl Progress for Watched {
+    fn init(&mut self, size: usize, filename: &str) {
+        tracing::info!(file = filename, bytes = size, "fetching from the Hugging Face hub");
+    }
+
+    fn update(&mut self, _size: usize) {
+        let _ = self.0.try_send(News::Bytes);
+    }
+
+    fn finish(&mut self) {}
+}
+
+fn set(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+impl Hub {
+    /// Reads an id and the environment; asks nobody yet.
+    pub fn open(id: &str) -> Result<Self, LoadError> {
+        let (name, revision) = id.split_once('@').unwrap_or((id, "main"));
+        let plain = |part: &str| {
+            let sign = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+            !part.is_empty() && part.chars().all(sign)
+        };
+        let named = name.split('/').count() <= 2 && name.split('/').all(plain);
+        if !named || revision.is_empty() {
+            let reason = "is neither an existing folder nor an id like org/name or org/name@revision";
+            return Err(LoadError::Hub { model: id.into(), reason: reason.into() });
+        }
+        let cache = match set("HF_HUB_CACHE") {
+            Some(folder) => Cache::new(folder.into()),
+            None => Cache::from_env(),
+        };
+        let yes = ["1", "true", "yes", "on"];
+        let offline = set("HF_HUB_OFFLINE").is_some_and(|v| yes.contains(&&*v.to_lowercase()));
+        let (id, name, revision) = (id.to_owned(), name.to_owned(), revision.to_owned());
+        Ok(Self { id, name, revision, cache, offline })
+    }
+
+    /// The id as it was set.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// The local path of a file; `None` where the model has none such.
+    pub fn file(&self, name: &str) -> Result<Option<PathBuf>, LoadError> {
+        if let Some(path) = self.cached(name) {
+            return Ok(Some(path));
+        }
+        if self.cached(LAST).is_some() {
+            return Ok(None);
+        }
+        if self.offline {
+            return Err(self.failed("is not in the cache, and HF_HUB_OFFLINE is set"));
+        }
+        self.fetch(name)
+    }
+
+    fn cached(&self, name: &str) -> Option<PathBuf> {
+        // A commit has no entry among the refs, which is where hf-hub looks.
+        let snapshots = self.cache.path().join(self.repo().folder_name()).join("snapshots");
+        let path = snapshots.join(&self.revision).join(name);
+        if path.is_file() { Some(path) } else { self.cache.repo(self.repo()).get(name) }
+    }
+
+    fn repo(&self) -> Repo {
+        Repo::with_revision(self.name.clone(), RepoType::Model, self.revision.clone())
+    }
+
+    /// hf-hub's requests have no time limit of their own, so they run on a thread that may be left
+    /// behind: the process ends on the error.
+    fn fetch(&self, file: &str) -> Result<Option<PathBuf>, LoadError> {
+        let (sender, news) = mpsc::sync_channel(1);
+        let (repo, cache, wanted) = (self.repo(), self.cache.clone(), file.to_owned());
+        let spawned = thread::Builder::new().name("hub".into()).spawn(move || {
+            let ended = download(repo, cache, &wanted, Watched(sender.clone()));
+            let _ = sender.send(News::Ended(ended));
+        });
+        spawned.map_err(|error| self.failed(&error.to_string()))?;
+        loop {
+            match news.recv_timeout(STANDSTILL) {
+                Ok(News::Bytes) => {}
+                Ok(News::Ended(Ok(path))) => return Ok(path),
+                Ok(News::Ended(Err(reason))) => return Err(self.failed(&reason)),
+                Err(RecvTimeoutError::Timeout) => {
+                    let reason = format!("nothing of {file} came for {} s", STANDSTILL.as_secs());
+                    return Err(self.failed(&reason));
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(self.failed("the download stopped unexpectedly"));
+                }
+            }
+        }
+    }
+
+    fn failed(&self, reason: &str) -> LoadError {
+        let hint = "a folder that holds the model's files can be given instead";
+        LoadError::Hub { model: self.id.clone(), reason: format!("{reason}; {hint}") }
+    }
+}
+
+fn download(repo: Repo, cache: Cache, file: &str, watched: Watched) -> Result<Option<PathBuf>, String> {
+    let token = set("HF_TOKEN").or_else(|| cache.token());
+    let mut builder = ApiBuilder::from_cache(cache).with_token(token);
+    if let Some(endpoint) = set("HF_ENDPOINT") {
+        builder = builder.with_endpoint(endpoint.trim_end_matches('/').to_owned());
+    }
+    let api = builder.build().map_err(|error| error.to_string())?;
+    match api.repo(repo).download_with_progress(file, watched) {
+        Ok(path) => Ok(Some(path)),
+        // The request library's own type is not among hf-hub's exports; its text has the status.
+        Err(ApiError::RequestError(error)) if error.to_string().contains("status code 404") => Ok(None),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_may_carry_a_revision() {
+        let hub = Hub::open("org/name@refs/pr/1").unwrap();
+        assert_eq!((&*hub.name, &*hub.revision), ("org/name", "refs/pr/1"));
+        let hub = Hub::open("gpt2").unwrap();
+        assert_eq!((&*hub.name, &*hub.revision), ("gpt2", "main"));
+    }
+
+    #[test]
+    fn a_cached_model_is_complete_and_needs_no_network() {
+        let home = tempfile::tempdir().unwrap();
+        let hub = Hub {
+            cache: Cache::new(home.path().into()),
+            offline: true,
+            ..Hub::open("org/name@abc123").unwrap()
+        };
+        let error = hub.file("config.json").unwrap_err().to_string();
+        assert!(error.contains("HF_HUB_OFFLINE") && error.contains("folder"), "{error}");
+        let snapshot = home.path().join("models--org--name/snapshots/abc123");
+        std::fs::create_dir_all(&snapshot).unwrap();
+        std::fs::write(snapshot.join(LAST), "").unwrap();
+        std::fs::write(snapshot.join("config.json"), "{}").unwrap();
+        assert_eq!(hub.file("config.json").unwrap(), Some(snapshot.join("config.json")));
+        assert_eq!(hub.file("modules.json").unwrap(), None);
+    }
+}

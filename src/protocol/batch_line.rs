@@ -1,0 +1,354 @@
+//! The lines of `sconce run-batch`: OpenAI's batch input read, its batch output written. Decides
+//! what a request line must hold. Pure; the body passes through as the bytes that came.
+
+use bytes::Bytes;
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+/// A request line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BatchRequest {
+    /// The caller's name for it, echoed on the output line.
+    pub custom_id: String,
+    /// The endpoint, as written (`/v1/embeddings`).
+    pub url: String,
+    /// The request body: a JSON object, byte for byte as in the line.
+    pub body: Bytes,
+}
+
+/// A line that is no request.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{problem}")]
+pub struct InvalidLine {
+    /// The line's `custom_id`, where that much could be read.
+    pub custom_id: Option<String>,
+    /// What is wrong, in one sentence that names the field.
+    pub problem: String,
+}
+
+/// A body that is not JSON, and so cannot be part of an output line.
+#[derive(Debug, thiserror::Error)]
+#[error("response body is not JSON: {0}")]
+pub struct BodyNotJson(#[source] serde_json::Error);
+
+/// A line that this program did not write as batch output.
+#[derive(Debug, thiserror::Error)]
+#[error("not a batch output line: {0}")]
+pub struct NotAnOutputLine(#[source] serde_json::Error);
+
+/// The four fields, each any JSON yet: so that the error can name the one at fault.
+#[derive(Deserialize)]
+struct Fields<'a> {
+    #[serde(borrow)]
+    custom_id: Option<&'a RawValue>,
+    #[serde(borrow)]
+    method: Option<&'a RawValue>,
+    #[serde(borrow)]
+    url: Option<&'a RawValue>,
+    #[serde(borrow)]
+    body: Option<&'a RawValue>,
+}
+
+/// Reads one input line.
+///
+/// # Errors
+/// [`InvalidLine`]: answer it with [`error_line`]; the other lines are unaffected.
+pub fn parse(line: &[u8]) -> Result<BatchRequest, InvalidLine> {
+    let nameless = |problem| InvalidLine { custom_id: None, problem };
+    let text = std::str::from_utf8(line)
+        .map_err(|error| nameless(format!("not UTF-8 after byte {}", error.valid_up_to())))?;
+    let fields: Fields<'_> =
+        serde_json::from_str(text).map_err(|error| nameless(not_an_object(text, &error)))?;
+    let custom_id = string("custom_id", fields.custom_id).map_err(nameless)?;
+    let named = |problem| InvalidLine { custom_id: Some(custom_id.clone()), problem };
+    let method = string("method", fields.method).map_err(named)?;
+    if method != "POST" {
+        return Err(named(format!("method must be \"POST\", is {method:?}")));
+    }
+    let url = string("url", fields.url).map_err(named)?;
+    let body = present("body", fields.body).map_err(named)?;
+    if kind(body) != "an object" {
+        return Err(named(format!("body must be an object, is {}", kind(body))));
+    }
+    let body = Bytes::copy_from_slice(body.get().as_bytes());
+    Ok(BatchRequest { custom_id, url, body })
+}
+
+fn not_an_object(text: &str, error: &serde_json::Error) -> String {
+    match serde_json::from_str::<&RawValue>(text) {
+        Ok(value) if kind(value) != "an object" => format!("must be a JSON object, is {}", kind(value)),
+        // A duplicate field, say.
+        Ok(_) => error.to_string(),
+        Err(error) => format!("not JSON: {error}"),
+    }
+}
+
+fn present<'a>(name: &str, value: Option<&'a RawValue>) -> Result<&'a RawValue, String> {
+    value.ok_or_else(|| format!("{name} is missing"))
+}
+
+fn string(name: &str, value: Option<&RawValue>) -> Result<String, String> {
+    let value = present(name, value)?;
+    if kind(value) != "a string" {
+        return Err(format!("{name} must be a string, is {}", kind(value)));
+    }
+    serde_json::from_str(value.get()).map_err(|error| format!("{name}: {error}"))
+}
+
+fn kind(value: &RawValue) -> &'static str {
+    match value.get().as_bytes().first() {
+        Some(b'{') => "an object",
+        Some(b'[') => "an array",
+        Some(b'"') => "a string",
+        Some(b't' | b'f') => "a boolean",
+        Some(b'n') => "null",
+        _ => "a number",
+    }
+}
+
+#[derive(Serialize)]
+struct OutputLine<'a> {
+    id: String,
+    custom_id: Option<&'a str>,
+    response: Option<Response<'a>>,
+    error: Option<LineError>,
+}
+
+#[derive(Serialize)]
+struct Response<'a> {
+    status_code: u16,
+    request_id: &'a str,
+    body: &'a RawValue,
+}
+
+#[derive(Serialize)]
+struct LineError {
+    code: &'static str,
+    message: String,
+}
+
+/// Writes the output line of a request that was answered, well or with an error status. Ends with
+/// a newline; holds no other. Its `id` follows from `request_id`, so the same reply is the same line.
+///
+/// # Errors
+/// [`BodyNotJson`]: the reply is not one of ours.
+pub fn response_line(
+    custom_id: &str,
+    status_code: u16,
+    request_id: &str,
+    body: &[u8],
+) -> Result<Vec<u8>, BodyNotJson> {
+    let body: &RawValue = serde_json::from_slice(body).map_err(BodyNotJson)?;
+    let unprefixed = request_id.strip_prefix("req_").unwrap_or(request_id);
+    let line = OutputLine {
+        id: format!("batch_req_{unprefixed}"),
+        custom_id: Some(custom_id),
+        response: Some(Response { status_code, request_id, body }),
+        error: None,
+    };
+    write(&line).map_err(BodyNotJson)
+}
+
+/// Writes the output line of input line `number` (counting from 1) that could not be a request.
+/// Ends with a newline; holds no other.
+pub fn error_line(number: usize, invalid: &InvalidLine) -> Vec<u8> {
+    let message = format!("line {number}: {}", invalid.problem);
+    let line = OutputLine {
+        id: format!("batch_req_line_{number}"),
+        custom_id: invalid.custom_id.as_deref(),
+        response: None,
+        error: Some(LineError { code: "invalid_line", message }),
+    };
+    // Numbers and strings alone: nothing in them that JSON cannot hold.
+    write(&line).unwrap_or_default()
+}
+
+fn write(line: &OutputLine<'_>) -> Result<Vec<u8>, serde_json::Error> {
+    let mut bytes = serde_json::to_vec(line)?;
+    // Within JSON a raw line break is blank space between values, from a body written over several
+    // lines: a space means the same.
+    for byte in &mut bytes {
+        if matches!(byte, b'\n' | b'\r') {
+            *byte = b' ';
+        }
+    }
+    bytes.push(b'\n');
+    Ok(bytes)
+}
+
+/// Whether `bytes` can be the start of an output line that was cut off: what resuming may remove.
+pub fn is_torn_output(bytes: &[u8]) -> bool {
+    let start = b"{\"id\":\"batch_req_";
+    // Zeros: blocks that a file system had given out and not yet filled when the power went.
+    bytes.starts_with(start) || start.starts_with(bytes) || bytes.iter().all(|byte| *byte == 0)
+}
+
+/// Reads the `custom_id` of an output line; none for a line whose request had none. The whole line
+/// is checked to be JSON.
+///
+/// # Errors
+/// [`NotAnOutputLine`]: torn, or written by something else.
+pub fn output_custom_id(line: &[u8]) -> Result<Option<String>, NotAnOutputLine> {
+    #[derive(Deserialize)]
+    struct Line {
+        #[serde(rename = "response")]
+        _response: IgnoredAny,
+        #[serde(rename = "error")]
+        _error: IgnoredAny,
+        // Must be there, though it may be null: `Option` alone would take its absence too.
+        #[serde(deserialize_with = "Option::deserialize")]
+        custom_id: Option<String>,
+    }
+    let line: Line = serde_json::from_slice(line).map_err(NotAnOutputLine)?;
+    Ok(line.custom_id)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const GOOD: &str =
+        r#"{"custom_id":"a-1","method":"POST","url":"/v1/embeddings","body":{"input" : "x","n":1.10}}"#;
+
+    fn problem(line: &str) -> (Option<String>, String) {
+        let invalid = parse(line.as_bytes()).unwrap_err();
+        (invalid.custom_id, invalid.problem)
+    }
+
+    #[test]
+    fn a_request_line_keeps_its_body_byte_for_byte() {
+        let request = parse(GOOD.as_bytes()).unwrap();
+        assert_eq!(request.custom_id, "a-1");
+        assert_eq!(request.url, "/v1/embeddings");
+        assert_eq!(request.body, r#"{"input" : "x","n":1.10}"#);
+    }
+
+    #[test]
+    fn unknown_fields_and_surrounding_space_are_ignored() {
+        let line = GOOD.replace("{\"custom_id\"", "  {\"extra\":[1,{}],\"custom_id\"") + "\r";
+        assert_eq!(parse(line.as_bytes()).unwrap(), parse(GOOD.as_bytes()).unwrap());
+    }
+
+    #[test]
+    fn a_wrong_line_is_told_which_field_is_at_fault() {
+        let id = Some("a-1".to_owned());
+        let cases = [
+            (GOOD.replace("\"custom_id\"", "\"id\""), None, "custom_id is missing"),
+            (GOOD.replace("\"a-1\"", "null"), None, "custom_id is missing"),
+            (GOOD.replace("\"a-1\"", "7"), None, "custom_id must be a string, is a number"),
+            (GOOD.replace("POST", "GET"), id.clone(), "method must be \"POST\", is \"GET\""),
+            (GOOD.replace("\"method\"", "\"verb\""), id.clone(), "method is missing"),
+            (GOOD.replace("\"POST\"", "true"), id.clone(), "method must be a string, is a boolean"),
+            (GOOD.replace("\"url\"", "\"uri\""), id.clone(), "url is missing"),
+            (GOOD.replace("\"body\"", "\"data\""), id.clone(), "body is missing"),
+            (
+                GOOD.replace("{\"input\" : \"x\",\"n\":1.10}", "[1]"),
+                id,
+                "body must be an object, is an array",
+            ),
+            ("[1]".to_owned(), None, "must be a JSON object, is an array"),
+            ("\"x\"".to_owned(), None, "must be a JSON object, is a string"),
+        ];
+        for (line, custom_id, expected) in cases {
+            assert_eq!(problem(&line), (custom_id, expected.to_owned()), "{line}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_json_or_not_utf8_is_an_error_not_a_panic() {
+        assert!(problem("{\"custom_id\":").1.starts_with("not JSON: "));
+        assert!(problem("").1.starts_with("not JSON: "));
+        let twice = GOOD.replace("\"url\"", "\"custom_id\"");
+        assert!(problem(&twice).1.contains("duplicate field `custom_id`"));
+        let invalid = parse(b"{\"custom_id\":\"\xff\"}").unwrap_err();
+        assert_eq!(invalid.problem, "not UTF-8 after byte 14");
+    }
+
+    #[test]
+    fn an_answered_request_is_written_as_openai_does() {
+        let line = response_line("a-1", 200, "req_7", b"{\"data\":[]}").unwrap();
+        assert_eq!(
+            String::from_utf8(line).unwrap(),
+            "{\"id\":\"batch_req_7\",\"custom_id\":\"a-1\",\"response\":{\"status_code\":200,\
+             \"request_id\":\"req_7\",\"body\":{\"data\":[]}},\"error\":null}\n"
+        );
+    }
+
+    #[test]
+    fn a_line_that_was_no_request_is_answered_by_its_number() {
+        let invalid = parse(b"{}").unwrap_err();
+        let line: Value = serde_json::from_slice(&error_line(7, &invalid)).unwrap();
+        let expected = json!({
+            "id": "batch_req_line_7", "custom_id": null, "response": null,
+            "error": {"code": "invalid_line", "message": "line 7: custom_id is missing"},
+        });
+        assert_eq!(line, expected);
+    }
+
+    #[test]
+    fn a_body_over_several_lines_becomes_one_line() {
+        let line = response_line("a", 200, "r", b"{\r\n  \"x\": \"a\\nb\"\n}\n").unwrap();
+        assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
+        let line: Value = serde_json::from_slice(&line).unwrap();
+        assert_eq!(line["response"]["body"], json!({"x": "a\nb"}));
+    }
+
+    #[test]
+    fn a_body_that_is_not_json_is_no_line() {
+        assert!(response_line("a", 200, "r", b"{\"x\":").is_err());
+        assert!(response_line("a", 200, "r", b"").is_err());
+    }
+
+    #[test]
+    fn a_line_without_the_fields_of_an_output_line_is_not_ours() {
+        assert!(output_custom_id(b"{\"response\":null,\"error\":null}").is_err());
+        assert!(output_custom_id(b"{\"custom_id\":\"x\",\"response\":null").is_err());
+        assert!(output_custom_id(GOOD.as_bytes()).is_err(), "an input line is no output");
+        let nameless = b"{\"custom_id\":null,\"response\":null,\"error\":{}}";
+        assert_eq!(output_custom_id(nameless).unwrap(), None);
+    }
+
+    #[test]
+    fn every_start_of_an_output_line_is_known_as_torn_and_other_text_is_not() {
+        let line = response_line("a", 200, "r", b"{}").unwrap();
+        assert!((0..line.len()).all(|cut| is_torn_output(&line[..cut])));
+        assert!(is_torn_output(&[0; 16]));
+        assert!(!is_torn_output(b"my notes"));
+        assert!(!is_torn_output(GOOD.as_bytes()));
+    }
+
+    proptest! {
+        #[test]
+        fn ids_and_bodies_survive_from_input_to_output(
+            custom_id in ".*", url in ".*", input in ".*", code in 100u16..600,
+        ) {
+            let body = json!({"input": input}).to_string();
+            let line = format!(
+                "{{\"custom_id\":{},\"method\":\"POST\",\"url\":{},\"body\":{body}}}",
+                json!(custom_id), json!(url),
+            );
+            let request = parse(line.as_bytes()).unwrap();
+            prop_assert_eq!(&request.custom_id, &custom_id);
+            prop_assert_eq!(&request.url, &url);
+            prop_assert_eq!(&request.body, body.as_bytes());
+            let line = response_line(&custom_id, code, "r", &request.body).unwrap();
+            prop_assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
+            prop_assert_eq!(output_custom_id(&line).unwrap(), Some(custom_id));
+            let line: Value = serde_json::from_slice(&line).unwrap();
+            prop_assert_eq!(&line["response"]["body"]["input"], &json!(input));
+            prop_assert_eq!(&line["response"]["status_code"], &json!(code));
+        }
+
+        #[test]
+        fn no_bytes_make_it_panic_and_every_error_line_is_readable(line in any::<Vec<u8>>()) {
+            if let Err(invalid) = parse(&line) {
+                let written = error_line(1, &invalid);
+                prop_assert_eq!(output_custom_id(&written).unwrap(), invalid.custom_id);
+            }
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! Control lines: one JSON value a line between launcher (commands, on the worker's stdin) and
+//! worker (events, on its stdout). Both sides know each other through these alone.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use super::shorten;
+
+/// Longest line that is read, in bytes. The longest written is `start`, with the settings.
+pub const MAX_LINE: usize = 1 << 20;
+
+/// What the launcher tells a worker.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    /// First line: what to run. Holds the broker's password, which is why it travels here and not
+    /// in argv.
+    Start {
+        /// The worker's assignment, as the `config` room writes it.
+        assignment: serde_json::Value,
+        /// Fingerprints of tasks that killed workers, not to be computed again.
+        #[serde(default)]
+        poison: Vec<String>,
+    },
+    /// Further tasks that killed workers were found since `start`.
+    Poison {
+        /// All of their fingerprints.
+        tasks: Vec<String>,
+    },
+    /// Finish what is on the device, hand the rest back, exit.
+    Drain,
+    /// Exit now.
+    Abort,
+}
+
+/// What a worker tells its launcher.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// The model is being loaded.
+    Loading,
+    /// The model is loaded and the worker consumes.
+    Ready {
+        /// The device that was really opened: `cpu`, or a UUID.
+        device: String,
+        /// From process start, in milliseconds.
+        load_ms: u64,
+    },
+    /// A task that was delivered before is computed now, without batch-mates. If the process dies,
+    /// it is known by what.
+    Alone {
+        /// Its fingerprint; none: it is through, and the worker lives.
+        task: Option<String>,
+    },
+    /// What was done since the last such line.
+    Stats(Stats),
+    /// No more intake; accepted work is being ended.
+    Draining {
+        /// What asked for it.
+        cause: String,
+    },
+    /// Last line before the exit.
+    Stopped {
+        /// What ended the worker, in words.
+        cause: String,
+    },
+}
+
+/// Work done in a span of time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Stats {
+    /// Tasks answered with a result.
+    pub succeeded: u64,
+    /// Tasks answered with an error.
+    pub failed: u64,
+    /// Messages dead-lettered.
+    pub dead_lettered: u64,
+    /// Deliveries handed back.
+    pub requeued: u64,
+    /// Forward passes.
+    pub batches: u64,
+    /// Inputs computed.
+    pub inputs: u64,
+    /// Tokens computed.
+    pub tokens: u64,
+    /// Milliseconds that the device computed.
+    pub busy_ms: u64,
+    /// Milliseconds that the span lasted.
+    pub span_ms: u64,
+}
+
+impl Stats {
+    /// Nothing was done.
+    pub fn is_idle(&self) -> bool {
+        Self { span_ms: 0, ..*self } == Self::default()
+    }
+}
+
+/// Why a line is no control line.
+#[derive(Debug, thiserror::Error)]
+#[error("not a control line: {line:?}: {source}")]
+pub struct BadLine {
+    line: String,
+    source: serde_json::Error,
+}
+
+/// One line, with its line feed.
+pub fn encode(value: &impl Serialize) -> Vec<u8> {
+    let mut line = serde_json::to_vec(value).unwrap_or_default();
+    line.push(b'\n');
+    line
+}
+
+/// Reads a line.
+///
+/// # Errors
+/// [`BadLine`] for anything else; the reader logs it and goes on with the next.
+pub fn decode<T: DeserializeOwned>(line: &str) -> Result<T, BadLine> {
+    serde_json::from_str(line).map_err(|source| BadLine { line: shorten(line, 200), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_survive_the_journey() {
+        let events = [
+            Event::Loading,
+            Event::Ready { device: "cpu".into(), load_ms: 3 },
+            Event::Stats(Stats { tokens: 7, ..Stats::default() }),
+            Event::Draining { cause: "a\nb".into() },
+            Event::Stopped { cause: "x".into() },
+        ];
+        for event in events {
+            let line = encode(&event);
+            assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);
+            assert_eq!(decode::<Event>(std::str::from_utf8(&line).unwrap()).unwrap(), event);
+        }
+    }
+
+    #[test]
+    fn a_line_that_is_none_is_an_error_that_shows_it() {
+        let error = decode::<Command>("{\"command\":\"dance\"}").unwrap_err().to_string();
+        assert!(error.contains("dance"), "{error}");
+    }
+}

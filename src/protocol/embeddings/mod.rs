@@ -1,0 +1,19 @@
+//! The body of OpenAI's `/v1/embeddings`, both ways: [`EmbeddingRequest::parse`] decides what a
+//! well-formed request is, [`write_response`] how vectors are written. Pure; owns no state; never
+//! looks at tokens, a vocabulary or a model.
+
+mod request;
+mod response;
+
+pub use request::{EmbeddingRequest, Text};
+pub use response::{EmbeddingResponse, write_response};
+
+/// How the vectors of a reply are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Encoding {
+    /// JSON numbers, the shortest digits that give the same f32 back.
+    #[default]
+    Float,
+    /// Little-endian f32, base64 with padding.
+    Base64,
+}

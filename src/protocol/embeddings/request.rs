@@ -1,0 +1,322 @@
+//! Reads the request body of `/v1/embeddings`. Decides what is accepted and how a refusal names the
+//! field and the value at fault. The values are scanned in place; only texts and ids are copied.
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::value::RawValue;
+
+use super::Encoding;
+use crate::protocol::{TaskError, TaskErrorKind};
+
+/// Longest part of a refused value that an error repeats, in characters.
+const SHOWN: usize = 40;
+
+/// One thing to embed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Text {
+    /// A text, possibly empty.
+    Plain(String),
+    /// Token ids of the model's own tokenizer; at least one.
+    Ids(Vec<u32>),
+}
+
+/// A decoded request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EmbeddingRequest {
+    /// What to embed, in order; at least one, at most the pool's `max_inputs`.
+    pub texts: Vec<Text>,
+    /// Whether `input` was a list of texts, so that errors say `input[i]`.
+    pub listed: bool,
+    /// The model asked for, if any.
+    pub model: Option<String>,
+    /// How the reply's vectors are written.
+    pub encoding: Encoding,
+    /// Numbers to keep of each vector; at least 1.
+    pub dimensions: Option<usize>,
+}
+
+/// The fields as they stand in the body; `null` counts as absent.
+#[derive(Deserialize)]
+struct Fields<'a> {
+    #[serde(borrow)]
+    input: Option<&'a RawValue>,
+    #[serde(borrow)]
+    model: Option<&'a RawValue>,
+    #[serde(borrow)]
+    encoding_format: Option<&'a RawValue>,
+    #[serde(borrow)]
+    dimensions: Option<&'a RawValue>,
+}
+
+impl EmbeddingRequest {
+    /// Reads a body; `max_inputs` bounds the number of texts.
+    ///
+    /// # Errors
+    /// `Undecodable` for what is not UTF-8 or not JSON, `TooLarge` over `max_inputs`, else
+    /// `BadInput` naming the field and the value.
+    pub fn parse(body: &[u8], max_inputs: usize) -> Result<Self, TaskError> {
+        let body = std::str::from_utf8(body)
+            .map_err(|error| undecodable(format!("the body is not UTF-8: {error}")))?;
+        let fields = fields(body)?;
+        let (texts, listed) = match fields.input {
+            Some(input) => texts(input.get(), max_inputs)?,
+            None => return Err(TaskError::bad_input("input", "input is missing")),
+        };
+        Ok(Self {
+            texts,
+            listed,
+            model: fields.model.map(|raw| string(raw.get(), "model")).transpose()?,
+            encoding: fields.encoding_format.map(encoding).transpose()?.unwrap_or_default(),
+            dimensions: fields.dimensions.map(dimensions).transpose()?,
+        })
+    }
+
+    /// The path of text `index` in the body: `input`, or `input[3]`.
+    pub fn path(&self, index: usize) -> String {
+        if self.listed { format!("input[{index}]") } else { "input".to_owned() }
+    }
+}
+
+fn undecodable(message: String) -> TaskError {
+    TaskError::new(TaskErrorKind::Undecodable, message)
+}
+
+fn fields(body: &str) -> Result<Fields<'_>, TaskError> {
+    let start = body.trim_start_matches([' ', '\t', '\r', '\n']);
+    // serde would read an array as the fields in order.
+    if start.starts_with('{') {
+        return serde_json::from_str(body).map_err(|error| match error.classify() {
+            serde_json::error::Category::Data => {
+                TaskError::new(TaskErrorKind::BadInput, format!("the body is refused: {error}"))
+            }
+            _ => undecodable(format!("the body is not JSON: {error}")),
+        });
+    }
+    match serde_json::from_str::<IgnoredAny>(body) {
+        Ok(_) => {
+            let message = format!("the body must be a JSON object, got {}", shortened(start));
+            Err(TaskError::new(TaskErrorKind::BadInput, message))
+        }
+        Err(error) => Err(undecodable(format!("the body is not JSON: {error}"))),
+    }
+}
+
+/// The texts of `input`, and whether it was a list of them.
+fn texts(raw: &str, max_inputs: usize) -> Result<(Vec<Text>, bool), TaskError> {
+    const KINDS: &str = "a string, a list of strings, a list of token ids or a list of such lists";
+    match raw.as_bytes().first() {
+        Some(b'"') => return Ok((vec![Text::Plain(string(raw, "input")?)], false)),
+        Some(b'[') => {}
+        _ => return Err(wrong("input", KINDS, raw)),
+    }
+    let items: Vec<&RawValue> = read(raw, "input")?;
+    let Some(first) = items.first() else {
+        return Err(TaskError::bad_input("input", "input is an empty list"));
+    };
+    if is_number(first.get()) {
+        return Ok((vec![Text::Ids(ids(raw, "input")?)], false));
+    }
+    if items.len() > max_inputs {
+        let message = format!("input holds {} items; this pool takes at most {max_inputs}", items.len());
+        return Err(TaskError::new(TaskErrorKind::TooLarge, message).at("input"));
+    }
+    let of_strings = first.get().starts_with('"');
+    let texts = items.iter().enumerate().map(|(index, item)| item_text(item.get(), index, of_strings));
+    Ok((texts.collect::<Result<_, _>>()?, true))
+}
+
+fn item_text(raw: &str, index: usize, of_strings: bool) -> Result<Text, TaskError> {
+    let path = format!("input[{index}]");
+    match (raw.as_bytes().first(), of_strings) {
+        (Some(b'"'), true) => Ok(Text::Plain(read(raw, &path)?)),
+        (Some(b'['), false) => Ok(Text::Ids(ids(raw, &path)?)),
+        (Some(b'"'), false) => Err(wrong(&path, "a list of token ids, as input[0] is", raw)),
+        (Some(b'['), true) => Err(wrong(&path, "a string, as input[0] is", raw)),
+        _ => Err(wrong(&path, "a string or a list of token ids", raw)),
+    }
+}
+
+fn ids(raw: &str, path: &str) -> Result<Vec<u32>, TaskError> {
+    match serde_json::from_str::<Vec<u32>>(raw) {
+        Ok(ids) if ids.is_empty() => Err(TaskError::bad_input(path, format!("{path} is an empty list"))),
+        Ok(ids) => Ok(ids),
+        // Only now is it worth finding out which one it was.
+        Err(_) => {
+            let items: Vec<&RawValue> = read(raw, path)?;
+            let bad = items.iter().position(|item| serde_json::from_str::<u32>(item.get()).is_err());
+            let index = bad.unwrap_or(0);
+            let value = items.get(index).map_or("", |item| item.get());
+            Err(wrong(&format!("{path}[{index}]"), "a token id (an integer from 0)", value))
+        }
+    }
+}
+
+fn is_number(raw: &str) -> bool {
+    raw.starts_with(|c: char| c == '-' || c.is_ascii_digit())
+}
+
+fn string(raw: &str, path: &str) -> Result<String, TaskError> {
+    if raw.starts_with('"') { read(raw, path) } else { Err(wrong(path, "a string", raw)) }
+}
+
+fn encoding(raw: &RawValue) -> Result<Encoding, TaskError> {
+    match string(raw.get(), "encoding_format").as_deref() {
+        Ok("float") => Ok(Encoding::Float),
+        Ok("base64") => Ok(Encoding::Base64),
+        _ => Err(wrong("encoding_format", "\"float\" or \"base64\"", raw.get())),
+    }
+}
+
+fn dimensions(raw: &RawValue) -> Result<usize, TaskError> {
+    match serde_json::from_str(raw.get()) {
+        Ok(number) if number > 0 => Ok(number),
+        _ => Err(wrong("dimensions", "a positive integer", raw.get())),
+    }
+}
+
+/// Reads a value whose kind is known; what can still fail is an escape inside a string.
+fn read<'a, T: Deserialize<'a>>(raw: &'a str, path: &str) -> Result<T, TaskError> {
+    serde_json::from_str(raw)
+        .map_err(|error| TaskError::bad_input(path, format!("{path} cannot be read: {error}")))
+}
+
+fn wrong(path: &str, wanted: &str, raw: &str) -> TaskError {
+    TaskError::bad_input(path, format!("{path} must be {wanted}, got {}", shortened(raw)))
+}
+
+fn shortened(raw: &str) -> String {
+    let raw = raw.trim_end();
+    match raw.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}…", &raw[..end]),
+        None => raw.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(body: &str) -> Result<EmbeddingRequest, TaskError> {
+        EmbeddingRequest::parse(body.as_bytes(), 4)
+    }
+
+    fn refusal(body: &str) -> (TaskErrorKind, String, Option<String>) {
+        let error = parse(body).expect_err(body);
+        (error.kind, error.message, error.param)
+    }
+
+    fn plain(texts: &[&str]) -> Vec<Text> {
+        texts.iter().map(|text| Text::Plain((*text).to_owned())).collect()
+    }
+
+    #[test]
+    fn each_of_the_four_forms_of_input_is_read() {
+        assert_eq!(parse(r#"{"input":"a\u00e9\n"}"#).unwrap().texts, plain(&["aé\n"]));
+        assert_eq!(parse(r#" {"input" : [ "a" , "" ]}"#).unwrap().texts, plain(&["a", ""]));
+        assert_eq!(parse(r#"{"input":[7, 8]}"#).unwrap().texts, [Text::Ids(vec![7, 8])]);
+        let two = parse(r#"{"input":[[1],[2,3]]}"#).unwrap();
+        assert_eq!(two.texts, [Text::Ids(vec![1]), Text::Ids(vec![2, 3])]);
+        assert_eq!(two.path(1), "input[1]");
+        assert_eq!(parse(r#"{"input":[7, 8]}"#).unwrap().path(0), "input");
+    }
+
+    #[test]
+    fn an_empty_text_is_an_input() {
+        assert_eq!(parse(r#"{"input":""}"#).unwrap().texts, plain(&[""]));
+    }
+
+    #[test]
+    fn optional_fields_may_be_null_and_unknown_ones_are_ignored() {
+        let body = r#"{"input":"a","model":null,"dimensions":null,"encoding_format":null,"user":{}}"#;
+        let request = parse(body).unwrap();
+        assert_eq!((request.model, request.dimensions), (None, None));
+        assert_eq!(request.encoding, Encoding::Float);
+        let body = r#"{"input":"a","model":"m","dimensions":3,"encoding_format":"base64"}"#;
+        let request = parse(body).unwrap();
+        assert_eq!((request.model.as_deref(), request.dimensions), (Some("m"), Some(3)));
+        assert_eq!(request.encoding, Encoding::Base64);
+    }
+
+    #[test]
+    fn a_refusal_names_the_field_and_the_value() {
+        let cases = [
+            (r#"{}"#, "input", "input is missing"),
+            (r#"{"input":[]}"#, "input", "input is an empty list"),
+            (r#"{"input":[[1],[]]}"#, "input[1]", "input[1] is an empty list"),
+            (
+                r#"{"input":["a","b","c",1.5]}"#,
+                "input[3]",
+                "input[3] must be a string or a list of token ids, got 1.5",
+            ),
+            (r#"{"input":["a",[1]]}"#, "input[1]", "input[1] must be a string, as input[0] is, got [1]"),
+            (
+                r#"{"input":[[1],"a"]}"#,
+                "input[1]",
+                r#"input[1] must be a list of token ids, as input[0] is, got "a""#,
+            ),
+            (r#"{"input":[1,-2]}"#, "input[1]", "input[1] must be a token id (an integer from 0), got -2"),
+            (
+                r#"{"input":[[1,"x"]]}"#,
+                "input[0][1]",
+                r#"input[0][1] must be a token id (an integer from 0), got "x""#,
+            ),
+            (r#"{"input":"a","model":5}"#, "model", "model must be a string, got 5"),
+            (
+                r#"{"input":"a","dimensions":-1}"#,
+                "dimensions",
+                "dimensions must be a positive integer, got -1",
+            ),
+            (r#"{"input":"a","dimensions":0}"#, "dimensions", "dimensions must be a positive integer, got 0"),
+            (
+                r#"{"input":"a","encoding_format":"int8"}"#,
+                "encoding_format",
+                r#"encoding_format must be "float" or "base64", got "int8""#,
+            ),
+        ];
+        for (body, param, message) in cases {
+            let expected = (TaskErrorKind::BadInput, message.to_owned(), Some(param.to_owned()));
+            assert_eq!(refusal(body), expected, "{body}");
+        }
+    }
+
+    #[test]
+    fn a_long_value_is_shortened() {
+        let (_, message, _) = refusal(&format!(r#"{{"input":{{"é":"{}"}}}}"#, "é".repeat(500)));
+        assert!(message.ends_with('…') && message.len() < 250, "{message}");
+    }
+
+    #[test]
+    fn too_many_inputs_are_too_large_but_many_ids_are_one_input() {
+        let (kind, message, param) = refusal(r#"{"input":["a","b","c","d","e"]}"#);
+        assert_eq!(kind, TaskErrorKind::TooLarge);
+        assert_eq!(message, "input holds 5 items; this pool takes at most 4");
+        assert_eq!(param.as_deref(), Some("input"));
+        assert_eq!(parse(r#"{"input":[1,2,3,4,5]}"#).unwrap().texts.len(), 1);
+    }
+
+    #[test]
+    fn what_is_not_json_is_undecodable_and_json_of_another_kind_is_bad_input() {
+        for body in ["", "STOP", "{\"input\":\"a\"", "{\"input\":\"a\"} x", "[1,", "{'input':1}"] {
+            let (kind, message, _) = refusal(body);
+            assert_eq!(kind, TaskErrorKind::Undecodable, "{body}");
+            assert!(message.contains("line 1 column"), "{message}");
+        }
+        for body in ["[\"a\"]", "3", "\"text\"", "true", "null"] {
+            assert_eq!(refusal(body).0, TaskErrorKind::BadInput, "{body}");
+        }
+        let error = EmbeddingRequest::parse(b"{\"input\":\"\xff\"}", 4).unwrap_err();
+        assert_eq!(error.kind, TaskErrorKind::Undecodable);
+    }
+
+    #[test]
+    fn half_a_surrogate_pair_and_a_repeated_field_are_bad_input() {
+        assert_eq!(refusal(r#"{"input":["a","\ud800"]}"#).2.as_deref(), Some("input[1]"));
+        assert_eq!(refusal(r#"{"input":"a","input":"b"}"#).0, TaskErrorKind::BadInput);
+    }
+
+    #[test]
+    fn deep_nesting_is_refused_without_overflowing_the_stack() {
+        let body = format!("{{\"input\":{}{}}}", "[".repeat(100_000), "]".repeat(100_000));
+        assert_eq!(refusal(&body).2.as_deref(), Some("input[0][0]"));
+    }
+}

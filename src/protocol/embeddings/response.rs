@@ -1,0 +1,127 @@
+//! Writes the response body of `/v1/embeddings` into one buffer. Decides that a number that is not
+//! finite is an error: JSON has no word for it, and `null` would pass for an answer.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+
+use super::Encoding;
+use crate::protocol::{TaskError, TaskErrorKind};
+
+/// Room for one number as digits and its comma: sign, `0.`, nine digits, exponent.
+const DIGITS: usize = 14;
+
+/// What a response says.
+#[derive(Clone, Copy, Debug)]
+pub struct EmbeddingResponse<'a> {
+    /// The model's name.
+    pub model: &'a str,
+    /// One vector an input, in order.
+    pub vectors: &'a [Vec<f32>],
+    /// How they are written.
+    pub encoding: Encoding,
+    /// Tokens computed, special ones included.
+    pub prompt_tokens: usize,
+}
+
+/// Writes the JSON body.
+///
+/// # Errors
+/// `Internal`, naming the vector, when a number is not finite.
+pub fn write_response(response: &EmbeddingResponse<'_>) -> Result<Vec<u8>, TaskError> {
+    let numbers: usize = response.vectors.iter().map(Vec::len).sum();
+    let mut body = Vec::with_capacity(200 + 60 * response.vectors.len() + DIGITS * numbers);
+    body.extend_from_slice(b"{\"object\":\"list\",\"data\":[");
+    for (index, vector) in response.vectors.iter().enumerate() {
+        if let Some(bad) = vector.iter().find(|number| !number.is_finite()) {
+            let message = format!("the model gave {bad} in the embedding of input {index}");
+            return Err(TaskError::new(TaskErrorKind::Internal, message));
+        }
+        if index > 0 {
+            body.push(b',');
+        }
+        body.extend_from_slice(b"{\"object\":\"embedding\",\"index\":");
+        json(&mut body, &index)?;
+        body.extend_from_slice(b",\"embedding\":");
+        match response.encoding {
+            Encoding::Float => json(&mut body, vector)?,
+            Encoding::Base64 => base64(&mut body, vector),
+        }
+        body.push(b'}');
+    }
+    body.extend_from_slice(b"],\"model\":");
+    json(&mut body, response.model)?;
+    body.extend_from_slice(b",\"usage\":{\"prompt_tokens\":");
+    json(&mut body, &response.prompt_tokens)?;
+    body.extend_from_slice(b",\"total_tokens\":");
+    json(&mut body, &response.prompt_tokens)?;
+    body.extend_from_slice(b"}}");
+    Ok(body)
+}
+
+fn json<T: serde::Serialize + ?Sized>(body: &mut Vec<u8>, value: &T) -> Result<(), TaskError> {
+    serde_json::to_writer(body, value).map_err(|error| {
+        TaskError::new(TaskErrorKind::Internal, format!("the reply cannot be written: {error}"))
+    })
+}
+
+fn base64(body: &mut Vec<u8>, vector: &[f32]) {
+    let bytes: Vec<u8> = vector.iter().flat_map(|number| number.to_le_bytes()).collect();
+    body.push(b'"');
+    body.extend_from_slice(STANDARD.encode(bytes).as_bytes());
+    body.push(b'"');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn written(vectors: &[Vec<f32>], encoding: Encoding) -> Result<Vec<u8>, TaskError> {
+        let model = "org/\"m\"";
+        write_response(&EmbeddingResponse { model, vectors, encoding, prompt_tokens: 9 })
+    }
+
+    #[test]
+    fn the_response_has_openais_form() {
+        let body = written(&[vec![0.5, -1.0], vec![2.0, 3.0]], Encoding::Float).unwrap();
+        let value: Value = serde_json::from_slice(&body).unwrap();
+        let expected = json!({
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": 0, "embedding": [0.5, -1.0]},
+                {"object": "embedding", "index": 1, "embedding": [2.0, 3.0]},
+            ],
+            "model": "org/\"m\"",
+            "usage": {"prompt_tokens": 9, "total_tokens": 9},
+        });
+        assert_eq!(value, expected);
+    }
+
+    #[test]
+    fn digits_give_the_same_f32_back() {
+        let vector = vec![0.1, -3.402_823_5e38, 1.0e-45, 0.0, -0.0, 1.0 / 3.0, 16_777_216.0];
+        let body = written(std::slice::from_ref(&vector), Encoding::Float).unwrap();
+        assert!(String::from_utf8(body.clone()).unwrap().contains("[0.1,"));
+        let value: Value = serde_json::from_slice(&body).unwrap();
+        let back: Vec<f32> = serde_json::from_value(value["data"][0]["embedding"].clone()).unwrap();
+        assert_eq!(back, vector);
+    }
+
+    #[test]
+    fn base64_is_little_endian_f32() {
+        let body = written(&[vec![1.0, -2.0]], Encoding::Base64).unwrap();
+        let value: Value = serde_json::from_slice(&body).unwrap();
+        assert_eq!(value["data"][0]["embedding"], "AACAPwAAAMA=");
+    }
+
+    #[test]
+    fn a_number_that_is_not_finite_is_an_error_in_either_encoding() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for encoding in [Encoding::Float, Encoding::Base64] {
+                let error = written(&[vec![0.0], vec![1.0, bad]], encoding).unwrap_err();
+                assert_eq!(error.kind, TaskErrorKind::Internal);
+                assert!(error.message.contains("input 1"), "{error}");
+            }
+        }
+    }
+}

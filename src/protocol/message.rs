@@ -1,0 +1,172 @@
+//! A message as every broker carries it: AMQP 0-9-1 basic properties, typed headers, a body.
+//! The types hold whatever a producer sent, so that a dead letter can carry it on untouched.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+/// Application headers, by name.
+pub type Headers = BTreeMap<String, Value>;
+
+/// One header value, with the exact AMQP field type it came with.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Value {
+    /// No value (`V`). Clients send it for an absent optional header.
+    Void,
+    /// A boolean (`t`).
+    Bool(bool),
+    /// A signed octet (`b`).
+    I8(i8),
+    /// An unsigned octet (`B`).
+    U8(u8),
+    /// A signed 16-bit integer (`s`).
+    I16(i16),
+    /// An unsigned 16-bit integer (`u`).
+    U16(u16),
+    /// A signed 32-bit integer (`I`).
+    I32(i32),
+    /// An unsigned 32-bit integer (`i`).
+    U32(u32),
+    /// A signed 64-bit integer (`l`).
+    I64(i64),
+    /// A 32-bit float (`f`).
+    F32(#[serde(with = "f32_bits")] f32),
+    /// A 64-bit float (`d`).
+    F64(#[serde(with = "f64_bits")] f64),
+    /// A decimal (`D`): `value / 10^scale`.
+    Decimal {
+        /// Digits behind the point.
+        scale: u8,
+        /// The number without its point.
+        value: u32,
+    },
+    /// A text, or any bytes a client sent as one (`S`).
+    Text(Vec<u8>),
+    /// A byte array (`x`, RabbitMQ's extension).
+    Bytes(Vec<u8>),
+    /// Seconds since the epoch (`T`).
+    Timestamp(u64),
+    /// An array (`A`).
+    Array(Vec<Value>),
+    /// A nested table (`F`).
+    Table(Headers),
+}
+
+/// Floats are serialised as their bits: JSON has no NaN and no infinity, and its decimals may come
+/// back one unit off.
+mod f32_bits {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub fn serialize<S: Serializer>(number: &f32, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_u32(number.to_bits())
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
+        u32::deserialize(from).map(f32::from_bits)
+    }
+}
+
+/// As [`f32_bits`].
+mod f64_bits {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub fn serialize<S: Serializer>(number: &f64, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_u64(number.to_bits())
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+        u64::deserialize(from).map(f64::from_bits)
+    }
+}
+
+impl Value {
+    /// The text, when this is one and valid UTF-8.
+    pub fn as_str(&self) -> Option<&str> {
+        match self {
+            Value::Text(bytes) => std::str::from_utf8(bytes).ok(),
+            _ => None,
+        }
+    }
+
+    /// The number, when this is an integer of any width that fits.
+    pub fn as_i64(&self) -> Option<i64> {
+        match *self {
+            Value::I8(n) => Some(n.into()),
+            Value::U8(n) => Some(n.into()),
+            Value::I16(n) => Some(n.into()),
+            Value::U16(n) => Some(n.into()),
+            Value::I32(n) => Some(n.into()),
+            Value::U32(n) => Some(n.into()),
+            Value::I64(n) => Some(n),
+            _ => None,
+        }
+    }
+}
+
+impl From<&str> for Value {
+    fn from(text: &str) -> Self {
+        Value::Text(text.as_bytes().to_vec())
+    }
+}
+
+impl From<String> for Value {
+    fn from(text: String) -> Self {
+        Value::Text(text.into_bytes())
+    }
+}
+
+impl From<i64> for Value {
+    fn from(number: i64) -> Self {
+        Value::I64(number)
+    }
+}
+
+impl From<f64> for Value {
+    fn from(number: f64) -> Self {
+        Value::F64(number)
+    }
+}
+
+/// The basic properties of a message. Absent means that the producer did not set it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Properties {
+    /// MIME type of the body.
+    pub content_type: Option<String>,
+    /// Encoding of the body, on top of its type.
+    pub content_encoding: Option<String>,
+    /// Application headers.
+    pub headers: Headers,
+    /// 1 transient, 2 persistent.
+    pub delivery_mode: Option<u8>,
+    /// The broker's priority, 0 to 255.
+    pub priority: Option<u8>,
+    /// Echoed on the reply.
+    pub correlation_id: Option<String>,
+    /// Queue that the reply goes to.
+    pub reply_to: Option<String>,
+    /// Time to live in milliseconds, as AMQP writes it: decimal digits.
+    pub expiration: Option<String>,
+    /// The message's own id.
+    pub message_id: Option<String>,
+    /// Seconds since the epoch, as the producer's clock had it.
+    pub timestamp: Option<u64>,
+    /// AMQP's `type` property.
+    pub kind: Option<String>,
+    /// The authenticated user, as checked by the broker.
+    pub user_id: Option<String>,
+    /// The producer's name for itself.
+    pub app_id: Option<String>,
+    /// AMQP's deprecated `cluster_id`.
+    pub cluster_id: Option<String>,
+}
+
+/// Properties and body: what is published, and what is delivered.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Message {
+    /// The basic properties.
+    pub properties: Properties,
+    /// The body, as sent.
+    pub body: Bytes,
+}

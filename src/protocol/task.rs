@@ -1,0 +1,247 @@
+//! Decides what a delivered message is (a task, a sentinel, an unknown control message) and reads
+//! what a task's properties say: its id, where its reply goes, until when it is wanted. Never looks
+//! for words in a body; the body is the model's.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::time::{Duration, SystemTime};
+
+use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
+
+use super::{Message, TaskError, TaskErrorKind, Value, shorten};
+
+/// Value of the `type` property that makes a message a sentinel.
+pub const SHUTDOWN: &str = "control.shutdown";
+/// Prefix of `type` that is reserved for control messages.
+const CONTROL: &str = "control.";
+/// Header with an absolute deadline, ISO-8601.
+pub const EXPIRES: &str = "expires";
+/// Header with the OpenAI path that a batch line asked for.
+pub const URL: &str = "url";
+
+/// What a delivered message is.
+#[derive(Debug)]
+pub enum Incoming {
+    /// Work.
+    Task(Task),
+    /// Stops one worker, unless it is past its deadline.
+    Sentinel(Message),
+    /// A `control.*` type that this version does not know.
+    UnknownControl(Task, String),
+}
+
+/// Sorts a message by its `type` property and, for a sentinel's second form, by a body that is
+/// JSON `null`. `made_id` names a task that came with neither `message_id` nor `correlation_id`.
+pub fn classify(message: Message, received: SystemTime, made_id: impl FnOnce() -> String) -> Incoming {
+    let kind = message.properties.kind.as_deref().unwrap_or_default();
+    if kind == SHUTDOWN {
+        return Incoming::Sentinel(message);
+    }
+    if kind.starts_with(CONTROL) {
+        let kind = kind.to_owned();
+        return Incoming::UnknownControl(Task::new(message, received, made_id), kind);
+    }
+    if message.body.trim_ascii() == b"null" {
+        return Incoming::Sentinel(message);
+    }
+    Incoming::Task(Task::new(message, received, made_id))
+}
+
+/// A decoded request: the message and what its properties mean.
+#[derive(Clone, Debug)]
+pub struct Task {
+    /// The id in logs, dead letters and traces.
+    pub id: String,
+    /// The message as it came.
+    pub message: Message,
+    /// When this worker received it.
+    pub received: SystemTime,
+}
+
+impl Task {
+    fn new(message: Message, received: SystemTime, made_id: impl FnOnce() -> String) -> Self {
+        let given = |id: &Option<String>| id.clone().filter(|id| !id.is_empty());
+        let id = given(&message.properties.message_id)
+            .or_else(|| given(&message.properties.correlation_id))
+            .unwrap_or_else(made_id);
+        Self { id, message, received }
+    }
+
+    /// Names the task by what it says: the same for each of its deliveries, on every worker, also
+    /// where the producer gave it no id.
+    pub fn fingerprint(&self) -> String {
+        let properties = &self.message.properties;
+        let mut hasher = DefaultHasher::new();
+        (&properties.message_id, &properties.correlation_id, &properties.reply_to).hash(&mut hasher);
+        self.message.body.hash(&mut hasher);
+        format!("{:016x}", hasher.finish())
+    }
+
+    /// The queue that the producer wants the reply in.
+    pub fn reply_to(&self) -> Option<&str> {
+        self.message.properties.reply_to.as_deref().filter(|queue| !queue.is_empty())
+    }
+
+    /// Until when the task is wanted: the earlier of `expires` and `expiration`, the latter counted
+    /// from the receipt (before it, the broker counted).
+    ///
+    /// # Errors
+    /// A header that is no ISO-8601 time; the task is answered with the error.
+    pub fn deadline(&self) -> Result<Option<SystemTime>, TaskError> {
+        deadline(&self.message, self.received)
+    }
+
+    /// The media type of the body without parameters, lower case; none when absent.
+    pub fn content_type(&self) -> Option<String> {
+        let written = self.message.properties.content_type.as_deref()?;
+        let essence = written.split(';').next().unwrap_or_default().trim();
+        (!essence.is_empty()).then(|| essence.to_ascii_lowercase())
+    }
+
+    /// Milliseconds that the task waited before `now`: since it was published where the message
+    /// says when (`timestamp_in_ms` header, or the `timestamp` property in whole seconds), else
+    /// since it was received.
+    pub fn queued_ms(&self, now: SystemTime) -> i64 {
+        let properties = &self.message.properties;
+        let published = match (properties.headers.get("timestamp_in_ms"), properties.timestamp) {
+            (Some(ms), _) if ms.as_i64().is_some() => {
+                ms.as_i64().map(|ms| Duration::from_millis(ms.max(0) as u64))
+            }
+            (_, Some(seconds)) => Some(Duration::from_secs(seconds)),
+            _ => None,
+        };
+        let from =
+            published.and_then(|since| SystemTime::UNIX_EPOCH.checked_add(since)).unwrap_or(self.received);
+        now.duration_since(from).unwrap_or_default().as_millis() as i64
+    }
+}
+
+/// Whether a sentinel is past its deadline. One whose deadline cannot be read is in force.
+pub fn sentinel_is_expired(message: &Message, now: SystemTime) -> bool {
+    matches!(deadline(message, now), Ok(Some(deadline)) if deadline <= now)
+}
+
+fn deadline(message: &Message, received: SystemTime) -> Result<Option<SystemTime>, TaskError> {
+    let header = match message.properties.headers.get(EXPIRES) {
+        None | Some(Value::Void) => None,
+        Some(value) => Some(instant(value)?),
+    };
+    let time_to_live = match message.properties.expiration.as_deref() {
+        None | Some("") => None,
+        Some(text) => Some(
+            text.trim()
+                .parse()
+                .map(Duration::from_millis)
+                .map_err(|_| bad_header("expiration", text, "must be a whole number of milliseconds"))?,
+        ),
+    };
+    let relative = time_to_live.and_then(|life| received.checked_add(life));
+    Ok(match (header, relative) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
+    })
+}
+
+/// An absolute time: ISO-8601 with offset or `Z`; without, it is taken as UTC. AMQP's own
+/// timestamp type is taken too.
+fn instant(value: &Value) -> Result<SystemTime, TaskError> {
+    let wanted = "must be an ISO-8601 time such as 2026-01-31T12:00:00Z";
+    if let Value::Timestamp(seconds) = value {
+        return SystemTime::UNIX_EPOCH
+            .checked_add(Duration::from_secs(*seconds))
+            .ok_or_else(|| bad_header(EXPIRES, &seconds.to_string(), wanted));
+    }
+    let text = value.as_str().ok_or_else(|| bad_header(EXPIRES, &format!("{value:?}"), wanted))?;
+    let trimmed = text.trim();
+    trimmed
+        .parse::<Timestamp>()
+        .or_else(|error| match trimmed.parse::<DateTime>() {
+            Ok(naive) => naive.to_zoned(TimeZone::UTC).map(|zoned| zoned.timestamp()),
+            Err(_) => Err(error),
+        })
+        .map(SystemTime::from)
+        .map_err(|_| bad_header(EXPIRES, text, wanted))
+}
+
+fn bad_header(name: &str, value: &str, wanted: &str) -> TaskError {
+    let message = format!("{name} {wanted}, got {:?}", shorten(value, 80));
+    TaskError::new(TaskErrorKind::BadInput, message).at(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::Properties;
+
+    fn message(kind: Option<&str>, body: &'static str) -> Message {
+        let properties = Properties { kind: kind.map(Into::into), ..Properties::default() };
+        Message { properties, body: body.into() }
+    }
+
+    fn sort(kind: Option<&str>, body: &'static str) -> Incoming {
+        classify(message(kind, body), SystemTime::now(), || "made".into())
+    }
+
+    #[test]
+    fn a_sentinel_is_known_by_its_type_or_by_a_null_body_and_by_nothing_else() {
+        assert!(matches!(sort(Some("control.shutdown"), "{}"), Incoming::Sentinel(_)));
+        assert!(matches!(sort(Some("control.shutdown"), ""), Incoming::Sentinel(_)));
+        assert!(matches!(sort(None, "null"), Incoming::Sentinel(_)));
+        assert!(matches!(sort(Some("task"), " null\n"), Incoming::Sentinel(_)));
+        for body in [r#"{"input":"STOP"}"#, "STOP", "control.shutdown", "nullx", "\"null\"", "[null]", ""] {
+            assert!(matches!(sort(None, body), Incoming::Task(_)), "{body}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_control_type_is_no_task_whatever_its_body() {
+        for body in ["null", r#"{"input":"a"}"#] {
+            let Incoming::UnknownControl(_, kind) = sort(Some("control.reboot"), body) else {
+                panic!("{body} was taken for something else");
+            };
+            assert_eq!(kind, "control.reboot");
+        }
+    }
+
+    fn expiring(header: Option<Value>, expiration: Option<&str>) -> Result<Option<SystemTime>, TaskError> {
+        let mut message = message(None, "{}");
+        if let Some(value) = header {
+            message.properties.headers.insert(EXPIRES.into(), value);
+        }
+        message.properties.expiration = expiration.map(Into::into);
+        deadline(&message, SystemTime::UNIX_EPOCH)
+    }
+
+    #[test]
+    fn the_earlier_of_both_deadlines_counts() {
+        let at = |seconds| Some(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(expiring(None, None), Ok(None));
+        assert_eq!(expiring(Some(Value::Void), None), Ok(None), "Celery sends a void `expires`");
+        assert_eq!(expiring(None, Some("5000")), Ok(at(5)));
+        assert_eq!(expiring(Some("1970-01-01T00:00:03Z".into()), Some("5000")), Ok(at(3)));
+        assert_eq!(expiring(Some("1970-01-01T01:00:03+01:00".into()), None), Ok(at(3)));
+        assert_eq!(expiring(Some("1970-01-01T00:00:03.000".into()), None), Ok(at(3)));
+        assert_eq!(expiring(Some(Value::Timestamp(3)), None), Ok(at(3)));
+    }
+
+    #[test]
+    fn a_deadline_that_cannot_be_read_is_an_error_that_names_it() {
+        let error = expiring(Some("tomorrow".into()), None).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("expires"));
+        assert!(error.message.contains("\"tomorrow\""), "{error}");
+        assert!(expiring(Some(Value::Bool(true)), None).is_err());
+        assert!(expiring(None, Some("soon")).unwrap_err().message.contains("\"soon\""));
+    }
+
+    #[test]
+    fn the_id_is_the_message_id_else_the_correlation_id_else_made() {
+        let id = |message_id: Option<&str>, correlation_id: Option<&str>| {
+            let mut message = message(None, "{}");
+            message.properties.message_id = message_id.map(Into::into);
+            message.properties.correlation_id = correlation_id.map(Into::into);
+            Task::new(message, SystemTime::now(), || "made".into()).id
+        };
+        assert_eq!(id(Some("m"), Some("c")), "m");
+        assert_eq!(id(Some(""), Some("c")), "c");
+        assert_eq!(id(None, None), "made");
+    }
+}

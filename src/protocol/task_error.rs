@@ -1,0 +1,56 @@
+//! The error of one input: what is wrong with it, told to the one who sent it. The process that
+//! met it is well. (Errors of the process are `worker::WorkerError`; errors that the operator must
+//! mend are `config::ConfigError` and `launcher::LaunchError`.)
+
+/// What kind of failure, hence which `status` and `status_code` the reply carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TaskErrorKind {
+    /// The body is not what its content type says (not JSON, not UTF-8): 400, and dead-lettered.
+    Undecodable,
+    /// Well-formed, but not a request this model can answer: 400.
+    BadInput,
+    /// The request names a model that this pool does not serve: 404.
+    UnknownModel,
+    /// The deadline passed before the task was computed: 408.
+    Expired,
+    /// Over a limit of this pool: 413.
+    TooLarge,
+    /// The model or this program failed on a good input: 500.
+    Internal,
+    /// The device had no memory for this input, even alone: 507.
+    OutOfMemory,
+}
+
+/// Why a task was not answered with a result.
+///
+/// The message names the thing and the value; it goes to the producer as it is, so it must not
+/// hold a secret.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct TaskError {
+    /// The kind of failure.
+    pub kind: TaskErrorKind,
+    /// One sentence for the producer.
+    pub message: String,
+    /// The field at fault, as a path into the body (`input[3]`), when there is one.
+    pub param: Option<String>,
+}
+
+impl TaskError {
+    /// An error with no field to blame.
+    pub fn new(kind: TaskErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), param: None }
+    }
+
+    /// A bad value in the field `param`.
+    pub fn bad_input(param: impl Into<String>, message: impl Into<String>) -> Self {
+        Self { kind: TaskErrorKind::BadInput, message: message.into(), param: Some(param.into()) }
+    }
+
+    /// The same error, blamed on the field `param`.
+    #[must_use]
+    pub fn at(mut self, param: impl Into<String>) -> Self {
+        self.param = Some(param.into());
+        self
+    }
+}

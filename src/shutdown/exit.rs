@@ -1,0 +1,86 @@
+//! Exit codes: the documented table, shared by the processes that set them and the launcher that
+//! reads them. 64 and 78 are `sysexits.h`'s.
+
+use std::fmt;
+
+/// Why a sconce process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// Did what it was asked for, a drain included.
+    Done,
+    /// The command line is wrong.
+    Usage,
+    /// A bug: a panic or a broken invariant.
+    Internal,
+    /// The settings are wrong, or the broker refuses what they say.
+    Config,
+    /// A sentinel stopped this worker; it is not started again.
+    StoppedOnRequest,
+    /// No broker could be reached for longer than `broker.give_up_after`.
+    BrokerLost,
+    /// The model could not be loaded.
+    ModelFailed,
+    /// The device failed and only a new process can use it.
+    DeviceFailed,
+    /// Stopped by a second signal or the deadline; unfinished tasks are the broker's again.
+    Aborted,
+    /// A slot was given up after too many quick failures.
+    SlotGivenUp,
+}
+
+impl Exit {
+    /// Every code, for `--help` and the docs.
+    pub const ALL: [(Exit, &'static str); 10] = [
+        (Exit::Done, "done"),
+        (Exit::Usage, "wrong command line"),
+        (Exit::Internal, "a bug in sconce"),
+        (Exit::Config, "bad configuration, or the broker refuses it (password, vhost, permission)"),
+        (Exit::StoppedOnRequest, "worker: stopped on request, by a sentinel"),
+        (Exit::BrokerLost, "no broker reached for longer than broker.give_up_after"),
+        (Exit::ModelFailed, "the model failed to load"),
+        (Exit::DeviceFailed, "the device failed"),
+        (Exit::Aborted, "aborted: second signal, deadline, --timeout; unfinished tasks are requeued"),
+        (Exit::SlotGivenUp, "a worker died too often and was given up"),
+    ];
+
+    /// The process's exit status.
+    pub fn code(self) -> u8 {
+        match self {
+            Exit::Done => 0,
+            Exit::Usage => 64,
+            Exit::Internal => 70,
+            Exit::Config => 78,
+            Exit::StoppedOnRequest => 80,
+            Exit::BrokerLost => 81,
+            Exit::ModelFailed => 82,
+            Exit::DeviceFailed => 83,
+            Exit::Aborted => 84,
+            Exit::SlotGivenUp => 85,
+        }
+    }
+
+    /// The exit that a status means; none for one that is not in the table.
+    pub fn from_code(code: i32) -> Option<Self> {
+        Self::ALL.into_iter().map(|(exit, _)| exit).find(|exit| i32::from(exit.code()) == code)
+    }
+}
+
+impl fmt::Display for Exit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let meaning = Self::ALL.iter().find(|(exit, _)| exit == self).map(|(_, meaning)| *meaning);
+        f.write_str(meaning.unwrap_or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_is_distinct_and_read_back() {
+        for (exit, _) in Exit::ALL {
+            assert_eq!(Exit::from_code(exit.code().into()), Some(exit));
+        }
+        assert_eq!(Exit::from_code(1), None);
+    }
+}

@@ -1,0 +1,91 @@
+//! Why and how far a process has been told to stop: causes, phases, exit codes, the signal source.
+//! A [`Stop`] is the one piece of state, shared by all who act on it; it only ever moves on. Knows
+//! neither broker nor model.
+
+mod exit;
+mod signals;
+
+pub use exit::Exit;
+pub use signals::{Patience, listen};
+
+use tokio::sync::watch;
+
+/// How far the stop has gone. Later phases include the earlier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Phase {
+    /// Not at all.
+    Running,
+    /// No more intake; all accepted work is finished.
+    Finishing,
+    /// What is on the device is finished; what waits is handed back.
+    Returning,
+    /// Nothing is waited for.
+    Aborting,
+}
+
+/// Where a process stands with its stop. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Stop {
+    /// Written by [`Stop::advance`], read by every task that waits for a phase. One value: the
+    /// latest phase is all that matters.
+    state: watch::Sender<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    phase: Phase,
+    /// What moved the phase first, which names the stop.
+    cause: Option<String>,
+}
+
+impl Default for Stop {
+    fn default() -> Self {
+        Self { state: watch::Sender::new(State { phase: Phase::Running, cause: None }) }
+    }
+}
+
+impl Stop {
+    /// The phase now.
+    pub fn phase(&self) -> Phase {
+        self.state.borrow().phase
+    }
+
+    /// Moves on to `phase`. False, and nothing happens, when it has been reached already.
+    pub fn advance(&self, phase: Phase, cause: impl Into<String>) -> bool {
+        self.state.send_if_modified(|state| {
+            let further = phase > state.phase;
+            if further {
+                state.phase = phase;
+                state.cause.get_or_insert(cause.into());
+            }
+            further
+        })
+    }
+
+    /// Waits until `phase` is reached.
+    pub async fn reached(&self, phase: Phase) {
+        // The sender lives in self, so waiting cannot fail.
+        let _ = self.state.subscribe().wait_for(|state| state.phase >= phase).await;
+    }
+
+    /// What asked for the stop first.
+    pub fn cause(&self) -> Option<String> {
+        self.state.borrow().cause.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_stop_only_moves_on_and_keeps_its_first_cause() {
+        let stop = Stop::default();
+        assert!(stop.advance(Phase::Returning, "SIGTERM"));
+        assert!(!stop.advance(Phase::Finishing, "sentinel"));
+        assert!(stop.advance(Phase::Aborting, "deadline"));
+        assert_eq!(stop.phase(), Phase::Aborting);
+        assert_eq!(stop.cause().as_deref(), Some("SIGTERM"));
+        stop.reached(Phase::Finishing).await;
+    }
+}

@@ -1,0 +1,210 @@
+//! The intake: takes deliveries one by one, in order, and starts a life for each task; sees the
+//! sentinel, the stop, the loss of a session. Owns the set of accepted tasks, and therefore is the
+//! one who hands back, in delivery order. Ends when everything accepted has been settled.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::SystemTime;
+
+use tokio::sync::mpsc;
+use tokio::task::{AbortHandle, JoinError, JoinSet};
+
+use super::WorkerError;
+use super::life::Shared;
+use super::settle::Accepted;
+use super::ticket::Ticket;
+use crate::broker::{Consumer, Delivery, Event, Receipt};
+use crate::model::Codec;
+use crate::protocol::task::sentinel_is_expired;
+use crate::protocol::{Incoming, Message, Task, classify};
+use crate::shutdown::{Phase, Stop};
+
+/// How a worker ended in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// A signal or the launcher asked; everything is settled or handed back.
+    Drained,
+    /// A sentinel asked; everything before it is answered, the sentinel is acked.
+    OnRequest,
+    /// Nobody waited for the rest; it is the broker's again once the session closes.
+    Aborted,
+}
+
+struct Living<C: Codec> {
+    /// None for what is settled without the model.
+    ticket: Option<Arc<Ticket<C::Output>>>,
+    abort: AbortHandle,
+}
+
+/// See the module.
+pub(super) struct Intake<'a, C: Codec> {
+    shared: Arc<Shared<C>>,
+    consumer: &'a mut dyn Consumer,
+    stop: Stop,
+    /// Accepted and not yet settled, by delivery.
+    living: BTreeMap<Receipt, Living<C>>,
+    lives: JoinSet<(Receipt, Result<(), WorkerError>)>,
+    sentinel: Option<Receipt>,
+    /// The phase that has been acted on.
+    phase: Phase,
+}
+
+impl<'a, C: Codec> Intake<'a, C> {
+    pub(super) fn new(shared: Arc<Shared<C>>, consumer: &'a mut dyn Consumer, stop: Stop) -> Self {
+        Self {
+            shared,
+            consumer,
+            stop,
+            living: BTreeMap::new(),
+            lives: JoinSet::new(),
+            sentinel: None,
+            phase: Phase::Running,
+        }
+    }
+
+    /// Runs until everything accepted is settled after a stop.
+    ///
+    /// # Errors
+    /// [`WorkerError`]: this process cannot go on; what is unsettled goes back to the broker with
+    /// the session.
+    pub(super) async fn run(self, fault: &mut mpsc::Receiver<WorkerError>) -> Result<Ended, WorkerError> {
+        let stop = self.stop.clone();
+        tokio::select! {
+            ended = self.work(fault) => ended,
+            // Whatever is under way, a wait for the broker included.
+            () = stop.reached(Phase::Aborting) => Ok(Ended::Aborted),
+        }
+    }
+
+    async fn work(mut self, fault: &mut mpsc::Receiver<WorkerError>) -> Result<Ended, WorkerError> {
+        let mut more = true;
+        while more || !self.lives.is_empty() {
+            tokio::select! {
+                event = self.consumer.next(), if more => match event? {
+                    Event::Delivery(delivery) => self.take(*delivery).await,
+                    Event::Lost { session } => self.forget(session)?,
+                    Event::End => more = false,
+                },
+                Some(ended) = self.lives.join_next() => self.bury(ended)?,
+                error = fault.recv() => {
+                    let ended = || WorkerError::Internal("the batch former has ended".into());
+                    return Err(error.unwrap_or_else(ended));
+                }
+                () = self.stop.reached(Phase::Returning), if self.phase < Phase::Returning => {
+                    self.hand_back().await;
+                }
+            }
+        }
+        if self.stop.phase() == Phase::Running {
+            return Err(WorkerError::Internal("the broker's deliveries ended without being asked to".into()));
+        }
+        self.shared.settlement.settler.flush().await;
+        let Some(sentinel) = self.sentinel else { return Ok(Ended::Drained) };
+        // The last ack of all: whoever dies before it leaves the sentinel to another worker.
+        if self.shared.settlement.settler.ack(sentinel).await {
+            Ok(Ended::OnRequest)
+        } else {
+            Err(WorkerError::SentinelLost)
+        }
+    }
+
+    async fn take(&mut self, delivery: Delivery) {
+        if self.phase > Phase::Running {
+            return self.requeue(delivery.receipt).await;
+        }
+        let now = SystemTime::now();
+        let made_id = || uuid::Uuid::new_v4().to_string();
+        let attempt = delivery.delivery_count as i64 + 1;
+        let receipt = delivery.receipt;
+        match classify(delivery.message, now, made_id) {
+            Incoming::Task(task) => self.begin(Accepted { task, delivery: receipt, attempt }),
+            Incoming::UnknownControl(task, kind) => {
+                self.refuse(Accepted { task, delivery: receipt, attempt }, kind)
+            }
+            Incoming::Sentinel(message) => self.obey(&message, receipt, now).await,
+        }
+    }
+
+    fn begin(&mut self, accepted: Accepted) {
+        let receipt = accepted.delivery;
+        // A deadline that cannot be read is the task's error, found again in its life.
+        let deadline = Task::deadline(&accepted.task).ok().flatten();
+        let ticket = Arc::new(Ticket::new(deadline));
+        let (shared, own) = (self.shared.clone(), ticket.clone());
+        let abort = self.lives.spawn(async move { (receipt, shared.live(accepted, own).await) });
+        self.living.insert(receipt, Living { ticket: Some(ticket), abort });
+    }
+
+    fn refuse(&mut self, accepted: Accepted, kind: String) {
+        let (receipt, shared) = (accepted.delivery, self.shared.clone());
+        let abort = self.lives.spawn(async move { (receipt, shared.refuse_control(accepted, kind).await) });
+        self.living.insert(receipt, Living { ticket: None, abort });
+    }
+
+    async fn obey(&mut self, sentinel: &Message, receipt: Receipt, now: SystemTime) {
+        if sentinel_is_expired(sentinel, now) {
+            tracing::info!("an expired sentinel stops nobody");
+            self.shared.settlement.settler.ack(receipt).await;
+            return;
+        }
+        tracing::info!(unsettled = self.living.len(), "sentinel received; finishing what came before it");
+        self.consumer.cancel().await;
+        self.sentinel = Some(receipt);
+        self.phase = Phase::Finishing;
+        self.stop.advance(Phase::Finishing, "sentinel");
+    }
+
+    /// Hands back what is not on the device, then the sentinel if there is one: both in delivery
+    /// order, which some queues keep. What arrives from now on is behind them.
+    async fn hand_back(&mut self) {
+        self.phase = Phase::Returning;
+        self.consumer.cancel().await;
+        let mut withdrawn: Vec<Receipt> = Vec::new();
+        for (receipt, life) in &self.living {
+            if life.ticket.as_ref().is_some_and(|ticket| ticket.withdraw()) {
+                life.abort.abort();
+                withdrawn.push(*receipt);
+            }
+        }
+        withdrawn.extend(self.sentinel.take());
+        tracing::info!(handed_back = withdrawn.len(), unsettled = self.living.len(), "draining");
+        for receipt in withdrawn {
+            self.living.remove(&receipt);
+            self.requeue(receipt).await;
+        }
+    }
+
+    async fn requeue(&mut self, receipt: Receipt) {
+        self.shared.settlement.counters.requeued.fetch_add(1, Ordering::Relaxed);
+        self.shared.settlement.settler.requeue(receipt).await;
+    }
+
+    /// The session is over and all it delivered is the broker's: nobody answers it any more.
+    fn forget(&mut self, session: u64) -> Result<(), WorkerError> {
+        self.shared.settlement.lost.store(session, Ordering::Release);
+        let of_session = |receipt: &Receipt| receipt.session <= session;
+        for (receipt, life) in &self.living {
+            if of_session(receipt) && life.ticket.as_ref().is_some_and(|ticket| ticket.withdraw()) {
+                life.abort.abort();
+            }
+        }
+        self.living.retain(|receipt, _| !of_session(receipt));
+        // Going on would leave two workers to one sentinel.
+        if self.sentinel.as_ref().is_some_and(of_session) { Err(WorkerError::SentinelLost) } else { Ok(()) }
+    }
+
+    fn bury(
+        &mut self,
+        ended: Result<(Receipt, Result<(), WorkerError>), JoinError>,
+    ) -> Result<(), WorkerError> {
+        match ended {
+            Ok((receipt, result)) => {
+                self.living.remove(&receipt);
+                result
+            }
+            Err(error) if error.is_cancelled() => Ok(()),
+            Err(error) => Err(WorkerError::Internal(error.to_string())),
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! The life of one task, from acceptance to its settlement: check, prepare, wait for the forward
+//! pass, write the reply. One future a task; each step names what can end it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Instant, SystemTime};
+
+use tokio::sync::mpsc;
+
+use super::WorkerError;
+use super::batches::{Submission, expiry};
+use super::engine::Item;
+use super::lane::Lane;
+use super::outcome::Outcome;
+use super::settle::{Accepted, Settlement};
+use super::suspects::KnownPoison;
+use super::ticket::Ticket;
+use crate::model::{Codec, Prepared};
+use crate::protocol::task::URL;
+use crate::protocol::{Receipt, Task, TaskError, TaskErrorKind, shorten};
+
+/// What every task's future shares.
+pub(super) struct Shared<C: Codec> {
+    pub(super) codec: Arc<C>,
+    pub(super) prepare: Lane,
+    pub(super) respond: Lane,
+    /// To the batch former.
+    pub(super) submit: mpsc::Sender<Submission<C>>,
+    /// See the batch former.
+    pub(super) preparing: Arc<AtomicUsize>,
+    pub(super) settlement: Settlement,
+    /// What is not computed again.
+    pub(super) poison: KnownPoison,
+    pub(super) max_body: u64,
+    /// Deliveries of a task, where the broker counts them. The broker's own limit is one more, and
+    /// only the backstop: it tells the producer nothing.
+    pub(super) max_attempts: i64,
+}
+
+/// Counts a task as being prepared for as long as it lives.
+struct Preparing<'a>(&'a AtomicUsize);
+
+impl<'a> Preparing<'a> {
+    fn begin(count: &'a AtomicUsize) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Preparing<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl<C: Codec> Shared<C> {
+    /// Lives one task to its end.
+    ///
+    /// # Errors
+    /// As [`Settlement::settle`].
+    pub(super) async fn live(
+        &self,
+        accepted: Accepted,
+        ticket: Arc<Ticket<C::Output>>,
+    ) -> Result<(), WorkerError> {
+        let mut receipt =
+            Receipt { queue_ms: accepted.task.queued_ms(SystemTime::now()), ..Receipt::default() };
+        let suspect = (accepted.attempt > 1).then(|| accepted.task.fingerprint());
+        let outcome = if suspect.as_ref().is_some_and(|it| self.poison.holds(it)) {
+            Outcome::Poison
+        } else if accepted.attempt > self.max_attempts {
+            Outcome::OutOfAttempts(accepted.attempt - 1)
+        } else {
+            match self.work(&accepted.task, &ticket, suspect, &mut receipt).await {
+                Ok(body) => Outcome::Answered(body),
+                Err(error) => Outcome::Failed(error),
+            }
+        };
+        if ticket.commit() { self.settlement.settle(&accepted, outcome, &receipt).await } else { Ok(()) }
+    }
+
+    /// Settles a control message that nobody knows.
+    ///
+    /// # Errors
+    /// As [`Settlement::settle`].
+    pub(super) async fn refuse_control(&self, accepted: Accepted, kind: String) -> Result<(), WorkerError> {
+        self.settlement.settle(&accepted, Outcome::UnknownControl(kind), &Receipt::default()).await
+    }
+
+    async fn work(
+        &self,
+        task: &Task,
+        ticket: &Arc<Ticket<C::Output>>,
+        suspect: Option<String>,
+        receipt: &mut Receipt,
+    ) -> Result<Vec<u8>, TaskError> {
+        let preparing = Preparing::begin(&self.preparing);
+        task.deadline()?;
+        self.check(task, ticket.deadline)?;
+        let began = Instant::now();
+        let (codec, message) = (self.codec.clone(), task.message.clone());
+        let Prepared { request, inputs } =
+            self.prepare.run(move || codec.prepare(&message)).await.map_err(internal)??;
+        receipt.prepare_ms = ms(began);
+        if inputs.is_empty() {
+            return Err(internal("the model made no input of this task".into()));
+        }
+        let prepared = Instant::now();
+        let computed = ticket.expect(inputs.len());
+        let items = inputs.into_iter().enumerate().map(|(index, costed)| Item {
+            input: costed.input,
+            tokens: costed.tokens,
+            index,
+            ticket: ticket.clone(),
+        });
+        let submission = Submission { items: items.collect(), suspect };
+        let Ok(place) = self.submit.reserve().await else { return the_worker_ends().await };
+        // Before it is sent: whoever receives it must not wait for it.
+        drop(preparing);
+        place.send(submission);
+        let Ok(computed) = computed.await else { return the_worker_ends().await };
+        receipt.wait_ms = computed.started.map_or(0.0, |at| (at - prepared).as_secs_f64() * 1e3);
+        receipt.compute_ms = computed.compute.as_secs_f64() * 1e3;
+        receipt.batch_size = computed.last.size as i64;
+        receipt.batch_tokens = computed.last.tokens as i64;
+        let (codec, outputs) = (self.codec.clone(), computed.outputs?);
+        self.respond.run(move || codec.respond(request, outputs)).await.map_err(internal)?
+    }
+
+    /// What can be said of a task without reading its body.
+    fn check(&self, task: &Task, deadline: Option<SystemTime>) -> Result<(), TaskError> {
+        if deadline.is_some_and(|deadline| deadline <= SystemTime::now()) {
+            return Err(expiry());
+        }
+        let properties = &task.message.properties;
+        let size = task.message.body.len() as u64;
+        if size > self.max_body {
+            let words = format!("the body is {size} bytes; this pool takes at most {}", self.max_body);
+            return Err(TaskError::new(TaskErrorKind::TooLarge, words));
+        }
+        let served = self.codec.endpoint();
+        let asked = properties.headers.get(URL).and_then(|url| url.as_str());
+        if let Some(asked) = asked.filter(|asked| served != "*" && *asked != served) {
+            let words =
+                format!("url {:?} is not served here; this pool answers {served}", shorten(asked, 80));
+            return Err(TaskError::new(TaskErrorKind::UnknownModel, words).at("url"));
+        }
+        let types = self.codec.content_types();
+        if let Some(given) = task.content_type().filter(|given| !types.contains(&given.as_str())) {
+            let words = format!("content_type is {:?}; this model reads {types:?}", shorten(&given, 80));
+            return Err(TaskError::new(TaskErrorKind::Undecodable, words).at("content_type"));
+        }
+        match properties.content_encoding.as_deref().map(str::to_ascii_lowercase).as_deref() {
+            None | Some("" | "utf-8" | "utf8" | "identity") => Ok(()),
+            Some(other) => {
+                let words = format!("content_encoding {:?} is not supported; send utf-8", shorten(other, 80));
+                Err(TaskError::new(TaskErrorKind::Undecodable, words).at("content_encoding"))
+            }
+        }
+    }
+}
+
+/// The batch former is gone, and the intake knows or is about to: the device failed. That is not the
+/// task's fault, so it gets no answer; it goes back with the session.
+async fn the_worker_ends<T>() -> T {
+    std::future::pending().await
+}
+
+fn ms(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64() * 1e3
+}
+
+fn internal(words: String) -> TaskError {
+    tracing::error!(error = words, "a task failed inside sconce");
+    TaskError::new(TaskErrorKind::Internal, words)
+}

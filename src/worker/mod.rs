@@ -1,0 +1,236 @@
+//! One worker: intake → prepare → batch → forward → settle, and its drain. Knows models and brokers
+//! by their traits only, and its launcher by control lines only.
+//!
+//! | file | decides |
+//! |---|---|
+//! | `intake` | what a delivery is; what is handed back; when the worker has ended |
+//! | `life` | the steps of one task |
+//! | `ticket` | whether a task is answered or handed back |
+//! | `batches` | when the device gets its next batch (by the rules in `batching`) |
+//! | `suspects` | which tasks are computed alone, because one may have killed a worker |
+//! | `engine` | the model thread; what a failed batch means |
+//! | `lane` | the threads beside it |
+//! | `outcome` | what happened → what becomes of the message |
+//! | `settle` | publish → confirm → ack |
+//! | `report` | control lines, counters |
+
+mod batches;
+mod engine;
+mod intake;
+mod lane;
+mod life;
+mod outcome;
+mod report;
+mod settle;
+mod suspects;
+mod ticket;
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::time::{Duration, Instant};
+
+use futures_util::future::BoxFuture;
+use tokio::sync::mpsc;
+
+use crate::batching::{Batcher, Policy};
+use crate::broker::{BrokerError, Link};
+use crate::config::Assignment;
+use crate::model::{Codec, LoadError, LoadSpec, Model};
+use crate::protocol::Signature;
+use crate::protocol::control::Event;
+use crate::shutdown::{Exit, Phase, Stop};
+
+use engine::{Engine, Loaded};
+
+pub use intake::Ended;
+pub use report::Reporter;
+pub use suspects::KnownPoison;
+
+/// Longest wait for the broker to hear that we leave.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// Why this process cannot go on. What it holds goes back to the broker.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerError {
+    /// The model could not be loaded.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// No broker to work with.
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
+    /// The device failed; only a new process can use it.
+    #[error("{0}")]
+    Device(String),
+    /// There is no dead-letter queue to put a message in.
+    #[error("dead-letter queue {queue:?}: {why}; make it, or set broker.declare = true")]
+    NoDeadLetters {
+        /// The pool's `dead_letter_queue`.
+        queue: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The broker was lost while the worker obeyed a sentinel, which is now somebody else's.
+    #[error("the broker was lost before the sentinel could be acked")]
+    SentinelLost,
+    /// A bug, or a system without threads.
+    #[error("internal error: {0}")]
+    Internal(String),
+}
+
+impl From<io::Error> for WorkerError {
+    fn from(error: io::Error) -> Self {
+        Self::Internal(error.to_string())
+    }
+}
+
+impl WorkerError {
+    /// The exit code that says so.
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Load(LoadError::Device { .. }) | Self::Device(_) => Exit::DeviceFailed,
+            Self::Load(_) => Exit::ModelFailed,
+            Self::Broker(BrokerError::Refused { .. }) | Self::NoDeadLetters { .. } => Exit::Config,
+            Self::Broker(BrokerError::Unreachable { .. }) | Self::SentinelLost => Exit::BrokerLost,
+            Self::Internal(_) => Exit::Internal,
+        }
+    }
+}
+
+/// The launcher, as its worker knows it: by control lines.
+#[derive(Clone)]
+pub struct Control {
+    /// What the worker tells it.
+    pub reporter: Reporter,
+    /// What it told the worker of tasks that kill.
+    pub poison: KnownPoison,
+}
+
+/// Runs one worker to its end. `open` connects to the broker once the model is loaded, so that a
+/// worker holds no task that it cannot compute.
+///
+/// # Errors
+/// [`WorkerError::exit`] says what to exit with.
+pub async fn run<M: Model>(
+    assignment: &Assignment,
+    open: for<'a> fn(&'a Assignment) -> BoxFuture<'a, Result<Link, BrokerError>>,
+    stop: Stop,
+    control: &Control,
+) -> Result<Ended, WorkerError> {
+    let reporter = &control.reporter;
+    let Some((engine, loaded)) = load::<M>(assignment, &stop, reporter).await? else {
+        // Nothing has been accepted: there is nothing to drain.
+        return Ok(Ended::Drained);
+    };
+    let mut link = open(assignment).await?;
+    let counters = Arc::new(report::Counters::default());
+    let (shared, former, mut fault) =
+        assemble(assignment, engine, loaded, &link, (counters.clone(), control))?;
+    let helpers = [
+        tokio::spawn(former.run()),
+        tokio::spawn(report::every(report::STATS_EVERY, counters.clone(), reporter.clone())),
+        tokio::spawn(report::draining(stop.clone(), reporter.clone())),
+    ];
+    let since = Instant::now();
+    let intake = intake::Intake::new(Arc::new(shared), &mut *link.consumer, stop);
+    let ended = intake.run(&mut fault).await;
+    for helper in helpers {
+        helper.abort();
+    }
+    reporter.mention(&Event::Stats(counters.take(since)));
+    if !matches!(ended, Ok(Ended::Aborted)) {
+        // Closing tells the broker that what is unsettled is its own again; acks sent before are read.
+        let _ = tokio::time::timeout(FAREWELL, link.publisher.close()).await;
+        link.consumer.close().await;
+    }
+    ended
+}
+
+/// Loads the model on its thread; none when the worker was told to stop meanwhile.
+async fn load<M: Model>(
+    assignment: &Assignment,
+    stop: &Stop,
+    reporter: &Reporter,
+) -> Result<Option<(Engine<M::Codec>, Loaded<M::Codec>)>, WorkerError> {
+    let born = Instant::now();
+    reporter.send(&Event::Loading).await;
+    let mut engine = engine::start::<M>(load_spec(assignment))?;
+    let loaded = tokio::select! {
+        loaded = &mut engine.loaded => loaded,
+        () = stop.reached(Phase::Finishing) => return Ok(None),
+    };
+    let loaded =
+        loaded.map_err(|_| WorkerError::Internal("the model thread died while loading".into()))??;
+    let load_ms = born.elapsed().as_millis() as u64;
+    tracing::debug!(device = loaded.device, model = assignment.pool.model, load_ms, "model loaded");
+    reporter.send(&Event::Ready { device: loaded.device.clone(), load_ms }).await;
+    Ok(Some((engine, loaded)))
+}
+
+fn load_spec(assignment: &Assignment) -> LoadSpec {
+    let pool = &assignment.pool;
+    LoadSpec {
+        source: pool.model.clone(),
+        served_names: pool.served_names.clone(),
+        device: assignment.device.clone(),
+        max_inputs: pool.max_inputs,
+    }
+}
+
+type Assembled<C> = (life::Shared<C>, batches::BatchFormer<C>, mpsc::Receiver<WorkerError>);
+
+/// Puts the worker's parts together: what the tasks share, the batch former, and the way by which it
+/// tells of a device fault.
+fn assemble<C: Codec>(
+    assignment: &Assignment,
+    engine: Engine<C>,
+    loaded: Loaded<C>,
+    link: &Link,
+    (counters, control): (Arc<report::Counters>, &Control),
+) -> Result<Assembled<C>, WorkerError> {
+    let pool = &assignment.pool;
+    let preparing = Arc::new(AtomicUsize::new(0));
+    let (submit, submissions) = mpsc::channel(usize::from(assignment.prefetch()));
+    let (fault_in, fault) = mpsc::channel(1);
+    let policy = Policy {
+        max_tokens: assignment.max_tokens(),
+        // With fewer messages in hand, a batch of tasks with one input each could never fill.
+        max_requests: pool.batch.max_requests.min(assignment.prefetch().into()),
+        max_delay: pool.batch.max_delay,
+    };
+    let former = batches::BatchFormer {
+        batcher: Batcher::new(policy),
+        suspects: suspects::Suspects::new(policy, control.reporter.clone()),
+        submissions,
+        batches: engine.batches,
+        done: engine.done,
+        preparing: preparing.clone(),
+        counters: counters.clone(),
+        fault: fault_in,
+    };
+    let settlement = settle::Settlement {
+        settler: link.settler.clone(),
+        publisher: link.publisher.clone(),
+        signature: Signature {
+            worker: assignment.worker.clone(),
+            device: loaded.device,
+            model: load_spec(assignment).model_name().to_owned(),
+        },
+        reply_queue: pool.reply_queue.clone(),
+        dead_letter_queue: pool.dead_letter_queue.clone(),
+        counters,
+        lost: AtomicU64::new(0),
+    };
+    let shared = life::Shared {
+        codec: Arc::new(loaded.codec),
+        prepare: lane::Lane::start("prepare")?,
+        respond: lane::Lane::start("respond")?,
+        submit,
+        preparing,
+        settlement,
+        poison: control.poison.clone(),
+        max_body: pool.max_body,
+        max_attempts: assignment.broker.delivery_limit.into(),
+    };
+    Ok((shared, former, fault))
+}

@@ -1,0 +1,155 @@
+//! Carries out a disposition: publish, confirm, ack, in this order and no other
+//! (`confirm-before-ack`). Owns nothing; a delivery of a session that is over is left alone, since
+//! it is the broker's again.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::WorkerError;
+use super::outcome::{Disposition, Outcome, disposition};
+use super::report::Counters;
+use crate::backoff::Backoff;
+use crate::broker::{Published, Publisher, Receipt as DeliveryReceipt, Settler};
+use crate::protocol::dead_letter::{Reason, dead_letter, parked, without_foreign_headers};
+use crate::protocol::reply::reply;
+use crate::protocol::{Message, Receipt, Signature, Task, TaskError, TaskErrorKind};
+
+/// Between two attempts to publish into a queue that takes nothing.
+const NACKED: Backoff = Backoff { first: Duration::from_millis(200), most: Duration::from_secs(10) };
+
+/// What settling needs; shared by all tasks of a worker.
+pub(super) struct Settlement {
+    pub(super) settler: Arc<dyn Settler>,
+    pub(super) publisher: Arc<dyn Publisher>,
+    pub(super) signature: Signature,
+    pub(super) reply_queue: Option<String>,
+    pub(super) dead_letter_queue: String,
+    pub(super) counters: Arc<Counters>,
+    /// The latest session that is over. Written by the intake, read before a reply is published:
+    /// the task will be delivered again, and one reply is enough.
+    pub(super) lost: AtomicU64,
+}
+
+/// A task with its delivery.
+pub(super) struct Accepted {
+    pub(super) task: Task,
+    pub(super) delivery: DeliveryReceipt,
+    pub(super) attempt: i64,
+}
+
+impl Settlement {
+    /// Settles one task.
+    ///
+    /// # Errors
+    /// [`WorkerError`] when no broker takes our messages: the task stays unacked.
+    pub(super) async fn settle(
+        &self,
+        accepted: &Accepted,
+        outcome: Outcome,
+        receipt: &Receipt,
+    ) -> Result<(), WorkerError> {
+        if self.lost.load(Ordering::Acquire) >= accepted.delivery.session {
+            return Ok(());
+        }
+        match disposition(outcome) {
+            Disposition::ReplyAndAck(body) => {
+                self.answer(accepted, Ok(body), receipt).await?;
+                self.counters.succeeded.fetch_add(1, Ordering::Relaxed);
+            }
+            Disposition::ReplyErrorAndAck(error) => {
+                tracing::debug!(task.id = accepted.task.id, %error, "answering with an error");
+                self.answer(accepted, Err(&error), receipt).await?;
+                self.counters.failed.fetch_add(1, Ordering::Relaxed);
+            }
+            Disposition::DeadLetter(reason, error) => {
+                tracing::warn!(task.id = accepted.task.id, reason = reason.as_str(), %error, "dead letter");
+                let letter = dead_letter(&accepted.task, reason, &error.message, &self.signature.worker);
+                self.bury(letter).await?;
+                self.answer(accepted, Err(&error), receipt).await?;
+                self.counters.failed.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        if !self.settler.ack(accepted.delivery).await {
+            tracing::info!(task.id = accepted.task.id, "late ack discarded; the task will come again");
+        }
+        Ok(())
+    }
+
+    /// Publishes the reply, if anybody wants one.
+    async fn answer(
+        &self,
+        accepted: &Accepted,
+        body: Result<Vec<u8>, &TaskError>,
+        receipt: &Receipt,
+    ) -> Result<(), WorkerError> {
+        let task = &accepted.task;
+        let Some(queue) = task.reply_to().or(self.reply_queue.as_deref()) else { return Ok(()) };
+        let message = reply(task, body, receipt, &self.signature, accepted.attempt);
+        let refusal = match self.publish(queue, message.clone()).await? {
+            Sent::Confirmed => return Ok(()),
+            Sent::Unroutable => return self.park(task, message, queue).await,
+            Sent::Refused(words) => words,
+        };
+        let words = format!("the broker refuses the reply of {} bytes: {refusal}", message.body.len());
+        tracing::warn!(task.id = task.id, error = words, "answering with an error instead");
+        let error = TaskError::new(TaskErrorKind::TooLarge, words);
+        let smaller = reply(task, Err(&error), receipt, &self.signature, accepted.attempt);
+        match self.publish(queue, smaller.clone()).await? {
+            Sent::Confirmed => Ok(()),
+            Sent::Unroutable | Sent::Refused(_) => self.park(task, smaller, queue).await,
+        }
+    }
+
+    /// A reply that has nowhere to go.
+    async fn park(&self, task: &Task, reply: Message, queue: &str) -> Result<(), WorkerError> {
+        let error = format!("reply queue {queue:?} does not exist or takes no message");
+        tracing::warn!(task.id = task.id, error, "parking the reply among the dead letters");
+        self.bury(parked(reply, &task.id, Reason::Unroutable, &error, &self.signature.worker)).await
+    }
+
+    async fn bury(&self, letter: Message) -> Result<(), WorkerError> {
+        let queue = &self.dead_letter_queue;
+        let mut sent = self.publish(queue, letter.clone()).await?;
+        if let Sent::Refused(words) = &sent {
+            tracing::warn!(queue, error = words, "dead letter refused; dropping its producer's headers");
+            sent = self.publish(queue, without_foreign_headers(letter)).await?;
+        }
+        let why = match sent {
+            Sent::Confirmed => {
+                self.counters.dead_lettered.fetch_add(1, Ordering::Relaxed);
+                return Ok(());
+            }
+            Sent::Unroutable => "it does not exist".to_owned(),
+            Sent::Refused(words) => words,
+        };
+        // Acking would lose the message and requeueing would loop: only the operator can help.
+        Err(WorkerError::NoDeadLetters { queue: queue.clone(), why })
+    }
+
+    /// Publishes until the broker has taken the message or never will. While it cannot, the task
+    /// stays unacked and the intake stands still: that is the back-pressure.
+    async fn publish(&self, queue: &str, message: Message) -> Result<Sent, WorkerError> {
+        let mut failures = 0;
+        loop {
+            match self.publisher.publish(queue, message.clone()).await? {
+                Published::Confirmed => return Ok(Sent::Confirmed),
+                Published::Unroutable => return Ok(Sent::Unroutable),
+                Published::Refused(words) => return Ok(Sent::Refused(words)),
+                Published::Nacked => {}
+            }
+            failures += 1;
+            if failures == 1 {
+                tracing::warn!(queue, "the queue takes no message now (is it full?); trying again");
+            }
+            tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
+        }
+    }
+}
+
+/// What became of a message in the end.
+enum Sent {
+    Confirmed,
+    Unroutable,
+    Refused(String),
+}

@@ -1,0 +1,154 @@
+//! Holds the tree to the table in `src/lib.rs`: who imports whom, which crates stay in which room,
+//! how long a file may be.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot read the tree fails")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Rooms and what each may import.
+const MAY_IMPORT: &[(&str, &[&str])] = &[
+    ("protocol", &[]),
+    ("batching", &[]),
+    ("backoff", &[]),
+    ("shutdown", &[]),
+    ("config", &[]),
+    ("telemetry", &[]),
+    ("model", &["protocol"]),
+    ("broker", &["protocol", "backoff", "config"]),
+    ("worker", &["protocol", "batching", "backoff", "shutdown", "config", "model", "broker"]),
+    ("launcher", &["protocol", "backoff", "shutdown", "config"]),
+    ("cli", &["shutdown"]),
+    ("app", &["protocol", "shutdown", "config", "telemetry", "model", "broker", "worker", "launcher", "cli"]),
+];
+
+/// Crates, and the only folder that may name them.
+const FENCES: &[(&str, &str)] = &[
+    ("lapin", "src/broker/amqp"),
+    ("candle_core", "src/model"),
+    ("candle_nn", "src/model"),
+    ("tokenizers", "src/model"),
+    ("hf_hub", "src/model"),
+    ("clap", "src/cli"),
+    ("indicatif", "src/app"),
+    ("anyhow", "src/app"),
+];
+
+/// `anyhow` and clap's entry point are the app's too.
+const EXCEPTIONS: &[(&str, &str)] = &[("clap", "src/app/mod.rs")];
+
+/// Rooms without any asynchronous runtime.
+const WITHOUT_TOKIO: &[&str] = &["protocol", "batching", "backoff", "model", "config", "cli", "telemetry"];
+
+struct Source {
+    path: String,
+    room: String,
+    code: String,
+}
+
+/// Every source file, without its inline tests and comments.
+fn sources() -> Vec<Source> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut found = Vec::new();
+    let mut folders = vec![root.join("src")];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                found.push(source(root, path));
+            }
+        }
+    }
+    assert!(found.len() > 40, "the tree was not found");
+    found
+}
+
+fn source(root: &Path, path: PathBuf) -> Source {
+    let text = fs::read_to_string(&path).unwrap();
+    let tests = text.find("#[cfg(test)]\nmod tests {").unwrap_or(text.len());
+    let code: String = text[..tests]
+        .lines()
+        .filter(|line| !line.trim_start().starts_with("//"))
+        .map(|line| format!("{line}\n"))
+        .collect();
+    let path = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
+    let inside = path.strip_prefix("src/").unwrap();
+    let room = inside.split(['/', '.']).next().unwrap().to_owned();
+    Source { path, room, code }
+}
+
+fn names(code: &str, name: &str) -> bool {
+    let is_word = |character: char| character.is_alphanumeric() || character == '_';
+    code.match_indices(name).any(|(at, _)| {
+        let before = code[..at].chars().next_back();
+        !before.is_some_and(is_word) && code[at + name.len()..].starts_with("::")
+    })
+}
+
+#[test]
+fn imports_only_point_down() {
+    let allowed: BTreeMap<_, _> = MAY_IMPORT.iter().copied().collect();
+    let mut wrong = Vec::new();
+    for source in sources() {
+        if source.room == "lib" || source.room == "main" {
+            continue;
+        }
+        let may =
+            allowed.get(source.room.as_str()).unwrap_or_else(|| panic!("{}: no such room", source.path));
+        for (room, _) in MAY_IMPORT {
+            let imports = source.code.contains(&format!("crate::{room}"));
+            if imports && *room != source.room && !may.contains(room) {
+                wrong.push(format!("{} imports {room}", source.path));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn third_party_crates_stay_behind_their_fences() {
+    let mut wrong = Vec::new();
+    for source in sources() {
+        for (name, folder) in FENCES {
+            let excepted = EXCEPTIONS.contains(&(name, source.path.as_str()));
+            if names(&source.code, name) && !source.path.starts_with(folder) && !excepted {
+                wrong.push(format!("{} names {name}", source.path));
+            }
+        }
+        if WITHOUT_TOKIO.contains(&source.room.as_str()) && names(&source.code, "tokio") {
+            wrong.push(format!("{} names tokio", source.path));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn a_file_can_be_proofread_in_one_sitting() {
+    let mut lengths: Vec<_> =
+        sources().into_iter().map(|source| (source.code.lines().count(), source.path)).collect();
+    lengths.sort();
+    let at = |share: usize| &lengths[(lengths.len() - 1) * share / 100];
+    assert!(at(50).0 <= 150, "the median is {:?}", at(50));
+    assert!(at(90).0 <= 350, "the 90th percentile is {:?}", at(90));
+    assert!(at(100).0 <= 500, "the longest is {:?}", at(100));
+}
+
+#[test]
+fn every_file_opens_by_saying_what_it_decides() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for source in sources() {
+        let text = fs::read_to_string(root.join(&source.path)).unwrap();
+        assert!(text.starts_with("//! "), "{}", source.path);
+    }
+}
+
+#[test]
+fn the_example_of_a_users_own_model_stays_short() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let text = fs::read_to_string(root.join("examples/custom_model.rs")).unwrap();
+    let code = text.lines().filter(|line| !line.trim().is_empty() && !line.trim_start().starts_with("//"));
+    assert!(code.count() < 60);
+}

@@ -1,0 +1,58 @@
+//! The rig of the embedded queue: its own broker and socket for each case.
+
+use std::num::NonZeroU16;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use sconce::broker::Published;
+use sconce::broker::embedded::{EmbeddedBroker, QueueSpec, Subscription, connect};
+use sconce::protocol::Message;
+
+use crate::rig::{Link, Rig};
+
+/// Queues are made at the start; a case needs few.
+const QUEUES: usize = 4;
+
+pub struct EmbeddedRig {
+    broker: EmbeddedBroker,
+    used: AtomicUsize,
+    /// Dropped after the broker, which removes its own folder inside.
+    _folder: tempfile::TempDir,
+}
+
+impl Rig for EmbeddedRig {
+    async fn start() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let queues: Vec<QueueSpec> = (0..QUEUES)
+            .map(|n| QueueSpec { name: format!("queue-{n}"), max_ready: 10_000, delivery_limit: None })
+            .collect();
+        let path = folder.path().join("queue").join("socket");
+        let broker = EmbeddedBroker::bind(path, &queues).expect("the socket");
+        Self { broker, used: AtomicUsize::new(0), _folder: folder }
+    }
+
+    async fn fresh_queue(&self) -> String {
+        let n = self.used.fetch_add(1, Ordering::Relaxed);
+        assert!(n < QUEUES, "a case uses more queues than the rig makes");
+        format!("queue-{n}")
+    }
+
+    async fn open(&self, queue: &str, prefetch: u16) -> Link {
+        let prefetch = NonZeroU16::new(prefetch).expect("a prefetch");
+        let subscription = Subscription { queue: queue.to_owned(), prefetch };
+        let link = connect(self.broker.path(), subscription).await.expect("a connection");
+        Link { consumer: link.consumer, settler: link.settler, publisher: link.publisher }
+    }
+
+    async fn crash(&self, link: Link) {
+        // The last handle closes the socket, as the kernel does for a dead process.
+        drop(link);
+    }
+
+    async fn publish(&self, queue: &str, message: Message) {
+        assert_eq!(self.broker.publish(queue, message).await, Published::Confirmed);
+    }
+
+    async fn ready(&self, queue: &str) -> usize {
+        self.broker.stats(queue).expect("a queue of the rig").ready
+    }
+}

@@ -1,0 +1,114 @@
+//! What a broker has to offer to be put through the cases, and the list of the cases.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sconce::broker::{Consumer, Delivery, Event, Publisher, Settler};
+use sconce::protocol::Message;
+
+/// No case waits longer for anything.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// How long "nothing comes" is watched.
+pub const SILENCE: Duration = Duration::from_millis(200);
+
+/// One worker's connection to a broker.
+pub struct Link {
+    pub consumer: Box<dyn Consumer>,
+    pub settler: Arc<dyn Settler>,
+    pub publisher: Arc<dyn Publisher>,
+}
+
+impl Link {
+    /// The next delivery; panics on anything else.
+    pub async fn take(&mut self) -> Delivery {
+        match tokio::time::timeout(PATIENCE, self.consumer.next()).await {
+            Ok(Ok(Event::Delivery(delivery))) => *delivery,
+            other => panic!("no delivery but {other:?}"),
+        }
+    }
+
+    /// The next `count` deliveries.
+    pub async fn take_many(&mut self, count: usize) -> Vec<Delivery> {
+        let mut taken = Vec::new();
+        for _ in 0..count {
+            taken.push(self.take().await);
+        }
+        taken
+    }
+
+    /// Panics when an event comes.
+    pub async fn takes_nothing(&mut self) {
+        if let Ok(event) = tokio::time::timeout(SILENCE, self.consumer.next()).await {
+            panic!("nothing was to come, but {event:?} did");
+        }
+    }
+}
+
+/// A broker under test. Each case starts its own.
+pub trait Rig: Sized {
+    /// Whether infinite numbers in headers survive.
+    const INFINITE_HEADERS: bool = true;
+
+    /// Starts or reaches the broker; panics with how to get one where there is none.
+    async fn start() -> Self;
+
+    /// A new, empty queue.
+    async fn fresh_queue(&self) -> String;
+
+    /// Connects a worker that consumes `queue`.
+    async fn open(&self, queue: &str, prefetch: u16) -> Link;
+
+    /// Ends a link as the death of its process would: nothing is said to the broker.
+    async fn crash(&self, link: Link);
+
+    /// Puts a message into a queue and returns when it is there.
+    async fn publish(&self, queue: &str, message: Message);
+
+    /// Messages that wait for a consumer.
+    async fn ready(&self, queue: &str) -> usize;
+
+    /// Waits until `count` messages are ready.
+    async fn ready_becomes(&self, queue: &str, count: usize) {
+        let reached = async {
+            while self.ready(queue).await != count {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        if tokio::time::timeout(PATIENCE, reached).await.is_err() {
+            panic!("{} ready in {queue}, not {count}", self.ready(queue).await);
+        }
+    }
+}
+
+/// Makes a module of tests, one for each case, for one rig.
+#[macro_export]
+macro_rules! conformance {
+    ($module:ident, $rig:ty) => {
+        $crate::conformance!($module, $rig:
+            prefetch_bounds_what_is_unsettled,
+            an_ack_removes_a_message,
+            acks_in_any_order_leave_only_what_is_unfinished,
+            a_requeued_message_is_back_at_its_old_place,
+            a_lost_links_messages_come_back_redelivered_and_counted,
+            after_a_cancel_the_prefetched_come_and_then_the_end,
+            acks_written_before_a_close_count_and_later_ones_do_not,
+            a_publisher_outlives_its_closed_consumer,
+            exactly_the_publishes_to_missing_queues_are_unroutable,
+            an_expired_message_is_never_delivered,
+            properties_of_every_type_survive_unchanged,
+            empty_and_large_bodies_survive,
+        );
+    };
+    ($module:ident, $rig:ty: $($case:ident,)*) => {
+        mod $module {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $case() {
+                    let rig = <$rig as $crate::rig::Rig>::start().await;
+                    $crate::cases::$case(&rig).await;
+                }
+            )*
+        }
+    };
+}

@@ -1,0 +1,249 @@
+//! What the embedded queue promises beyond the broker traits: back-pressure, the launcher's own
+//! ends, dead letters, a private socket, and an end that everyone notices.
+
+use std::num::NonZeroU16;
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+use futures_util::poll;
+use sconce::broker::embedded::{
+    DeliveryLimit, EmbeddedBroker, MAX_MESSAGE, QueueSpec, Subscription, connect,
+};
+use sconce::broker::{BrokerError, Delivery, Event, Link, Published};
+use sconce::protocol::{Message, Value};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn spec(name: &str, max_ready: usize) -> QueueSpec {
+    QueueSpec { name: name.to_owned(), max_ready, delivery_limit: None }
+}
+
+fn text(body: &str) -> Message {
+    Message { body: body.to_owned().into(), ..Message::default() }
+}
+
+/// A broker in a folder of its own; the folder is to be held.
+fn broker(queues: &[QueueSpec]) -> (EmbeddedBroker, tempfile::TempDir) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let broker = EmbeddedBroker::bind(folder.path().join("queue/socket"), queues).expect("the socket");
+    (broker, folder)
+}
+
+async fn open(broker: &EmbeddedBroker, queue: &str, prefetch: u16) -> Result<Link, BrokerError> {
+    let prefetch = NonZeroU16::new(prefetch).expect("a prefetch");
+    connect(broker.path(), Subscription { queue: queue.to_owned(), prefetch }).await
+}
+
+async fn take(link: &mut Link) -> Delivery {
+    match tokio::time::timeout(PATIENCE, link.consumer.next()).await {
+        Ok(Ok(Event::Delivery(delivery))) => *delivery,
+        other => panic!("no delivery but {other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn the_launchers_publish_waits_while_the_queue_is_full() {
+    let (broker, _folder) = broker(&[spec("tasks", 2)]);
+    for body in ["0", "1"] {
+        assert_eq!(broker.publish("tasks", text(body)).await, Published::Confirmed);
+    }
+    let mut third = std::pin::pin!(broker.publish("tasks", text("2")));
+    assert!(poll!(&mut third).is_pending());
+    assert_eq!(broker.stats("tasks").unwrap().ready, 2);
+    let _link = open(&broker, "tasks", 1).await.unwrap();
+    assert_eq!(tokio::time::timeout(PATIENCE, third).await, Ok(Published::Confirmed));
+}
+
+#[tokio::test]
+async fn a_workers_confirm_waits_while_the_queue_is_full_and_its_acks_do_not() {
+    let (broker, _folder) = broker(&[spec("tasks", 10), spec("replies", 1)]);
+    broker.publish("tasks", text("task")).await;
+    let mut link = open(&broker, "tasks", 1).await.unwrap();
+    let held = take(&mut link).await;
+    let first = link.publisher.publish("replies", text("0")).await;
+    assert_eq!(first.ok(), Some(Published::Confirmed));
+    let mut second = link.publisher.publish("replies", text("1"));
+    assert!(poll!(&mut second).is_pending());
+    assert!(link.settler.ack(held.receipt).await);
+    link.consumer.close().await;
+    let stats = broker.stats("tasks").unwrap();
+    assert_eq!((stats.ready, stats.unacked), (0, 0), "the ack was not behind the held confirm");
+    assert!(poll!(&mut second).is_pending());
+    let mut replies = broker.consume("replies").unwrap();
+    assert_eq!(replies.next().await.unwrap().ack().body, "0");
+    let second = tokio::time::timeout(PATIENCE, second).await.unwrap();
+    assert_eq!(second.ok(), Some(Published::Confirmed));
+}
+
+#[tokio::test]
+async fn a_reply_taken_but_not_acked_returns_when_its_consumer_ends() {
+    let (broker, _folder) = broker(&[spec("replies", 10)]);
+    broker.publish("replies", text("kept")).await;
+    broker.publish("replies", text("acked")).await;
+    let mut consumer = broker.consume("replies").unwrap();
+    let kept = consumer.next().await.unwrap();
+    assert_eq!(kept.message().body, "kept");
+    assert_eq!(consumer.next().await.unwrap().ack().body, "acked");
+    drop((kept, consumer));
+    let stats = broker.stats("replies").unwrap();
+    assert_eq!((stats.ready, stats.unacked), (1, 0));
+}
+
+#[tokio::test]
+async fn a_consumer_inside_the_launcher_ends_with_the_broker() {
+    let (broker, _folder) = broker(&[spec("replies", 10)]);
+    broker.publish("replies", text("last")).await;
+    let mut consumer = broker.consume("replies").unwrap();
+    broker.shutdown().await;
+    drop(broker);
+    assert_eq!(consumer.next().await.unwrap().ack().body, "last");
+    assert!(consumer.next().await.is_none());
+}
+
+#[tokio::test]
+async fn publishes_given_up_half_way_do_not_clog_the_pipeline() {
+    let (broker, _folder) = broker(&[spec("tasks", 10), spec("replies", 100_000)]);
+    let link = open(&broker, "tasks", 1).await.unwrap();
+    for _ in 0..40 {
+        // More than the socket takes at once: some are dropped at each stage of being sent.
+        let all = (0..100).map(|_| link.publisher.publish("replies", text("reply")));
+        assert!(poll!(futures_util::future::join_all(all)).is_pending());
+    }
+    let last = tokio::time::timeout(PATIENCE, link.publisher.publish("replies", text("last"))).await;
+    assert_eq!(last.unwrap().ok(), Some(Published::Confirmed));
+}
+
+#[tokio::test]
+async fn a_task_that_kills_its_workers_ends_as_a_dead_letter() {
+    let dead_letter_queue = "dead".to_owned();
+    let limit = DeliveryLimit { returns: 1, dead_letter_queue };
+    let tasks = QueueSpec { delivery_limit: Some(limit), ..spec("tasks", 10) };
+    let (broker, _folder) = broker(&[tasks, spec("dead", 10)]);
+    let mut poison = text("poison");
+    poison.properties.message_id = Some("p-1".to_owned());
+    broker.publish("tasks", poison).await;
+    let mut dead = broker.consume("dead").unwrap();
+    for count in 0..2 {
+        let mut link = open(&broker, "tasks", 1).await.unwrap();
+        assert_eq!(take(&mut link).await.delivery_count, count);
+    }
+    let letter = tokio::time::timeout(PATIENCE, dead.next()).await.unwrap().unwrap().ack();
+    assert_eq!(letter.body, "poison");
+    assert_eq!(letter.properties.headers["reason"], Value::from("attempts"));
+    assert_eq!(letter.properties.headers["task_id"], Value::from("p-1"));
+}
+
+#[tokio::test]
+async fn when_the_launcher_ends_a_waiting_publish_and_consumer_fail_and_settling_is_false() {
+    let (broker, _folder) = broker(&[spec("tasks", 10), spec("replies", 0)]);
+    broker.publish("tasks", text("task")).await;
+    let mut link = open(&broker, "tasks", 1).await.unwrap();
+    let held = take(&mut link).await;
+    let publisher = link.publisher.clone();
+    let mut waiting = publisher.publish("replies", text("reply"));
+    assert!(poll!(&mut waiting).is_pending());
+    tokio::time::timeout(PATIENCE, broker.shutdown()).await.unwrap();
+    assert!(matches!(waiting.await, Err(BrokerError::Unreachable { .. })));
+    assert!(matches!(link.consumer.next().await, Err(BrokerError::Unreachable { .. })));
+    assert!(!link.settler.ack(held.receipt).await);
+    let late = link.publisher.publish("replies", text("late")).await;
+    assert!(matches!(late, Err(BrokerError::Unreachable { .. })));
+}
+
+#[tokio::test]
+async fn more_publishes_at_once_than_the_pipeline_holds_are_all_confirmed() {
+    let (broker, _folder) = broker(&[spec("tasks", 10), spec("replies", 10_000)]);
+    let link = open(&broker, "tasks", 1).await.unwrap();
+    let all = (0..5_000).map(|_| link.publisher.publish("replies", text("reply")));
+    let answers = tokio::time::timeout(PATIENCE, futures_util::future::join_all(all)).await.unwrap();
+    assert!(answers.iter().all(|answer| matches!(answer, Ok(Published::Confirmed))));
+    assert_eq!(broker.stats("replies").unwrap().ready, 5_000);
+}
+
+#[tokio::test]
+async fn a_message_over_the_limit_is_refused_and_the_connection_lives() {
+    let (broker, _folder) = broker(&[spec("tasks", 10)]);
+    let link = open(&broker, "tasks", 1).await.unwrap();
+    let large = Message { body: vec![0; MAX_MESSAGE].into(), ..Message::default() };
+    assert!(matches!(broker.publish("tasks", large.clone()).await, Published::Refused(_)));
+    let refused = link.publisher.publish("tasks", large).await;
+    assert!(matches!(refused, Ok(Published::Refused(_))));
+    let mut bad = text("expires when?");
+    bad.properties.expiration = Some("soon".to_owned());
+    let refused = link.publisher.publish("tasks", bad).await;
+    assert!(matches!(refused, Ok(Published::Refused(reason)) if reason.contains("soon")));
+    let fine = link.publisher.publish("tasks", text("fine")).await;
+    assert_eq!(fine.ok(), Some(Published::Confirmed));
+}
+
+#[tokio::test]
+async fn a_missing_queue_is_refused_by_name() {
+    let (broker, _folder) = broker(&[spec("tasks", 10)]);
+    match open(&broker, "other", 1).await {
+        Err(BrokerError::Refused { reason, .. }) => assert!(reason.contains("other"), "{reason}"),
+        _ => panic!("a queue that is not there was opened"),
+    }
+    assert!(broker.consume("other").is_none());
+    assert_eq!(broker.publish("other", text("x")).await, Published::Unroutable);
+}
+
+#[tokio::test]
+async fn the_sockets_folder_is_private_and_goes_with_the_broker() {
+    let (broker, folder) = broker(&[spec("tasks", 10)]);
+    let inner = folder.path().join("queue");
+    let mode = std::fs::metadata(&inner).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o700);
+    let path = broker.path().to_owned();
+    assert!(EmbeddedBroker::bind(&path, &[]).is_err(), "a folder that exists is not taken over");
+    drop(broker);
+    assert!(!inner.exists());
+    let link = connect(&path, Subscription { queue: "tasks".into(), prefetch: NonZeroU16::MIN }).await;
+    assert!(matches!(link, Err(BrokerError::Unreachable { .. })));
+}
+
+#[tokio::test]
+async fn queues_that_contradict_each_other_are_refused_at_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("queue/socket");
+    assert!(EmbeddedBroker::bind(&path, &[spec("a", 1), spec("a", 2)]).is_err());
+    let limit = DeliveryLimit { returns: 1, dead_letter_queue: "nowhere".to_owned() };
+    let tasks = QueueSpec { delivery_limit: Some(limit), ..spec("a", 1) };
+    assert!(EmbeddedBroker::bind(&path, &[tasks]).is_err());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn with_workers_crashing_at_random_every_task_is_still_finished() {
+    let (broker, _folder) = broker(&[spec("tasks", 50), spec("replies", 50)]);
+    let broker = std::sync::Arc::new(broker);
+    let mut workers = tokio::task::JoinSet::new();
+    for worker in 0..4usize {
+        let broker = broker.clone();
+        workers.spawn(async move {
+            // Lives of a few tasks each: a dropped link is a crash with deliveries in hand.
+            for life in 1.. {
+                let mut link = open(&broker, "tasks", 8).await.unwrap();
+                for _ in 0..(worker + life * 7) % 23 + 1 {
+                    let delivery = take(&mut link).await;
+                    let reply = delivery.message.clone();
+                    let published = link.publisher.publish("replies", reply).await;
+                    assert_eq!(published.ok(), Some(Published::Confirmed));
+                    link.settler.ack(delivery.receipt).await;
+                }
+            }
+        });
+    }
+    let producer = broker.clone();
+    let produced = tokio::spawn(async move {
+        for n in 0..2_000 {
+            producer.publish("tasks", text(&n.to_string())).await;
+        }
+    });
+    let mut replies = broker.consume("replies").unwrap();
+    let mut seen = std::collections::BTreeSet::new();
+    while seen.len() < 2_000 {
+        let taken = tokio::time::timeout(PATIENCE, replies.next()).await.unwrap().unwrap();
+        seen.insert(taken.ack().body);
+    }
+    produced.await.unwrap();
+    workers.shutdown().await;
+}

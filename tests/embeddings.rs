@@ -1,0 +1,308 @@
+//! Sentence embeddings through the public interface of a model, held against what
+//! sentence-transformers answers (`scripts/make-fixtures.py`).
+
+use std::path::{Path, PathBuf};
+
+use sconce::model::sentence::{Sentence, SentenceCodec, SentenceEncoder};
+use sconce::model::{Codec, LoadError, LoadSpec, Model, Prepared, Step};
+use sconce::protocol::{Message, TaskError, TaskErrorKind};
+use serde_json::{Value, json};
+
+const TOLERANCE: f64 = 1e-5;
+
+type Loaded = (SentenceEncoder, SentenceCodec);
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn fixture(name: &str) -> PathBuf {
+    root().join("tests/fixtures").join(name)
+}
+
+fn try_load(folder: &Path) -> Result<Loaded, LoadError> {
+    SentenceEncoder::load(&LoadSpec {
+        source: folder.to_str().expect("a path in UTF-8").to_owned(),
+        served_names: vec!["text-embedding-3-small".into()],
+        device: "cpu".into(),
+        max_inputs: 64,
+    })
+}
+
+fn load(folder: &Path) -> Loaded {
+    try_load(folder).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn minilm() -> Loaded {
+    let folder = root().join("models/all-MiniLM-L6-v2");
+    assert!(folder.join("model.safetensors").is_file(), "the real weights are needed: make models");
+    load(&folder)
+}
+
+fn prepare(codec: &SentenceCodec, body: &Value) -> Result<Prepared<SentenceCodec>, TaskError> {
+    codec.prepare(&Message { body: body.to_string().into(), ..Message::default() })
+}
+
+fn compute(model: &mut SentenceEncoder, inputs: &[&Sentence]) -> Vec<Vec<f32>> {
+    let steps = model.forward(inputs).unwrap_or_else(|error| panic!("{error}"));
+    let outputs = steps.into_iter().map(|step| match step {
+        Ok(Step::Done(vector)) => vector,
+        other => panic!("{other:?}"),
+    });
+    outputs.collect()
+}
+
+fn answer((model, codec): &mut Loaded, body: &Value) -> Value {
+    let prepared = prepare(codec, body).unwrap_or_else(|error| panic!("{body}: {error}"));
+    let inputs: Vec<&Sentence> = prepared.inputs.iter().map(|costed| &costed.input).collect();
+    let outputs = compute(model, &inputs);
+    let body = codec.respond(prepared.request, outputs).expect("finite numbers");
+    serde_json::from_slice(&body).expect("JSON")
+}
+
+fn refusal((_, codec): &Loaded, body: &Value) -> TaskError {
+    prepare(codec, body).err().unwrap_or_else(|| panic!("{body} was accepted"))
+}
+
+fn vector(answer: &Value, index: usize) -> Vec<f64> {
+    serde_json::from_value(answer["data"][index]["embedding"].clone()).expect("a list of numbers")
+}
+
+fn assert_close(ours: &[f64], theirs: &[f64], tolerance: f64, what: &str) {
+    assert_eq!(ours.len(), theirs.len(), "{what}");
+    let off = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    assert!(off <= tolerance, "{what}: off by {off:e}");
+}
+
+/// Texts and vectors of a fixture.
+fn expected(name: &str) -> Vec<(String, Vec<f64>)> {
+    let file = std::fs::read(fixture(name).join("expected.json")).expect("a fixture");
+    let rows: Vec<Value> = serde_json::from_slice(&file).expect("a list");
+    let rows = rows.into_iter().map(|row| {
+        let text = row["text"].as_str().expect("a text").to_owned();
+        (text, serde_json::from_value(row["vector"].clone()).expect("numbers"))
+    });
+    rows.collect()
+}
+
+fn assert_equals_fixture(model: &mut Loaded, name: &str) {
+    let rows = expected(name);
+    let texts: Vec<&str> = rows.iter().map(|(text, _)| &**text).collect();
+    let together = answer(model, &json!({ "input": texts }));
+    for (index, (text, theirs)) in rows.iter().enumerate() {
+        let start: String = text.chars().take(30).collect();
+        assert_close(&vector(&together, index), theirs, TOLERANCE, &format!("{name}: {start:?}"));
+        let alone = answer(model, &json!({ "input": text }));
+        assert_close(&vector(&alone, 0), theirs, TOLERANCE, &format!("{name}, alone: {start:?}"));
+    }
+}
+
+#[test]
+fn the_real_model_answers_as_sentence_transformers_does() {
+    assert_equals_fixture(&mut minilm(), "minilm");
+}
+
+#[test]
+fn each_architecture_and_pooling_answers_as_sentence_transformers_does() {
+    for name in ["tiny-bert-cls", "tiny-bert-max", "tiny-roberta", "tiny-xlm-roberta", "tiny-distilbert"] {
+        assert_equals_fixture(&mut load(&fixture(name)), name);
+    }
+}
+
+#[test]
+fn a_result_does_not_depend_on_its_batch_mates() {
+    let (mut model, codec) = load(&fixture("tiny-bert-cls"));
+    let mut state = 7u32;
+    let mut next = |below: u32| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) % below
+    };
+    for _ in 0..40 {
+        let texts: Vec<Vec<u32>> =
+            (0..=next(12)).map(|_| (0..=next(29)).map(|_| 5 + next(290)).collect()).collect();
+        let prepared = prepare(&codec, &json!({ "input": texts })).expect("good ids");
+        let inputs: Vec<&Sentence> = prepared.inputs.iter().map(|costed| &costed.input).collect();
+        let together = compute(&mut model, &inputs);
+        for (input, together) in inputs.iter().zip(together) {
+            let alone = compute(&mut model, &[*input]).remove(0);
+            let wide = |vector: Vec<f32>| vector.into_iter().map(f64::from).collect::<Vec<_>>();
+            assert_close(&wide(together), &wide(alone), 2e-6, "together and alone");
+        }
+    }
+}
+
+#[test]
+fn token_ids_give_what_their_text_gives_with_or_without_special_tokens() {
+    let mut model = minilm();
+    let text = answer(&mut model, &json!({"input": "hello world"}));
+    for ids in [json!([7592, 2088]), json!([101, 7592, 2088, 102])] {
+        let body = json!({ "input": ids });
+        assert_eq!(prepare(&model.1, &body).expect("good ids").inputs[0].tokens, 4);
+        let by_ids = answer(&mut model, &body);
+        assert_close(&vector(&by_ids, 0), &vector(&text, 0), 1e-7, "ids");
+        assert_eq!(by_ids["usage"], json!({"prompt_tokens": 4, "total_tokens": 4}));
+    }
+}
+
+#[test]
+fn usage_counts_the_tokens_that_were_computed() {
+    let mut model = minilm();
+    let long = "word ".repeat(600);
+    let body = json!({"input": ["", long, "hello world"]});
+    assert_eq!(answer(&mut model, &body)["usage"]["prompt_tokens"], 2 + 256 + 4);
+}
+
+#[test]
+fn fewer_dimensions_are_cut_and_normalised_again() {
+    let mut model = minilm();
+    let whole = vector(&answer(&mut model, &json!({"input": "hello"})), 0);
+    let cut = vector(&answer(&mut model, &json!({"input": "hello", "dimensions": 100})), 0);
+    let length = whole[..100].iter().map(|x| x * x).sum::<f64>().sqrt();
+    let right: Vec<f64> = whole[..100].iter().map(|x| x / length).collect();
+    assert_close(&cut, &right, 1e-6, "cut");
+    let error = refusal(&model, &json!({"input": "hello", "dimensions": 385}));
+    assert_eq!(error.kind, TaskErrorKind::BadInput);
+    assert_eq!(error.message, "dimensions is 385; this model gives 384 numbers");
+}
+
+#[test]
+fn a_model_is_known_by_its_names_and_no_other() {
+    let mut model = minilm();
+    let named = |name: &str| json!({"input": "a", "model": name});
+    for name in ["sentence-transformers/all-MiniLM-L6-v2", "text-embedding-3-small"] {
+        assert_eq!(answer(&mut model, &named(name))["model"], "all-MiniLM-L6-v2");
+    }
+    let error = refusal(&model, &named("gpt-5"));
+    assert_eq!(error.kind, TaskErrorKind::UnknownModel);
+    assert!(error.message.contains("gpt-5") && error.message.contains("all-MiniLM-L6-v2"));
+}
+
+#[test]
+fn ids_that_cannot_be_computed_are_refused_by_name() {
+    let model = minilm();
+    let cases = [
+        (json!([[5], [30522]]), "input[1] holds the token id 30522; this model has ids below 30522"),
+        (
+            json!(vec![5; 255]),
+            "input holds 255 token ids (257 with special tokens); this model takes at most 256",
+        ),
+        (json!([[5], []]), "input[1] is an empty list"),
+    ];
+    for (input, message) in cases {
+        let error = refusal(&model, &json!({ "input": input }));
+        assert_eq!((error.kind, &*error.message), (TaskErrorKind::BadInput, message));
+    }
+    assert!(prepare(&model.1, &json!({"input": vec![5; 254]})).is_ok());
+}
+
+#[test]
+fn over_the_limit_of_inputs_is_too_large() {
+    let error = refusal(&load(&fixture("tiny-bert-cls")), &json!({"input": vec!["a"; 65]}));
+    assert_eq!(error.kind, TaskErrorKind::TooLarge);
+    assert_eq!(error.message, "input holds 65 items; this pool takes at most 64");
+}
+
+#[test]
+fn base64_holds_the_same_numbers() {
+    use base64::Engine as _;
+    let mut model = load(&fixture("tiny-distilbert"));
+    let float = vector(&answer(&mut model, &json!({"input": "hello"})), 0);
+    let body = json!({"input": "hello", "encoding_format": "base64"});
+    let text = answer(&mut model, &body)["data"][0]["embedding"].clone();
+    let bytes = base64::engine::general_purpose::STANDARD.decode(text.as_str().expect("base64"));
+    let bytes = bytes.expect("base64");
+    let numbers = bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("four")));
+    assert_eq!(numbers.map(f64::from).map(|x| x as f32).collect::<Vec<_>>().len(), 32);
+    let numbers = bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("four")));
+    assert_close(&numbers.map(f64::from).collect::<Vec<_>>(), &float, 1e-6, "base64");
+}
+
+/// A copy of a fixture, to be damaged.
+fn copy(name: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    std::fs::create_dir(folder.path().join("1_Pooling")).expect("a folder");
+    for file in [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "modules.json",
+        "1_Pooling/config.json",
+        "model.safetensors",
+    ] {
+        std::fs::copy(fixture(name).join(file), folder.path().join(file)).expect("a copy");
+    }
+    folder
+}
+
+fn load_error(folder: &tempfile::TempDir) -> LoadError {
+    try_load(folder.path()).err().expect("a damaged model was loaded")
+}
+
+fn edit(folder: &tempfile::TempDir, file: &str, from: &str, to: &str) {
+    let path = folder.path().join(file);
+    let text = std::fs::read_to_string(&path).expect("a text");
+    assert!(text.contains(from), "{file} has no {from}");
+    std::fs::write(path, text.replace(from, to)).expect("written");
+}
+
+#[test]
+fn a_missing_file_is_named() {
+    for file in ["config.json", "tokenizer.json", "model.safetensors", "1_Pooling/config.json"] {
+        let folder = copy("tiny-bert-max");
+        std::fs::remove_file(folder.path().join(file)).expect("removed");
+        let error = load_error(&folder);
+        assert!(matches!(&error, LoadError::File { path, .. } if path.ends_with(file)), "{error}");
+    }
+}
+
+#[test]
+fn weights_that_are_cut_off_or_corrupt_are_an_error_with_a_reason() {
+    let whole = std::fs::read(fixture("tiny-bert-max/model.safetensors")).expect("weights");
+    let mut foreign = whole.clone();
+    foreign[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    for bytes in [&whole[..whole.len() - 100], &whole[..500], &whole[..5], &[], &foreign] {
+        let folder = copy("tiny-bert-max");
+        std::fs::write(folder.path().join("model.safetensors"), bytes).expect("written");
+        let error = load_error(&folder).to_string();
+        assert!(error.contains("model.safetensors: not a whole safetensors file"), "{error}");
+    }
+}
+
+#[test]
+fn a_missing_tensor_and_one_of_another_shape_are_named() {
+    let folder = copy("tiny-bert-max");
+    edit(&folder, "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3");
+    let error = load_error(&folder).to_string();
+    assert!(error.contains("encoder.layer.2.attention.self.query.weight is missing"), "{error}");
+    let folder = copy("tiny-bert-max");
+    edit(&folder, "config.json", "\"intermediate_size\": 64", "\"intermediate_size\": 65");
+    let error = load_error(&folder).to_string();
+    assert!(error.contains("[64, 32]") && error.contains("[65, 32]"), "{error}");
+}
+
+#[test]
+fn what_is_not_computed_here_is_refused_by_name() {
+    let cases = [
+        ("config.json", "\"bert\"", "\"modernbert\"", "modernbert"),
+        ("config.json", "\"gelu_new\"", "\"silu\"", "silu"),
+        ("modules.json", "pooling.Pooling", "dense.Dense", "Dense"),
+        ("1_Pooling/config.json", "\"max\"", "\"lasttoken\"", "lasttoken"),
+    ];
+    for (file, from, to, named) in cases {
+        let folder = copy("tiny-bert-max");
+        edit(&folder, file, from, to);
+        let error = load_error(&folder);
+        assert!(matches!(error, LoadError::Unsupported { .. }), "{error}");
+        assert!(error.to_string().contains(named), "{error}");
+    }
+}
+
+#[test]
+fn without_modules_json_vectors_are_the_mean_and_not_normalised() {
+    let folder = copy("tiny-bert-cls");
+    std::fs::remove_file(folder.path().join("modules.json")).expect("removed");
+    let mut model = load(folder.path());
+    let vector = vector(&answer(&mut model, &json!({"input": "hello"})), 0);
+    let length = vector.iter().map(|x| x * x).sum::<f64>().sqrt();
+    assert!((length - 1.0).abs() > 1e-3, "length {length}");
+}

@@ -1,0 +1,284 @@
+//! The launcher with workers that are shell scripts: they read and write control lines, and die, hang
+//! or fail as each test wants. No broker, no model.
+
+#![allow(clippy::unwrap_used, reason = "what is missing in a helper fails its test")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use sconce::config::{self, Assignment, Launcher};
+use sconce::launcher::{self, Host, plan};
+use sconce::shutdown::{Exit, Phase, Stop};
+use serde_json::{Value, json};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const READY: &str = r#"echo '{"event":"ready","device":"cpu","load_ms":1}'"#;
+
+/// A launcher over a script, in a folder in which the script leaves its traces.
+struct Stage {
+    folder: tempfile::TempDir,
+    assignments: Vec<Assignment>,
+    policy: Launcher,
+    stop: Stop,
+}
+
+impl Stage {
+    /// `slots` workers that run `script`. There, `$slot` is the slot's index and `$start` the first
+    /// command; `life` numbers the lives of a slot from 1. `trace` writes a line to the slot's trace.
+    fn new(slots: usize, script: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("script"), script.to_owned() + "\n").unwrap();
+        let stub = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/stub-worker.sh");
+        std::os::unix::fs::symlink(stub, folder.path().join("worker.sh")).unwrap();
+        let devices = format!("[{}]", vec!["\"cpu\""; slots].join(","));
+        let set = |path: &str, value: &str| (path.to_owned(), value.to_owned());
+        let flags = [
+            set("pool[0].devices", &devices),
+            set("broker.url", "amqp://user:s3cr3t@nowhere/%2f"),
+            set("launcher.restart_delay", "100ms"),
+            set("launcher.restart_delay_max", "1s"),
+            set("launcher.max_quick_failures", "4"),
+            set("launcher.shutdown_grace", "5s"),
+        ];
+        let settings = config::load(&[], [], &flags).unwrap().settings;
+        let host = Host { name: "host".into(), cores: 1 };
+        let assignments = plan(&settings, &host).unwrap();
+        assert_eq!(assignments.len(), slots);
+        Self { folder, assignments, policy: settings.launcher, stop: Stop::default() }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn lines(&self, name: &str) -> Vec<String> {
+        let text = fs::read_to_string(self.path(name)).unwrap_or_default();
+        text.lines().map(str::to_owned).collect()
+    }
+
+    /// Runs it to its end.
+    async fn run(&self) -> Exit {
+        let program = self.path("worker.sh");
+        let run = launcher::run(&program, &self.assignments, &self.policy, &self.stop);
+        let limit = tokio::time::timeout(PATIENCE, run).await;
+        limit.unwrap_or_else(|_| panic!("the launcher does not end; {:?}", self.lines("trace-0")))
+    }
+
+    /// Runs it, and `meanwhile` beside it.
+    async fn run_and(&self, meanwhile: impl Future<Output = ()>) -> Exit {
+        tokio::join!(self.run(), meanwhile).0
+    }
+
+    /// Waits until a file of the stage holds `count` lines.
+    async fn wait_for_lines(&self, name: &str, count: usize) {
+        let begun = Instant::now();
+        while self.lines(name).len() < count {
+            assert!(begun.elapsed() < PATIENCE, "{name} never has {count} lines: {:?}", self.lines(name));
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    fn drain(&self) {
+        self.stop.advance(Phase::Returning, "test");
+    }
+
+    /// The slot's last process.
+    fn lives(&self, slot: usize) -> bool {
+        let pid = self.lines(&format!("pid-{slot}"));
+        let stat = fs::read_to_string(Path::new("/proc").join(&pid[0]).join("stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+    }
+}
+
+#[tokio::test]
+async fn workers_stopped_on_request_are_not_started_again_and_the_launcher_is_done_with_the_last() {
+    let stage = Stage::new(3, &format!("{READY}; exit 80"));
+    assert_eq!(stage.run().await, Exit::Done);
+    for slot in 0..3 {
+        assert_eq!(stage.lines(&format!("born-{slot}")).len(), 1);
+    }
+}
+
+#[tokio::test]
+async fn a_slot_that_keeps_failing_is_given_up_with_growing_delays_while_the_others_work_on() {
+    let script =
+        format!("[ $slot = 0 ] && exit 7\n{READY}\nwhile read -r line; do trace \"$line\"; exit 0; done");
+    let stage = Stage::new(2, &script);
+    let meanwhile = async {
+        stage.wait_for_lines("born-0", 4).await;
+        // Longer than any delay: it is not tried a fifth time, and the other lives.
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+        assert_eq!(stage.lines("born-0").len(), 4);
+        assert!(stage.lives(1) && stage.lines("born-1").len() == 1);
+        stage.drain();
+    };
+    assert_eq!(stage.run_and(meanwhile).await, Exit::SlotGivenUp);
+    assert_eq!(stage.lines("trace-1"), [r#"{"command":"drain"}"#]);
+    let born: Vec<u128> = stage.lines("born-0").iter().map(|line| line.parse().unwrap()).collect();
+    let gaps: Vec<_> = born.windows(2).map(|pair| (pair[1] - pair[0]) / 1_000_000).collect();
+    // 100, 200, 400 ms, each with jitter that takes up to a half.
+    assert!(gaps[0] >= 50 && gaps[1] >= 100 && gaps[2] >= 200, "{gaps:?}");
+}
+
+#[tokio::test]
+async fn the_launchers_exit_is_the_code_of_the_slot_that_was_given_up() {
+    for (code, exit, lives) in
+        [(82, Exit::ModelFailed, 4), (83, Exit::DeviceFailed, 4), (78, Exit::Config, 1)]
+    {
+        let stage = Stage::new(1, &format!("exit {code}"));
+        assert_eq!(stage.run().await, exit);
+        assert_eq!(stage.lines("born-0").len(), lives, "lives of a worker that exits with {code}");
+    }
+}
+
+#[tokio::test]
+async fn a_killed_worker_is_started_again_with_the_same_assignment() {
+    let stage = Stage::new(1, &format!("{READY}\n[ $life = 1 ] && kill -9 $$\nexit 80"));
+    assert_eq!(stage.run().await, Exit::Done);
+    let starts = stage.lines("start-0");
+    assert_eq!(starts.len(), 2);
+    assert_eq!(starts[0], starts[1]);
+    let start: Value = serde_json::from_str(&starts[0]).unwrap();
+    assert_eq!((&start["command"], &start["assignment"]["slot"]), (&"start".into(), &"embed/0".into()));
+    assert!(starts[0].contains("s3cr3t"), "the broker's password travels here");
+    let arguments = stage.lines("arguments-0").join(" ");
+    assert!(!arguments.contains("s3cr3t") && arguments.starts_with("worker --launched-by"), "{arguments}");
+}
+
+#[tokio::test]
+async fn a_worker_that_drains_in_time_is_left_to_it() {
+    let script =
+        format!("{READY}\ntrace ready\nread -r line; trace \"$line\"; sleep 1; trace drained; exit 0");
+    let stage = Stage::new(1, &script);
+    let meanwhile = async {
+        stage.wait_for_lines("trace-0", 1).await;
+        stage.drain();
+    };
+    assert_eq!(stage.run_and(meanwhile).await, Exit::Done);
+    assert_eq!(stage.lines("trace-0"), ["ready", r#"{"command":"drain"}"#, "drained"]);
+}
+
+#[tokio::test]
+async fn past_the_grace_a_worker_is_told_to_abort_and_then_killed() {
+    let script = format!("{READY}\ntrace ready\nwhile :; do read -r line && trace \"$line\"; done");
+    let mut stage = Stage::new(2, &script);
+    stage.policy.shutdown_grace = Duration::from_millis(500);
+    let begun = Instant::now();
+    let meanwhile = async {
+        stage.wait_for_lines("trace-0", 1).await;
+        stage.wait_for_lines("trace-1", 1).await;
+        stage.drain();
+    };
+    assert_eq!(stage.run_and(meanwhile).await, Exit::Aborted);
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    for slot in 0..2 {
+        let told = stage.lines(&format!("trace-{slot}"));
+        assert_eq!(told, ["ready", r#"{"command":"drain"}"#, r#"{"command":"abort"}"#]);
+        assert!(!stage.lives(slot));
+    }
+}
+
+#[tokio::test]
+async fn an_abort_does_not_wait_for_the_grace() {
+    let script = format!(
+        "{READY}\ntrace ready\nwhile read -r line; do trace \"$line\"; [ \"$line\" = '{{\"command\":\"abort\"}}' ] && exit 84; done"
+    );
+    let mut stage = Stage::new(1, &script);
+    stage.policy.shutdown_grace = Duration::from_secs(600);
+    let meanwhile = async {
+        stage.wait_for_lines("trace-0", 1).await;
+        stage.drain();
+        stage.wait_for_lines("trace-0", 2).await;
+        stage.stop.advance(Phase::Aborting, "second signal");
+    };
+    assert_eq!(stage.run_and(meanwhile).await, Exit::Aborted);
+}
+
+#[tokio::test]
+async fn a_stop_between_two_lives_of_a_worker_ends_the_slot_at_once() {
+    let mut stage = Stage::new(1, "exit 7");
+    (stage.policy.restart_delay, stage.policy.restart_delay_max) = (PATIENCE * 2, PATIENCE * 2);
+    let meanwhile = async {
+        stage.wait_for_lines("start-0", 1).await;
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        stage.drain();
+    };
+    assert_eq!(stage.run_and(meanwhile).await, Exit::Done);
+    assert_eq!(stage.lines("born-0").len(), 1);
+}
+
+#[tokio::test]
+async fn a_stop_before_a_worker_is_ready_drains_it_too() {
+    let stage = Stage::new(1, "trace loading\nread -r line; trace \"$line\"; exit 0");
+    let meanwhile = async {
+        stage.wait_for_lines("trace-0", 1).await;
+        stage.drain();
+    };
+    assert_eq!(stage.run_and(meanwhile).await, Exit::Done);
+}
+
+#[tokio::test]
+async fn a_task_that_is_alone_on_the_device_at_three_deaths_is_told_to_every_worker_as_poison() {
+    let script = format!(
+        "{READY}\n[ $slot = 1 ] && {{ while read -r line; do trace \"$line\"; exit 80; done; }}\n\
+         [ $life = 4 ] && exit 80\n\
+         echo '{{\"event\":\"alone\",\"task\":\"innocent\"}}'; echo '{{\"event\":\"alone\",\"task\":null}}'\n\
+         echo '{{\"event\":\"alone\",\"task\":\"culprit\"}}'; kill -6 $$"
+    );
+    let stage = Stage::new(2, &script);
+    assert_eq!(stage.run().await, Exit::Done);
+    let poison = |line: &String| serde_json::from_str::<Value>(line).unwrap()["poison"].clone();
+    let told: Vec<_> = stage.lines("start-0").iter().map(poison).collect();
+    assert_eq!(told, [json!([]), json!([]), json!([]), json!(["culprit"])]);
+    assert_eq!(stage.lines("trace-1"), [r#"{"command":"poison","tasks":["culprit"]}"#]);
+}
+
+#[tokio::test]
+async fn a_worker_that_says_why_it_ends_puts_the_blame_on_no_task() {
+    // A device fault, again and again, with a task alone on it.
+    let script = format!("{READY}\necho '{{\"event\":\"alone\",\"task\":\"innocent\"}}'; exit 83");
+    let stage = Stage::new(1, &script);
+    assert_eq!(stage.run().await, Exit::DeviceFailed);
+    assert!(stage.lines("start-0").iter().all(|line| line.contains("\"poison\":[]")));
+}
+
+#[tokio::test]
+async fn where_every_task_seems_to_be_poison_the_slot_is_given_up() {
+    let script = format!(
+        "{READY}\necho '{{\"event\":\"alone\",\"task\":\"task '$(((life - 1) / 3))'\"}}'; kill -11 $$"
+    );
+    let mut stage = Stage::new(1, &script);
+    (stage.policy.restart_delay, stage.policy.restart_delay_max) =
+        (Duration::from_millis(1), Duration::from_millis(2));
+    assert_eq!(stage.run().await, Exit::SlotGivenUp);
+    let lives = stage.lines("born-0").len();
+    assert!((5..=20).contains(&lives), "{lives}");
+}
+
+#[tokio::test]
+async fn lines_that_are_no_events_are_passed_over() {
+    let script =
+        format!("echo nonsense\necho '{{\"event\":\"new in 2.0\"}}'\necho panic >&2\n{READY}\nexit 80");
+    let stage = Stage::new(1, &script);
+    assert_eq!(stage.run().await, Exit::Done);
+}
+
+#[tokio::test]
+async fn a_workers_end_is_seen_though_a_process_it_started_holds_its_pipes() {
+    let stage = Stage::new(1, &format!("{READY}\nsleep 50 &\necho $! > sleeper\nexit 80"));
+    let begun = Instant::now();
+    assert_eq!(stage.run().await, Exit::Done);
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    let sleeper = stage.lines("sleeper")[0].parse().unwrap();
+    let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(sleeper), nix::sys::signal::Signal::SIGKILL);
+}
+
+#[tokio::test]
+async fn a_program_that_cannot_be_started_gives_every_slot_up() {
+    let mut stage = Stage::new(2, "");
+    fs::remove_file(stage.path("worker.sh")).unwrap();
+    (stage.policy.restart_delay, stage.policy.restart_delay_max) =
+        (Duration::from_millis(1), Duration::from_millis(2));
+    assert_eq!(stage.run().await, Exit::SlotGivenUp);
+}

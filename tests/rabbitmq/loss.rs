@@ -1,0 +1,118 @@
+//! Connections that break while tasks are at work: nothing is lost, no more is held than allowed,
+//! and each worker comes back as one consumer.
+
+use std::collections::BTreeSet;
+
+use serde_json::json;
+
+use crate::support::client::{Client, Inbox, Task};
+use crate::support::proxy::Proxy;
+use crate::support::rabbit::{Rabbit, Stats};
+use crate::support::sconce::{Sconce, Settings};
+use crate::support::wait::until;
+
+const TASKS: usize = 40;
+const PREFETCH: u64 = 6;
+
+fn slowly(settings: Settings) -> Settings {
+    settings.set("pool[0].prefetch", PREFETCH).set("pool[0].batch.max_requests", 2)
+}
+
+fn tasks(count: usize, sleep_ms: u64) -> impl Iterator<Item = Task> {
+    (0..count).map(move |n| Task::new(json!({"input": n, "sleep_ms": sleep_ms})).id(n.to_string()))
+}
+
+/// Takes replies until each of `count` tasks has one; gives how many came.
+async fn each_answered(replies: &mut Inbox, count: usize) -> usize {
+    let mut answered = BTreeSet::new();
+    let mut came = 0;
+    while answered.len() < count {
+        let reply = replies.next().await;
+        assert_eq!(reply.status_code(), 200, "{reply:?}");
+        assert_eq!(reply.body["input"].to_string(), reply.correlation_id);
+        answered.insert(reply.correlation_id);
+        came += 1;
+    }
+    came
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cut_in_mid_batch_loses_no_task_and_leaves_one_consumer() {
+    let rabbit = Rabbit::shared();
+    let proxy = Proxy::before(rabbit.address()).await;
+    let settings = slowly(Settings::echo(proxy.url()));
+    let sconce = Sconce::launched(&settings).await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    client.publish_all(&settings.tasks, tasks(TASKS, 300)).await;
+    replies.take(3).await;
+    proxy.cut();
+    sconce.wait_for_log("lost the broker").await;
+    sconce.wait_for_log_times("consuming", 2).await;
+    let held = until("deliveries after the cut", || async {
+        rabbit.stats(&settings.tasks).filter(|it| it.unacked > 0 && it.consumers == 1)
+    })
+    .await;
+    assert!(held.unacked <= PREFETCH, "{held:?}");
+    proxy.cut();
+    sconce.wait_for_log_times("consuming", 3).await;
+    let came = 3 + each_answered(&mut replies, TASKS - 3).await;
+    // Only what was between its reply and its ack may be answered twice, at each cut.
+    assert!(came <= TASKS + 2 * PREFETCH as usize, "{came} replies to {TASKS} tasks");
+    rabbit.stats_become(&settings.tasks, Stats { ready: 0, unacked: 0, consumers: 1 }).await;
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn connections_closed_by_an_operator_are_made_again() {
+    let rabbit = Rabbit::shared();
+    let settings = slowly(Settings::echo(rabbit.url())).set("pool[0].workers_per_device", 2);
+    let sconce = Sconce::launch(&settings);
+    sconce.wait_for_log_times("consuming", 2).await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    client.publish_all(&settings.tasks, tasks(TASKS, 100)).await;
+    let first = replies.take(2).await;
+    assert_eq!(first.len(), 2);
+    // Two workers, with a connection each for consuming and publishing.
+    assert_eq!(rabbit.cut(&format!("/{}/", settings.name)), 4);
+    each_answered(&mut replies, TASKS - 2).await;
+    client.consumers_become(&settings.tasks, 2).await;
+    rabbit.stats_become(&settings.tasks, Stats { ready: 0, unacked: 0, consumers: 2 }).await;
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_publishing_connection_costs_no_reply() {
+    let rabbit = Rabbit::shared();
+    let settings = slowly(Settings::echo(rabbit.url()));
+    let sconce = Sconce::launched(&settings).await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    client.publish_all(&settings.tasks, tasks(TASKS, 100)).await;
+    replies.take(2).await;
+    let ours = format!("/{}/", settings.name);
+    let listed = rabbit.ctl(&["list_connections", "--no-table-headers", "pid", "client_properties"]);
+    let publisher = listed.lines().find(|line| line.contains(&ours) && line.contains("(publisher)"));
+    let pid = publisher.and_then(|line| line.split('\t').next()).expect("a publishing connection");
+    rabbit.ctl(&["close_connection", pid, "cut by a test"]);
+    each_answered(&mut replies, TASKS - 2).await;
+    assert_eq!(sconce.logged("lost the broker"), 0, "consuming goes on: {}", sconce.log());
+    assert_eq!(sconce.stop().await, 0);
+    client.ready_becomes(&settings.tasks, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_forward_pass_of_several_heartbeats_keeps_the_connection() {
+    let rabbit = Rabbit::shared();
+    let settings = Settings::echo(rabbit.url()).set("broker.heartbeat", "1s");
+    let sconce = Sconce::launched(&settings).await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    client.publish(&settings.tasks, Task::new(json!({"input": "a", "sleep_ms": 5000}))).await;
+    let reply = replies.next().await;
+    assert_eq!((reply.status_code(), reply.header("attempt").as_str()), (200, "1"));
+    assert_eq!(sconce.logged("lost the broker"), 0, "{}", sconce.log());
+    assert_eq!(sconce.stop().await, 0);
+    client.ready_becomes(&settings.tasks, 0).await;
+}

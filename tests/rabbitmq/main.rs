@@ -1,0 +1,31 @@
+//! Everything that needs a real RabbitMQ, in one test crate, so that one node serves it all.
+
+#[path = "../broker_conformance/cases.rs"]
+mod cases;
+#[path = "../broker_conformance/rig.rs"]
+mod conformance_rig;
+#[path = "../support/mod.rs"]
+mod support;
+
+#[path = "rig.rs"]
+mod amqp_rig;
+use conformance_rig as rig;
+
+mod access;
+mod alarm;
+mod dead_letters;
+mod embeddings;
+mod loss;
+mod messages;
+mod outage;
+mod plumbing;
+mod processes;
+mod queues;
+mod replies;
+mod sentinels;
+mod shutdown;
+mod strict;
+mod tls;
+
+conformance!(declared_queues, crate::amqp_rig::DeclaredRig);
+conformance!(classic_queues, crate::amqp_rig::ClassicRig);

@@ -1,0 +1,35 @@
+//! The way of a task through a real broker when nothing goes wrong.
+
+use serde_json::json;
+
+use crate::support::client::{Client, Task};
+use crate::support::rabbit::Rabbit;
+use crate::support::sconce::{Sconce, Settings};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_task_is_answered_in_the_queue_it_names_and_else_in_the_pools() {
+    let rabbit = Rabbit::shared();
+    let settings = Settings::echo(rabbit.url());
+    let sconce = Sconce::launched(&settings).await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut own = client.private_inbox().await;
+    let mut pools = client.inbox(&settings.replies).await;
+    client.publish(&settings.tasks, Task::new(json!({"input": "a"})).id("1").reply_to(&own.queue)).await;
+    client.publish(&settings.tasks, Task::new(json!({"input": "b"})).id("2")).await;
+    let (first, second) = (own.next().await, pools.next().await);
+    assert_eq!((first.correlation_id.as_str(), second.correlation_id.as_str()), ("1", "2"));
+    assert_eq!((first.body["input"].as_str(), first.status_code()), (Some("a"), 200));
+    assert_eq!((first.header("status").as_str(), first.kind.as_str()), ("succeeded", "reply"));
+    assert_eq!(sconce.workers().len(), 1);
+    assert_eq!(sconce.stop().await, 0);
+    client.ready_becomes(&settings.tasks, 0).await;
+}
+
+/// Has `sconce` answer one task, and stops it.
+pub async fn answers(sconce: Sconce, rabbit: &Rabbit, settings: &Settings) {
+    let client = Client::connect(&rabbit.url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    client.publish(&settings.tasks, Task::new(json!({"input": "a"}))).await;
+    assert_eq!(replies.next().await.status_code(), 200);
+    assert_eq!(sconce.stop().await, 0);
+}

@@ -1,0 +1,236 @@
+//! Processes that die, fail or cannot start: what is left, which code they exit with, and that no
+//! secret shows anywhere.
+
+use std::fs;
+use std::time::Duration;
+
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use super::messages::{busy_with, minilm, serve};
+use crate::support::client::{Client, Task};
+use crate::support::rabbit::Rabbit;
+use crate::support::sconce::{Sconce, Settings, lives};
+use crate::support::wait::until_within;
+
+fn settings() -> Settings {
+    Settings::echo(Rabbit::shared().url()).set("launcher.restart_delay", "50ms")
+}
+
+fn fault(kind: &str) -> Task {
+    Task::new(json!({"input": "bad", "fail": kind})).id(kind)
+}
+
+/// Seven tasks and, as their fourth, `culprit`, in one batch if the model takes it: they come while
+/// it is busy.
+async fn among_seven(client: &Client, settings: &Settings, culprit: Task) {
+    busy_with(client, settings, Task::new(json!({"input": "busy", "sleep_ms": 700})).id("first")).await;
+    let good = |n: usize| Task::new(json!({"input": n})).id(n.to_string());
+    let mut tasks: Vec<_> = (0..7).map(good).collect();
+    tasks.insert(3, culprit);
+    client.publish_all(&settings.tasks, tasks).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn when_the_launcher_is_killed_its_workers_are_gone_within_seconds() {
+    let settings = settings().set("pool[0].devices", "[\"cpu\", \"cpu\"]");
+    let (sconce, client, _inbox) = serve(&settings).await;
+    client.consumers_become(&settings.tasks, 2).await;
+    // One of them is busy for longer than anybody waits.
+    busy_with(&client, &settings, Task::new(json!({"input": 1, "sleep_ms": 60_000}))).await;
+    let workers = sconce.workers();
+    sconce.signal(Signal::SIGKILL);
+    until_within(Duration::from_secs(8), "no worker lives", || async {
+        workers.iter().all(|pid| !lives(*pid)).then_some(())
+    })
+    .await;
+    client.ready_becomes(&settings.tasks, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_started_by_hand_works_and_stops_on_sigterm() {
+    let settings = settings();
+    let mut worker = Sconce::run(&settings, &["worker", "--pool", &settings.name]);
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    worker.wait_for_log("consuming").await;
+    let mut inbox = client.inbox(&settings.replies).await;
+    client.publish(&settings.tasks, Task::new(json!({"input": "by hand"}))).await;
+    let reply = inbox.next().await;
+    assert_eq!(reply.body["input"], "by hand");
+    assert!(reply.header("worker").contains(&settings.name), "{}", reply.header("worker"));
+    worker.signal(Signal::SIGTERM);
+    assert_eq!(worker.exit_code().await, 0);
+    let mut worker = Sconce::run(&settings, &["worker"]);
+    client.publish(&settings.tasks, Task::sentinel()).await;
+    assert_eq!(worker.exit_code().await, 80, "stopped on request");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_that_cannot_be_loaded_exits_with_82_and_names_the_file() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for file in fs::read_dir(minilm()).expect("the model").flatten().filter(|it| it.path().is_file()) {
+        if file.file_name() != "model.safetensors" {
+            fs::copy(file.path(), folder.path().join(file.file_name())).expect("a copy");
+        }
+    }
+    fs::create_dir(folder.path().join("1_Pooling")).expect("a folder");
+    let pooling = "1_Pooling/config.json";
+    fs::copy(minilm().join(pooling), folder.path().join(pooling)).expect("a copy");
+    let settings =
+        settings().set("pool[0].model", folder.path().display()).set("launcher.max_quick_failures", 2);
+    let weights = folder.path().join("model.safetensors");
+    for content in [None, Some(&b"\x40\x00\x00\x00\x00\x00\x00\x00{\"cut"[..])] {
+        if let Some(bytes) = content {
+            fs::write(&weights, bytes).expect("a file");
+        }
+        let mut sconce = Sconce::launch(&settings);
+        assert_eq!(sconce.exit_code().await, 82);
+        assert!(sconce.log().contains(weights.to_str().expect("UTF-8")), "{}", sconce.log());
+        assert_eq!(sconce.logged("starting the worker again"), 1, "tried twice, then given up");
+    }
+    // The real weights, torn in their middle.
+    let whole = fs::read(minilm().join("model.safetensors")).expect("the weights");
+    fs::write(&weights, &whole[..whole.len() / 2]).expect("a file");
+    let mut sconce = Sconce::launch(&settings);
+    assert_eq!(sconce.exit_code().await, 82);
+    assert!(sconce.log().contains("model.safetensors"), "{}", sconce.log());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn settings_with_three_mistakes_are_refused_with_all_three_named() {
+    let wrong = settings()
+        .set("pool[0].batch.max_delay", "\"soon\"")
+        .set("pool[0].workers_per_device", "0")
+        .set("launcher.shutdown_gracc", "1s");
+    let mut sconce = Sconce::launch(&wrong);
+    assert_eq!(sconce.exit_code().await, 78);
+    let log = sconce.log();
+    for words in ["pool[0].batch.max_delay", "soon", "workers_per_device", "shutdown_gracc", "shutdown_grace"]
+    {
+        assert!(log.contains(words), "{words}: {log}");
+    }
+    assert_eq!(sconce.workers().len(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_that_is_not_here_is_refused_and_the_cpu_is_no_substitute() {
+    for (devices, words) in [("[\"cuda:1\"]", "cuda:1"), ("[]", "devices"), ("[\"cpu\", \"tpu\"]", "tpu")] {
+        let mut sconce = Sconce::launch(&settings().set("pool[0].devices", devices));
+        assert_eq!(sconce.exit_code().await, 78, "{devices}");
+        assert!(sconce.log().contains(words), "{devices}: {}", sconce.log());
+        assert_eq!(sconce.logged("worker spawned"), 0);
+    }
+    let mut worker = Sconce::run(&settings(), &["worker", "--device", "cuda:1"]);
+    assert_eq!(worker.exit_code().await, 83);
+    assert!(worker.log().contains("cuda:1"), "{}", worker.log());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_panic_or_a_failure_in_the_forward_pass_is_one_tasks_error_and_its_batch_is_answered() {
+    let settings = settings();
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    let workers = sconce.workers();
+    for (kind, code, status) in [("panic", 500, "failed"), ("error", 500, "failed"), ("oom", 507, "failed")] {
+        among_seven(&client, &settings, fault(kind)).await;
+        for reply in inbox.take(9).await {
+            let bad = reply.correlation_id == kind;
+            assert_eq!(reply.status_code(), if bad { code } else { 200 }, "{kind}: {reply:?}");
+            if bad {
+                assert_eq!(reply.header("status"), status);
+                assert!(!reply.body["error"]["message"].as_str().unwrap_or_default().is_empty());
+            }
+        }
+    }
+    assert_eq!(sconce.workers(), workers, "the same process");
+    assert_eq!(client.look(&settings.dead).await, Some((0, 0)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_fault_ends_the_worker_and_loses_or_dead_letters_nothing() {
+    let settings = settings().set("launcher.max_quick_failures", 3);
+    let (mut sconce, client, _inbox) = serve(&settings).await;
+    client.publish(&settings.tasks, fault("device")).await;
+    assert_eq!(sconce.exit_code().await, 83, "the slot's own code");
+    assert_eq!(sconce.logged("worker died"), 3);
+    client.ready_becomes(&settings.tasks, 1).await;
+    assert_eq!(client.look(&settings.dead).await, Some((0, 0)));
+    assert_eq!(client.look(&settings.replies).await.map(|(ready, _)| ready), Some(0));
+    assert_eq!(client.get(&settings.tasks).await.correlation_id, "device");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broken_device_does_not_drain_the_queue_into_errors() {
+    let settings = settings().set("launcher.max_quick_failures", 2);
+    let mut sconce = Sconce::launched(&settings).await;
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    client.publish(&settings.tasks, fault("device")).await;
+    // Prepared while the device fails: none of them may be answered for it.
+    let behind = (0..500).map(|n| Task::new(json!({"input": "good"})).id(format!("good {n}")));
+    client.publish_all(&settings.tasks, behind).await;
+    assert_eq!(sconce.exit_code().await, 83);
+    let ready = async |queue: &str| client.look(queue).await.map_or(0, |(ready, _)| ready);
+    let answered = ready(&settings.replies).await;
+    let back = async || (ready(&settings.tasks).await + answered >= 501).then_some(());
+    until_within(Duration::from_secs(10), "all tasks are answered or back", || back()).await;
+    for _ in 0..answered {
+        assert_eq!(client.get(&settings.replies).await.status_code(), 200, "an error for a good task");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_task_that_kills_its_workers_is_dead_lettered_and_its_neighbours_are_answered() {
+    for devices in ["[\"cpu\"]", "[\"cpu\", \"cpu\", \"cpu\"]"] {
+        let settings = settings().set("pool[0].devices", devices);
+        let (sconce, client, mut inbox) = serve(&settings).await;
+        among_seven(&client, &settings, fault("exit")).await;
+        let mut codes = std::collections::BTreeMap::new();
+        while codes.len() < 9 {
+            let reply = inbox.next().await;
+            codes.insert(reply.correlation_id.clone(), reply.status_code());
+        }
+        assert_eq!(codes.remove("exit"), Some(500));
+        assert!(codes.values().all(|code| *code == 200), "{codes:?}");
+        let letter = client.get(&settings.dead).await;
+        assert_eq!((letter.header("reason").as_str(), letter.correlation_id.as_str()), ("poison", "exit"));
+        assert_eq!(letter.body, json!({"input": "bad", "fail": "exit"}));
+        assert!(!letter.header("error").is_empty() && letter.header("task_id") == "exit");
+        client.publish(&settings.tasks, Task::new(json!({"input": "on"})).id("on")).await;
+        // A worker that dies between a confirm and the ack leaves a second reply behind.
+        while inbox.next().await.correlation_id != "on" {}
+        assert_eq!(sconce.stop().await, 0);
+        assert_eq!(client.look(&settings.tasks).await, Some((0, 0)));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_password_is_in_no_argument_log_reply_or_dead_letter() {
+    const SECRET: &str = "s3cr3t-0f-th3-t3st";
+    let rabbit = Rabbit::shared();
+    rabbit.ctl(&["add_user", "worker", SECRET]);
+    rabbit.ctl(&["set_permissions", "worker", ".*", ".*", ".*"]);
+    let settings = settings().over(rabbit.url_for(&format!("worker:{SECRET}"), "/"));
+    let (mut sconce, client, mut inbox) = serve(&settings).await;
+    let mut seen = Vec::new();
+    for pid in sconce.workers().into_iter().chain([sconce.pid()]) {
+        seen.push(fs::read(format!("/proc/{pid}/cmdline")).expect("a process"));
+    }
+    client.publish(&settings.tasks, Task::raw("no JSON")).await;
+    let (reply, letter) = (inbox.next().await, client.get(&settings.dead).await);
+    seen.extend([reply.raw.clone(), letter.raw.clone(), format!("{reply:?} {letter:?}").into_bytes()]);
+    sconce.signal(Signal::SIGTERM);
+    assert_eq!(sconce.exit_code().await, 0);
+    seen.push(sconce.log().into_bytes());
+    // And where it is wrong: a broker that refuses it is named without it.
+    rabbit.ctl(&["change_password", "worker", "another"]);
+    let mut refused = Sconce::launch(&settings);
+    assert_eq!(refused.exit_code().await, 78);
+    assert!(refused.log().contains("127.0.0.1") && refused.log().contains("worker:***"), "{}", refused.log());
+    seen.push(refused.log().into_bytes());
+    let mut shown = Sconce::run(&settings, &["check-config"]);
+    assert_eq!(shown.exit_code().await, 0);
+    seen.push(shown.log().into_bytes());
+    for bytes in seen {
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        assert!(!text.contains(SECRET), "{text}");
+    }
+}

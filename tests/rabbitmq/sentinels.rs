@@ -1,0 +1,236 @@
+//! Sentinels: each stops one worker, behind the work before it, and nothing else ever happens to it.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use super::messages::{busy_with, serve};
+use crate::support::client::{Client, Task};
+use crate::support::rabbit::Rabbit;
+use crate::support::sconce::{Sconce, Settings, signal};
+use crate::support::wait::until;
+
+fn settings(workers: usize) -> Settings {
+    let devices = vec!["\"cpu\""; workers].join(", ");
+    let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].devices", format!("[{devices}]"));
+    settings.set("pool[0].prefetch", 10).set("pool[0].batch.max_requests", 10)
+}
+
+fn slow(id: usize, sleep_ms: u64) -> Task {
+    Task::new(json!({"input": id, "sleep_ms": sleep_ms})).id(id.to_string())
+}
+
+/// Makes the task queue as sconce does, before any worker runs.
+async fn make_queue(client: &Client, settings: &Settings) {
+    use lapin::types::AMQPValue;
+    let quorum = ("x-queue-type", AMQPValue::LongString("quorum".into()));
+    client.declare(&settings.tasks, &[quorum, ("x-delivery-limit", AMQPValue::LongLongInt(20))]).await;
+}
+
+async fn consumers(client: &Client, settings: &Settings, count: u32) {
+    client.consumers_become(&settings.tasks, count).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn as_many_busy_workers_stop_as_there_are_sentinels_and_the_launcher_exits_0_with_the_last() {
+    let settings = settings(3);
+    let (mut sconce, client, mut inbox) = serve(&settings).await;
+    consumers(&client, &settings, 3).await;
+    client.publish_all(&settings.tasks, (0..3).map(|n| slow(n, 1500))).await;
+    client.ready_becomes(&settings.tasks, 0).await;
+    client.publish_all(&settings.tasks, [Task::sentinel(), Task::sentinel()]).await;
+    sconce.wait_for_workers(1).await;
+    consumers(&client, &settings, 1).await;
+    let mut answered: Vec<_> = inbox.take(3).await.into_iter().map(|reply| reply.correlation_id).collect();
+    answered.sort();
+    assert_eq!(answered, ["0", "1", "2"], "the tasks before the sentinels");
+    client.publish(&settings.tasks, slow(9, 0)).await;
+    assert_eq!(inbox.next().await.correlation_id, "9", "the third goes on");
+    assert_eq!(sconce.workers().len(), 1, "and no stopped worker was started again");
+    client.publish(&settings.tasks, Task::sentinel()).await;
+    assert_eq!(sconce.exit_code().await, 0);
+    assert_eq!(client.look(&settings.tasks).await, Some((0, 0)));
+    assert_eq!(client.look(&settings.dead).await, Some((0, 0)));
+    assert_eq!(client.look(&settings.replies).await, Some((0, 1)), "a sentinel is not answered");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_busy_worker_keeps_one_sentinel_and_hands_the_others_on_at_once() {
+    let settings = settings(1);
+    let (mut first, client, mut inbox) = serve(&settings).await;
+    busy_with(&client, &settings, slow(1, 5000)).await;
+    client.publish_all(&settings.tasks, (0..3).map(|_| Task::sentinel())).await;
+    let begun = Instant::now();
+    client.ready_becomes(&settings.tasks, 2).await;
+    assert!(begun.elapsed() < Duration::from_secs(4), "long before its batch ends");
+    assert_eq!(first.exit_code().await, 0);
+    assert_eq!(inbox.next().await.correlation_id, "1");
+    assert_eq!(client.look(&settings.tasks).await, Some((2, 0)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_behind_a_sentinel_stays_in_the_queue_in_its_order() {
+    let settings = settings(1);
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    make_queue(&client, &settings).await;
+    let kinds = [slow(1, 50), Task::sentinel(), slow(2, 0), Task::sentinel(), slow(3, 0)];
+    client.publish_all(&settings.tasks, kinds).await;
+    let mut sconce = Sconce::launch(&settings);
+    let mut inbox = client.inbox(&settings.replies).await;
+    assert_eq!(sconce.exit_code().await, 0);
+    assert_eq!(inbox.next().await.correlation_id, "1");
+    assert_eq!(client.look(&settings.tasks).await, Some((3, 0)));
+    let mut order = Vec::new();
+    for _ in 0..3 {
+        let returned = client.get(&settings.tasks).await;
+        order.push(if returned.kind.is_empty() { returned.correlation_id } else { returned.kind });
+    }
+    assert_eq!(order, ["2", "control.shutdown", "3"]);
+    assert_eq!(client.look(&settings.replies).await, Some((0, 1)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sentinel_is_a_type_or_a_null_body_and_nothing_else_is_one() {
+    let settings = settings(3);
+    let (mut sconce, client, mut inbox) = serve(&settings).await;
+    consumers(&client, &settings, 3).await;
+    let words = ["STOP", "null", "control.shutdown", "{\"type\":\"control.shutdown\"}"];
+    for word in words {
+        client.publish(&settings.tasks, Task::new(json!({"input": word}))).await;
+        assert_eq!(inbox.next().await.body["input"], word);
+    }
+    client.publish(&settings.tasks, Task::new(json!({"input": null}))).await;
+    assert_eq!(inbox.next().await.status_code(), 200);
+    client.publish(&settings.tasks, Task::raw("STOP")).await;
+    assert_eq!(inbox.next().await.status_code(), 400, "a body that is no JSON is a bad task");
+    assert_eq!(sconce.workers().len(), 3);
+    let typed = Task::new(json!({"input": "any body"})).with(|it| it.with_type("control.shutdown".into()));
+    for (left, sentinel) in [(2, typed), (1, Task::raw("null"))] {
+        client.publish(&settings.tasks, sentinel).await;
+        sconce.wait_for_workers(left).await;
+    }
+    client.publish(&settings.tasks, Task::raw(" null\n")).await;
+    assert_eq!(sconce.exit_code().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sentinel_has_the_batch_in_hand_computed_at_once() {
+    let settings = settings(1).set("pool[0].batch.max_delay", "60s");
+    let (mut sconce, client, mut inbox) = serve(&settings).await;
+    busy_with(&client, &settings, slow(0, 1000)).await;
+    let begun = Instant::now();
+    client.publish_all(&settings.tasks, (1..4).map(|n| slow(n, 0)).chain([Task::sentinel()])).await;
+    assert_eq!(sconce.exit_code().await, 0);
+    assert!(begun.elapsed() < Duration::from_secs(20), "not after max_delay: {:?}", begun.elapsed());
+    let replies = inbox.take(4).await;
+    assert!(replies.iter().all(|reply| reply.status_code() == 200));
+    assert_eq!(replies[3].headers["batch_size"].as_i64(), Some(3));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_sentinel_of_a_killed_worker_stops_one_worker_all_the_same() {
+    let settings = settings(2);
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    consumers(&client, &settings, 2).await;
+    client.publish_all(&settings.tasks, (0..2).map(|n| slow(n, 3000))).await;
+    client.ready_becomes(&settings.tasks, 0).await;
+    client.publish(&settings.tasks, Task::sentinel()).await;
+    sconce.wait_for_log("sentinel received").await;
+    signal(pid_of_slot(&sconce, &slot_that_logged(&sconce, "sentinel received")), Signal::SIGKILL);
+    // One of the two, or the killed one's successor, takes the sentinel again.
+    sconce.wait_for_log_times("sentinel received", 2).await;
+    sconce.wait_for_log(" stopped on request").await;
+    sconce.wait_for_workers(1).await;
+    consumers(&client, &settings, 1).await;
+    let mut answered: Vec<_> = inbox.take(2).await.into_iter().map(|reply| reply.correlation_id).collect();
+    answered.sort();
+    assert_eq!(answered, ["0", "1"]);
+    client.publish(&settings.tasks, slow(7, 0)).await;
+    assert_eq!(inbox.next().await.correlation_id, "7");
+    sconce.wait_for_workers(1).await;
+}
+
+/// The slot in the first line that contains `words`.
+fn slot_that_logged(sconce: &Sconce, words: &str) -> String {
+    let log = sconce.log();
+    let line = log.lines().find(|line| line.contains(words)).expect("logged");
+    line.split("slot=\"").nth(1).and_then(|rest| rest.split('"').next()).expect("a slot").to_owned()
+}
+
+fn pid_of_slot(sconce: &Sconce, slot: &str) -> u32 {
+    let log = sconce.log();
+    let is_spawn =
+        |line: &&str| line.contains("worker spawned") && line.contains(&format!("slot=\"{slot}\""));
+    let line = log.lines().rfind(is_spawn).expect("a spawn");
+    let pid = line.split("pid=").nth(1).and_then(|rest| rest.split_whitespace().next());
+    pid.and_then(|pid| pid.parse().ok()).expect("a process id")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_stopped_on_request_stays_away_and_a_killed_one_comes_back() {
+    let settings = settings(2);
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    consumers(&client, &settings, 2).await;
+    client.publish(&settings.tasks, Task::sentinel()).await;
+    let left = sconce.wait_for_workers(1).await;
+    signal(left[0], Signal::SIGKILL);
+    until("another process in the killed one's slot", || async {
+        let workers = sconce.workers();
+        (workers.len() == 1 && workers != left).then_some(())
+    })
+    .await;
+    client.publish(&settings.tasks, slow(5, 0)).await;
+    assert_eq!(inbox.next().await.correlation_id, "5");
+    assert_eq!(sconce.workers().len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_expired_sentinel_stops_nobody_and_is_no_dead_letter() {
+    let settings = settings(1);
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    // First a service makes the queues, with their dead-letter backstop.
+    assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
+    client.publish(&settings.tasks, Task::sentinel().with(|it| it.with_expiration("50".into()))).await;
+    client.publish(&settings.tasks, Task::sentinel().header("expires", "2020-01-01T00:00:00Z")).await;
+    // Only the second is still there.
+    client.ready_becomes(&settings.tasks, 1).await;
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    client.publish(&settings.tasks, slow(1, 0)).await;
+    assert_eq!(inbox.next().await.correlation_id, "1");
+    assert_eq!(sconce.workers().len(), 1);
+    client.ready_becomes(&settings.tasks, 0).await;
+    assert_eq!(client.look(&settings.dead).await, Some((0, 0)));
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_stop_command_stops_so_many_or_all() {
+    let settings = settings(4);
+    let (mut sconce, client, _inbox) = serve(&settings).await;
+    consumers(&client, &settings, 4).await;
+    let stop = |arguments: &[&str]| Sconce::run(&settings, &[&["stop"], arguments].concat());
+    let mut two = stop(&["--workers", "2", "--pool", &settings.name]);
+    assert_eq!(two.exit_code().await, 0, "{}", two.log());
+    sconce.wait_for_workers(2).await;
+    consumers(&client, &settings, 2).await;
+    let mut unknown = stop(&["--pool", "nobody"]);
+    assert_eq!(unknown.exit_code().await, 64);
+    assert!(unknown.log().contains("nobody") && unknown.log().contains(&settings.name), "{}", unknown.log());
+    let mut all = stop(&["--all"]);
+    assert_eq!(all.exit_code().await, 0, "{}", all.log());
+    assert_eq!(sconce.exit_code().await, 0);
+    assert_eq!(client.look(&settings.tasks).await, Some((0, 0)), "no sentinel too many");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sentinel_of_the_stop_command_does_not_outlive_its_time() {
+    let settings = settings(1);
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    make_queue(&client, &settings).await;
+    let mut stop = Sconce::run(&settings, &["stop", "--expires", "5m"]);
+    assert_eq!(stop.exit_code().await, 0, "{}", stop.log());
+    let sentinel = client.get(&settings.tasks).await;
+    assert_eq!(sentinel.kind, "control.shutdown");
+    assert_eq!(sentinel.properties.expiration().as_ref().map(|it| it.as_str()), Some("300000"));
+}

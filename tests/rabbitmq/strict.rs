@@ -1,0 +1,76 @@
+//! A broker with tight limits: deliveries time out after seconds, messages may not be large.
+
+use std::sync::OnceLock;
+
+use serde_json::json;
+
+use crate::support::client::{Client, Task};
+use crate::support::rabbit::{Conf, Rabbit};
+use crate::support::sconce::{Sconce, Settings};
+
+const MOST_BYTES: usize = 20_000;
+
+fn strict() -> &'static Rabbit {
+    static STRICT: OnceLock<Rabbit> = OnceLock::new();
+    STRICT.get_or_init(|| {
+        let conf = Conf::default().line("consumer_timeout", 3000).line("max_message_size", MOST_BYTES);
+        Rabbit::private_with(conf)
+    })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_channel_that_the_broker_closes_is_replaced_and_consuming_resumes() {
+    let rabbit = strict();
+    // A delivery that times out (406 PRECONDITION_FAILED) is the only attempt the task has.
+    let settings = Settings::echo(rabbit.url()).set("broker.delivery_limit", 1);
+    let sconce = Sconce::launched(&settings).await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    client.publish(&settings.tasks, Task::new(json!({"input": 1, "sleep_ms": 7000})).id("slow")).await;
+    sconce.wait_for_log("406").await;
+    sconce.wait_for_log_times("consuming", 2).await;
+    assert_eq!(client.get(&settings.dead).await.correlation_id, "slow");
+    client.consumers_become(&settings.tasks, 1).await;
+    client.publish(&settings.tasks, Task::new(json!({"input": 2})).id("quick")).await;
+    let given_up = replies.next().await;
+    assert_eq!((given_up.correlation_id.as_str(), given_up.status_code()), ("slow", 500));
+    // Answered though its forward pass waits for one that nobody wants any more.
+    assert_eq!(replies.next().await.correlation_id, "quick");
+    client.consumers_become(&settings.tasks, 1).await;
+    assert_eq!(sconce.workers().len(), 1);
+    assert_eq!(sconce.stop().await, 0);
+    client.ready_becomes(&settings.tasks, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reply_larger_than_the_broker_takes_becomes_an_error_reply_and_its_neighbours_come_whole() {
+    let rabbit = strict();
+    let settings = Settings::echo(rabbit.url());
+    let sconce = Sconce::launched(&settings).await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    // The answer repeats the input and adds some bytes, which is what makes it too large.
+    let body = json!({"input": "x".repeat(MOST_BYTES - 20)});
+    assert!(body.to_string().len() <= MOST_BYTES);
+    let large = Task::new(body).id("large");
+    let tasks = (0..9).map(|n| match n {
+        4 => large.clone(),
+        n => Task::new(json!({"input": n})).id(n.to_string()),
+    });
+    client.publish_all(&settings.tasks, tasks).await;
+    let mut answered = std::collections::BTreeMap::new();
+    while answered.len() < 9 {
+        let reply = replies.next().await;
+        answered.insert(reply.correlation_id.clone(), reply);
+    }
+    let refused = answered.remove("large").expect("a reply");
+    assert_eq!((refused.status_code(), refused.header("status").as_str()), (413, "rejected"));
+    assert!(refused.body["error"]["message"].as_str().is_some_and(|it| it.contains("larger")), "{refused:?}");
+    assert!(answered.values().all(|reply| reply.status_code() == 200));
+    client.publish(&settings.tasks, Task::new(json!({"input": "after"})).id("after")).await;
+    while replies.next().await.correlation_id != "after" {}
+    assert_eq!(sconce.logged("lost the broker"), 0, "{}", sconce.log());
+    assert_eq!(sconce.stop().await, 0);
+    client.ready_becomes(&settings.tasks, 0).await;
+    client.ready_becomes(&settings.dead, 0).await;
+}

@@ -1,0 +1,158 @@
+//! Runs that are killed, stopped, torn, started twice, or pointed at somebody else's output.
+
+use std::fs;
+use std::thread;
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::rig::{Rig, eventually, is_alive, slow_lines};
+
+/// One line a forward pass, so that a run lasts long enough to be stopped in its middle.
+const ONE_BY_ONE: [&str; 4] = ["--set", "pool[0].batch.max_requests=1", "--set", "pool[0].prefetch=2"];
+
+#[test]
+fn a_killed_run_resumes_without_computing_a_finished_line_again() {
+    let rig = Rig::new(&slow_lines(60, 30));
+    let run = rig.start_echo(&ONE_BY_ONE);
+    rig.wait_for_lines(10);
+    let workers = run.workers();
+    assert_eq!(workers.len(), 2);
+    run.signal(Signal::SIGKILL);
+    assert_eq!(run.wait().code, None);
+    eventually("the workers of the killed run are gone", || {
+        workers.iter().all(|pid| !is_alive(*pid)).then_some(())
+    });
+    let before = rig.written();
+    let whole = before[..before.rfind('\n').unwrap() + 1].to_owned();
+    let done = whole.lines().count();
+    assert!((10..60).contains(&done), "{done}");
+
+    let ended = rig.run_echo(&ONE_BY_ONE);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(rig.written().starts_with(&whole), "finished lines stay as they are, ids and all");
+    rig.assert_all_answered(60);
+    let says = format!("{} of 60 lines answered now, {done} before", 60 - done);
+    assert!(ended.stderr.contains(&says), "{}", ended.stderr);
+    let now = rig.written();
+    assert_eq!(rig.run_echo(&ONE_BY_ONE).code, Some(0));
+    assert_eq!(rig.written(), now, "a finished run has nothing to do");
+}
+
+#[test]
+fn a_killed_worker_is_replaced_and_every_line_is_answered_once() {
+    let rig = Rig::new(&slow_lines(60, 20));
+    let run = rig.start_echo(&ONE_BY_ONE);
+    rig.wait_for_lines(5);
+    let victim = run.workers()[0];
+    kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
+    eventually("another worker takes its place", || {
+        let workers = run.workers();
+        (workers.len() == 2 && !workers.contains(&victim)).then_some(())
+    });
+    let ended = run.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    rig.assert_all_answered(60);
+}
+
+#[test]
+fn sigterm_drains_and_the_same_command_goes_on() {
+    let rig = Rig::new(&slow_lines(60, 30));
+    let run = rig.start_echo(&ONE_BY_ONE);
+    rig.wait_for_lines(5);
+    let workers = run.workers();
+    run.signal(Signal::SIGTERM);
+    let ended = run.wait();
+    assert_eq!(ended.code, Some(84), "{}", ended.stderr);
+    assert!(ended.stderr.contains("the same command goes on from there"), "{}", ended.stderr);
+    assert!(workers.iter().all(|pid| !is_alive(*pid)), "a worker outlived its run");
+    assert!(rig.left_behind().is_empty());
+    let (before, done) = (rig.written(), rig.answers().len());
+    assert!((5..60).contains(&done), "{done}");
+    assert_eq!(rig.run_echo(&ONE_BY_ONE).code, Some(0));
+    assert!(rig.written().starts_with(&before));
+    rig.assert_all_answered(60);
+}
+
+#[test]
+fn a_second_sigterm_ends_the_run_at_once() {
+    let rig = Rig::new(&slow_lines(4, 60_000));
+    let run = rig.start_echo(&ONE_BY_ONE);
+    eventually("both workers run", || (run.workers().len() == 2).then_some(()));
+    let workers = run.workers();
+    run.signal(Signal::SIGTERM);
+    // Two signals of a kind at once would be one.
+    thread::sleep(Duration::from_millis(300));
+    let began = std::time::Instant::now();
+    run.signal(Signal::SIGTERM);
+    let ended = run.wait();
+    assert_eq!(ended.code, Some(84), "{}", ended.stderr);
+    assert!(began.elapsed() < Duration::from_secs(7), "the grace is 8 s, it took {:?}", began.elapsed());
+    assert!(workers.iter().all(|pid| !is_alive(*pid)), "a worker outlived its run");
+}
+
+#[test]
+fn a_torn_last_line_is_written_anew_and_the_lines_before_it_stay() {
+    let rig = Rig::new(&slow_lines(8, 0));
+    assert_eq!(rig.run_echo(&[]).code, Some(0));
+    let whole = rig.written();
+    let start = whole.trim_end().rfind('\n').unwrap() + 1;
+    for keep in [1, 17, whole.len() - start - 2] {
+        fs::write(rig.output(), &whole[..start + keep]).unwrap();
+        assert_eq!(rig.run_echo(&[]).code, Some(0));
+        assert!(rig.written().starts_with(&whole[..start]));
+        rig.assert_all_answered(8);
+    }
+    // Whole but for its newline.
+    fs::write(rig.output(), whole.trim_end()).unwrap();
+    assert_eq!(rig.run_echo(&[]).code, Some(0));
+    rig.assert_all_answered(8);
+}
+
+#[test]
+fn an_output_that_is_not_this_inputs_is_refused_and_not_touched() {
+    let rig = Rig::new(&slow_lines(3, 0));
+    let foreign = "my only copy of a thesis\nin two lines\n";
+    let other = r#"{"id":"batch_req_1","custom_id":"else","response":{"status_code":200,"request_id":"1","body":{}},"error":null}"#;
+    for (content, words) in [(foreign.to_owned(), "line 1"), (format!("{other}\n"), "else")] {
+        fs::write(rig.output(), &content).unwrap();
+        let ended = rig.run_echo(&[]);
+        assert!(!matches!(ended.code, Some(0) | None), "{ended:?}");
+        assert!(ended.stderr.contains(words), "{}", ended.stderr);
+        assert_eq!(rig.written(), content);
+    }
+}
+
+#[test]
+fn two_runs_never_write_one_output() {
+    let rig = Rig::new(&slow_lines(40, 50));
+    let first = rig.start_echo(&ONE_BY_ONE);
+    rig.wait_for_lines(2);
+    let second = rig.run_echo(&ONE_BY_ONE);
+    assert!(!matches!(second.code, Some(0) | None), "{second:?}");
+    assert!(second.stderr.contains(rig.output().to_str().unwrap()), "{}", second.stderr);
+    assert!(second.stderr.contains("another run"), "{}", second.stderr);
+    let ended = first.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    rig.assert_all_answered(40);
+}
+
+#[test]
+fn two_runs_started_together_leave_one_output() {
+    let rig = Rig::new(&slow_lines(30, 10));
+    let runs = [rig.start_echo(&ONE_BY_ONE), rig.start_echo(&ONE_BY_ONE)];
+    let codes: Vec<_> = runs.into_iter().map(|run| run.wait().code).collect();
+    assert!(codes.contains(&Some(0)), "{codes:?}");
+    rig.assert_all_answered(30);
+}
+
+#[test]
+fn no_worker_is_left_when_the_run_is_over() {
+    let rig = Rig::new(&slow_lines(10, 20));
+    let run = rig.start_echo(&ONE_BY_ONE);
+    let workers = eventually("both workers run", || Some(run.workers()).filter(|found| found.len() == 2));
+    assert_eq!(run.wait().code, Some(0));
+    assert!(workers.iter().all(|pid| !is_alive(*pid)));
+    assert!(rig.left_behind().is_empty());
+}

@@ -1,0 +1,174 @@
+//! What each input line becomes: the response format, the order, and an error line for each line
+//! that cannot be answered.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::rig::{Rig, line, slow_lines};
+
+fn model() -> String {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/all-MiniLM-L6-v2");
+    assert!(folder.join("model.safetensors").is_file(), "the real weights are needed: make models");
+    folder.to_str().unwrap().to_owned()
+}
+
+#[test]
+fn lines_come_out_in_the_order_in_which_they_went_in() {
+    // The first ones are the slowest, and each worker takes one at a time.
+    let body = |n: u64| json!({"input": format!("text {n}"), "sleep_ms": (20 - n) * 5});
+    let lines: Vec<_> = (0..20).map(|n| line(&format!("r-{n}"), body(n))).collect();
+    let rig = Rig::new(&lines);
+    let ended = rig.run_echo(&["--set", "pool[0].batch.max_requests=1"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    rig.assert_all_answered(20);
+    assert_eq!(rig.left_behind(), Vec::<std::path::PathBuf>::new(), "in the temp folder");
+}
+
+#[test]
+fn an_answered_line_has_the_fields_of_openais_batch_output() {
+    let rig = Rig::new(&[line("only", json!({"input": "a"}))]);
+    assert_eq!(rig.run_echo(&[]).code, Some(0));
+    let answers = rig.answers();
+    let answer = answers[0].as_object().unwrap();
+    let mut names: Vec<_> = answer.keys().map(String::as_str).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["custom_id", "error", "id", "response"]);
+    assert_eq!(answer["error"], Value::Null);
+    let (id, request) = (answer["id"].as_str().unwrap(), answer["response"]["request_id"].as_str().unwrap());
+    assert!(id.starts_with("batch_req_") && !request.is_empty(), "{answer:?}");
+    assert_eq!(answer["response"]["status_code"], 200);
+    assert_eq!(answer["response"]["body"], json!({"object": "echo", "input": "a", "model": "echo"}));
+}
+
+#[test]
+fn a_line_that_is_no_request_is_an_error_on_its_own_line_and_blank_lines_are_none() {
+    let good = |id: &str| line(id, json!({"input": id}));
+    let lines = [
+        good("first"),
+        String::new(),
+        "{\"custom_id\": \"torn".into(),
+        json!({"method": "POST", "url": "/v1/embeddings", "body": {}}).to_string(),
+        "   ".into(),
+        json!({"custom_id": "got", "method": "GET", "url": "/v1/embeddings", "body": {}}).to_string(),
+        json!({"custom_id": "listed", "method": "POST", "url": "/v1/embeddings", "body": []}).to_string(),
+        good("last"),
+    ];
+    let rig = Rig::new(&lines);
+    let ended = rig.run_echo(&[]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let answers = rig.answers();
+    assert_eq!(answers.len(), 6, "{answers:?}");
+    for (index, custom_id) in [(0, "first"), (5, "last")] {
+        assert_eq!(answers[index]["custom_id"], custom_id);
+        assert_eq!(answers[index]["response"]["status_code"], 200);
+    }
+    let cases = [
+        (1, Value::Null, "line 3: not JSON"),
+        (2, Value::Null, "line 4: custom_id is missing"),
+        (3, "got".into(), "line 6: method must be \"POST\", is \"GET\""),
+        (4, "listed".into(), "line 7: body must be an object, is an array"),
+    ];
+    for (index, custom_id, words) in cases {
+        let answer = &answers[index];
+        assert_eq!(answer["custom_id"], custom_id);
+        assert_eq!(answer["response"], Value::Null);
+        assert!(answer["error"]["message"].as_str().unwrap().starts_with(words), "{answer}");
+    }
+    assert!(ended.stderr.contains("6 of 6 lines answered now") && ended.stderr.contains("4 with an error"));
+}
+
+#[test]
+fn an_empty_input_is_done_at_once() {
+    let rig = Rig::new(&[]);
+    let ended = rig.run_echo(&[]);
+    assert_eq!((ended.code, rig.written()), (Some(0), String::new()), "{}", ended.stderr);
+}
+
+#[test]
+fn real_embeddings_and_refusals_stand_on_the_lines_of_their_requests() {
+    let ask = |id: &str, body: Value| line(id, body);
+    let mut lines = vec![
+        ask("hello", json!({"input": "Hello, world!"})),
+        ask("number", json!({"input": 7})),
+        ask("nested", json!({"input": ["ok", {"no": 1}]})),
+        ask("foreign", json!({"input": "x", "model": "gpt-9"})),
+        ask("empty", json!({"input": []})),
+        json!({"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions",
+            "body": {"input": "x"}})
+        .to_string(),
+        ask("format", json!({"input": "x", "encoding_format": "hex"})),
+    ];
+    lines.push(ask("two", json!({"input": ["Hello, world!", "again"], "encoding_format": "float"})));
+    let rig = Rig::new(&lines);
+    let ended = rig.start(&["--model", &model(), "--devices", "cpu"]).wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let answers = rig.answers();
+    let expected: Vec<Value> = serde_json::from_slice(
+        &std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/minilm/expected.json"))
+            .unwrap(),
+    )
+    .unwrap();
+    assert_eq!(expected[0]["text"], "Hello, world!");
+    for (index, count) in [(0, 1), (7, 2)] {
+        let data = answers[index]["response"]["body"]["data"].as_array().unwrap();
+        assert_eq!(data.len(), count);
+        for (ours, theirs) in
+            data[0]["embedding"].as_array().unwrap().iter().zip(expected[0]["vector"].as_array().unwrap())
+        {
+            assert!((ours.as_f64().unwrap() - theirs.as_f64().unwrap()).abs() < 1e-5, "{ours} {theirs}");
+        }
+    }
+    let refusals = [
+        (1, "number", 400, "input"),
+        (2, "nested", 400, "input[1]"),
+        (3, "foreign", 404, "model"),
+        (4, "empty", 400, "input"),
+        (5, "chat", 404, "url"),
+        (6, "format", 400, "encoding_format"),
+    ];
+    for (index, custom_id, status, param) in refusals {
+        let answer = &answers[index];
+        assert_eq!(answer["custom_id"], custom_id);
+        assert_eq!(answer["response"]["status_code"], status, "{answer}");
+        let error = &answer["response"]["body"]["error"];
+        assert_eq!(error["param"], param, "{answer}");
+        assert!(!error["message"].as_str().unwrap().is_empty());
+    }
+    let words = |index: usize| answers[index]["response"]["body"]["error"]["message"].as_str().unwrap();
+    assert!(words(3).contains("gpt-9"), "{}", words(3));
+    assert!(words(5).contains("/v1/chat/completions"), "{}", words(5));
+    assert!(words(6).contains("hex"), "{}", words(6));
+}
+
+#[test]
+fn a_model_folder_that_is_not_there_is_named_and_exits_with_82() {
+    let rig = Rig::new(&slow_lines(3, 0));
+    let none = rig.path("no-such-model");
+    let quick = ["--set", "launcher.restart_delay=10ms", "--set", "launcher.restart_delay_max=20ms"];
+    let arguments = [&["--model", none.to_str().unwrap(), "--devices", "cpu"], &quick[..]].concat();
+    let ended = rig.start(&arguments).wait();
+    assert_eq!(ended.code, Some(82), "{}", ended.stderr);
+    assert!(ended.stderr.contains(none.to_str().unwrap()), "{}", ended.stderr);
+    assert!(ended.stderr.contains("the same command goes on from there"), "{}", ended.stderr);
+    assert!(rig.left_behind().is_empty());
+}
+
+#[test]
+fn an_input_that_is_not_there_is_named() {
+    let rig = Rig::new(&[]);
+    std::fs::remove_file(rig.input()).unwrap();
+    let ended = rig.run_echo(&[]);
+    assert_ne!(ended.code, Some(0));
+    assert!(ended.stderr.contains(rig.input().to_str().unwrap()), "{}", ended.stderr);
+    assert!(!rig.output().exists(), "an output of no input");
+}
+
+#[test]
+fn a_device_that_is_not_here_is_refused_by_name() {
+    let rig = Rig::new(&slow_lines(1, 0));
+    let ended = rig.start(&["--model", "echo", "--devices", "cuda:7"]).wait();
+    assert_eq!(ended.code, Some(78), "{}", ended.stderr);
+    assert!(ended.stderr.contains("cuda:7"), "{}", ended.stderr);
+    assert!(rig.left_behind().is_empty());
+}

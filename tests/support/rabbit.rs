@@ -1,0 +1,293 @@
+//! RabbitMQ nodes of the test process: one that all tests share, and private ones to break. Each is
+//! started by a small `sh` that holds the node's life: when its stdin ends, because the test process
+//! is gone in whatever way, it kills the node and removes its folder.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::wait::until;
+
+const BOOT: Duration = Duration::from_secs(90);
+
+/// Reads commands; the end of them ends the node.
+const KEEPER: &str = r#"
+node=
+while read command; do
+  case $command in
+    start) "$0/rabbitmq-server" >>"$FOLDER/out" 2>&1 </dev/null & node=$!; echo started ;;
+    kill) kill -9 $node; wait $node 2>/dev/null; echo killed ;;
+  esac
+done
+[ -n "$node" ] && kill -9 $node
+rm -rf "$FOLDER"
+"#;
+
+/// One node.
+pub struct Rabbit {
+    keeper: Mutex<Keeper>,
+    folder: PathBuf,
+    name: String,
+    port: u16,
+    tls_port: Option<u16>,
+}
+
+struct Keeper {
+    child: Child,
+    commands: Option<ChildStdin>,
+    answers: BufReader<ChildStdout>,
+}
+
+/// How a private node is to be set up.
+#[derive(Default)]
+pub struct Conf {
+    lines: String,
+    tls: bool,
+}
+
+/// What a queue holds, by the broker's own account.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stats {
+    pub ready: u64,
+    pub unacked: u64,
+    pub consumers: u64,
+}
+
+impl Conf {
+    /// A line of `rabbitmq.conf`.
+    pub fn line(mut self, key: &str, value: impl std::fmt::Display) -> Self {
+        let _ = writeln!(self.lines, "{key} = {value}");
+        self
+    }
+
+    /// Listens for TLS too; the certificates are further lines.
+    pub fn tls(mut self) -> Self {
+        self.tls = true;
+        self
+    }
+}
+
+impl Rabbit {
+    /// The node that all tests of this process share, started at the first call.
+    pub fn shared() -> &'static Self {
+        static SHARED: OnceLock<Rabbit> = OnceLock::new();
+        SHARED.get_or_init(Self::private)
+    }
+
+    /// A node of the caller's own.
+    pub fn private() -> Self {
+        Self::private_with(Conf::default())
+    }
+
+    /// A node of the caller's own, set up its way.
+    pub fn private_with(conf: Conf) -> Self {
+        let rabbit = Self::stopped(conf);
+        rabbit.start();
+        rabbit
+    }
+
+    /// A node that has an address but does not run yet.
+    pub fn stopped(conf: Conf) -> Self {
+        let programs = programs();
+        let [port, distribution, tls_port] = free_ports();
+        let name = format!("sconce-{}-{port}@localhost", std::process::id());
+        // Not a TempDir: a killed process would leave it behind, the keeper removes it always.
+        let folder = tempfile::Builder::new().prefix("sconce-rabbit-").tempdir().expect("a folder").keep();
+        let mut lines = format!("loopback_users = none\nlog.file.level = info\n{}", conf.lines);
+        if conf.tls {
+            let _ = writeln!(lines, "listeners.ssl.default = 127.0.0.1:{tls_port}");
+        }
+        fs::write(folder.join("rabbitmq.conf"), lines).expect("a settings file");
+        let mut child = Command::new("sh")
+            .args(["-c", KEEPER])
+            .arg(&programs)
+            .env("FOLDER", &folder)
+            .envs(environment(&folder, &name))
+            .env("RABBITMQ_NODE_PORT", port.to_string())
+            .env("RABBITMQ_DIST_PORT", distribution.to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("sh");
+        let commands = child.stdin.take();
+        let answers = BufReader::new(child.stdout.take().expect("a pipe"));
+        let keeper = Mutex::new(Keeper { child, commands, answers });
+        let tls_port = conf.tls.then_some(tls_port);
+        Self { keeper, folder, name, port, tls_port }
+    }
+
+    /// Starts the node, for the first time or again, and waits until it takes connections.
+    pub fn start(&self) {
+        self.command("start");
+        let begun = Instant::now();
+        while !self.greets() {
+            let failed = begun.elapsed() > BOOT || self.log().contains("BOOT FAILED");
+            assert!(!failed, "RabbitMQ does not start:\n{}", self.log());
+            thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// `kill -9`.
+    pub fn kill(&self) {
+        self.command("kill");
+    }
+
+    /// The address for the user `guest` and the virtual host `/`.
+    pub fn url(&self) -> String {
+        self.url_for("guest:guest", "/")
+    }
+
+    /// The address for `user:password` and a virtual host.
+    pub fn url_for(&self, user: &str, vhost: &str) -> String {
+        format!("amqp://{user}@127.0.0.1:{}/{}", self.port, vhost.replace('/', "%2f"))
+    }
+
+    /// The address over TLS, of a node that has it.
+    pub fn tls_url(&self) -> String {
+        format!("amqps://guest:guest@localhost:{}/%2f", self.tls_port.expect("Conf::tls"))
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        (Ipv4Addr::LOCALHOST, self.port).into()
+    }
+
+    /// Runs `rabbitmqctl`, and gives what it prints; panics where it fails.
+    pub fn ctl(&self, arguments: &[&str]) -> String {
+        let output = Command::new(programs().join("rabbitmqctl"))
+            .args(["-q", "--timeout", "60"])
+            .args(arguments)
+            .envs(environment(&self.folder, &self.name))
+            .stdin(Stdio::null())
+            .output()
+            .expect("rabbitmqctl");
+        let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+        let (out, error) = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success(), "rabbitmqctl {arguments:?}: {out}{error}");
+        out
+    }
+
+    /// What a queue of the virtual host `/` holds; none when it does not exist. Counts of quorum
+    /// queues are some seconds old.
+    pub fn stats(&self, queue: &str) -> Option<Stats> {
+        let columns = ["name", "messages_ready", "messages_unacknowledged", "consumers"];
+        let listed = self.ctl(&[&["list_queues", "--no-table-headers"], &columns[..]].concat());
+        let row = listed.lines().map(|line| line.split('\t').collect::<Vec<_>>());
+        let row = row.into_iter().find(|row| row.first() == Some(&queue))?;
+        let number = |index: usize| row.get(index).and_then(|it| it.parse().ok()).unwrap_or(0);
+        Some(Stats { ready: number(1), unacked: number(2), consumers: number(3) })
+    }
+
+    /// Waits until [`Rabbit::stats`] are so.
+    pub async fn stats_become(&self, queue: &str, wanted: Stats) {
+        let mut last = None;
+        until(&format!("{queue} holds {wanted:?}"), || {
+            last = self.stats(queue);
+            let reached = last == Some(wanted);
+            async move { reached.then_some(()) }
+        })
+        .await;
+    }
+
+    /// Closes every client connection whose name contains `name`, and says how many there were.
+    pub fn cut(&self, name: &str) -> usize {
+        let listed = self.ctl(&["list_connections", "--no-table-headers", "pid", "client_properties"]);
+        let of_name = listed.lines().filter(|line| line.contains(name));
+        let pids: Vec<&str> = of_name.filter_map(|line| line.split('\t').next()).collect();
+        for pid in &pids {
+            self.ctl(&["close_connection", pid, "cut by a test"]);
+        }
+        pids.len()
+    }
+
+    /// The node's own log.
+    pub fn log(&self) -> String {
+        let mut log = fs::read_to_string(self.folder.join("out")).unwrap_or_default();
+        for file in fs::read_dir(self.folder.join("log")).into_iter().flatten().flatten() {
+            log.push_str(&fs::read_to_string(file.path()).unwrap_or_default());
+        }
+        log
+    }
+
+    fn command(&self, command: &str) {
+        let mut keeper = self.keeper.lock().unwrap_or_else(PoisonError::into_inner);
+        let commands = keeper.commands.as_mut().expect("an open pipe");
+        writeln!(commands, "{command}").expect("the keeper");
+        commands.flush().expect("the keeper");
+        let mut answer = String::new();
+        keeper.answers.read_line(&mut answer).expect("the keeper");
+    }
+
+    /// The broker says Connection.Start to whoever opens with AMQP's header.
+    fn greets(&self) -> bool {
+        let limit = Some(Duration::from_secs(2));
+        let Ok(mut socket) = TcpStream::connect(self.address()) else { return false };
+        let mut first = [0];
+        socket.set_read_timeout(limit).is_ok()
+            && socket.write_all(b"AMQP\x00\x00\x09\x01").is_ok()
+            && socket.read_exact(&mut first).is_ok()
+            && first == [1]
+    }
+}
+
+impl Drop for Rabbit {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let log = self.log();
+            let lines: Vec<&str> = log.lines().collect();
+            eprintln!(
+                "--- end of the log of {} ---\n{}",
+                self.name,
+                lines[lines.len().saturating_sub(60)..].join("\n")
+            );
+        }
+        let keeper = self.keeper.get_mut().unwrap_or_else(PoisonError::into_inner);
+        keeper.commands = None;
+        let _ = keeper.child.wait();
+    }
+}
+
+/// The folder of RabbitMQ's own scripts: those on the path switch the user.
+fn programs() -> PathBuf {
+    let installed = fs::read_dir("/usr/lib/rabbitmq/lib").into_iter().flatten().flatten();
+    let mut found = installed.map(|version| version.path().join("sbin"));
+    found
+        .find(|sbin| sbin.join("rabbitmq-server").is_file())
+        .expect("these tests need RabbitMQ: sudo apt-get install rabbitmq-server")
+}
+
+fn environment(folder: &Path, name: &str) -> Vec<(&'static str, String)> {
+    let inside = |path: &str| folder.join(path).display().to_string();
+    vec![
+        ("HOME", inside("")),
+        ("RABBITMQ_NODENAME", name.to_owned()),
+        ("RABBITMQ_NODE_IP_ADDRESS", "127.0.0.1".to_owned()),
+        ("RABBITMQ_MNESIA_BASE", inside("data")),
+        ("RABBITMQ_LOG_BASE", inside("log")),
+        ("RABBITMQ_CONFIG_FILE", inside("rabbitmq")),
+        ("RABBITMQ_ENABLED_PLUGINS_FILE", inside("plugins")),
+        ("RABBITMQ_PID_FILE", inside("pid")),
+        // The node replaces its start script, so that the keeper's `$!` is the node.
+        ("RABBITMQ_ALLOW_INPUT", "true".to_owned()),
+        ("RABBITMQ_SERVER_START_ARGS", "-noinput".to_owned()),
+        // Few schedulers, none of which spins: the tests share the machine with others. The tick is
+        // when a channel looks for deliveries that have timed out.
+        (
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS",
+            "+S 2:2 +sbwt none -rabbit channel_tick_interval 1000".to_owned(),
+        ),
+        ("RABBITMQ_CTL_ERL_ARGS", "+S 1:1 +sbwt none".to_owned()),
+    ]
+}
+
+/// Ports that nobody uses, all different because they are held together.
+fn free_ports<const N: usize>() -> [u16; N] {
+    let held = [(); N].map(|()| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port"));
+    held.map(|listener| listener.local_addr().expect("an address").port())
+}

@@ -1,0 +1,245 @@
+//! The `sconce` binary as a child process: its settings, its log, its workers, its signals, its end.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::wait::{PATIENCE, until, until_within};
+
+/// The settings of one service: an echo pool with queues of its own.
+#[derive(Clone)]
+pub struct Settings {
+    pub name: String,
+    pub tasks: String,
+    pub replies: String,
+    pub dead: String,
+    url: String,
+    set: Vec<(String, String)>,
+}
+
+impl Settings {
+    /// An `echo?faults` pool on one CPU slot. Queue names are unique in this process.
+    pub fn echo(url: impl Into<String>) -> Self {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("pool-{}", COUNT.fetch_add(1, Ordering::Relaxed));
+        let queue = |kind: &str| format!("{name}.{kind}");
+        let (tasks, replies, dead) = (queue("tasks"), queue("replies"), queue("dead"));
+        Self { name, tasks, replies, dead, url: url.into(), set: Vec::new() }
+    }
+
+    /// Any setting, by its dotted path: `.set("pool[0].batch.max_requests", 4)`. Later ones win.
+    pub fn set(mut self, path: &str, value: impl std::fmt::Display) -> Self {
+        self.set.push((path.to_owned(), value.to_string()));
+        self
+    }
+
+    /// The same queues, reached by another address.
+    pub fn over(mut self, url: impl Into<String>) -> Self {
+        self.url = url.into();
+        self
+    }
+
+    fn toml(&self) -> String {
+        let Self { name, tasks, replies, dead, url, .. } = self;
+        format!(
+            "[broker]\nurl = {url:?}\n\n[[pool]]\nname = {name:?}\ntask_queue = {tasks:?}\n\
+             reply_queue = {replies:?}\ndead_letter_queue = {dead:?}\nmodel = \"echo?faults\"\n\
+             devices = [\"cpu\"]\nthreads = 1\n\n[launcher]\nrestart_delay = \"100ms\"\n"
+        )
+    }
+}
+
+/// A running `sconce`, killed with its workers when dropped.
+pub struct Sconce {
+    child: Child,
+    lines: Arc<Mutex<Vec<String>>>,
+    _folder: tempfile::TempDir,
+}
+
+impl Sconce {
+    /// `sconce launch`.
+    pub fn launch(settings: &Settings) -> Self {
+        Self::run(settings, &["launch"])
+    }
+
+    /// `sconce launch`, once its worker consumes.
+    pub async fn launched(settings: &Settings) -> Self {
+        let sconce = Self::launch(settings);
+        sconce.wait_for_log("consuming").await;
+        sconce
+    }
+
+    /// Any command that takes settings: `--config` and `--set` are put behind `arguments`.
+    pub fn run(settings: &Settings, arguments: &[&str]) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("sconce.toml");
+        fs::write(&file, settings.toml()).expect("a settings file");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));
+        command.args(arguments).arg("--config").arg(&file);
+        for (path, value) in &settings.set {
+            command.arg("--set").arg(format!("{path}={value}"));
+        }
+        for (name, _) in std::env::vars_os() {
+            let name = name.to_string_lossy();
+            if name.starts_with("SCONCE_") || name == "AMQP_URL" {
+                command.env_remove(&*name);
+            }
+        }
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        die_with_the_test(&mut command);
+        let mut child = command.spawn().expect("the sconce binary");
+        let lines = Arc::default();
+        follow(child.stdout.take(), &lines);
+        follow(child.stderr.take(), &lines);
+        Self { child, lines, _folder: folder }
+    }
+
+    /// The process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Everything written so far, to stdout and stderr.
+    pub fn log(&self) -> String {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner).join("\n")
+    }
+
+    /// How many lines contain `words`.
+    pub fn logged(&self, words: &str) -> usize {
+        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.iter().filter(|line| line.contains(words)).count()
+    }
+
+    /// Waits for a line that contains `words`.
+    pub async fn wait_for_log(&self, words: &str) {
+        self.wait_for_log_times(words, 1).await;
+    }
+
+    /// Waits until `times` lines contain `words`.
+    pub async fn wait_for_log_times(&self, words: &str, times: usize) {
+        let begun = std::time::Instant::now();
+        while self.logged(words) < times {
+            assert!(begun.elapsed() < PATIENCE, "no {times} × {words:?} in the log:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// The worker processes, oldest first.
+    pub fn workers(&self) -> Vec<u32> {
+        children_of(self.pid())
+    }
+
+    /// Waits until there are `count` workers, and gives them.
+    pub async fn wait_for_workers(&self, count: usize) -> Vec<u32> {
+        until(&format!("{count} workers"), || async {
+            let workers = self.workers();
+            (workers.len() == count).then_some(workers)
+        })
+        .await
+    }
+
+    /// Sends a signal.
+    pub fn signal(&self, signal: Signal) {
+        let _ = kill(Pid::from_raw(self.pid() as i32), signal);
+    }
+
+    /// Waits for the end: the exit code, or minus the signal that ended it.
+    pub async fn exit_code(&mut self) -> i32 {
+        self.exit_code_within(PATIENCE).await
+    }
+
+    /// As [`Sconce::exit_code`], with a limit of its own.
+    pub async fn exit_code_within(&mut self, limit: Duration) -> i32 {
+        let lines = self.lines.clone();
+        let child = Mutex::new(&mut self.child);
+        let status = until_within(limit, "sconce ends", || async {
+            child.lock().unwrap_or_else(PoisonError::into_inner).try_wait().expect("a child")
+        })
+        .await;
+        // The readers hold the lines until the pipes end, which is now.
+        let _ = tokio::time::timeout(Duration::from_secs(5), async {
+            while Arc::strong_count(&lines) > 2 {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        })
+        .await;
+        status.code().unwrap_or_else(|| -status.signal().unwrap_or_default())
+    }
+
+    /// SIGTERM, and the exit code.
+    pub async fn stop(mut self) -> i32 {
+        self.signal(Signal::SIGTERM);
+        self.exit_code().await
+    }
+}
+
+impl Drop for Sconce {
+    fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(None)) {
+            let workers = self.workers();
+            let _ = self.child.kill();
+            for worker in workers {
+                let _ = kill(Pid::from_raw(worker as i32), Signal::SIGKILL);
+            }
+            let _ = self.child.wait();
+        }
+        if thread::panicking() {
+            eprintln!("--- log of sconce {} ---\n{}", self.pid(), self.log());
+        }
+    }
+}
+
+/// Sends a signal to any process, such as a worker.
+pub fn signal(pid: u32, signal: Signal) {
+    kill(Pid::from_raw(pid as i32), signal).expect("a process");
+}
+
+/// Whether a process lives (a zombie does not).
+pub fn lives(pid: u32) -> bool {
+    parent_of(pid).is_some()
+}
+
+#[expect(unsafe_code, reason = "the child ends with a killed test process; prctl is safe after fork")]
+fn die_with_the_test(command: &mut Command) {
+    // SAFETY: one system call that allocates nothing.
+    unsafe {
+        command.pre_exec(|| nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).map_err(Into::into));
+    }
+}
+
+fn follow(pipe: Option<impl Read + Send + 'static>, lines: &Arc<Mutex<Vec<String>>>) {
+    let lines = lines.clone();
+    thread::spawn(move || {
+        for line in pipe.into_iter().flat_map(|pipe| BufReader::new(pipe).split(b'\n')) {
+            let Ok(line) = line else { return };
+            let line = String::from_utf8_lossy(&line).into_owned();
+            lines.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+        }
+    });
+}
+
+fn children_of(pid: u32) -> Vec<u32> {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let mut children: Vec<u32> = pids.filter(|child| parent_of(*child) == Some(pid)).collect();
+    children.sort_unstable();
+    children
+}
+
+/// The parent of a living process.
+fn parent_of(pid: u32) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let mut fields = stat.rsplit_once(") ")?.1.split(' ');
+    if fields.next()? == "Z" {
+        return None;
+    }
+    fields.next()?.parse().ok()
+}
