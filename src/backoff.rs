@@ -17,9 +17,13 @@ impl Backoff {
     /// it over the upper half of the ceiling, so that many clients of one broker don't come back
     /// together, and none comes back at once.
     pub fn delay(&self, failures: u32, jitter: f64) -> Duration {
+        self.ceiling(failures).mul_f64(0.5 + 0.5 * jitter.clamp(0.0, 1.0))
+    }
+
+    /// The longest that [`Backoff::delay`] gives after so many failures.
+    pub fn ceiling(&self, failures: u32) -> Duration {
         let doublings = failures.saturating_sub(1).min(31);
-        let ceiling = self.first.saturating_mul(1 << doublings).min(self.most);
-        ceiling.mul_f64(0.5 + 0.5 * jitter.clamp(0.0, 1.0))
+        self.first.saturating_mul(1 << doublings).min(self.most)
     }
 }
 

@@ -13,7 +13,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("batching", &[]),
     ("backoff", &[]),
     ("shutdown", &[]),
-    ("config", &[]),
+    ("config", &["backoff"]),
     ("telemetry", &[]),
     ("model", &["protocol"]),
     ("broker", &["protocol", "backoff", "config"]),

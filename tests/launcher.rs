@@ -218,36 +218,89 @@ async fn a_stop_before_a_worker_is_ready_drains_it_too() {
     assert_eq!(stage.run_and(meanwhile).await, Exit::Done);
 }
 
+/// A shell command that announces a forward pass with these tasks.
+fn forward(fingerprints: &[&str]) -> String {
+    let tasks: Vec<_> =
+        fingerprints.iter().map(|it| json!({"id": format!("id {it}"), "fingerprint": it})).collect();
+    format!("echo '{}'", json!({"event": "forward", "tasks": tasks}))
+}
+
+/// What a `start` line says of deaths: of each task, how many, and whether it is poison.
+fn deaths(start: &str) -> Vec<(String, u64, bool)> {
+    let start: Value = serde_json::from_str(start).unwrap();
+    let told = start["deaths"].as_array().unwrap().iter();
+    told.map(|it| {
+        (it["task"].as_str().unwrap().to_owned(), it["count"].as_u64().unwrap(), !it["poison"].is_null())
+    })
+    .collect()
+}
+
 #[tokio::test]
 async fn a_task_that_is_alone_on_the_device_at_three_deaths_is_told_to_every_worker_as_poison() {
     let script = format!(
-        "{READY}\n[ $slot = 1 ] && {{ while read -r line; do trace \"$line\"; exit 80; done; }}\n\
-         [ $life = 4 ] && exit 80\n\
-         echo '{{\"event\":\"alone\",\"task\":\"innocent\"}}'; echo '{{\"event\":\"alone\",\"task\":null}}'\n\
-         echo '{{\"event\":\"alone\",\"task\":\"culprit\"}}'; kill -6 $$"
+        "{READY}\n[ $slot = 1 ] && {{ while read -r line; do trace \"$line\"; done; exit 80; }}\n\
+         [ $life = 4 ] && exit 80\n{}; {}; {}\necho 'last words of life '$life >&2; kill -6 $$",
+        forward(&["innocent"]),
+        forward(&[]),
+        forward(&["culprit"]),
     );
     let stage = Stage::new(2, &script);
+    let meanwhile = async {
+        stage.wait_for_lines("trace-1", 3).await;
+        stage.wait_for_lines("start-0", 4).await;
+        stage.drain();
+    };
+    stage.run_and(meanwhile).await;
+    let told: Vec<_> = stage.lines("start-0").iter().map(|start| deaths(start)).collect();
+    let culprit = |count, poison| vec![("culprit".to_owned(), count, poison)];
+    assert_eq!(told, [vec![], culprit(1, false), culprit(2, false), culprit(3, true)]);
+    let last = &stage.lines("trace-1")[2];
+    let last: Value = serde_json::from_str(last).unwrap();
+    let poison = &last["tasks"][0]["poison"];
+    assert_eq!((&last["command"], &poison["exit"]), (&json!("deaths"), &json!("signal: 6 (SIGABRT)")));
+    assert!(poison["log"].as_str().unwrap().ends_with("last words of life 3"), "{poison}");
+}
+
+#[tokio::test]
+async fn those_who_were_in_a_batch_with_others_are_counted_but_are_no_poison() {
+    let script = format!("{READY}\n[ $life = 4 ] && exit 80\n{}; kill -11 $$", forward(&["a", "b"]));
+    let stage = Stage::new(1, &script);
     assert_eq!(stage.run().await, Exit::Done);
-    let poison = |line: &String| serde_json::from_str::<Value>(line).unwrap()["poison"].clone();
-    let told: Vec<_> = stage.lines("start-0").iter().map(poison).collect();
-    assert_eq!(told, [json!([]), json!([]), json!([]), json!(["culprit"])]);
-    assert_eq!(stage.lines("trace-1"), [r#"{"command":"poison","tasks":["culprit"]}"#]);
+    let told = deaths(&stage.lines("start-0")[3]);
+    assert_eq!(told, [("a".to_owned(), 3, false), ("b".to_owned(), 3, false)]);
+}
+
+#[tokio::test]
+async fn a_device_fault_is_the_tasks_once_the_next_worker_has_found_the_device_well() {
+    let script = format!("{READY}\n{}; exit 83", forward(&["culprit"]));
+    let stage = Stage::new(1, &script);
+    assert_eq!(stage.run().await, Exit::DeviceFailed);
+    let told: Vec<_> = stage.lines("start-0").iter().map(|start| deaths(start)).collect();
+    let culprit = |count, poison| vec![("culprit".to_owned(), count, poison)];
+    assert_eq!(told[..5], [vec![], vec![], culprit(1, false), culprit(2, false), culprit(3, true)]);
+}
+
+#[tokio::test]
+async fn a_device_that_does_not_come_back_is_no_tasks_fault() {
+    let script = format!("[ $life = 1 ] || exit 83\n{READY}\n{}; exit 83", forward(&["innocent"]));
+    let stage = Stage::new(1, &script);
+    assert_eq!(stage.run().await, Exit::DeviceFailed);
+    assert!(stage.lines("start-0").iter().all(|start| deaths(start).is_empty()));
 }
 
 #[tokio::test]
 async fn a_worker_that_says_why_it_ends_puts_the_blame_on_no_task() {
-    // A device fault, again and again, with a task alone on it.
-    let script = format!("{READY}\necho '{{\"event\":\"alone\",\"task\":\"innocent\"}}'; exit 83");
+    let script = format!("{READY}\n[ $life = 3 ] && exit 80\n{}; exit 81", forward(&["innocent"]));
     let stage = Stage::new(1, &script);
-    assert_eq!(stage.run().await, Exit::DeviceFailed);
-    assert!(stage.lines("start-0").iter().all(|line| line.contains("\"poison\":[]")));
+    assert_eq!(stage.run().await, Exit::Done);
+    assert!(stage.lines("start-0").iter().all(|start| deaths(start).is_empty()));
 }
 
 #[tokio::test]
 async fn where_every_task_seems_to_be_poison_the_slot_is_given_up() {
-    let script = format!(
-        "{READY}\necho '{{\"event\":\"alone\",\"task\":\"task '$(((life - 1) / 3))'\"}}'; kill -11 $$"
-    );
+    let task = "{\"id\":\"x\",\"fingerprint\":\"'$(((life - 1) / 3))'\"}";
+    let event = format!("{{\"event\":\"forward\",\"tasks\":[{task}]}}");
+    let script = format!("{READY}\necho '{event}'; kill -11 $$");
     let mut stage = Stage::new(1, &script);
     (stage.policy.restart_delay, stage.policy.restart_delay_max) =
         (Duration::from_millis(1), Duration::from_millis(2));

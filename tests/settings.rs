@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Batch, Broker, Devices, Launcher, Loaded, Pool, Secret, Settings, Tls, load, redact_url,
+    Batch, Broker, Devices, Launcher, Loaded, Pool, Retry, Secret, Settings, Tls, load, redact_url,
 };
 
 struct Folder(tempfile::TempDir);
@@ -67,6 +67,11 @@ fn without_anything_written_the_documented_defaults_are_in_force() {
             max_body: 8 * 1024 * 1024,
             max_inputs: 2048,
             batch: Batch { max_tokens: None, max_requests: 512, max_delay: Duration::from_millis(2) },
+            retry: Retry {
+                max_attempts: 3,
+                delay: Duration::from_secs(1),
+                delay_max: Duration::from_secs(60),
+            },
         }],
         launcher: Launcher {
             shutdown_grace: Duration::from_secs(8),
@@ -74,6 +79,7 @@ fn without_anything_written_the_documented_defaults_are_in_force() {
             restart_delay_max: Duration::from_secs(30),
             quick_failure: Duration::from_secs(10),
             max_quick_failures: 5,
+            poison_deaths: 3,
         },
     };
     assert_eq!(loaded.settings, expected);

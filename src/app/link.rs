@@ -41,5 +41,6 @@ pub(super) fn topology(broker: &Broker, pool: &Pool) -> Option<Topology> {
         reply_queue: pool.reply_queue.clone(),
         dead_letter_queue: pool.dead_letter_queue.clone(),
         delivery_limit: broker.delivery_limit,
+        retry_ceilings: pool.retry.ceilings(),
     })
 }

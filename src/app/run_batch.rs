@@ -196,7 +196,8 @@ impl Run {
         self.broker.consume(queue).with_context(|| format!("no queue {queue:?}"))
     }
 
-    /// Publishes every line, then a sentinel for each worker.
+    /// Publishes every line and, once all are answered, a sentinel for each worker: until then a task
+    /// may wait somewhere for another attempt.
     async fn feed(
         self: Arc<Self>,
         lines: InputLines<BufReader<File>>,
@@ -231,6 +232,10 @@ impl Run {
                 }
             }
         }
+        tokio::select! {
+            () = self.all_answered() => {}
+            () = stop.reached(Phase::Returning) => return Ok(()),
+        }
         for _ in 0..workers {
             let properties = Properties { kind: Some(SHUTDOWN.into()), ..Properties::default() };
             self.publish(Message { properties, body: "null".into() }).await?;
@@ -242,6 +247,16 @@ impl Run {
         match self.broker.publish(&self.pool.task_queue, message).await {
             Published::Confirmed => Ok(()),
             refused => bail!("the embedded queue: {refused:?}"),
+        }
+    }
+
+    async fn all_answered(&self) {
+        loop {
+            let written = self.written.notified();
+            if self.begun.lock().unwrap_or_else(PoisonError::into_inner).is_empty() {
+                return;
+            }
+            written.await;
         }
     }
 
@@ -268,13 +283,12 @@ impl Run {
         Ok(())
     }
 
-    /// Writes an error line for each task that the queue itself gave up. Other dead letters have
-    /// been answered too.
+    /// Writes an error line for each task that the queue itself gave up. Dead letters of a worker
+    /// have been answered too.
     async fn collect_dead(self: Arc<Self>, mut letters: LocalConsumer) -> anyhow::Result<()> {
         while let Some(taken) = letters.next().await {
             let letter = taken.message();
-            if letter.properties.headers.get("reason").and_then(|reason| reason.as_str()) == Some("attempts")
-            {
+            if !letter.properties.headers.contains_key("worker") {
                 let words = "the workers that took this task died each time, until its attempts were spent";
                 let error = TaskError::new(TaskErrorKind::Internal, words);
                 let id = uuid::Uuid::new_v4().to_string();

@@ -16,7 +16,7 @@ use crate::launcher::Host;
 use crate::protocol::control::{Command, Event, MAX_LINE, decode};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
-use crate::worker::{Control, Ended, KnownPoison, Reporter, WorkerError};
+use crate::worker::{Control, Ended, KnownDeaths, Reporter, WorkerError};
 
 /// How long a worker whose launcher is gone may take to drain.
 const ORPHANED: Duration = Duration::from_secs(3);
@@ -24,12 +24,12 @@ const ORPHANED: Duration = Duration::from_secs(3);
 /// Runs one worker.
 pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exit> {
     let stop = Stop::default();
-    let poison = KnownPoison::default();
+    let deaths = KnownDeaths::default();
     let (assignment, patience) = match arguments.launched_by {
         Some(launcher) => {
             telemetry::start(std::env::var("SCONCE_LOG").ok().as_deref(), Format::Json);
             tie_to(launcher)?;
-            (assigned(&poison)?, Patience::Drain)
+            (assigned(&deaths)?, Patience::Drain)
         }
         None => {
             start_logging(None);
@@ -38,11 +38,11 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
-    let control = Control { reporter: reporter.clone(), poison: poison.clone() };
+    let control = Control { reporter: reporter.clone(), deaths: deaths.clone() };
     let ended = runtime.block_on(async {
         listen(stop.clone(), patience)?;
         if patience == Patience::Drain {
-            follow_commands(stop.clone(), poison)?;
+            follow_commands(stop.clone(), deaths)?;
         }
         let ended = registry.runner(&assignment.pool.model)(&assignment, stop.clone(), &control).await;
         let cause = match &ended {
@@ -81,12 +81,12 @@ fn tie_to(launcher: u32) -> anyhow::Result<()> {
 }
 
 /// Reads the first control line.
-fn assigned(known: &KnownPoison) -> anyhow::Result<Assignment> {
+fn assigned(known: &KnownDeaths) -> anyhow::Result<Assignment> {
     let mut line = String::new();
     io::stdin().lock().take(MAX_LINE as u64).read_line(&mut line).context("no assignment on stdin")?;
     match decode(line.trim_end())? {
-        Command::Start { assignment, poison } => {
-            poison.into_iter().for_each(|task| known.add(task));
+        Command::Start { assignment, deaths } => {
+            known.learn(deaths);
             Ok(serde_json::from_value(assignment)?)
         }
         other => bail!("the first command must be `start`, not {other:?}"),
@@ -110,7 +110,7 @@ fn by_hand(arguments: &Worker) -> anyhow::Result<Assignment> {
 
 /// Follows the launcher's commands, on a thread of its own: stdin blocks, and when the launcher is
 /// gone this thread ends the process even if nothing else in it moves any more.
-fn follow_commands(stop: Stop, poison: KnownPoison) -> io::Result<()> {
+fn follow_commands(stop: Stop, deaths: KnownDeaths) -> io::Result<()> {
     thread::Builder::new().name("commands".into()).spawn(move || {
         let mut lines = io::stdin().lock();
         loop {
@@ -120,7 +120,7 @@ fn follow_commands(stop: Stop, poison: KnownPoison) -> io::Result<()> {
                 Ok(_) => match decode(line.trim_end()) {
                     Ok(Command::Drain) => drop(stop.advance(Phase::Returning, "launcher")),
                     Ok(Command::Abort) => drop(stop.advance(Phase::Aborting, "launcher")),
-                    Ok(Command::Poison { tasks }) => tasks.into_iter().for_each(|task| poison.add(task)),
+                    Ok(Command::Deaths { tasks }) => deaths.learn(tasks),
                     Ok(Command::Start { .. }) => tracing::warn!("already started"),
                     Err(error) => tracing::warn!(%error, "unreadable command"),
                 },

@@ -53,6 +53,11 @@ impl<T> Batcher<T> {
         Self { policy, waiting: VecDeque::new(), tokens: 0 }
     }
 
+    /// From now on, batches of at most so many tokens; never more than before.
+    pub fn limit_tokens(&mut self, most: usize) {
+        self.policy.max_tokens = self.policy.max_tokens.min(most);
+    }
+
     /// Inputs that wait.
     pub fn len(&self) -> usize {
         self.waiting.len()
@@ -117,6 +122,16 @@ mod tests {
 
     fn batcher(max_tokens: usize, max_requests: usize) -> Batcher<usize> {
         Batcher::new(Policy { max_tokens, max_requests, max_delay: DELAY })
+    }
+
+    #[test]
+    fn a_limit_holds_for_what_waits_already_and_is_never_raised() {
+        let (mut batcher, now) = (batcher(100, 8), Instant::now());
+        (0..6).for_each(|input| batcher.push(input, 10, now));
+        batcher.limit_tokens(20);
+        batcher.limit_tokens(40);
+        let sizes: Vec<_> = std::iter::from_fn(|| batcher.take(now, Device::Idle, false)).collect();
+        assert!(sizes.len() == 3 && sizes.iter().all(|batch| batch.tokens == 20), "{sizes:?}");
     }
 
     #[test]

@@ -9,6 +9,7 @@ pub mod amqp;
 pub mod embedded;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 
@@ -88,6 +89,15 @@ pub struct Link {
     pub publisher: Arc<dyn Publisher>,
 }
 
+/// How long a message is to wait before it is in its queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Delay {
+    /// The wait.
+    pub after: Duration,
+    /// What it was drawn below. Messages of one ceiling may wait in one line, behind each other.
+    pub ceiling: Duration,
+}
+
 /// What became of a published message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Published {
@@ -111,6 +121,18 @@ pub trait Publisher: Send + Sync {
     fn publish<'a>(
         &'a self,
         queue: &'a str,
+        message: Message,
+    ) -> BoxFuture<'a, Result<Published, BrokerError>>;
+
+    /// Publishes to a queue by name, where the message is to be after the delay. Confirmed: it waits
+    /// at the broker, and outlives us. Unroutable: there is nothing to wait in.
+    ///
+    /// # Errors
+    /// As [`Publisher::publish`].
+    fn publish_later<'a>(
+        &'a self,
+        queue: &'a str,
+        delay: Delay,
         message: Message,
     ) -> BoxFuture<'a, Result<Published, BrokerError>>;
 

@@ -106,6 +106,11 @@ fn pool(page: &mut Page<'_>, index: usize, pool: &Pool) {
     page.line("max_tokens", number_or_auto(pool.batch.max_tokens));
     page.line("max_requests", pool.batch.max_requests.to_string());
     page.line("max_delay", quoted(&show_duration(pool.batch.max_delay)));
+
+    page.section("[pool.retry]", format!("pool[{index}].retry"));
+    page.line("max_attempts", pool.retry.max_attempts.to_string());
+    page.line("delay", quoted(&show_duration(pool.retry.delay)));
+    page.line("delay_max", quoted(&show_duration(pool.retry.delay_max)));
 }
 
 fn launcher(page: &mut Page<'_>, launcher: &Launcher) {
@@ -115,6 +120,7 @@ fn launcher(page: &mut Page<'_>, launcher: &Launcher) {
     page.line("restart_delay_max", quoted(&show_duration(launcher.restart_delay_max)));
     page.line("quick_failure", quoted(&show_duration(launcher.quick_failure)));
     page.line("max_quick_failures", launcher.max_quick_failures.to_string());
+    page.line("poison_deaths", launcher.poison_deaths.to_string());
 }
 
 fn number_or_auto(number: Option<impl ToString>) -> String {

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::backoff::Backoff;
+
 /// A value that must not be shown: `Debug` and `Display` mask it.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -103,6 +105,8 @@ pub struct Pool {
     pub max_inputs: usize,
     /// When a batch is ready.
     pub batch: Batch,
+    /// How often a task is tried.
+    pub retry: Retry,
 }
 
 /// The `devices` setting.
@@ -125,6 +129,31 @@ pub struct Batch {
     pub max_delay: Duration,
 }
 
+/// `[pool.retry]`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Retry {
+    /// Attempts at a task whose forward pass fails, the first included.
+    pub max_attempts: u32,
+    /// Ceiling of the delay before the second attempt; it doubles with each further one.
+    pub delay: Duration,
+    /// Ceiling of all.
+    pub delay_max: Duration,
+}
+
+impl Retry {
+    /// The delays between attempts.
+    pub fn backoff(&self) -> Backoff {
+        Backoff { first: self.delay, most: self.delay_max }
+    }
+
+    /// The ceilings of these delays, each once, ascending.
+    pub fn ceilings(&self) -> Vec<Duration> {
+        let mut ceilings: Vec<_> = (1..self.max_attempts).map(|made| self.backoff().ceiling(made)).collect();
+        ceilings.dedup();
+        ceilings
+    }
+}
+
 /// `[launcher]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Launcher {
@@ -138,4 +167,6 @@ pub struct Launcher {
     pub quick_failure: Duration,
     /// Quick failures in a row after which a slot is given up.
     pub max_quick_failures: u32,
+    /// Deaths of workers that computed one task alone after which that task is not tried again.
+    pub poison_deaths: u32,
 }

@@ -44,14 +44,14 @@ pub(super) enum Sign {
 }
 
 impl Worker {
-    /// Spawns `program worker …` and tells it its assignment, and which tasks are `poison`.
+    /// Spawns `program worker …` and tells it its assignment, and which tasks workers died of.
     ///
     /// # Errors
     /// The program cannot be started.
     pub(super) async fn spawn(
         program: &Path,
         assignment: &Assignment,
-        poison: Vec<String>,
+        deaths: Vec<control::Deaths>,
     ) -> io::Result<Self> {
         let threads = assignment.threads.to_string();
         let mut child = Command::new(program)
@@ -73,7 +73,7 @@ impl Worker {
             child,
         };
         let assignment = serde_json::to_value(assignment)?;
-        worker.tell(&control::Command::Start { assignment, poison }).await;
+        worker.tell(&control::Command::Start { assignment, deaths }).await;
         Ok(worker)
     }
 

@@ -4,8 +4,8 @@
 
 use serde_json::{Map, Value};
 
-/// Re-emits one line.
-pub(super) fn re_emit(slot: &str, line: &str) {
+/// Re-emits one line; returns its words.
+pub(super) fn re_emit(slot: &str, line: &str) -> String {
     let parsed = serde_json::from_str::<Map<String, Value>>(line).ok();
     let level = parsed.as_ref().and_then(|log| log.get("level")).and_then(Value::as_str);
     let words = parsed.as_ref().map_or_else(|| line.to_owned(), words);
@@ -16,6 +16,7 @@ pub(super) fn re_emit(slot: &str, line: &str) {
         Some("TRACE") => tracing::trace!(target: "sconce::slot", slot, "{words}"),
         _ => tracing::warn!(target: "sconce::slot", slot, "{words}"),
     }
+    words
 }
 
 /// The message, then its fields as `name=value`.

@@ -7,14 +7,16 @@
 //! | `plan` | which slots there are |
 //! | `slot` | what happens with one of them over time |
 //! | `child` | how a worker process is spawned and spoken to |
-//! | `poison` | which tasks kill workers |
+//! | `deaths` | which tasks kill workers |
+//! | `last_words` | what is kept of a worker's log |
 //! | `restart` | what follows a worker's end |
 //! | `logs` | how a worker's log lines appear in ours |
 
 mod child;
+mod deaths;
+mod last_words;
 mod logs;
 mod plan;
-mod poison;
 mod restart;
 mod slot;
 
@@ -24,7 +26,7 @@ use futures_util::future::join_all;
 
 use crate::config::{Assignment, Launcher};
 use crate::shutdown::{Exit, Stop};
-use slot::SlotEnd;
+use slot::{Slot, SlotEnd};
 
 pub use plan::{Host, plan};
 pub use restart::{Death, Verdict, judge};
@@ -49,8 +51,8 @@ pub enum LaunchError {
 /// runtime whose thread lives as long as the process: see `child`.
 pub async fn run(program: &Path, assignments: &[Assignment], policy: &Launcher, stop: &Stop) -> Exit {
     tracing::info!(slots = assignments.len(), "launching");
-    let poison = poison::Poison::default();
-    let keep = |assignment| slot::keep(program, assignment, policy, stop, &poison);
+    let deaths = deaths::Register::new(policy.poison_deaths);
+    let keep = |assignment| Slot { program, assignment, policy, stop, deaths: &deaths }.keep();
     let slots = assignments.iter().map(keep);
     let ends = join_all(slots).await;
     let given_up = ends.iter().find_map(|end| match end {

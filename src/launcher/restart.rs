@@ -15,12 +15,16 @@ pub struct Death {
     pub was_ready: bool,
     /// How long it lived.
     pub lived: Duration,
+    /// It had done some work.
+    pub worked: bool,
 }
 
 impl Death {
-    /// It failed before it can have done much: trying again at once would only burn the host.
+    /// It failed before it can have done much: trying again at once would only burn the host. A
+    /// device that fails at its first work has failed quickly, however long it waited for that.
     pub fn is_quick_failure(&self, policy: &Launcher) -> bool {
-        self.exit != Some(Exit::Done) && (!self.was_ready || self.lived < policy.quick_failure)
+        let in_vain = self.exit == Some(Exit::DeviceFailed) && !self.worked;
+        self.exit != Some(Exit::Done) && (!self.was_ready || self.lived < policy.quick_failure || in_vain)
     }
 }
 
@@ -60,11 +64,12 @@ mod tests {
             restart_delay_max: Duration::from_secs(30),
             quick_failure: Duration::from_secs(10),
             max_quick_failures: 5,
+            poison_deaths: 3,
         }
     }
 
     fn death(exit: Option<Exit>, was_ready: bool, seconds: u64) -> Death {
-        Death { exit, was_ready, lived: Duration::from_secs(seconds) }
+        Death { exit, was_ready, lived: Duration::from_secs(seconds), worked: false }
     }
 
     #[test]
@@ -100,6 +105,9 @@ mod tests {
     fn a_worker_that_never_got_ready_failed_quickly_however_long_it_took() {
         assert!(death(Some(Exit::ModelFailed), false, 600).is_quick_failure(&policy()));
         assert!(!death(None, true, 600).is_quick_failure(&policy()));
+        let failed = death(Some(Exit::DeviceFailed), true, 600);
+        assert!(failed.is_quick_failure(&policy()), "at its first work");
+        assert!(!Death { worked: true, ..failed }.is_quick_failure(&policy()));
         assert!(!death(Some(Exit::Done), true, 1).is_quick_failure(&policy()), "a drained worker is well");
     }
 }

@@ -8,13 +8,16 @@ use std::time::{Duration, Instant};
 use tokio::time::sleep_until;
 
 use super::child::{Sign, Worker};
+use super::deaths::Register;
+use super::last_words::LogTail;
 use super::logs::re_emit;
-use super::poison::Poison;
 use super::restart::{Death, Verdict, judge};
 use crate::config::{Assignment, Launcher};
-use crate::protocol::control::{Command, Event, decode};
+use crate::protocol::control::{Command, Event, LastWords, TaskName, decode};
 use crate::shutdown::{Exit, Phase, Stop};
 
+/// Ids that a log line shows.
+const SHOWN: usize = 8;
 /// From the abort command to the kill.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
@@ -31,121 +34,150 @@ pub(super) enum SlotEnd {
     GivenUp(Exit),
 }
 
+/// A slot, with all that it needs of the launcher.
+pub(super) struct Slot<'a> {
+    pub(super) program: &'a Path,
+    pub(super) assignment: &'a Assignment,
+    pub(super) policy: &'a Launcher,
+    pub(super) stop: &'a Stop,
+    pub(super) deaths: &'a Register,
+}
+
 /// One worker's life.
 struct Life {
     death: Death,
     /// The slot's end, when the launcher's stop ended this life.
     end: Option<SlotEnd>,
-    /// It died of a task that is now known as poison.
+    /// A task was found to be poison by it.
     found_poison: bool,
+    accused: Option<Accused>,
 }
 
-/// Keeps the slot filled until its end.
-pub(super) async fn keep(
-    program: &Path,
-    assignment: &Assignment,
-    policy: &Launcher,
-    stop: &Stop,
-    poison: &Poison,
-) -> SlotEnd {
-    let slot = assignment.slot.as_str();
-    let (mut quick_failures, mut found_in_a_row) = (0, 0);
-    while stop.phase() < Phase::Returning {
-        let Life { death, end, found_poison } = live(program, assignment, policy, stop, poison).await;
-        if let Some(end) = end {
-            return end;
-        }
-        if !death.is_quick_failure(policy) {
-            (quick_failures, found_in_a_row) = (0, 0);
-        } else if found_poison && found_in_a_row < policy.max_quick_failures {
-            // The failures had a cause, which is out of the way. Not without end: where every task
-            // seems to be poison, it is the slot that is broken, and it must not drain the queue.
-            (quick_failures, found_in_a_row) = (0, found_in_a_row + 1);
-        } else {
-            quick_failures += 1;
-        }
-        match judge(&death, quick_failures, policy, rand::random()) {
-            Verdict::StoppedOnRequest => {
-                tracing::info!(slot, "stopped on request");
-                return SlotEnd::StoppedOnRequest;
+/// The tasks that were on a device when it failed. They are blamed once the next worker has found
+/// the device well; otherwise the device was to blame.
+struct Accused {
+    tasks: Vec<TaskName>,
+    last: LastWords,
+}
+
+impl Slot<'_> {
+    /// Keeps the slot filled until its end.
+    pub(super) async fn keep(self) -> SlotEnd {
+        let (slot, policy) = (self.assignment.slot.as_str(), self.policy);
+        let (mut quick_failures, mut found_in_a_row) = (0, 0);
+        let mut accused = None;
+        while self.stop.phase() < Phase::Returning {
+            let life = self.live(accused.take()).await;
+            if let Some(end) = life.end {
+                return end;
             }
-            Verdict::GiveUp(exit) => {
-                tracing::error!(slot, exit = exit.code(), quick_failures, "slot given up");
-                return SlotEnd::GivenUp(exit);
+            accused = life.accused;
+            if !life.death.is_quick_failure(policy) {
+                (quick_failures, found_in_a_row) = (0, 0);
+            } else if life.found_poison && found_in_a_row < policy.max_quick_failures {
+                // The failures had a cause, which is out of the way. Not without end: where every
+                // task seems to be poison, it is the slot that is broken, and it must not drain the
+                // queue.
+                (quick_failures, found_in_a_row) = (0, found_in_a_row + 1);
+            } else {
+                quick_failures += 1;
             }
-            Verdict::Restart(delay) => {
-                tracing::warn!(slot, delay_ms = delay.as_millis() as u64, "starting the worker again");
-                tokio::select! {
-                    () = tokio::time::sleep(delay) => {}
-                    () = stop.reached(Phase::Returning) => {}
+            match judge(&life.death, quick_failures, policy, rand::random()) {
+                Verdict::StoppedOnRequest => {
+                    tracing::info!(slot, "stopped on request");
+                    return SlotEnd::StoppedOnRequest;
+                }
+                Verdict::GiveUp(exit) => {
+                    tracing::error!(slot, exit = exit.code(), quick_failures, "slot given up");
+                    return SlotEnd::GivenUp(exit);
+                }
+                Verdict::Restart(delay) => {
+                    tracing::warn!(slot, delay_ms = delay.as_millis() as u64, "starting the worker again");
+                    tokio::select! {
+                        () = tokio::time::sleep(delay) => {}
+                        () = self.stop.reached(Phase::Returning) => {}
+                    }
                 }
             }
         }
+        SlotEnd::Drained
     }
-    SlotEnd::Drained
-}
 
-/// Starts a worker and watches it to its end.
-async fn live(
-    program: &Path,
-    assignment: &Assignment,
-    policy: &Launcher,
-    stop: &Stop,
-    poison: &Poison,
-) -> Life {
-    let slot = assignment.slot.as_str();
-    let born = Instant::now();
-    let mut death = Death { exit: None, was_ready: false, lived: Duration::ZERO };
-    let mut known = poison.known();
-    let told_of = known.borrow_and_update().clone();
-    let mut worker = match Worker::spawn(program, assignment, told_of).await {
-        Ok(worker) => worker,
-        Err(error) => {
-            tracing::error!(slot, program = %program.display(), %error, "cannot spawn a worker");
-            return Life { death, end: None, found_poison: false };
-        }
-    };
-    tracing::info!(slot, pid = worker.pid(), device = assignment.device, "worker spawned");
-    let mut next = Step::Drain;
-    // The task alone on the device, by its worker's last word.
-    let mut alone = None;
-    let status = loop {
-        tokio::select! {
-            sign = worker.next() => match sign {
-                Ok(Sign::Event(line)) => match note(slot, &line) {
-                    Some(Event::Ready { .. }) => death.was_ready = true,
-                    Some(Event::Alone { task }) => alone = task,
-                    _ => {}
-                },
-                Ok(Sign::Log(line)) => re_emit(slot, &line),
-                Ok(Sign::Ended(status)) => break Some(status),
-                Err(error) => {
-                    tracing::error!(slot, %error, "lost sight of the worker");
-                    break None;
-                }
-            },
-            Ok(()) = known.changed() => {
-                let tasks = known.borrow_and_update().clone();
-                worker.tell(&Command::Poison { tasks }).await;
+    /// Starts a worker and watches it to its end.
+    async fn live(&self, mut accused: Option<Accused>) -> Life {
+        let slot = self.assignment.slot.as_str();
+        let born = Instant::now();
+        let mut death = Death { exit: None, was_ready: false, lived: Duration::ZERO, worked: false };
+        let mut found_poison = false;
+        let mut known = self.deaths.known();
+        let told_of = known.borrow_and_update().clone();
+        let mut worker = match Worker::spawn(self.program, self.assignment, told_of).await {
+            Ok(worker) => worker,
+            Err(error) => {
+                tracing::error!(slot, program = %self.program.display(), %error, "cannot spawn a worker");
+                return Life { death, end: None, found_poison, accused };
             }
-            () = next.is_due(stop) => next = next.take(&mut worker, policy.shutdown_grace).await,
+        };
+        tracing::info!(slot, pid = worker.pid(), device = self.assignment.device, "worker spawned");
+        let mut next = Step::Drain;
+        // By the worker's last word.
+        let mut on_device = Vec::new();
+        let mut log = LogTail::default();
+        let status = loop {
+            tokio::select! {
+                sign = worker.next() => match sign {
+                    Ok(Sign::Event(line)) => match note(slot, &line) {
+                        Some(Event::Ready { .. }) => {
+                            death.was_ready = true;
+                            found_poison |= accused.take().is_some_and(|it| self.blame(&it.tasks, &it.last));
+                        }
+                        Some(Event::Forward { tasks }) => on_device = tasks,
+                        Some(Event::Stats(stats)) => death.worked |= stats.batches > 0,
+                        _ => {}
+                    },
+                    Ok(Sign::Log(line)) => log.push(&re_emit(slot, &line)),
+                    Ok(Sign::Ended(status)) => break Some(status),
+                    Err(error) => {
+                        tracing::error!(slot, %error, "lost sight of the worker");
+                        break None;
+                    }
+                },
+                Ok(()) = known.changed() => {
+                    let tasks = known.borrow_and_update().clone();
+                    worker.tell(&Command::Deaths { tasks }).await;
+                }
+                () = next.is_due(self.stop) => next = next.take(&mut worker, self.policy.shutdown_grace).await,
+            }
+        };
+        death.lived = born.elapsed();
+        death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
+        log_death(slot, status, &death);
+        if next != Step::Drain {
+            let end = match death.exit {
+                Some(Exit::StoppedOnRequest) => SlotEnd::StoppedOnRequest,
+                Some(Exit::Done) => SlotEnd::Drained,
+                _ => SlotEnd::Aborted,
+            };
+            return Life { death, end: Some(end), found_poison, accused: None };
         }
-    };
-    death.lived = born.elapsed();
-    death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
-    let end = (next != Step::Drain).then_some(match death.exit {
-        Some(Exit::StoppedOnRequest) => SlotEnd::StoppedOnRequest,
-        Some(Exit::Done) => SlotEnd::Drained,
-        _ => SlotEnd::Aborted,
-    });
-    log_death(slot, status, &death);
-    // A code of ours is a worker's own account of its end, and no task is to blame.
-    let suspect = alone.filter(|_| end.is_none() && matches!(death.exit, None | Some(Exit::Internal)));
-    let found_poison = suspect.is_some_and(|task| {
-        tracing::warn!(slot, task, "the worker died computing one task alone");
-        poison.blame(&task)
-    });
-    Life { death, end, found_poison }
+        let last = log.at_the_end(status);
+        match death.exit {
+            _ if on_device.is_empty() => {}
+            // Another code of ours is a worker's own account of its end, and no task is to blame.
+            None | Some(Exit::Internal) => found_poison |= self.blame(&on_device, &last),
+            Some(Exit::DeviceFailed) => accused = Some(Accused { tasks: on_device, last }),
+            Some(_) => {}
+        }
+        Life { death, end: None, found_poison, accused }
+    }
+
+    /// A worker died of one of these tasks. True: one of them is known as poison now.
+    fn blame(&self, tasks: &[TaskName], last: &LastWords) -> bool {
+        let ids: Vec<&str> = tasks.iter().take(SHOWN).map(|task| task.id.as_str()).collect();
+        let slot = &self.assignment.slot;
+        tracing::warn!(slot, tasks = tasks.len(), ?ids, exit = last.exit, "these tasks were on its device");
+        self.deaths.died(tasks, last)
+    }
 }
 
 /// What is done next to end a worker with its launcher.
@@ -198,7 +230,7 @@ fn note(slot: &str, line: &str) -> Option<Event> {
     let event = decode::<Event>(line);
     match &event {
         Ok(Event::Ready { device, load_ms }) => tracing::info!(slot, device, load_ms, "worker ready"),
-        Ok(Event::Alone { task }) => tracing::debug!(slot, task, "computing alone"),
+        Ok(Event::Forward { tasks }) => tracing::trace!(slot, tasks = tasks.len(), "forward pass"),
         Ok(Event::Loading) => tracing::debug!(slot, "worker loading"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
         Ok(Event::Stopped { cause }) => tracing::info!(slot, cause, "worker stopped"),
@@ -206,6 +238,7 @@ fn note(slot: &str, line: &str) -> Option<Event> {
             slot,
             succeeded = stats.succeeded,
             failed = stats.failed,
+            retried = stats.retried,
             requeued = stats.requeued,
             batches = stats.batches,
             tokens = stats.tokens,

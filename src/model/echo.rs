@@ -5,9 +5,13 @@
 //! integer `sleep_ms` in a body makes the forward pass that computes it last so long.
 //!
 //! With the setting `echo?faults`, and only then, the field `fail` makes the forward pass go wrong:
-//! `error` ([`ForwardError::Failed`]), `oom`, `device`, `panic`, or `exit` (the process aborts). A
-//! production pool served by `echo` ignores the field, so that no message can stop its workers.
+//! `error` ([`ForwardError::Failed`]), `once` (the same, at a task's first attempt), `oom`, `device`,
+//! `panic`, or `exit` (the process aborts); the
+//! integer `fits` makes a pass run out of memory that has more inputs than so many. With
+//! `echo?faults=/a/file` the device is broken, and every pass fails, while that file exists. A
+//! production pool served by `echo` ignores these fields, so that no message can stop its workers.
 
+use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
@@ -15,11 +19,12 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::{Codec, Costed, ForwardError, LoadError, LoadSpec, Model, Prepared, Step, Steps, device};
+use crate::protocol::task::ATTEMPT;
 use crate::protocol::{Message, TaskError, TaskErrorKind};
 
 /// The `model` setting of an echo pool.
 pub const ECHO: &str = "echo";
-/// The same, for tests: honours `fail`.
+/// The same, for tests: honours `fail` and `fits`.
 pub const ECHO_WITH_FAULTS: &str = "echo?faults";
 
 /// Longest `sleep_ms`.
@@ -29,6 +34,8 @@ const MAX_SLEEP_MS: u64 = 600_000;
 #[derive(Debug)]
 pub struct Echo {
     device: String,
+    /// The device is broken while this exists.
+    broken: Option<PathBuf>,
 }
 
 /// Decodes and writes echo bodies.
@@ -44,6 +51,7 @@ pub struct EchoInput {
     value: Box<RawValue>,
     sleep: Duration,
     fault: Option<Fault>,
+    fits: Option<usize>,
 }
 
 /// How a forward pass is to go wrong.
@@ -52,6 +60,8 @@ pub struct EchoInput {
 pub enum Fault {
     /// [`ForwardError::Failed`].
     Error,
+    /// The same, at the task's first attempt.
+    Once,
     /// A panic on the model's thread.
     Panic,
     /// [`ForwardError::Device`].
@@ -73,6 +83,7 @@ struct Body {
     input: Option<Box<RawValue>>,
     sleep_ms: Option<u64>,
     fail: Option<Box<RawValue>>,
+    fits: Option<usize>,
 }
 
 impl Model for Echo {
@@ -80,13 +91,15 @@ impl Model for Echo {
 
     fn load(spec: &LoadSpec) -> Result<(Self, EchoCodec), LoadError> {
         device::open(&spec.device)?;
-        let faults = spec.source == ECHO_WITH_FAULTS;
+        let suffix = spec.source.strip_prefix(ECHO_WITH_FAULTS);
+        let broken = suffix.and_then(|suffix| suffix.strip_prefix('=')).map(PathBuf::from);
+        let faults = suffix == Some("") || broken.is_some();
         if !faults && spec.source != ECHO {
             let reason = format!("the echo model is {ECHO:?}, or {ECHO_WITH_FAULTS:?} in tests");
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
         }
         let codec = EchoCodec { faults, max_inputs: spec.max_inputs };
-        Ok((Self { device: spec.device.clone() }, codec))
+        Ok((Self { device: spec.device.clone(), broken }, codec))
     }
 
     fn device(&self) -> String {
@@ -99,9 +112,15 @@ impl Model for Echo {
             thread::sleep(sleep);
         }
         let said = "as the task asked for".to_owned();
+        if self.broken.as_ref().is_some_and(|file| file.exists()) {
+            return Err(ForwardError::Failed("the device is broken".into()));
+        }
+        if inputs.iter().any(|input| input.fits.is_some_and(|most| inputs.len() > most)) {
+            return Err(ForwardError::OutOfMemory(said));
+        }
         match inputs.iter().find_map(|input| input.fault) {
             None => Ok(inputs.iter().map(|input| Ok(Step::Done(input.value.clone()))).collect()),
-            Some(Fault::Error) => Err(ForwardError::Failed(said)),
+            Some(Fault::Error | Fault::Once) => Err(ForwardError::Failed(said)),
             Some(Fault::Device) => Err(ForwardError::Device(said)),
             Some(Fault::Oom) => Err(ForwardError::OutOfMemory(said)),
             Some(Fault::Panic) => panic!("{said}"),
@@ -120,6 +139,10 @@ impl Codec for EchoCodec {
         "*"
     }
 
+    fn known_input(&self) -> Option<Message> {
+        Some(Message { body: "{}".into(), ..Message::default() })
+    }
+
     fn prepare(&self, message: &Message) -> Result<Prepared<Self>, TaskError> {
         let (body, whole) = decode(&message.body)?;
         let sleep = body.sleep_ms.unwrap_or(0);
@@ -127,7 +150,10 @@ impl Codec for EchoCodec {
             let message = format!("sleep_ms must be at most {MAX_SLEEP_MS}, got {sleep}");
             return Err(TaskError::bad_input("sleep_ms", message));
         }
+        let fits = body.fits.filter(|_| self.faults);
         let fault = body.fail.filter(|_| self.faults).map(|fail| fault(&fail)).transpose()?;
+        let is_first = !message.properties.headers.contains_key(ATTEMPT);
+        let fault = fault.filter(|fault| *fault != Fault::Once || is_first);
         let input = body.input.unwrap_or(whole);
         let items = if input.get().starts_with('[') { items(&input)? } else { None };
         let listed = items.is_some();
@@ -139,7 +165,7 @@ impl Codec for EchoCodec {
         }
         let sleep = Duration::from_millis(sleep);
         let inputs = values.into_iter();
-        let inputs = inputs.map(|value| Costed { input: EchoInput { value, sleep, fault }, tokens: 1 });
+        let inputs = inputs.map(|value| Costed { input: EchoInput { value, sleep, fault, fits }, tokens: 1 });
         Ok(Prepared { request: EchoRequest { listed }, inputs: inputs.collect() })
     }
 
@@ -173,7 +199,7 @@ fn items(list: &RawValue) -> Result<Option<Vec<Box<RawValue>>>, TaskError> {
 
 fn fault(raw: &RawValue) -> Result<Fault, TaskError> {
     serde_json::from_str(raw.get()).map_err(|_| {
-        let kinds = "\"error\", \"panic\", \"device\", \"oom\" or \"exit\"";
+        let kinds = "\"error\", \"once\", \"panic\", \"device\", \"oom\" or \"exit\"";
         TaskError::bad_input("fail", format!("fail must be {kinds}, got {}", raw.get()))
     })
 }

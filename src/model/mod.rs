@@ -68,6 +68,13 @@ pub trait Codec: Send + Sync + 'static {
         &["application/json"]
     }
 
+    /// A small task that this model is known to answer. It is computed before the worker takes work,
+    /// and again when the model fails on an input: where it fails too, the device is broken, and the
+    /// worker ends instead of answering tasks with errors. None: no such proof, and inputs are blamed.
+    fn known_input(&self) -> Option<Message> {
+        None
+    }
+
     /// Decodes a task and makes its inputs.
     ///
     /// # Errors

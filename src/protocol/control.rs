@@ -17,14 +17,14 @@ pub enum Command {
     Start {
         /// The worker's assignment, as the `config` room writes it.
         assignment: serde_json::Value,
-        /// Fingerprints of tasks that killed workers, not to be computed again.
+        /// Tasks that were on a device when their worker died.
         #[serde(default)]
-        poison: Vec<String>,
+        deaths: Vec<Deaths>,
     },
-    /// Further tasks that killed workers were found since `start`.
-    Poison {
-        /// All of their fingerprints.
-        tasks: Vec<String>,
+    /// Workers died since `start`.
+    Deaths {
+        /// What is known now of the tasks that were on their devices.
+        tasks: Vec<Deaths>,
     },
     /// Finish what is on the device, hand the rest back, exit.
     Drain,
@@ -45,11 +45,10 @@ pub enum Event {
         /// From process start, in milliseconds.
         load_ms: u64,
     },
-    /// A task that was delivered before is computed now, without batch-mates. If the process dies,
-    /// it is known by what.
-    Alone {
-        /// Its fingerprint; none: it is through, and the worker lives.
-        task: Option<String>,
+    /// A forward pass begins. If the process dies, it is known of what.
+    Forward {
+        /// The tasks on the device; none: it has fallen idle.
+        tasks: Vec<TaskName>,
     },
     /// What was done since the last such line.
     Stats(Stats),
@@ -65,6 +64,35 @@ pub enum Event {
     },
 }
 
+/// What a task is called by those who only pass its name on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TaskName {
+    /// Its id, for people.
+    pub id: String,
+    /// [`Task::fingerprint`](super::Task::fingerprint): the same for each of its deliveries.
+    pub fingerprint: String,
+}
+
+/// The deaths of workers that had a task on their device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Deaths {
+    /// The task's fingerprint.
+    pub task: String,
+    /// How many workers died with it.
+    pub count: u32,
+    /// How the last one died, once so many died while it was alone there that it is not tried again.
+    pub poison: Option<LastWords>,
+}
+
+/// How a process ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LastWords {
+    /// Its signal or exit code.
+    pub exit: String,
+    /// The last lines of its log.
+    pub log: String,
+}
+
 /// Work done in a span of time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -77,6 +105,8 @@ pub struct Stats {
     pub dead_lettered: u64,
     /// Deliveries handed back.
     pub requeued: u64,
+    /// Tasks put off to be tried again.
+    pub retried: u64,
     /// Forward passes.
     pub batches: u64,
     /// Inputs computed.
@@ -129,6 +159,7 @@ mod tests {
             Event::Loading,
             Event::Ready { device: "cpu".into(), load_ms: 3 },
             Event::Stats(Stats { tokens: 7, ..Stats::default() }),
+            Event::Forward { tasks: vec![TaskName { id: "a\nb".into(), fingerprint: "0".into() }] },
             Event::Draining { cause: "a\nb".into() },
             Event::Stopped { cause: "x".into() },
         ];

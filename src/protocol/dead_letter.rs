@@ -1,6 +1,8 @@
 //! Writes a dead letter: the message as it came, and headers that say why nobody works on it.
 //! Owns no state.
 
+use super::control::Deaths;
+use super::task::ATTEMPT;
 use super::{Headers, Message, Task, Value, shorten};
 
 /// Longest `error` header: all headers must fit one AMQP frame beside the producer's own.
@@ -13,7 +15,7 @@ pub enum Reason {
     Undecodable,
     /// It killed the workers that computed it alone.
     Poison,
-    /// It was delivered as often as the settings allow, and never answered.
+    /// It was tried as often as the settings allow, each time in vain.
     Attempts,
     /// The reply has nowhere to go.
     Unroutable,
@@ -34,26 +36,28 @@ impl Reason {
     }
 }
 
-/// The dead letter of `task`.
+/// The dead letter of `task`. It begins anew when somebody puts it back into the task queue.
 pub fn dead_letter(task: &Task, reason: Reason, error: &str, worker: &str) -> Message {
-    parked(task.message.clone(), &task.id, reason, error, worker)
+    let mut message = task.message.clone();
+    message.properties.headers.remove(ATTEMPT);
+    parked(message, &task.id, reason, error, worker)
+}
+
+/// `letter` with how the workers died that had the task on their device.
+pub fn with_deaths(mut letter: Message, deaths: &Deaths) -> Message {
+    let headers = &mut letter.properties.headers;
+    headers.insert("deaths".into(), i64::from(deaths.count).into());
+    if let Some(last) = &deaths.poison {
+        headers.insert("exit".into(), last.exit.as_str().into());
+        headers.insert("last_log".into(), last.log.as_str().into());
+    }
+    letter
 }
 
 /// `message` with the reason in its headers.
-///
-/// Three properties would act again at the broker and are kept as `original_*` headers instead:
-/// `expiration` would delete the dead letter, `user_id` makes the broker refuse it from another
-/// user, `CC` would copy it to further queues.
-pub fn parked(mut message: Message, task_id: &str, reason: Reason, error: &str, worker: &str) -> Message {
-    let properties = &mut message.properties;
-    let acting = [
-        ("original_expiration", properties.expiration.take().map(Value::from)),
-        ("original_user_id", properties.user_id.take().map(Value::from)),
-        ("original_cc", properties.headers.remove("CC")),
-    ];
-    let kept = acting.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
-    properties.headers.extend(kept);
-    properties.headers.extend(Headers::from([
+pub fn parked(message: Message, task_id: &str, reason: Reason, error: &str, worker: &str) -> Message {
+    let mut message = without_acting_properties(message);
+    message.properties.headers.extend(Headers::from([
         ("reason".into(), reason.as_str().into()),
         ("error".into(), shorten(error, ERROR_BYTES).into()),
         ("task_id".into(), task_id.into()),
@@ -62,12 +66,28 @@ pub fn parked(mut message: Message, task_id: &str, reason: Reason, error: &str, 
     message
 }
 
+/// A message to be published in another's name. Three properties would act again at the broker and
+/// are kept as `original_*` headers instead: `expiration` would delete it, `user_id` makes the broker
+/// refuse it from another user, `CC` would copy it to further queues.
+pub fn without_acting_properties(mut message: Message) -> Message {
+    let properties = &mut message.properties;
+    let acting = [
+        ("original_expiration", properties.expiration.take().map(Value::from)),
+        ("original_user_id", properties.user_id.take().map(Value::from)),
+        ("original_cc", properties.headers.remove("CC")),
+    ];
+    let kept = acting.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
+    properties.headers.extend(kept);
+    message
+}
+
 /// A dead letter that the broker refuses for its size, with our headers alone: the producer's may be
 /// as large as a whole frame.
 pub fn without_foreign_headers(mut letter: Message) -> Message {
     let headers = &mut letter.properties.headers;
     let before = headers.len();
-    headers.retain(|name, _| ["reason", "error", "task_id", "worker"].contains(&name.as_str()));
+    let ours = ["reason", "error", "task_id", "worker", "deaths", "exit", "last_log"];
+    headers.retain(|name, _| ours.contains(&name.as_str()));
     let dropped = (before - headers.len()) as i64;
     headers.insert("headers_dropped".into(), dropped.into());
     letter

@@ -47,13 +47,13 @@ impl TaskErrorKind {
             Self::UnknownModel => ("rejected", 404, REQUEST, "model_not_found"),
             Self::TooLarge => ("rejected", 413, REQUEST, "too_large"),
             Self::Expired => ("expired", 408, REQUEST, "expired"),
-            Self::Internal => ("failed", 500, SERVER, "internal_error"),
+            Self::Internal | Self::Fault => ("failed", 500, SERVER, "internal_error"),
             Self::OutOfMemory => ("failed", 507, SERVER, "out_of_device_memory"),
         }
     }
 }
 
-/// The reply to `task`, which has been delivered `attempt` times. `body` is the model's answer, or
+/// The reply to `task`, at its `attempt`th attempt. `body` is the model's answer, or
 /// why there is none.
 pub fn reply(
     task: &Task,

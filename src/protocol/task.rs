@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 
+use super::dead_letter::without_acting_properties;
 use super::{Message, TaskError, TaskErrorKind, Value, shorten};
 
 /// Value of the `type` property that makes a message a sentinel.
@@ -15,8 +16,13 @@ pub const SHUTDOWN: &str = "control.shutdown";
 const CONTROL: &str = "control.";
 /// Header with an absolute deadline, ISO-8601.
 pub const EXPIRES: &str = "expires";
+/// Header that a worker gives a task which it puts off: the number of the attempt to come.
+pub const ATTEMPT: &str = "sconce_attempt";
 /// Header with the OpenAI path that a batch line asked for.
 pub const URL: &str = "url";
+
+/// Bytes of a body that a fingerprint reads.
+const FINGERPRINTED: usize = 64 << 10;
 
 /// What a delivered message is.
 #[derive(Debug)]
@@ -67,13 +73,31 @@ impl Task {
     }
 
     /// Names the task by what it says: the same for each of its deliveries, on every worker, also
-    /// where the producer gave it no id.
+    /// where the producer gave it no id. Of a long body the beginning and the length count.
     pub fn fingerprint(&self) -> String {
-        let properties = &self.message.properties;
+        let Message { properties, body } = &self.message;
         let mut hasher = DefaultHasher::new();
         (&properties.message_id, &properties.correlation_id, &properties.reply_to).hash(&mut hasher);
-        self.message.body.hash(&mut hasher);
+        (body.len(), &body[..body.len().min(FINGERPRINTED)]).hash(&mut hasher);
         format!("{:016x}", hasher.finish())
+    }
+
+    /// Which attempt at this task a worker makes that takes it now, counting from 1. Deliveries don't
+    /// count: brokers count those each in a way of its own, and a drain would use them up.
+    pub fn attempt(&self) -> u32 {
+        let made = self.message.properties.headers.get(ATTEMPT).and_then(Value::as_i64);
+        made.and_then(|made| u32::try_from(made).ok()).unwrap_or(1).max(1)
+    }
+
+    /// The message to publish for the next attempt, `deadline` kept: an `expiration` would begin anew.
+    pub fn next_attempt(&self, deadline: Option<SystemTime>) -> Message {
+        let mut message = without_acting_properties(self.message.clone());
+        let headers = &mut message.properties.headers;
+        headers.insert(ATTEMPT.into(), i64::from(self.attempt().saturating_add(1)).into());
+        if let Some(deadline) = deadline.and_then(|at| Timestamp::try_from(at).ok()) {
+            headers.insert(EXPIRES.into(), deadline.to_string().into());
+        }
+        message
     }
 
     /// The queue that the producer wants the reply in.

@@ -15,9 +15,11 @@ pub enum TaskErrorKind {
     Expired,
     /// Over a limit of this pool: 413.
     TooLarge,
-    /// The model or this program failed on a good input: 500.
+    /// The model or this program failed on a good input, and would again: 500.
     Internal,
-    /// The device had no memory for this input, even alone: 507.
+    /// A forward pass failed on this input alone, on a device that is well: 500, when it fails again.
+    Fault,
+    /// The device had no memory for this input, even alone: 507, when it has none later.
     OutOfMemory,
 }
 

@@ -19,9 +19,9 @@ use crate::protocol::{TaskError, TaskErrorKind};
 /// Inputs of one task, ready for a batch.
 pub(super) struct Submission<C: Codec> {
     pub(super) items: Vec<Item<C>>,
-    /// The task's fingerprint when it was delivered before: it may have killed a worker, and goes
-    /// through the device without batch-mates.
-    pub(super) suspect: Option<String>,
+    /// It was delivered before: it may have killed a worker, and goes through the device without
+    /// batch-mates.
+    pub(super) suspect: bool,
 }
 
 /// See the module.
@@ -59,9 +59,10 @@ impl<C: Codec> BatchFormer<C> {
                     }
                 }
                 done = self.done.recv() => match done {
-                    Some(Done::Computed { inputs, tokens, took }) => {
+                    Some(Done::Computed { inputs, tokens, took, too_large }) => {
                         under_way -= 1;
                         self.counters.batch(inputs, tokens, took);
+                        self.learn_size(too_large);
                     }
                     Some(Done::Unwanted) => under_way -= 1,
                     fault => {
@@ -78,8 +79,17 @@ impl<C: Codec> BatchFormer<C> {
         }
     }
 
+    /// After a batch that found no memory: from now on, of the size that its halves had.
+    fn learn_size(&mut self, too_large: Option<usize>) {
+        let Some(tokens) = too_large else { return };
+        let most = (tokens / 2).max(1);
+        tracing::warn!(tokens, max_tokens = most, "out of device memory; smaller batches from now on");
+        self.batcher.limit_tokens(most);
+        self.suspects.limit_tokens(most);
+    }
+
     fn accept(&mut self, submission: Submission<C>, now: Instant) {
-        if submission.suspect.is_some() {
+        if submission.suspect {
             return self.suspects.push(submission);
         }
         for item in submission.items {
@@ -96,7 +106,7 @@ impl<C: Codec> BatchFormer<C> {
             if under_way > 0 {
                 return 0;
             }
-            if let Some(batch) = self.suspects.next().await {
+            if let Some(batch) = self.suspects.next() {
                 return usize::from(self.batches.send(batch).await.is_ok());
             }
         }

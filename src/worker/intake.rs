@@ -11,13 +11,15 @@ use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 
 use super::WorkerError;
+use super::deaths::KnownDeaths;
 use super::life::Shared;
 use super::settle::Accepted;
 use super::ticket::Ticket;
 use crate::broker::{Consumer, Delivery, Event, Receipt};
 use crate::model::Codec;
+use crate::protocol::control::TaskName;
 use crate::protocol::task::sentinel_is_expired;
-use crate::protocol::{Incoming, Message, Task, classify};
+use crate::protocol::{Incoming, Message, classify};
 use crate::shutdown::{Phase, Stop};
 
 /// How a worker ended in order.
@@ -42,6 +44,7 @@ pub(super) struct Intake<'a, C: Codec> {
     shared: Arc<Shared<C>>,
     consumer: &'a mut dyn Consumer,
     stop: Stop,
+    deaths: KnownDeaths,
     /// Accepted and not yet settled, by delivery.
     living: BTreeMap<Receipt, Living<C>>,
     lives: JoinSet<(Receipt, Result<(), WorkerError>)>,
@@ -51,11 +54,17 @@ pub(super) struct Intake<'a, C: Codec> {
 }
 
 impl<'a, C: Codec> Intake<'a, C> {
-    pub(super) fn new(shared: Arc<Shared<C>>, consumer: &'a mut dyn Consumer, stop: Stop) -> Self {
+    pub(super) fn new(
+        shared: Arc<Shared<C>>,
+        consumer: &'a mut dyn Consumer,
+        stop: Stop,
+        deaths: KnownDeaths,
+    ) -> Self {
         Self {
             shared,
             consumer,
             stop,
+            deaths,
             living: BTreeMap::new(),
             lives: JoinSet::new(),
             sentinel: None,
@@ -115,22 +124,22 @@ impl<'a, C: Codec> Intake<'a, C> {
         }
         let now = SystemTime::now();
         let made_id = || uuid::Uuid::new_v4().to_string();
-        let attempt = delivery.delivery_count as i64 + 1;
         let receipt = delivery.receipt;
+        let redeliveries = delivery.delivery_count.max(delivery.redelivered.into()) as i64;
         match classify(delivery.message, now, made_id) {
-            Incoming::Task(task) => self.begin(Accepted { task, delivery: receipt, attempt }),
+            Incoming::Task(task) => self.begin(Accepted::new(task, receipt, redeliveries)),
             Incoming::UnknownControl(task, kind) => {
-                self.refuse(Accepted { task, delivery: receipt, attempt }, kind)
+                self.refuse(Accepted::new(task, receipt, redeliveries), kind)
             }
             Incoming::Sentinel(message) => self.obey(&message, receipt, now).await,
         }
     }
 
-    fn begin(&mut self, accepted: Accepted) {
+    fn begin(&mut self, mut accepted: Accepted) {
         let receipt = accepted.delivery;
-        // A deadline that cannot be read is the task's error, found again in its life.
-        let deadline = Task::deadline(&accepted.task).ok().flatten();
-        let ticket = Arc::new(Ticket::new(deadline));
+        let name = TaskName { id: accepted.task.id.clone(), fingerprint: accepted.task.fingerprint() };
+        accepted.deaths = self.deaths.of(&name.fingerprint);
+        let ticket = Arc::new(Ticket::new(name, accepted.deadline));
         let (shared, own) = (self.shared.clone(), ticket.clone());
         let abort = self.lives.spawn(async move { (receipt, shared.live(accepted, own).await) });
         self.living.insert(receipt, Living { ticket: Some(ticket), abort });

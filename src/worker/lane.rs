@@ -7,7 +7,7 @@ use std::thread;
 
 use tokio::sync::{mpsc, oneshot};
 
-use super::engine::panic_words;
+use super::forward::panic_words;
 
 /// Work that waits for the thread.
 const WAITING: usize = 64;

@@ -13,7 +13,6 @@ use super::engine::Item;
 use super::lane::Lane;
 use super::outcome::Outcome;
 use super::settle::{Accepted, Settlement};
-use super::suspects::KnownPoison;
 use super::ticket::Ticket;
 use crate::model::{Codec, Prepared};
 use crate::protocol::task::URL;
@@ -29,12 +28,10 @@ pub(super) struct Shared<C: Codec> {
     /// See the batch former.
     pub(super) preparing: Arc<AtomicUsize>,
     pub(super) settlement: Settlement,
-    /// What is not computed again.
-    pub(super) poison: KnownPoison,
     pub(super) max_body: u64,
     /// Deliveries of a task, where the broker counts them. The broker's own limit is one more, and
     /// only the backstop: it tells the producer nothing.
-    pub(super) max_attempts: i64,
+    pub(super) max_deliveries: i64,
 }
 
 /// Counts a task as being prepared for as long as it lives.
@@ -65,13 +62,15 @@ impl<C: Codec> Shared<C> {
     ) -> Result<(), WorkerError> {
         let mut receipt =
             Receipt { queue_ms: accepted.task.queued_ms(SystemTime::now()), ..Receipt::default() };
-        let suspect = (accepted.attempt > 1).then(|| accepted.task.fingerprint());
-        let outcome = if suspect.as_ref().is_some_and(|it| self.poison.holds(it)) {
+        // Whoever publishes the same task anew wants it tried anew.
+        let again = accepted.redeliveries > 0;
+        let is_poison = accepted.deaths.as_ref().is_some_and(|deaths| deaths.poison.is_some());
+        let outcome = if again && is_poison {
             Outcome::Poison
-        } else if accepted.attempt > self.max_attempts {
-            Outcome::OutOfAttempts(accepted.attempt - 1)
+        } else if accepted.redeliveries >= self.max_deliveries {
+            Outcome::OutOfDeliveries(accepted.redeliveries)
         } else {
-            match self.work(&accepted.task, &ticket, suspect, &mut receipt).await {
+            match self.work(&accepted.task, &ticket, again, &mut receipt).await {
                 Ok(body) => Outcome::Answered(body),
                 Err(error) => Outcome::Failed(error),
             }
@@ -91,7 +90,7 @@ impl<C: Codec> Shared<C> {
         &self,
         task: &Task,
         ticket: &Arc<Ticket<C::Output>>,
-        suspect: Option<String>,
+        suspect: bool,
         receipt: &mut Receipt,
     ) -> Result<Vec<u8>, TaskError> {
         let preparing = Preparing::begin(&self.preparing);

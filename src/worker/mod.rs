@@ -8,14 +8,18 @@
 //! | `ticket` | whether a task is answered or handed back |
 //! | `batches` | when the device gets its next batch (by the rules in `batching`) |
 //! | `suspects` | which tasks are computed alone, because one may have killed a worker |
-//! | `engine` | the model thread; what a failed batch means |
+//! | `deaths` | which tasks workers died of, as the launcher knows it |
+//! | `engine` | the model thread |
+//! | `forward` | what a failed batch means: a bad input, or a bad device |
 //! | `lane` | the threads beside it |
 //! | `outcome` | what happened → what becomes of the message |
 //! | `settle` | publish → confirm → ack |
 //! | `report` | control lines, counters |
 
 mod batches;
+mod deaths;
 mod engine;
+mod forward;
 mod intake;
 mod lane;
 mod life;
@@ -43,9 +47,9 @@ use crate::shutdown::{Exit, Phase, Stop};
 
 use engine::{Engine, Loaded};
 
+pub use deaths::KnownDeaths;
 pub use intake::Ended;
 pub use report::Reporter;
-pub use suspects::KnownPoison;
 
 /// Longest wait for the broker to hear that we leave.
 const FAREWELL: Duration = Duration::from_secs(5);
@@ -103,7 +107,7 @@ pub struct Control {
     /// What the worker tells it.
     pub reporter: Reporter,
     /// What it told the worker of tasks that kill.
-    pub poison: KnownPoison,
+    pub deaths: KnownDeaths,
 }
 
 /// Runs one worker to its end. `open` connects to the broker once the model is loaded, so that a
@@ -124,15 +128,14 @@ pub async fn run<M: Model>(
     };
     let mut link = open(assignment).await?;
     let counters = Arc::new(report::Counters::default());
-    let (shared, former, mut fault) =
-        assemble(assignment, engine, loaded, &link, (counters.clone(), control))?;
+    let (shared, former, mut fault) = assemble(assignment, engine, loaded, &link, counters.clone())?;
     let helpers = [
         tokio::spawn(former.run()),
         tokio::spawn(report::every(report::STATS_EVERY, counters.clone(), reporter.clone())),
         tokio::spawn(report::draining(stop.clone(), reporter.clone())),
     ];
     let since = Instant::now();
-    let intake = intake::Intake::new(Arc::new(shared), &mut *link.consumer, stop);
+    let intake = intake::Intake::new(Arc::new(shared), &mut *link.consumer, stop, control.deaths.clone());
     let ended = intake.run(&mut fault).await;
     for helper in helpers {
         helper.abort();
@@ -154,7 +157,7 @@ async fn load<M: Model>(
 ) -> Result<Option<(Engine<M::Codec>, Loaded<M::Codec>)>, WorkerError> {
     let born = Instant::now();
     reporter.send(&Event::Loading).await;
-    let mut engine = engine::start::<M>(load_spec(assignment))?;
+    let mut engine = engine::start::<M>(load_spec(assignment), reporter.clone())?;
     let loaded = tokio::select! {
         loaded = &mut engine.loaded => loaded,
         () = stop.reached(Phase::Finishing) => return Ok(None),
@@ -186,7 +189,7 @@ fn assemble<C: Codec>(
     engine: Engine<C>,
     loaded: Loaded<C>,
     link: &Link,
-    (counters, control): (Arc<report::Counters>, &Control),
+    counters: Arc<report::Counters>,
 ) -> Result<Assembled<C>, WorkerError> {
     let pool = &assignment.pool;
     let preparing = Arc::new(AtomicUsize::new(0));
@@ -200,7 +203,7 @@ fn assemble<C: Codec>(
     };
     let former = batches::BatchFormer {
         batcher: Batcher::new(policy),
-        suspects: suspects::Suspects::new(policy, control.reporter.clone()),
+        suspects: suspects::Suspects::new(policy),
         submissions,
         batches: engine.batches,
         done: engine.done,
@@ -218,6 +221,8 @@ fn assemble<C: Codec>(
         },
         reply_queue: pool.reply_queue.clone(),
         dead_letter_queue: pool.dead_letter_queue.clone(),
+        task_queue: pool.task_queue.clone(),
+        retry: pool.retry,
         counters,
         lost: AtomicU64::new(0),
     };
@@ -228,9 +233,8 @@ fn assemble<C: Codec>(
         submit,
         preparing,
         settlement,
-        poison: control.poison.clone(),
         max_body: pool.max_body,
-        max_attempts: assignment.broker.delivery_limit.into(),
+        max_deliveries: assignment.broker.delivery_limit.into(),
     };
     Ok((shared, former, fault))
 }

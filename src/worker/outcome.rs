@@ -2,6 +2,10 @@
 //! one exhaustive match; `settle` carries out what it says. (A task that is taken back before it
 //! reached the device has no outcome: the intake requeues it, in delivery order.)
 
+use std::time::Duration;
+
+use crate::broker::Delay;
+use crate::config::Retry;
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::{TaskError, TaskErrorKind};
 
@@ -15,9 +19,22 @@ pub(super) enum Outcome {
     /// It killed the workers that computed it alone; it has not been computed again.
     Poison,
     /// It has been delivered this often before, each time in vain.
-    OutOfAttempts(i64),
+    OutOfDeliveries(i64),
     /// Not a task but a control message of an unknown type.
     UnknownControl(String),
+}
+
+/// How a task may be tried again.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tries<'a> {
+    /// The pool's rules.
+    pub(super) retry: &'a Retry,
+    /// Which attempt this was, counting from 1.
+    pub(super) attempt: u32,
+    /// Until its deadline; none: it has none.
+    pub(super) time_left: Option<Duration>,
+    /// As [`Backoff::delay`](crate::backoff::Backoff::delay) takes it.
+    pub(super) jitter: f64,
 }
 
 /// What becomes of its message.
@@ -27,12 +44,14 @@ pub(super) enum Disposition {
     ReplyAndAck(Vec<u8>),
     /// Error reply, then ack.
     ReplyErrorAndAck(TaskError),
+    /// Publish it to come again after the delay, then ack.
+    Retry(Delay, TaskError),
     /// Dead letter, error reply where it can be answered, then ack.
     DeadLetter(Reason, TaskError),
 }
 
 /// Decides.
-pub(super) fn disposition(outcome: Outcome) -> Disposition {
+pub(super) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disposition {
     match outcome {
         Outcome::Answered(body) => Disposition::ReplyAndAck(body),
         Outcome::Failed(error) => match error.kind {
@@ -41,15 +60,15 @@ pub(super) fn disposition(outcome: Outcome) -> Disposition {
             | TaskErrorKind::UnknownModel
             | TaskErrorKind::Expired
             | TaskErrorKind::TooLarge
-            | TaskErrorKind::Internal
-            | TaskErrorKind::OutOfMemory => Disposition::ReplyErrorAndAck(error),
+            | TaskErrorKind::Internal => Disposition::ReplyErrorAndAck(error),
+            TaskErrorKind::Fault | TaskErrorKind::OutOfMemory => try_again(error, tries),
         },
         Outcome::Poison => {
             let words = "each worker that computed this task alone died of it; it is not tried again";
             Disposition::DeadLetter(Reason::Poison, TaskError::new(TaskErrorKind::Internal, words))
         }
-        Outcome::OutOfAttempts(attempts) => {
-            let words = format!("delivered {attempts} times without an answer; it is not tried again");
+        Outcome::OutOfDeliveries(deliveries) => {
+            let words = format!("delivered {deliveries} times without an answer; it is not tried again");
             Disposition::DeadLetter(Reason::Attempts, TaskError::new(TaskErrorKind::Internal, words))
         }
         Outcome::UnknownControl(kind) => {
@@ -60,15 +79,66 @@ pub(super) fn disposition(outcome: Outcome) -> Disposition {
     }
 }
 
+/// Another attempt, while one is left and the task is wanted until then.
+fn try_again(error: TaskError, tries: Tries<'_>) -> Disposition {
+    let Tries { retry, attempt, .. } = tries;
+    if attempt >= retry.max_attempts {
+        let words = format!("{} (attempt {attempt} of {})", error.message, retry.max_attempts);
+        return Disposition::DeadLetter(Reason::Attempts, TaskError { message: words, ..error });
+    }
+    let backoff = retry.backoff();
+    let delay = Delay { after: backoff.delay(attempt, tries.jitter), ceiling: backoff.ceiling(attempt) };
+    match tries.time_left {
+        Some(left) if left <= delay.after => Disposition::ReplyErrorAndAck(error),
+        _ => Disposition::Retry(delay, error),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const RETRY: Retry =
+        Retry { max_attempts: 3, delay: Duration::from_secs(1), delay_max: Duration::from_secs(60) };
+
+    fn fate(kind: TaskErrorKind, attempt: u32, time_left: Option<Duration>) -> Disposition {
+        let tries = Tries { retry: &RETRY, attempt, time_left, jitter: 1.0 };
+        disposition(Outcome::Failed(TaskError::new(kind, "x")), tries)
+    }
+
     #[test]
-    fn what_nobody_can_read_is_dead_lettered_and_what_is_merely_wrong_is_answered() {
-        let fate = |kind| disposition(Outcome::Failed(TaskError::new(kind, "x")));
-        assert!(matches!(fate(TaskErrorKind::Undecodable), Disposition::DeadLetter(Reason::Undecodable, _)));
-        assert!(matches!(fate(TaskErrorKind::BadInput), Disposition::ReplyErrorAndAck(_)));
-        assert!(matches!(fate(TaskErrorKind::Expired), Disposition::ReplyErrorAndAck(_)));
+    fn what_nobody_can_read_is_dead_lettered_and_what_is_merely_wrong_is_answered_at_once() {
+        use TaskErrorKind::{BadInput, Expired, Internal, TooLarge, Undecodable, UnknownModel};
+        let undecodable = fate(Undecodable, 1, None);
+        assert!(matches!(undecodable, Disposition::DeadLetter(Reason::Undecodable, _)));
+        for kind in [BadInput, Expired, Internal, TooLarge, UnknownModel] {
+            assert!(matches!(fate(kind, 1, None), Disposition::ReplyErrorAndAck(_)), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn what_may_pass_later_is_tried_again_with_growing_delays_until_its_attempts_are_spent() {
+        for kind in [TaskErrorKind::Fault, TaskErrorKind::OutOfMemory] {
+            let delays = [1, 2].map(|attempt| match fate(kind, attempt, None) {
+                Disposition::Retry(delay, _) => (delay.after.as_secs(), delay.ceiling.as_secs()),
+                other => panic!("{other:?}"),
+            });
+            assert_eq!(delays, [(1, 1), (2, 2)]);
+            for attempt in [3, 4, u32::MAX] {
+                let Disposition::DeadLetter(Reason::Attempts, error) = fate(kind, attempt, None) else {
+                    panic!("tried for ever");
+                };
+                assert_eq!(error.kind, kind);
+                assert!(error.message.contains("of 3"), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_task_that_would_be_expired_by_then_is_answered_now() {
+        let left = Some(Duration::from_millis(900));
+        assert!(matches!(fate(TaskErrorKind::Fault, 1, left), Disposition::ReplyErrorAndAck(_)));
+        let left = Some(Duration::from_millis(1100));
+        assert!(matches!(fate(TaskErrorKind::Fault, 1, left), Disposition::Retry(..)));
     }
 }

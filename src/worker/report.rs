@@ -1,14 +1,14 @@
 //! What a worker tells its launcher: control lines on stdout, and the counters behind `stats`.
 
 use std::io::Write;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
 
-use crate::protocol::control::{Event, Stats, encode};
+use crate::protocol::control::{Event, Stats, TaskName, encode};
 use crate::shutdown::{Phase, Stop};
 
 /// How often `stats` is sent while there is something to say.
@@ -26,6 +26,8 @@ pub struct Reporter {
     /// Written by the worker's tasks, read by the writing thread. Bound: a launcher that does not
     /// read is soon gone; meanwhile `stats` are dropped and other events wait.
     lines: mpsc::Sender<Line>,
+    /// Held for one write, by the writing thread and by the model thread.
+    out: Arc<Mutex<dyn Write + Send>>,
 }
 
 impl Reporter {
@@ -33,18 +35,26 @@ impl Reporter {
     ///
     /// # Errors
     /// The system has no thread for us.
-    pub fn start(mut out: impl Write + Send + 'static) -> std::io::Result<Self> {
+    pub fn start(out: impl Write + Send + 'static) -> std::io::Result<Self> {
         let (lines, mut queued) = mpsc::channel::<Line>(64);
+        let out: Arc<Mutex<dyn Write + Send>> = Arc::new(Mutex::new(out));
+        let shared = out.clone();
         thread::Builder::new().name("control-lines".into()).spawn(move || {
             while let Some(line) = queued.blocking_recv() {
                 match line {
-                    // A launcher that is gone shows as the end of our stdin, not here.
-                    Line::Event(line) => drop(out.write_all(&line).and_then(|()| out.flush())),
+                    Line::Event(line) => write(&shared, &line),
                     Line::Mark(written) => drop(written.send(())),
                 }
             }
         })?;
-        Ok(Self { lines })
+        Ok(Self { lines, out })
+    }
+
+    /// Tells, before a forward pass, which tasks are in it; none: the device is idle. Written when
+    /// this returns: the process may not live to write it later. Blocks; for the model thread alone,
+    /// whose order it keeps.
+    pub(super) fn forward(&self, tasks: Vec<TaskName>) {
+        write(&self.out, &encode(&Event::Forward { tasks }));
     }
 
     /// Sends an event that the launcher acts on.
@@ -66,6 +76,12 @@ impl Reporter {
         };
         let _ = tokio::time::timeout(Duration::from_secs(1), write).await;
     }
+}
+
+/// A launcher that is gone shows as the end of our stdin, not here.
+fn write(out: &Mutex<dyn Write + Send>, line: &[u8]) {
+    let mut out = out.lock().unwrap_or_else(PoisonError::into_inner);
+    drop(out.write_all(line).and_then(|()| out.flush()));
 }
 
 /// Sends `stats` now and then, when there is something to say.
@@ -93,6 +109,7 @@ pub(super) struct Counters {
     pub(super) failed: AtomicU64,
     pub(super) dead_lettered: AtomicU64,
     pub(super) requeued: AtomicU64,
+    pub(super) retried: AtomicU64,
     batches: AtomicU64,
     inputs: AtomicU64,
     tokens: AtomicU64,
@@ -116,6 +133,7 @@ impl Counters {
             failed: take(&self.failed),
             dead_lettered: take(&self.dead_lettered),
             requeued: take(&self.requeued),
+            retried: take(&self.retried),
             batches: take(&self.batches),
             inputs: take(&self.inputs),
             tokens: take(&self.tokens),

@@ -4,14 +4,16 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use super::WorkerError;
-use super::outcome::{Disposition, Outcome, disposition};
+use super::outcome::{Disposition, Outcome, Tries, disposition};
 use super::report::Counters;
 use crate::backoff::Backoff;
-use crate::broker::{Published, Publisher, Receipt as DeliveryReceipt, Settler};
-use crate::protocol::dead_letter::{Reason, dead_letter, parked, without_foreign_headers};
+use crate::broker::{Delay, Published, Publisher, Receipt as DeliveryReceipt, Settler};
+use crate::config::Retry;
+use crate::protocol::control::Deaths;
+use crate::protocol::dead_letter::{Reason, dead_letter, parked, with_deaths, without_foreign_headers};
 use crate::protocol::reply::reply;
 use crate::protocol::{Message, Receipt, Signature, Task, TaskError, TaskErrorKind};
 
@@ -25,6 +27,8 @@ pub(super) struct Settlement {
     pub(super) signature: Signature,
     pub(super) reply_queue: Option<String>,
     pub(super) dead_letter_queue: String,
+    pub(super) task_queue: String,
+    pub(super) retry: Retry,
     pub(super) counters: Arc<Counters>,
     /// The latest session that is over. Written by the intake, read before a reply is published:
     /// the task will be delivered again, and one reply is enough.
@@ -35,7 +39,27 @@ pub(super) struct Settlement {
 pub(super) struct Accepted {
     pub(super) task: Task,
     pub(super) delivery: DeliveryReceipt,
-    pub(super) attempt: i64,
+    /// Earlier deliveries of this message, as the broker counts them: where it knows only that there
+    /// were some, 1.
+    pub(super) redeliveries: i64,
+    /// Until when it is wanted. One that cannot be read is the task's error, found again in its life.
+    pub(super) deadline: Option<SystemTime>,
+    /// Of workers that had it on their device.
+    pub(super) deaths: Option<Deaths>,
+}
+
+impl Accepted {
+    pub(super) fn new(task: Task, delivery: DeliveryReceipt, redeliveries: i64) -> Self {
+        let deadline = task.deadline().ok().flatten();
+        Self { task, delivery, redeliveries, deadline, deaths: None }
+    }
+
+    /// Which attempt this is, for the reply: those that failed, and those that a worker died in.
+    /// What a drain or a lost connection hands back has used none.
+    fn attempt(&self) -> i64 {
+        let deaths = self.deaths.as_ref().map_or(0, |deaths| deaths.count);
+        i64::from(self.task.attempt()) + i64::from(deaths)
+    }
 }
 
 impl Settlement {
@@ -52,7 +76,14 @@ impl Settlement {
         if self.lost.load(Ordering::Acquire) >= accepted.delivery.session {
             return Ok(());
         }
-        match disposition(outcome) {
+        let now = SystemTime::now();
+        let tries = Tries {
+            retry: &self.retry,
+            attempt: accepted.task.attempt(),
+            time_left: accepted.deadline.map(|at| at.duration_since(now).unwrap_or_default()),
+            jitter: rand::random(),
+        };
+        match disposition(outcome, tries) {
             Disposition::ReplyAndAck(body) => {
                 self.answer(accepted, Ok(body), receipt).await?;
                 self.counters.succeeded.fetch_add(1, Ordering::Relaxed);
@@ -62,17 +93,59 @@ impl Settlement {
                 self.answer(accepted, Err(&error), receipt).await?;
                 self.counters.failed.fetch_add(1, Ordering::Relaxed);
             }
+            Disposition::Retry(delay, error) => self.put_off(accepted, delay, &error, receipt).await?,
             Disposition::DeadLetter(reason, error) => {
-                tracing::warn!(task.id = accepted.task.id, reason = reason.as_str(), %error, "dead letter");
-                let letter = dead_letter(&accepted.task, reason, &error.message, &self.signature.worker);
-                self.bury(letter).await?;
-                self.answer(accepted, Err(&error), receipt).await?;
-                self.counters.failed.fetch_add(1, Ordering::Relaxed);
+                self.dead_letter(accepted, reason, &error, receipt).await?;
             }
         }
         if !self.settler.ack(accepted.delivery).await {
             tracing::info!(task.id = accepted.task.id, "late ack discarded; the task will come again");
         }
+        Ok(())
+    }
+
+    /// Publishes the task anew, to come after the delay. Where nothing was made to wait in, this was
+    /// its last attempt.
+    async fn put_off(
+        &self,
+        accepted: &Accepted,
+        delay: Delay,
+        error: &TaskError,
+        receipt: &Receipt,
+    ) -> Result<(), WorkerError> {
+        let task = &accepted.task;
+        let message = task.next_attempt(accepted.deadline);
+        let words = match self.publish(&self.task_queue, Some(delay), message).await? {
+            Sent::Confirmed => {
+                let delay_ms = delay.after.as_millis() as u64;
+                tracing::warn!(task.id = task.id, %error, delay_ms, "the task failed; it is tried again");
+                self.counters.retried.fetch_add(1, Ordering::Relaxed);
+                return Ok(());
+            }
+            Sent::Unroutable => "there is no queue to wait in for another attempt".to_owned(),
+            Sent::Refused(words) => words,
+        };
+        tracing::warn!(task.id = task.id, queue = self.task_queue, error = words, "cannot try again");
+        let error = TaskError { message: format!("{error}; {words}"), ..error.clone() };
+        self.dead_letter(accepted, Reason::Attempts, &error, receipt).await
+    }
+
+    async fn dead_letter(
+        &self,
+        accepted: &Accepted,
+        reason: Reason,
+        error: &TaskError,
+        receipt: &Receipt,
+    ) -> Result<(), WorkerError> {
+        tracing::warn!(task.id = accepted.task.id, reason = reason.as_str(), %error, "dead letter");
+        let letter = dead_letter(&accepted.task, reason, &error.message, &self.signature.worker);
+        let letter = match &accepted.deaths {
+            Some(deaths) => with_deaths(letter, deaths),
+            None => letter,
+        };
+        self.bury(letter).await?;
+        self.answer(accepted, Err(error), receipt).await?;
+        self.counters.failed.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -85,8 +158,8 @@ impl Settlement {
     ) -> Result<(), WorkerError> {
         let task = &accepted.task;
         let Some(queue) = task.reply_to().or(self.reply_queue.as_deref()) else { return Ok(()) };
-        let message = reply(task, body, receipt, &self.signature, accepted.attempt);
-        let refusal = match self.publish(queue, message.clone()).await? {
+        let message = reply(task, body, receipt, &self.signature, accepted.attempt());
+        let refusal = match self.publish(queue, None, message.clone()).await? {
             Sent::Confirmed => return Ok(()),
             Sent::Unroutable => return self.park(task, message, queue).await,
             Sent::Refused(words) => words,
@@ -94,8 +167,8 @@ impl Settlement {
         let words = format!("the broker refuses the reply of {} bytes: {refusal}", message.body.len());
         tracing::warn!(task.id = task.id, error = words, "answering with an error instead");
         let error = TaskError::new(TaskErrorKind::TooLarge, words);
-        let smaller = reply(task, Err(&error), receipt, &self.signature, accepted.attempt);
-        match self.publish(queue, smaller.clone()).await? {
+        let smaller = reply(task, Err(&error), receipt, &self.signature, accepted.attempt());
+        match self.publish(queue, None, smaller.clone()).await? {
             Sent::Confirmed => Ok(()),
             Sent::Unroutable | Sent::Refused(_) => self.park(task, smaller, queue).await,
         }
@@ -110,10 +183,10 @@ impl Settlement {
 
     async fn bury(&self, letter: Message) -> Result<(), WorkerError> {
         let queue = &self.dead_letter_queue;
-        let mut sent = self.publish(queue, letter.clone()).await?;
+        let mut sent = self.publish(queue, None, letter.clone()).await?;
         if let Sent::Refused(words) = &sent {
             tracing::warn!(queue, error = words, "dead letter refused; dropping its producer's headers");
-            sent = self.publish(queue, without_foreign_headers(letter)).await?;
+            sent = self.publish(queue, None, without_foreign_headers(letter)).await?;
         }
         let why = match sent {
             Sent::Confirmed => {
@@ -129,10 +202,19 @@ impl Settlement {
 
     /// Publishes until the broker has taken the message or never will. While it cannot, the task
     /// stays unacked and the intake stands still: that is the back-pressure.
-    async fn publish(&self, queue: &str, message: Message) -> Result<Sent, WorkerError> {
+    async fn publish(
+        &self,
+        queue: &str,
+        delay: Option<Delay>,
+        message: Message,
+    ) -> Result<Sent, WorkerError> {
         let mut failures = 0;
         loop {
-            match self.publisher.publish(queue, message.clone()).await? {
+            let publishing = match delay {
+                None => self.publisher.publish(queue, message.clone()),
+                Some(delay) => self.publisher.publish_later(queue, delay, message.clone()),
+            };
+            match publishing.await? {
                 Published::Confirmed => return Ok(Sent::Confirmed),
                 Published::Unroutable => return Ok(Sent::Unroutable),
                 Published::Refused(words) => return Ok(Sent::Refused(words)),

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::oneshot;
 
 use crate::protocol::TaskError;
+use crate::protocol::control::TaskName;
 
 const WAITING: u8 = 0;
 const COMMITTED: u8 = 1;
@@ -41,6 +42,8 @@ pub(super) struct Pass {
 
 /// See the module.
 pub(super) struct Ticket<O> {
+    /// What the task is called.
+    pub(super) name: TaskName,
     /// Until when the task is wanted.
     pub(super) deadline: Option<SystemTime>,
     stage: AtomicU8,
@@ -59,7 +62,7 @@ struct Gathered<O> {
 }
 
 impl<O> Ticket<O> {
-    pub(super) fn new(deadline: Option<SystemTime>) -> Self {
+    pub(super) fn new(name: TaskName, deadline: Option<SystemTime>) -> Self {
         let gathered = Gathered {
             outputs: Vec::new(),
             left: 0,
@@ -69,7 +72,7 @@ impl<O> Ticket<O> {
             compute: Duration::ZERO,
             done: None,
         };
-        Self { deadline, stage: AtomicU8::new(WAITING), gathered: Mutex::new(gathered) }
+        Self { name, deadline, stage: AtomicU8::new(WAITING), gathered: Mutex::new(gathered) }
     }
 
     /// Expects `count` outputs; they come through the receiver together.
@@ -148,9 +151,13 @@ mod tests {
     use super::*;
     use crate::protocol::TaskErrorKind;
 
+    fn ticket<O>() -> Ticket<O> {
+        Ticket::new(TaskName { id: "t".into(), fingerprint: "f".into() }, None)
+    }
+
     #[test]
     fn outputs_come_together_and_in_the_order_of_the_inputs() {
-        let ticket = Ticket::new(None);
+        let ticket = ticket();
         let mut computed = ticket.expect(3);
         for index in [2, 0] {
             ticket.deliver(index, Ok(index), Instant::now(), Pass { number: 1, size: 2, tokens: 2 });
@@ -164,7 +171,7 @@ mod tests {
 
     #[test]
     fn the_first_error_ends_a_task_once() {
-        let ticket = Ticket::<u8>::new(None);
+        let ticket = ticket::<u8>();
         let mut computed = ticket.expect(2);
         ticket.fail(TaskError::new(TaskErrorKind::Internal, "first"));
         ticket.fail(TaskError::new(TaskErrorKind::Internal, "second"));
@@ -174,9 +181,9 @@ mod tests {
 
     #[test]
     fn a_task_is_either_committed_or_withdrawn() {
-        let committed = Ticket::<u8>::new(None);
+        let committed = ticket::<u8>();
         assert!(committed.commit() && committed.commit() && !committed.withdraw());
-        let withdrawn = Ticket::<u8>::new(None);
+        let withdrawn = ticket::<u8>();
         assert!(withdrawn.withdraw() && !withdrawn.withdraw() && !withdrawn.commit());
     }
 }

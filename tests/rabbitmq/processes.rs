@@ -127,7 +127,7 @@ async fn a_device_that_is_not_here_is_refused_and_the_cpu_is_no_substitute() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_panic_or_a_failure_in_the_forward_pass_is_one_tasks_error_and_its_batch_is_answered() {
-    let settings = settings();
+    let settings = settings().set("pool[0].retry.delay", "50ms");
     let (sconce, client, mut inbox) = serve(&settings).await;
     let workers = sconce.workers();
     for (kind, code, status) in [("panic", 500, "failed"), ("error", 500, "failed"), ("oom", 507, "failed")] {
@@ -136,13 +136,16 @@ async fn a_panic_or_a_failure_in_the_forward_pass_is_one_tasks_error_and_its_bat
             let bad = reply.correlation_id == kind;
             assert_eq!(reply.status_code(), if bad { code } else { 200 }, "{kind}: {reply:?}");
             if bad {
-                assert_eq!(reply.header("status"), status);
+                assert_eq!(
+                    (reply.header("status").as_str(), reply.header("attempt").as_str()),
+                    (status, "3")
+                );
                 assert!(!reply.body["error"]["message"].as_str().unwrap_or_default().is_empty());
             }
         }
     }
     assert_eq!(sconce.workers(), workers, "the same process");
-    assert_eq!(client.look(&settings.dead).await, Some((0, 0)));
+    assert_eq!(client.look(&settings.dead).await, Some((3, 0)), "out of attempts");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -194,6 +197,10 @@ async fn a_task_that_kills_its_workers_is_dead_lettered_and_its_neighbours_are_a
         assert_eq!((letter.header("reason").as_str(), letter.correlation_id.as_str()), ("poison", "exit"));
         assert_eq!(letter.body, json!({"input": "bad", "fail": "exit"}));
         assert!(!letter.header("error").is_empty() && letter.header("task_id") == "exit");
+        assert_eq!(letter.header("exit"), "signal: 6 (SIGABRT)");
+        assert!(
+            letter.headers["deaths"].as_i64() >= Some(3) && letter.header("last_log").contains("consuming")
+        );
         client.publish(&settings.tasks, Task::new(json!({"input": "on"})).id("on")).await;
         // A worker that dies between a confirm and the ack leaves a second reply behind.
         while inbox.next().await.correlation_id != "on" {}

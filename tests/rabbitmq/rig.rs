@@ -103,7 +103,13 @@ impl Rig for DeclaredRig {
     async fn fresh_queue(&self) -> String {
         let task_queue = fresh_name();
         let dead_letter_queue = format!("{task_queue}.dead");
-        let topology = Topology { task_queue, reply_queue: None, dead_letter_queue, delivery_limit: 20 };
+        let topology = Topology {
+            task_queue,
+            reply_queue: None,
+            dead_letter_queue,
+            delivery_limit: 20,
+            retry_ceilings: vec![],
+        };
         declare(&connector(self.0.rabbit.url()), &topology).await.expect("queues");
         topology.task_queue
     }

@@ -17,7 +17,8 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::connect::{Connector, Failure, Outage, words};
 use super::convert::{properties_to, short};
-use crate::broker::{BrokerError, Published, Publisher};
+use super::topology::retry_queue;
+use crate::broker::{BrokerError, Delay, Published, Publisher};
 use crate::protocol::Message;
 
 /// Most messages in a window: enough to hide the confirm's latency, few enough to repeat cheaply
@@ -69,6 +70,17 @@ impl Publisher for AmqpPublisher {
             self.requests.send(request).await.map_err(|_| gone())?;
             answered.await.map_err(|_| gone())?
         })
+    }
+
+    /// Into a queue beside it, from which the broker moves the message when its time is over.
+    fn publish_later<'a>(
+        &'a self,
+        queue: &'a str,
+        delay: Delay,
+        mut message: Message,
+    ) -> BoxFuture<'a, Answer> {
+        message.properties.expiration = Some(delay.after.as_millis().to_string());
+        Box::pin(async move { self.publish(&retry_queue(queue, delay.ceiling), message).await })
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

@@ -1,6 +1,8 @@
 //! Which queues are made, and with which arguments. An existing queue is used as it is, whatever
 //! its arguments; none is ever deleted.
 
+use std::time::Duration;
+
 use lapin::options::{ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Connection, Error, ErrorKind, ExchangeKind};
@@ -18,6 +20,15 @@ pub struct Topology {
     pub dead_letter_queue: String,
     /// Deliveries after which the broker itself dead-letters a task.
     pub delivery_limit: u32,
+    /// Ceilings of the delays between two attempts at a task.
+    pub retry_ceilings: Vec<Duration>,
+}
+
+/// Where tasks wait for another attempt, which the broker then puts back into the task queue. One
+/// queue for each ceiling, because only what is at its head expires: a delay is at least half of its
+/// ceiling, so that none waits behind another for longer than that half.
+pub fn retry_queue(task_queue: &str, ceiling: Duration) -> String {
+    format!("{task_queue}.retry.{}ms", ceiling.as_millis())
 }
 
 impl Topology {
@@ -38,11 +49,28 @@ impl Topology {
             arguments.insert("x-dead-letter-exchange".into(), text(&self.backstop(connection).await?));
             make(connection, &self.task_queue, arguments).await?;
         }
+        for ceiling in &self.retry_ceilings {
+            let queue = retry_queue(&self.task_queue, *ceiling);
+            if !exists(connection, &queue).await? {
+                make(connection, &queue, self.way_back()).await?;
+            }
+        }
         Ok(())
     }
 
+    /// Arguments of a queue whose messages go into the task queue when they expire, each confirmed
+    /// there before it is gone here.
+    fn way_back(&self) -> FieldTable {
+        let mut arguments = quorum();
+        arguments.insert("x-dead-letter-exchange".into(), text(""));
+        arguments.insert("x-dead-letter-routing-key".into(), text(&self.task_queue));
+        arguments.insert("x-dead-letter-strategy".into(), text("at-least-once"));
+        arguments.insert("x-overflow".into(), text("reject-publish"));
+        arguments
+    }
+
     /// The exchange through which the broker dead-letters: a headers exchange that lets through what
-    /// died of the delivery limit, and drops what merely expired. A plain dead-letter route would
+    /// died of the delivery limit, and drops what merely expired there. A plain dead-letter route would
     /// park expired tasks and left-over sentinels among the dead letters.
     async fn backstop(&self, connection: &Connection) -> Result<String, Error> {
         let exchange = format!("{}.dlx", self.task_queue);
@@ -50,12 +78,18 @@ impl Topology {
         let durable = ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() };
         let none = FieldTable::default();
         channel.exchange_declare(short(&exchange), ExchangeKind::Headers, durable, none).await?;
-        let mut died = FieldTable::default();
-        // Plain `all` ignores headers that begin with `x-`.
-        died.insert("x-match".into(), text("all-with-x"));
-        died.insert("x-first-death-reason".into(), text("delivery_limit"));
-        let queue = short(&self.dead_letter_queue);
-        channel.queue_bind(queue, short(&exchange), "".into(), QueueBindOptions::default(), died).await?;
+        // A task that was tried again died first in the queue where it waited: it has no expiration
+        // any more, so a second death is one of the limit.
+        let waited = self.retry_ceilings.iter().map(|it| retry_queue(&self.task_queue, *it));
+        let limit = ("x-first-death-reason", "delivery_limit".to_owned());
+        for (header, value) in waited.map(|queue| ("x-first-death-queue", queue)).chain([limit]) {
+            let mut died = FieldTable::default();
+            // Plain `all` ignores headers that begin with `x-`.
+            died.insert("x-match".into(), text("all-with-x"));
+            died.insert(header.into(), text(&value));
+            let queue = short(&self.dead_letter_queue);
+            channel.queue_bind(queue, short(&exchange), "".into(), QueueBindOptions::default(), died).await?;
+        }
         channel.close(200, "done".into()).await?;
         Ok(exchange)
     }

@@ -88,12 +88,15 @@ impl Reader {
 
     fn handle(&mut self, request: Request, body: Bytes) -> Option<Ending> {
         match request {
-            Request::Publish { id, queue, properties } => {
+            Request::Publish { id, queue, properties, delay } => {
                 if self.unanswered.fetch_add(1, Ordering::Relaxed) >= MAX_PIPELINE {
                     return Some(Ending::Cut(format!("more than {MAX_PIPELINE} unanswered publishes")));
                 }
                 let message = Message { properties: *properties, body };
-                self.hub.publish_from(&self.outlet, id, &queue, message);
+                match delay {
+                    None => self.hub.publish_from(&self.outlet, id, &queue, message),
+                    Some(delay) => self.hub.clone().publish_later(&self.outlet, id, queue, (delay, message)),
+                }
                 None
             }
             Request::Consume { queue, prefetch } => {

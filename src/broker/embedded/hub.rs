@@ -4,6 +4,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::num::NonZeroU16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -118,6 +119,30 @@ impl Hub {
             outcome => answer(outcome),
         }
         pump(&mut slots[index]);
+    }
+
+    /// Takes a message of a worker that is to be in its queue later. Bound: the tasks of that queue,
+    /// which were acked for it.
+    pub fn publish_later(
+        self: Arc<Self>,
+        outlet: &Outlet,
+        id: u64,
+        queue: String,
+        (delay, message): (Duration, Message),
+    ) {
+        let outcome = match (self.names.contains_key(&queue), too_long(&message)) {
+            (false, _) => Published::Unroutable,
+            (true, Some(reason)) => Published::Refused(reason),
+            (true, None) => Published::Confirmed,
+        };
+        let taken = outcome == Published::Confirmed;
+        outlet.send(Outgoing::Published { id, outcome });
+        if taken {
+            tokio::spawn(async move {
+                tokio::time::sleep(delay).await;
+                self.publish_when_room(&queue, message).await;
+            });
+        }
     }
 
     /// Waits while the queue is full, then takes the message. Dropped while waiting: not taken.

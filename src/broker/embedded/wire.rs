@@ -2,6 +2,7 @@
 //! length of the body), a JSON head, the raw body. Decides what fits. Owns no state, does no I/O.
 
 use std::num::NonZeroU16;
+use std::time::Duration;
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use serde::de::DeserializeOwned;
@@ -29,7 +30,9 @@ const PREFACE: usize = 8;
 #[serde(tag = "do", rename_all = "snake_case")]
 pub(super) enum Request {
     /// Put the body into a queue; answered by the same `id`.
-    Publish { id: u64, queue: String, properties: Box<Properties> },
+    /// After the delay, if there is one; it is answered at once, and a message that waits is lost with
+    /// the launcher, as its queues are.
+    Publish { id: u64, queue: String, properties: Box<Properties>, delay: Option<Duration> },
     /// Deliver from a queue. At most one consumer a connection.
     Consume { queue: String, prefetch: NonZeroU16 },
     /// Deliver no more.
@@ -174,6 +177,7 @@ mod tests {
             id: 7,
             queue: "replies".to_owned(),
             properties: Box::new(Properties { kind: Some("reply".to_owned()), ..Properties::default() }),
+            delay: Some(Duration::from_millis(1500)),
         };
         let bytes = written(&request, b"a\0\nbody");
         for cut in 0..bytes.len() {

@@ -1,5 +1,7 @@
 //! The rules of `[launcher]`.
 
+use std::time::Duration;
+
 use super::super::settings::Launcher;
 use super::super::units::show_duration;
 use super::WAIT;
@@ -13,17 +15,12 @@ pub(super) fn launcher(mut section: Section<'_>) -> Option<Launcher> {
     let restart_delay_max = section.read("restart_delay_max", duration(WAIT));
     let quick_failure = section.read("quick_failure", duration(WAIT));
     let max_quick_failures = section.read("max_quick_failures", whole(1..=u64::from(u32::MAX)));
-    if let (Some(first), Some(ceiling)) = (restart_delay, restart_delay_max)
-        && first > ceiling
-    {
-        let expected = format!(
-            "at least {} = \"{}\" ({})",
-            section.path_of("restart_delay"),
-            show_duration(first),
-            section.origin_of("restart_delay"),
-        );
-        section.refuse("restart_delay_max", show_duration(ceiling), expected);
-    }
+    let poison_deaths = section.read("poison_deaths", whole(1..=u64::from(u32::MAX)));
+    refuse_low_ceiling(
+        &mut section,
+        ("restart_delay", restart_delay),
+        ("restart_delay_max", restart_delay_max),
+    );
     section.finish();
     Some(Launcher {
         shutdown_grace: shutdown_grace?,
@@ -31,5 +28,20 @@ pub(super) fn launcher(mut section: Section<'_>) -> Option<Launcher> {
         restart_delay_max: restart_delay_max?,
         quick_failure: quick_failure?,
         max_quick_failures: max_quick_failures?,
+        poison_deaths: poison_deaths?,
     })
+}
+
+/// A delay that grows needs a ceiling above its beginning.
+pub(super) fn refuse_low_ceiling(
+    section: &mut Section<'_>,
+    (first_key, first): (&str, Option<Duration>),
+    (key, ceiling): (&str, Option<Duration>),
+) {
+    let (Some(first), Some(ceiling)) = (first, ceiling) else { return };
+    if first > ceiling {
+        let (path, origin) = (section.path_of(first_key), section.origin_of(first_key));
+        let expected = format!("at least {path} = \"{}\" ({origin})", show_duration(first));
+        section.refuse(key, show_duration(ceiling), expected);
+    }
 }

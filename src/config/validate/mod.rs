@@ -83,6 +83,10 @@ mod tests {
             ("launcher.shutdown_grace", "0s", "a duration from 1ms"),
             ("launcher.restart_delay", "soon", "a duration with its unit"),
             ("launcher.max_quick_failures", "0", "a whole number from 1"),
+            ("launcher.poison_deaths", "0", "a whole number from 1"),
+            ("pool[0].retry.max_attempts", "101", "a whole number from 1 to 100"),
+            ("pool[0].retry.delay", "0s", "a duration from 1ms"),
+            ("pool[0].retry.delay_max", "999ms", "at least pool[0].retry.delay = \"1s\""),
         ] {
             let said = complaints(&[(path, value)]);
             let start = format!("{path} = \"{value}\": expected {expected}");

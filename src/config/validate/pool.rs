@@ -8,7 +8,9 @@ use ::config::{Value, ValueKind};
 
 use super::super::files::BUILT_IN;
 use super::super::problem::Problem;
-use super::super::settings::{Batch, Devices, Pool};
+use super::super::settings::{Batch, Devices, Pool, Retry};
+use super::WAIT;
+use super::launcher::refuse_low_ceiling;
 use super::section::{Expected, Report, Section, origin};
 use super::values::{auto, duration, list, name, optional_name, size, whole};
 
@@ -21,6 +23,8 @@ const TOKENS: RangeInclusive<u64> = 1..=1_000_000_000;
 const PROCESSES: RangeInclusive<u64> = 1..=1024;
 /// "0ms" is a policy: never wait.
 const BATCH_DELAY: RangeInclusive<Duration> = Duration::ZERO..=Duration::from_secs(60);
+/// Each ceiling of the delay between them is a queue.
+const ATTEMPTS: RangeInclusive<u64> = 1..=100;
 /// AMQP carries a name's length in one byte.
 const LONGEST_QUEUE_NAME: usize = 255;
 
@@ -90,6 +94,7 @@ fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -
     let max_body = section.read("max_body", size(BODY));
     let max_inputs = section.read("max_inputs", whole(COUNT));
     let batch = section.section("batch").and_then(batch);
+    let retry = section.section("retry").and_then(retry);
     if let (Some(Some(prefetch)), Some(batch)) = (prefetch, &batch) {
         refuse_short_prefetch(&mut section, prefetch, batch.max_requests);
     }
@@ -108,7 +113,17 @@ fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -
         max_body: max_body?,
         max_inputs: max_inputs?,
         batch: batch?,
+        retry: retry?,
     })
+}
+
+fn retry(mut section: Section<'_>) -> Option<Retry> {
+    let max_attempts = section.read("max_attempts", whole(ATTEMPTS));
+    let delay = section.read("delay", duration(WAIT));
+    let delay_max = section.read("delay_max", duration(WAIT));
+    refuse_low_ceiling(&mut section, ("delay", delay), ("delay_max", delay_max));
+    section.finish();
+    Some(Retry { max_attempts: max_attempts?, delay: delay?, delay_max: delay_max? })
 }
 
 fn batch(mut section: Section<'_>) -> Option<Batch> {

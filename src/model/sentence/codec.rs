@@ -43,6 +43,10 @@ impl Codec for SentenceCodec {
         "/v1/embeddings"
     }
 
+    fn known_input(&self) -> Option<Message> {
+        Some(Message { body: r#"{"input":"a candle in a sconce"}"#.into(), ..Message::default() })
+    }
+
     fn prepare(&self, message: &Message) -> Result<Prepared<Self>, TaskError> {
         let request = EmbeddingRequest::parse(&message.body, self.max_inputs)?;
         if let Some(asked) = &request.model {

@@ -28,6 +28,7 @@ use self::tokenize::TextTokenizer;
 use self::weights::Weights;
 use super::source::ModelFiles;
 use super::{ForwardError, LoadError, LoadSpec, Model, Step, Steps, device};
+use crate::protocol::{TaskError, TaskErrorKind};
 
 /// A sentence-embedding model on one device.
 pub struct SentenceEncoder {
@@ -79,7 +80,14 @@ impl Model for SentenceEncoder {
         let pooled = lengths.iter().map(|n| {
             let (text, others) = rest.split_at(n * self.hidden);
             rest = others;
-            Ok(Step::Done(self.pooling.pool(text, self.hidden)))
+            let vector = self.pooling.pool(text, self.hidden);
+            match vector.iter().find(|number| !number.is_finite()) {
+                None => Ok(Step::Done(vector)),
+                Some(bad) => {
+                    let words = format!("the model gave {bad} in the embedding of an input of {n} tokens");
+                    Err(TaskError::new(TaskErrorKind::Internal, words))
+                }
+            }
         });
         Ok(pooled.collect())
     }

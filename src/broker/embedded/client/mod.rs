@@ -9,6 +9,7 @@ use std::num::NonZeroU16;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
@@ -20,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use self::consumer::SocketConsumer;
 use self::socket::{Waiting, read_all, write_all};
 use super::wire::{Frame, MAX_PIPELINE, Request, too_long};
-use crate::broker::{BrokerError, Link, Published, Publisher, Receipt, Settler};
+use crate::broker::{BrokerError, Delay, Link, Published, Publisher, Receipt, Settler};
 use crate::protocol::Message;
 
 /// The one life of a connection.
@@ -122,33 +123,51 @@ impl Settler for Wire {
     }
 }
 
+impl Wire {
+    async fn put(
+        &self,
+        queue: &str,
+        delay: Option<Duration>,
+        message: Message,
+    ) -> Result<Published, BrokerError> {
+        if let Some(reason) = too_long(&message) {
+            return Ok(Published::Refused(reason));
+        }
+        // Never closed, so the error does not occur.
+        let permit = self.pipeline.clone().acquire_owned().await.map_err(|_| self.gone())?;
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let Message { properties, body } = message;
+        let properties = Box::new(properties);
+        let request = Request::Publish { id, queue: queue.to_owned(), properties, delay };
+        let frame = self.frame(&request, body)?;
+        // A place first: between `add` and `send` this future cannot be dropped, which would
+        // leave a permit waiting for an answer to what was never asked.
+        let place = self.requests.reserve().await.map_err(|_| self.gone())?;
+        let (answer, answered) = oneshot::channel();
+        if !self.waiting.add(id, (answer, permit)) {
+            return Err(self.gone());
+        }
+        place.send(frame);
+        answered.await.map_err(|_| self.gone())
+    }
+}
+
 impl Publisher for Wire {
     fn publish<'a>(
         &'a self,
         queue: &'a str,
         message: Message,
     ) -> BoxFuture<'a, Result<Published, BrokerError>> {
-        async move {
-            if let Some(reason) = too_long(&message) {
-                return Ok(Published::Refused(reason));
-            }
-            // Never closed, so the error does not occur.
-            let permit = self.pipeline.clone().acquire_owned().await.map_err(|_| self.gone())?;
-            let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-            let Message { properties, body } = message;
-            let request = Request::Publish { id, queue: queue.to_owned(), properties: Box::new(properties) };
-            let frame = self.frame(&request, body)?;
-            // A place first: between `add` and `send` this future cannot be dropped, which would
-            // leave a permit waiting for an answer to what was never asked.
-            let place = self.requests.reserve().await.map_err(|_| self.gone())?;
-            let (answer, answered) = oneshot::channel();
-            if !self.waiting.add(id, (answer, permit)) {
-                return Err(self.gone());
-            }
-            place.send(frame);
-            answered.await.map_err(|_| self.gone())
-        }
-        .boxed()
+        self.put(queue, None, message).boxed()
+    }
+
+    fn publish_later<'a>(
+        &'a self,
+        queue: &'a str,
+        delay: Delay,
+        message: Message,
+    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+        self.put(queue, Some(delay.after), message).boxed()
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

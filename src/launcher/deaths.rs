@@ -1,0 +1,120 @@
+//! Which tasks were on a device when their worker died. Calls a task poison when it was alone there
+//! at so many deaths that chance, or somebody's SIGKILL, is no longer likely. Owns the counts of one
+//! launcher, which end with it; tells every slot, whose workers come to know by their control lines.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+
+use tokio::sync::watch;
+
+use crate::protocol::control::{Deaths, LastWords, TaskName};
+
+/// Tasks remembered, the latest: with their last words they fit the `start` line.
+const REMEMBERED: usize = 2_000;
+/// Of these, poison ones: only they carry last words.
+const POISON: usize = 200;
+
+/// See the module. Shared by all slots.
+pub(super) struct Register {
+    /// Deaths with the task alone on the device that make it poison.
+    limit: u32,
+    /// Oldest death first. Written here, held for a pass over it.
+    tasks: Mutex<VecDeque<Entry>>,
+    /// The same for the workers. Written here, read by the slots.
+    known: watch::Sender<Vec<Deaths>>,
+}
+
+struct Entry {
+    deaths: Deaths,
+    /// Of which it was alone.
+    alone: u32,
+}
+
+impl Register {
+    /// An empty one.
+    pub(super) fn new(limit: u32) -> Self {
+        Self { limit, tasks: Mutex::default(), known: watch::Sender::new(Vec::new()) }
+    }
+
+    /// A worker died with these tasks on its device. True: that makes one of them poison.
+    pub(super) fn died(&self, on_device: &[TaskName], last: &LastWords) -> bool {
+        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut convicted = false;
+        for name in on_device {
+            let known = tasks.iter().position(|entry| entry.deaths.task == name.fingerprint);
+            let mut entry = known.and_then(|at| tasks.remove(at)).unwrap_or_else(|| Entry {
+                deaths: Deaths { task: name.fingerprint.clone(), count: 0, poison: None },
+                alone: 0,
+            });
+            entry.deaths.count += 1;
+            entry.alone += u32::from(on_device.len() == 1);
+            if entry.alone >= self.limit {
+                convicted |= entry.deaths.poison.replace(last.clone()).is_none();
+            }
+            tasks.push_back(entry);
+        }
+        forget(&mut tasks, POISON, |entry| entry.deaths.poison.is_some());
+        forget(&mut tasks, REMEMBERED - POISON, |entry| entry.deaths.poison.is_none());
+        self.known.send_replace(tasks.iter().map(|entry| entry.deaths.clone()).collect());
+        convicted
+    }
+
+    /// What is known, now and from now on.
+    pub(super) fn known(&self) -> watch::Receiver<Vec<Deaths>> {
+        self.known.subscribe()
+    }
+}
+
+/// Keeps the latest `most` of a kind.
+fn forget(tasks: &mut VecDeque<Entry>, most: usize, kind: impl Fn(&Entry) -> bool) {
+    let mut surplus = tasks.iter().filter(|entry| kind(entry)).count().saturating_sub(most);
+    tasks.retain(|entry| {
+        let goes = surplus > 0 && kind(entry);
+        surplus -= usize::from(goes);
+        !goes
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(fingerprints: &[&str]) -> Vec<TaskName> {
+        let name = |it: &&str| TaskName { id: format!("id {it}"), fingerprint: (*it).to_owned() };
+        fingerprints.iter().map(name).collect()
+    }
+
+    fn last(exit: &str) -> LastWords {
+        LastWords { exit: exit.to_owned(), log: String::new() }
+    }
+
+    #[test]
+    fn a_task_is_poison_at_its_third_death_alone_and_its_batch_mates_never() {
+        let register = Register::new(3);
+        let known = register.known();
+        let died = |tasks: &[&str], exit: &str| register.died(&names(tasks), &last(exit));
+        assert!(!died(&["a", "b", "c"], "0") && !died(&["a"], "1") && !died(&["b"], "1"));
+        assert!(!died(&["a"], "2") && died(&["a"], "3"));
+        let known = known.borrow();
+        let of = |task: &str| known.iter().find(|it| it.task == task).expect("known").clone();
+        assert_eq!((of("a").count, of("a").poison), (4, Some(last("3"))));
+        assert_eq!((of("b").count, of("b").poison), (2, None));
+        assert_eq!((of("c").count, of("c").poison), (1, None));
+    }
+
+    #[test]
+    fn what_is_remembered_is_bounded_and_poison_is_not_crowded_out() {
+        let register = Register::new(1);
+        register.died(&names(&["poison"]), &last("x"));
+        let many: Vec<String> = (0..2 * REMEMBERED).map(|n| n.to_string()).collect();
+        register.died(&names(&many.iter().map(String::as_str).collect::<Vec<_>>()), &last("x"));
+        for n in 0..POISON - 1 {
+            register.died(&names(&[&format!("p{n}")]), &last("x"));
+        }
+        let known = register.known();
+        assert!(known.borrow().len() <= REMEMBERED);
+        assert_eq!(known.borrow().iter().filter(|it| it.poison.is_some()).count(), POISON);
+        assert!(known.borrow().iter().any(|it| it.task == "poison"));
+        assert!(known.borrow().iter().all(|it| it.task != "0"), "the oldest goes first");
+    }
+}

@@ -1,0 +1,55 @@
+//! What is kept of a worker's log for the case that it dies of a task: the last few lines, short
+//! enough for a message's headers. Owns these lines.
+
+use std::collections::VecDeque;
+use std::process::ExitStatus;
+
+use crate::protocol::control::LastWords;
+use crate::protocol::shorten;
+use crate::shutdown::Exit;
+
+/// Lines kept.
+const LINES: usize = 5;
+/// Bytes of one.
+const LINE: usize = 200;
+
+/// The last lines of one worker's log.
+#[derive(Default)]
+pub(super) struct LogTail(VecDeque<String>);
+
+impl LogTail {
+    /// Adds a line.
+    pub(super) fn push(&mut self, line: &str) {
+        if self.0.len() >= LINES {
+            self.0.pop_front();
+        }
+        self.0.push_back(shorten(line, LINE));
+    }
+
+    /// These, and how the process ended.
+    pub(super) fn at_the_end(self, status: Option<ExitStatus>) -> LastWords {
+        let exit = status.map_or_else(|| "unknown".to_owned(), |status| status.to_string());
+        let meaning = status.and_then(|status| status.code()).and_then(Exit::from_code);
+        let exit = meaning.map_or(exit.clone(), |meaning| format!("{exit} ({meaning})"));
+        LastWords { exit, log: Vec::from(self.0).join("\n") }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+
+    use super::*;
+
+    #[test]
+    fn the_last_lines_and_the_end_are_kept_in_short() {
+        let mut tail = LogTail::default();
+        (0..9).for_each(|n| tail.push(&format!("line {n}")));
+        tail.push(&"x".repeat(100_000));
+        let words = tail.at_the_end(Some(ExitStatus::from_raw(9)));
+        assert_eq!(words.exit, "signal: 9 (SIGKILL)");
+        assert!(words.log.starts_with("line 5\nline 6\n") && words.log.len() < LINES * (LINE + 40));
+        let words = LogTail::default().at_the_end(Some(ExitStatus::from_raw(83 << 8)));
+        assert_eq!(words.exit, "exit status: 83 (the device failed)");
+    }
+}

@@ -1,0 +1,161 @@
+//! One batch through the model, and what a failure means. A batch that fails is halved until the
+//! culprit is alone. Before that one is blamed, and before the worker takes any work at all, a known
+//! input has to pass: where it does not, the device is broken, and no task is answered for it. The
+//! one boundary where a panic of a model is caught. Owns the model; announces every pass.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
+
+use super::engine::{Item, Loaded};
+use super::report::Reporter;
+use super::ticket::Pass;
+use crate::model::{
+    Codec, Costed, ForwardError, InputOf, LoadError, LoadSpec, Model, OutputOf, Prepared, Step,
+};
+use crate::protocol::control::TaskName;
+use crate::protocol::{TaskError, TaskErrorKind};
+
+/// A loaded model, at work.
+pub(super) struct Forward<M: Model> {
+    model: M,
+    /// The known input; none where the model has no such.
+    known: Vec<InputOf<M>>,
+    /// Tokens of the smallest batch that has found no memory since this was last asked for.
+    too_large: Option<usize>,
+    reporter: Reporter,
+}
+
+type Outputs<M> = Vec<Result<OutputOf<M>, TaskError>>;
+
+impl<M: Model> Forward<M> {
+    /// Loads the model and has it compute the known input.
+    ///
+    /// # Errors
+    /// It cannot be loaded, or its device computes nothing.
+    pub(super) fn load(spec: &LoadSpec, reporter: Reporter) -> Result<(Self, Loaded<M::Codec>), LoadError> {
+        let (model, codec) = M::load(spec)?;
+        let device = model.device();
+        let mut forward = Self { model, known: Vec::new(), too_large: None, reporter };
+        forward.try_known(&codec).map_err(|reason| LoadError::Device { device: device.clone(), reason })?;
+        Ok((forward, Loaded { codec, device }))
+    }
+
+    fn try_known(&mut self, codec: &M::Codec) -> Result<(), String> {
+        let Some(message) = codec.known_input() else { return Ok(()) };
+        let failed = |error: TaskError| format!("a known input fails: {error}");
+        let Prepared { request, inputs } = codec.prepare(&message).map_err(failed)?;
+        self.known = inputs.into_iter().map(|Costed { input, .. }| input).collect();
+        let outputs = self.compute_known()?;
+        codec.respond(request, outputs).map(drop).map_err(failed)
+    }
+
+    fn compute_known(&mut self) -> Result<Vec<OutputOf<M>>, String> {
+        let inputs: Vec<&InputOf<M>> = self.known.iter().collect();
+        let outputs = attempt(&mut self.model, &inputs);
+        let outputs = outputs.map_err(|error| format!("a known input fails: {error}"))?;
+        outputs.into_iter().collect::<Result<_, _>>().map_err(|error| format!("a known input fails: {error}"))
+    }
+
+    /// Whether the device is well, after something failed with these words.
+    fn prove_device(&mut self, words: &str) -> Result<(), String> {
+        if self.known.is_empty() {
+            return Ok(());
+        }
+        self.compute_known().map(drop).map_err(|error| format!("{error} (after: {words})"))
+    }
+
+    /// Computes `items` and gives each ticket its output. Fails when the device did.
+    pub(super) fn compute(
+        &mut self,
+        items: &[Item<M::Codec>],
+        began: Instant,
+        pass: Pass,
+    ) -> Result<(), String> {
+        self.announce(items);
+        let inputs: Vec<&InputOf<M>> = items.iter().map(|item| &item.input).collect();
+        let (kind, words) = match attempt(&mut self.model, &inputs) {
+            Ok(outputs) => return self.deliver(items, outputs, began, pass),
+            Err(ForwardError::Device(fault)) => return Err(fault),
+            Err(ForwardError::OutOfMemory(words)) => (TaskErrorKind::OutOfMemory, words),
+            Err(ForwardError::Failed(words)) => (TaskErrorKind::Fault, words),
+        };
+        if let [alone] = items {
+            self.prove_device(&words)?;
+            let error = TaskError::new(kind, words);
+            tracing::warn!(task.id = alone.ticket.name.id, %error, "the model failed on an input");
+            alone.ticket.deliver(alone.index, Err(error), began, pass);
+            return Ok(());
+        }
+        if kind == TaskErrorKind::OutOfMemory {
+            let tokens = items.iter().map(|item| item.tokens).sum();
+            self.too_large = Some(self.too_large.map_or(tokens, |smallest| smallest.min(tokens)));
+        }
+        tracing::warn!(batch.size = items.len(), error = words, "a batch failed; trying its halves");
+        let (first, second) = items.split_at(items.len() / 2);
+        self.compute(first, began, pass)?;
+        self.compute(second, began, pass)
+    }
+
+    fn deliver(
+        &mut self,
+        items: &[Item<M::Codec>],
+        outputs: Outputs<M>,
+        began: Instant,
+        pass: Pass,
+    ) -> Result<(), String> {
+        // A model that blames itself for an input (a result that is no number, say) may stand on a
+        // broken device.
+        let own_fault = |output: &Result<_, TaskError>| {
+            let error = output.as_ref().err()?;
+            let own = matches!(error.kind, TaskErrorKind::Internal | TaskErrorKind::Fault);
+            (own || error.kind == TaskErrorKind::OutOfMemory).then(|| error.message.clone())
+        };
+        if let Some(words) = outputs.iter().find_map(own_fault) {
+            self.prove_device(&words)?;
+        }
+        for (item, output) in items.iter().zip(outputs) {
+            item.ticket.deliver(item.index, output, began, pass);
+        }
+        Ok(())
+    }
+
+    /// Tells the launcher which tasks are on the device, before they are.
+    fn announce(&self, items: &[Item<M::Codec>]) {
+        let mut tasks: Vec<TaskName> = Vec::with_capacity(items.len());
+        for item in items {
+            // The inputs of a task stand together.
+            if tasks.last() != Some(&item.ticket.name) {
+                tasks.push(item.ticket.name.clone());
+            }
+        }
+        self.reporter.forward(tasks);
+    }
+
+    /// Tells the launcher that the device has nothing to do.
+    pub(super) fn announce_idle(&self) {
+        self.reporter.forward(Vec::new());
+    }
+
+    /// Tokens of the smallest batch that has found no memory since the last call.
+    pub(super) fn too_large(&mut self) -> Option<usize> {
+        self.too_large.take()
+    }
+}
+
+fn attempt<M: Model>(model: &mut M, inputs: &[&InputOf<M>]) -> Result<Outputs<M>, ForwardError> {
+    let steps = catch_unwind(AssertUnwindSafe(|| model.forward(inputs))).unwrap_or_else(|panic| {
+        Err(ForwardError::Failed(format!("panic: {}", panic_words(panic.as_ref()))))
+    })?;
+    if steps.len() != inputs.len() {
+        let words = format!("the model returned {} results for {} inputs", steps.len(), inputs.len());
+        return Err(ForwardError::Failed(words));
+    }
+    Ok(steps.into_iter().map(|step| step.map(|Step::Done(output)| output)).collect())
+}
+
+/// What a panic said.
+pub(super) fn panic_words(panic: &(dyn Any + Send)) -> String {
+    let words = panic.downcast_ref::<&str>().map(|words| (*words).to_owned());
+    words.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no words".into())
+}

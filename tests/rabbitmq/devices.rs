@@ -1,0 +1,52 @@
+//! Devices that break, and those that are too small: no task is answered for it.
+
+use std::fs;
+
+use serde_json::json;
+
+use super::messages::{busy_with, serve};
+use crate::support::client::Task;
+use crate::support::rabbit::Rabbit;
+use crate::support::sconce::Settings;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broken_device_is_found_by_a_known_input_answers_nobody_and_takes_work_again_once_it_is_well() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let broken = folder.path().join("broken");
+    let settings = Settings::echo(Rabbit::shared().url())
+        .set("pool[0].model", format!("echo?faults={}", broken.display()))
+        .set("launcher.restart_delay", "50ms")
+        .set("launcher.restart_delay_max", "200ms")
+        .set("launcher.max_quick_failures", 1000);
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    fs::write(&broken, "").expect("a file");
+    let tasks = (0..50).map(|n| Task::new(json!({"input": n})).id(n.to_string()));
+    client.publish_all(&settings.tasks, tasks).await;
+    // Tried at the start of each worker, before it consumes.
+    sconce.wait_for_log_times("a known input fails", 4).await;
+    assert_eq!(sconce.logged("consuming"), 1, "{}", sconce.log());
+    client.ready_becomes(&settings.tasks, 50).await;
+    fs::remove_file(&broken).expect("the file");
+    for reply in inbox.take(50).await {
+        assert_eq!((reply.status_code(), reply.header("device").as_str()), (200, "cpu"), "{reply:?}");
+    }
+    assert_eq!(sconce.stop().await, 0);
+    assert_eq!(client.look(&settings.dead).await, Some((0, 0)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn after_running_out_of_memory_batches_keep_the_size_that_fits() {
+    let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].batch.max_requests", 8);
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    for round in 0..3 {
+        busy_with(&client, &settings, Task::new(json!({"input": "busy", "sleep_ms": 500}))).await;
+        let task = |n: usize| Task::new(json!({"input": n, "fits": 2})).id(format!("{round} {n}"));
+        client.publish_all(&settings.tasks, (0..8).map(task)).await;
+        for reply in inbox.take(9).await {
+            assert_eq!(reply.status_code(), 200, "{reply:?}");
+            assert!(round == 0 || reply.headers["batch_size"].as_i64() <= Some(2), "{reply:?}");
+        }
+    }
+    assert_eq!(sconce.logged("smaller batches from now on"), 1, "{}", sconce.log());
+    assert_eq!(sconce.stop().await, 0);
+}
