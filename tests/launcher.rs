@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use sconce::config::{self, Assignment, Launcher};
@@ -198,10 +199,16 @@ async fn an_abort_does_not_wait_for_the_grace() {
 #[tokio::test]
 async fn a_stop_between_two_lives_of_a_worker_ends_the_slot_at_once() {
     let mut stage = Stage::new(1, "exit 7");
-    (stage.policy.restart_delay, stage.policy.restart_delay_max) = (PATIENCE * 2, PATIENCE * 2);
+    (stage.policy.restart_delay, stage.policy.restart_delay_max) = (PATIENCE * 4, PATIENCE * 4);
+    let log = Mutex::new(fs::File::create(stage.path("log")).unwrap());
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(log).finish();
+    let _logging = tracing::subscriber::set_default(subscriber);
     let meanwhile = async {
-        stage.wait_for_lines("start-0", 1).await;
-        tokio::time::sleep(Duration::from_millis(300)).await;
+        let begun = Instant::now();
+        while !stage.lines("log").iter().any(|line| line.contains("starting the worker again")) {
+            assert!(begun.elapsed() < PATIENCE, "the launcher does not see the worker's end");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
         stage.drain();
     };
     assert_eq!(stage.run_and(meanwhile).await, Exit::Done);

@@ -108,7 +108,8 @@ impl Model for Echo {
 
     /// Lasts as long as the longest sleep among `inputs`, then goes wrong if any of them says so.
     fn forward(&mut self, inputs: &[&EchoInput]) -> Result<Steps<Self>, ForwardError> {
-        if let Some(sleep) = inputs.iter().map(|input| input.sleep).max() {
+        if let Some(sleep) = inputs.iter().map(|input| input.sleep).max().filter(|sleep| !sleep.is_zero()) {
+            tracing::debug!(inputs = inputs.len(), sleep_ms = sleep.as_millis() as u64, "forward pass begun");
             thread::sleep(sleep);
         }
         let said = "as the task asked for".to_owned();

@@ -2,12 +2,13 @@
 //! sentence-transformers answers; and requests that nobody can answer.
 
 use base64::Engine;
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use super::messages::{minilm, serve};
 use crate::support::client::{Received, Task};
 use crate::support::rabbit::Rabbit;
-use crate::support::sconce::Settings;
+use crate::support::sconce::{Settings, signal};
 
 fn settings() -> Settings {
     Settings::echo(Rabbit::shared().url()).set("pool[0].model", minilm().display())
@@ -85,12 +86,16 @@ async fn every_form_of_input_gives_the_vectors_of_sentence_transformers() {
 #[tokio::test(flavor = "multi_thread")]
 async fn tasks_that_share_a_batch_get_what_each_gets_alone() {
     let settings = settings();
-    let (_sconce, client, mut inbox) = serve(&settings).await;
+    let (sconce, client, mut inbox) = serve(&settings).await;
     let known = expected();
     let tasks = known.iter().filter(|(text, _)| !text.is_empty()).cycle().take(64).enumerate();
     let tasks: Vec<_> = tasks.map(|(n, (text, vector))| (n, text.clone(), vector.clone())).collect();
     let task = |(n, text, _): &(usize, String, Vec<f64>)| Task::new(json!({"input": text})).id(n.to_string());
+    // The worker stands still until all are there, so that they come to it together.
+    let worker = sconce.workers()[0];
+    signal(worker, Signal::SIGSTOP);
     client.publish_all(&settings.tasks, tasks.iter().map(task)).await;
+    signal(worker, Signal::SIGCONT);
     let mut shared = 0;
     for reply in inbox.take(64).await {
         let n: usize = reply.correlation_id.parse().expect("one of ours");

@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 
 use serde_json::json;
 
-use crate::support::client::{Client, Inbox, Task};
+use super::messages::busy_with;
+use crate::support::client::{Client, Inbox, Received, Task};
 use crate::support::proxy::Proxy;
 use crate::support::rabbit::{Rabbit, Stats};
 use crate::support::sconce::{Sconce, Settings};
@@ -22,18 +23,42 @@ fn tasks(count: usize, sleep_ms: u64) -> impl Iterator<Item = Task> {
     (0..count).map(move |n| Task::new(json!({"input": n, "sleep_ms": sleep_ms})).id(n.to_string()))
 }
 
-/// Takes replies until each of `count` tasks has one; gives how many came.
-async fn each_answered(replies: &mut Inbox, count: usize) -> usize {
-    let mut answered = BTreeSet::new();
-    let mut came = 0;
-    while answered.len() < count {
+/// Which tasks have their reply, and how many replies came.
+#[derive(Default)]
+struct Answered {
+    ids: BTreeSet<String>,
+    came: usize,
+}
+
+impl Answered {
+    async fn next(&mut self, replies: &mut Inbox) -> Received {
         let reply = replies.next().await;
         assert_eq!(reply.status_code(), 200, "{reply:?}");
         assert_eq!(reply.body["input"].to_string(), reply.correlation_id);
-        answered.insert(reply.correlation_id);
-        came += 1;
+        self.ids.insert(reply.correlation_id.clone());
+        self.came += 1;
+        reply
     }
-    came
+
+    /// Takes replies until `count` tasks have one.
+    async fn become_all(&mut self, replies: &mut Inbox, count: usize) {
+        while self.ids.len() < count {
+            self.next(replies).await;
+        }
+    }
+}
+
+/// Waits until one worker holds as many of `count` tasks as it may; panics when it holds more.
+async fn one_prefetch_is_held(client: &Client, settings: &Settings, count: usize) {
+    let least = count as u32 - PREFETCH as u32;
+    until("a full prefetch is held", || async {
+        // In this order, so that a task that is answered meanwhile is counted twice and not missed.
+        let (waiting, _) = client.look(&settings.tasks).await?;
+        let (answered, _) = client.look(&settings.replies).await?;
+        assert!(waiting + answered >= least, "{waiting} wait, {answered} are answered, of {count}");
+        (waiting + answered == least).then_some(())
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -43,20 +68,22 @@ async fn a_cut_in_mid_batch_loses_no_task_and_leaves_one_consumer() {
     let settings = slowly(Settings::echo(proxy.url()));
     let sconce = Sconce::launched(&settings).await;
     let client = Client::connect(&rabbit.url()).await;
+    // The first keeps the device busy over both cuts.
+    let busy = Task::new(json!({"input": 0, "sleep_ms": 4000})).id("0");
+    busy_with(&sconce, &client, &settings, busy).await;
+    client.publish_all(&settings.tasks, tasks(TASKS, 100).skip(1)).await;
+    for cuts in 1..=2 {
+        one_prefetch_is_held(&client, &settings, TASKS).await;
+        proxy.cut();
+        sconce.wait_for_log_times("lost the broker", cuts).await;
+        sconce.wait_for_log_times("consuming", cuts + 1).await;
+        client.consumers_become(&settings.tasks, 1).await;
+    }
+    one_prefetch_is_held(&client, &settings, TASKS).await;
     let mut replies = client.inbox(&settings.replies).await;
-    client.publish_all(&settings.tasks, tasks(TASKS, 300)).await;
-    replies.take(3).await;
-    proxy.cut();
-    sconce.wait_for_log("lost the broker").await;
-    sconce.wait_for_log_times("consuming", 2).await;
-    let held = until("deliveries after the cut", || async {
-        rabbit.stats(&settings.tasks).filter(|it| it.unacked > 0 && it.consumers == 1)
-    })
-    .await;
-    assert!(held.unacked <= PREFETCH, "{held:?}");
-    proxy.cut();
-    sconce.wait_for_log_times("consuming", 3).await;
-    let came = 3 + each_answered(&mut replies, TASKS - 3).await;
+    let mut answered = Answered::default();
+    answered.become_all(&mut replies, TASKS).await;
+    let came = answered.came;
     // Only what was between its reply and its ack may be answered twice, at each cut.
     assert!(came <= TASKS + 2 * PREFETCH as usize, "{came} replies to {TASKS} tasks");
     rabbit.stats_become(&settings.tasks, Stats { ready: 0, unacked: 0, consumers: 1 }).await;
@@ -72,11 +99,15 @@ async fn connections_closed_by_an_operator_are_made_again() {
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
     client.publish_all(&settings.tasks, tasks(TASKS, 100)).await;
-    let first = replies.take(2).await;
-    assert_eq!(first.len(), 2);
+    // A worker opens its publishing connection with its first reply.
+    let (mut answered, mut workers) = (Answered::default(), BTreeSet::new());
+    while workers.len() < 2 {
+        workers.insert(answered.next(&mut replies).await.header("worker"));
+    }
     // Two workers, with a connection each for consuming and publishing.
     assert_eq!(rabbit.cut(&format!("/{}/", settings.name)), 4);
-    each_answered(&mut replies, TASKS - 2).await;
+    client.publish_all(&settings.tasks, tasks(2 * TASKS, 0).skip(TASKS)).await;
+    answered.become_all(&mut replies, 2 * TASKS).await;
     client.consumers_become(&settings.tasks, 2).await;
     rabbit.stats_become(&settings.tasks, Stats { ready: 0, unacked: 0, consumers: 2 }).await;
     assert_eq!(sconce.stop().await, 0);
@@ -90,13 +121,15 @@ async fn a_lost_publishing_connection_costs_no_reply() {
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
     client.publish_all(&settings.tasks, tasks(TASKS, 100)).await;
-    replies.take(2).await;
+    let mut answered = Answered::default();
+    answered.become_all(&mut replies, 2).await;
     let ours = format!("/{}/", settings.name);
     let listed = rabbit.ctl(&["list_connections", "--no-table-headers", "pid", "client_properties"]);
     let publisher = listed.lines().find(|line| line.contains(&ours) && line.contains("(publisher)"));
     let pid = publisher.and_then(|line| line.split('\t').next()).expect("a publishing connection");
     rabbit.ctl(&["close_connection", pid, "cut by a test"]);
-    each_answered(&mut replies, TASKS - 2).await;
+    client.publish_all(&settings.tasks, tasks(2 * TASKS, 0).skip(TASKS)).await;
+    answered.become_all(&mut replies, 2 * TASKS).await;
     assert_eq!(sconce.logged("lost the broker"), 0, "consuming goes on: {}", sconce.log());
     assert_eq!(sconce.stop().await, 0);
     client.ready_becomes(&settings.tasks, 0).await;

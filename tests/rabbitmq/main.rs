@@ -13,6 +13,7 @@ use conformance_rig as rig;
 
 mod access;
 mod alarm;
+mod cluster;
 mod dead_letters;
 mod devices;
 mod embeddings;

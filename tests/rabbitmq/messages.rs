@@ -1,11 +1,9 @@
 //! Tasks and replies, to the letter of the contract: every property and header of a reply, where it
 //! goes, deadlines, traces, dead letters.
 
-use std::path::{Path, PathBuf};
-use std::time::Duration;
-
 use lapin::types::AMQPValue;
 use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
 
 use crate::support::client::{Client, Received, Task};
 use crate::support::rabbit::Rabbit;
@@ -28,12 +26,12 @@ pub async fn serve(settings: &Settings) -> (Sconce, Client, crate::support::clie
     (sconce, client, inbox)
 }
 
-/// Has a service compute `task`, before anything else can join it.
-pub async fn busy_with(client: &Client, settings: &Settings, task: Task) {
+/// Has a service compute `task`, which sleeps, before anything else can join it.
+pub async fn busy_with(sconce: &Sconce, client: &Client, settings: &Settings, task: Task) {
+    const BEGUN: &str = "forward pass begun";
+    let before = sconce.logged(BEGUN);
     client.publish(&settings.tasks, task).await;
-    client.ready_becomes(&settings.tasks, 0).await;
-    // Delivered; that the forward pass has begun shows nowhere outside the worker.
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    sconce.wait_for_log_times(BEGUN, before + 1).await;
 }
 
 fn now_plus(ms: i64) -> String {
@@ -193,8 +191,9 @@ async fn a_reply_that_has_nowhere_to_go_is_parked_among_the_dead_letters() {
 #[tokio::test(flavor = "multi_thread")]
 async fn tasks_of_different_sizes_share_a_batch_and_each_gets_its_own_reply() {
     let settings = Settings::echo(Rabbit::shared().url());
-    let (_sconce, client, mut inbox) = serve(&settings).await;
-    busy_with(&client, &settings, Task::new(json!({"input": "busy", "sleep_ms": 1000})).id("first")).await;
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    let busy = Task::new(json!({"input": "busy", "sleep_ms": 3000})).id("first");
+    busy_with(&sconce, &client, &settings, busy).await;
     let inputs = [json!("one"), json!(["two", "three"]), json!(["four", "five", "six"])];
     let task = |n: usize| Task::new(json!({"input": inputs[n]})).id(n.to_string());
     client.publish_all(&settings.tasks, (0..3).map(task)).await;
@@ -212,13 +211,15 @@ async fn tasks_of_different_sizes_share_a_batch_and_each_gets_its_own_reply() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_task_that_expires_behind_a_slow_batch_is_answered_as_expired_and_not_computed() {
     let settings = Settings::echo(Rabbit::shared().url());
-    let (_sconce, client, mut inbox) = serve(&settings).await;
-    busy_with(&client, &settings, Task::new(json!({"input": "busy", "sleep_ms": 2000})).id("slow")).await;
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    let busy = Task::new(json!({"input": "busy", "sleep_ms": 5000})).id("slow");
+    busy_with(&sconce, &client, &settings, busy).await;
     // A fault that would show if one of them were computed.
     let deadly = || Task::new(json!({"input": "late", "fail": "error"}));
     let tasks = [
-        deadly().id("header").header("expires", &now_plus(600)),
-        deadly().id("property").with(|it| it.with_expiration("600".into())),
+        deadly().id("header").header("expires", &now_plus(3000)),
+        // Not sooner: what expires before it is delivered is dropped by the broker, unanswered.
+        deadly().id("property").with(|it| it.with_expiration("3000".into())),
         Task::new(json!({"input": "in time"})).id("wanted").header("expires", &now_plus(60_000)),
     ];
     client.publish_all(&settings.tasks, tasks).await;

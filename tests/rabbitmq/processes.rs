@@ -2,7 +2,6 @@
 //! secret shows anywhere.
 
 use std::fs;
-use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use serde_json::json;
@@ -11,7 +10,7 @@ use super::messages::{busy_with, minilm, serve};
 use crate::support::client::{Client, Task};
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings, lives};
-use crate::support::wait::until_within;
+use crate::support::wait::until;
 
 fn settings() -> Settings {
     Settings::echo(Rabbit::shared().url()).set("launcher.restart_delay", "50ms")
@@ -23,8 +22,9 @@ fn fault(kind: &str) -> Task {
 
 /// Seven tasks and, as their fourth, `culprit`, in one batch if the model takes it: they come while
 /// it is busy.
-async fn among_seven(client: &Client, settings: &Settings, culprit: Task) {
-    busy_with(client, settings, Task::new(json!({"input": "busy", "sleep_ms": 700})).id("first")).await;
+async fn among_seven(sconce: &Sconce, client: &Client, settings: &Settings, culprit: Task) {
+    let busy = Task::new(json!({"input": "busy", "sleep_ms": 700})).id("first");
+    busy_with(sconce, client, settings, busy).await;
     let good = |n: usize| Task::new(json!({"input": n})).id(n.to_string());
     let mut tasks: Vec<_> = (0..7).map(good).collect();
     tasks.insert(3, culprit);
@@ -37,13 +37,10 @@ async fn when_the_launcher_is_killed_its_workers_are_gone_within_seconds() {
     let (sconce, client, _inbox) = serve(&settings).await;
     client.consumers_become(&settings.tasks, 2).await;
     // One of them is busy for longer than anybody waits.
-    busy_with(&client, &settings, Task::new(json!({"input": 1, "sleep_ms": 60_000}))).await;
+    busy_with(&sconce, &client, &settings, Task::new(json!({"input": 1, "sleep_ms": 60_000}))).await;
     let workers = sconce.workers();
     sconce.signal(Signal::SIGKILL);
-    until_within(Duration::from_secs(8), "no worker lives", || async {
-        workers.iter().all(|pid| !lives(*pid)).then_some(())
-    })
-    .await;
+    until("no worker lives", || async { workers.iter().all(|pid| !lives(*pid)).then_some(()) }).await;
     client.ready_becomes(&settings.tasks, 1).await;
 }
 
@@ -131,7 +128,7 @@ async fn a_panic_or_a_failure_in_the_forward_pass_is_one_tasks_error_and_its_bat
     let (sconce, client, mut inbox) = serve(&settings).await;
     let workers = sconce.workers();
     for (kind, code, status) in [("panic", 500, "failed"), ("error", 500, "failed"), ("oom", 507, "failed")] {
-        among_seven(&client, &settings, fault(kind)).await;
+        among_seven(&sconce, &client, &settings, fault(kind)).await;
         for reply in inbox.take(9).await {
             let bad = reply.correlation_id == kind;
             assert_eq!(reply.status_code(), if bad { code } else { 200 }, "{kind}: {reply:?}");
@@ -174,7 +171,7 @@ async fn a_broken_device_does_not_drain_the_queue_into_errors() {
     let ready = async |queue: &str| client.look(queue).await.map_or(0, |(ready, _)| ready);
     let answered = ready(&settings.replies).await;
     let back = async || (ready(&settings.tasks).await + answered >= 501).then_some(());
-    until_within(Duration::from_secs(10), "all tasks are answered or back", || back()).await;
+    until("all tasks are answered or back", back).await;
     for _ in 0..answered {
         assert_eq!(client.get(&settings.replies).await.status_code(), 200, "an error for a good task");
     }
@@ -185,7 +182,7 @@ async fn a_task_that_kills_its_workers_is_dead_lettered_and_its_neighbours_are_a
     for devices in ["[\"cpu\"]", "[\"cpu\", \"cpu\", \"cpu\"]"] {
         let settings = settings().set("pool[0].devices", devices);
         let (sconce, client, mut inbox) = serve(&settings).await;
-        among_seven(&client, &settings, fault("exit")).await;
+        among_seven(&sconce, &client, &settings, fault("exit")).await;
         let mut codes = std::collections::BTreeMap::new();
         while codes.len() < 9 {
             let reply = inbox.next().await;
@@ -205,7 +202,7 @@ async fn a_task_that_kills_its_workers_is_dead_lettered_and_its_neighbours_are_a
         // A worker that dies between a confirm and the ack leaves a second reply behind.
         while inbox.next().await.correlation_id != "on" {}
         assert_eq!(sconce.stop().await, 0);
-        assert_eq!(client.look(&settings.tasks).await, Some((0, 0)));
+        client.becomes(&settings.tasks, (0, 0)).await;
     }
 }
 

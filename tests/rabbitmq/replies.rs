@@ -8,6 +8,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel};
 use serde_json::json;
 
+use super::messages::busy_with;
 use crate::support::client::{Client, Task};
 use crate::support::rabbit::{Rabbit, Stats};
 use crate::support::sconce::{Sconce, Settings};
@@ -23,6 +24,10 @@ async fn a_task_that_wants_no_reply_is_acked_without_one() {
     let sconce = Sconce::launched(&settings).await;
     let client = Client::connect(&rabbit.url()).await;
     client.publish_all(&settings.tasks, (0..3).map(|n| Task::new(json!({"input": n})))).await;
+    // Computed after them.
+    let mut own = client.private_inbox().await;
+    client.publish(&settings.tasks, Task::new(json!({"input": "loud"})).reply_to(&own.queue)).await;
+    assert_eq!(own.next().await.body["input"], "loud");
     rabbit.stats_become(&settings.tasks, IDLE).await;
     assert_eq!(client.look(&settings.replies).await, None);
     assert_eq!(sconce.stop().await, 0);
@@ -38,9 +43,8 @@ async fn the_reply_to_a_deleted_queue_is_parked_and_the_worker_lives() {
     let client = Client::connect(&rabbit.url()).await;
     let gone = format!("{}.own", settings.name);
     client.declare(&gone, &[]).await;
-    let slow = json!({"input": "a", "sleep_ms": 1000});
-    client.publish(&settings.tasks, Task::new(slow).id("late").reply_to(&gone)).await;
-    client.ready_becomes(&settings.tasks, 0).await;
+    let slow = Task::new(json!({"input": "a", "sleep_ms": 3000})).id("late").reply_to(&gone);
+    busy_with(&sconce, &client, &settings, slow).await;
     client.delete(&gone).await;
     let letter = client.get(&settings.dead).await;
     assert_eq!((letter.correlation_id.as_str(), letter.header("reason").as_str()), ("late", "unroutable"));
@@ -96,8 +100,8 @@ async fn direct_reply_to_works_and_a_requester_that_is_gone_harms_nobody() {
     let reply = bounded("a direct reply", replies.next()).await.expect("a reply").expect("a reply");
     assert_eq!(reply.properties.correlation_id().as_ref().map(|it| it.as_str()), Some("direct"));
     let gone = client.channel().await;
-    let unheard = ask(&gone, &settings.tasks, r#"{"input": "b", "sleep_ms": 1000}"#).await;
-    client.ready_becomes(&settings.tasks, 0).await;
+    let unheard = ask(&gone, &settings.tasks, r#"{"input": "b", "sleep_ms": 3000}"#).await;
+    sconce.wait_for_log("forward pass begun").await;
     gone.close(200, "the requester leaves".into()).await.expect("closed");
     drop(unheard);
     rabbit.stats_become(&settings.tasks, IDLE).await;

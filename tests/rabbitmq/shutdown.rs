@@ -1,7 +1,5 @@
 //! Signals: what a worker has on its device is answered, everything else is ready again at once.
 
-use std::time::{Duration, Instant};
-
 use nix::sys::signal::Signal;
 use serde_json::json;
 
@@ -23,16 +21,16 @@ fn slow(id: usize, sleep_ms: u64) -> Task {
 async fn sigterm_answers_the_batch_on_the_device_and_hands_the_rest_back_at_once() {
     let settings = settings();
     let (mut sconce, client, mut inbox) = serve(&settings).await;
-    busy_with(&client, &settings, slow(0, 4000)).await;
+    busy_with(&sconce, &client, &settings, slow(0, 6000)).await;
     client.publish_all(&settings.tasks, (1..6).map(|n| slow(n, 3000))).await;
     client.ready_becomes(&settings.tasks, 0).await;
+    let workers = sconce.workers();
     sconce.signal(Signal::SIGTERM);
-    let begun = Instant::now();
     client.ready_becomes(&settings.tasks, 5).await;
-    assert!(begun.elapsed() < Duration::from_secs(2), "before the batch ends: {:?}", begun.elapsed());
+    assert!(lives(workers[0]), "before the batch ends");
     assert_eq!(sconce.exit_code().await, 0);
     assert_eq!(inbox.next().await.correlation_id, "0");
-    assert_eq!(client.look(&settings.replies).await, Some((0, 1)), "no further task was begun");
+    assert_eq!(sconce.logged("forward pass begun"), 1, "no further task was begun");
     for id in 1..6 {
         assert_eq!(client.get(&settings.tasks).await.correlation_id, id.to_string(), "in their order");
     }
@@ -42,12 +40,11 @@ async fn sigterm_answers_the_batch_on_the_device_and_hands_the_rest_back_at_once
 async fn a_batch_past_the_deadline_goes_back_and_the_exit_says_so() {
     let settings = settings().set("launcher.shutdown_grace", "500ms");
     let (mut sconce, client, _inbox) = serve(&settings).await;
-    busy_with(&client, &settings, slow(1, 60_000)).await;
+    busy_with(&sconce, &client, &settings, slow(1, 60_000)).await;
     let workers = sconce.workers();
     sconce.signal(Signal::SIGTERM);
-    let begun = Instant::now();
+    // Long before the batch ends: no wait here is so long.
     assert_eq!(sconce.exit_code().await, 84);
-    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     assert!(!lives(workers[0]));
     client.ready_becomes(&settings.tasks, 1).await;
     let returned = client.get(&settings.tasks).await;
@@ -56,13 +53,13 @@ async fn a_batch_past_the_deadline_goes_back_and_the_exit_says_so() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_second_sigterm_does_not_wait_for_the_batch() {
-    let settings = settings().set("launcher.shutdown_grace", "60s");
+    let settings = settings().set("launcher.shutdown_grace", "10m");
     let (mut sconce, client, _inbox) = serve(&settings).await;
-    busy_with(&client, &settings, slow(1, 60_000)).await;
+    busy_with(&sconce, &client, &settings, slow(1, 60_000)).await;
     sconce.signal(Signal::SIGTERM);
     sconce.wait_for_log("worker draining").await;
     sconce.signal(Signal::SIGTERM);
-    assert_eq!(sconce.exit_code_within(Duration::from_secs(10)).await, 84);
+    assert_eq!(sconce.exit_code().await, 84);
     client.ready_becomes(&settings.tasks, 1).await;
 }
 
@@ -70,7 +67,7 @@ async fn a_second_sigterm_does_not_wait_for_the_batch() {
 async fn a_ctrl_c_that_reaches_launcher_and_workers_counts_once() {
     let settings = settings();
     let (mut sconce, client, mut inbox) = serve(&settings).await;
-    busy_with(&client, &settings, slow(0, 3000)).await;
+    busy_with(&sconce, &client, &settings, slow(0, 6000)).await;
     client.publish_all(&settings.tasks, (1..3).map(|n| slow(n, 2000))).await;
     client.ready_becomes(&settings.tasks, 0).await;
     let workers = sconce.workers();
@@ -91,13 +88,11 @@ async fn a_worker_is_in_a_process_group_of_its_own_so_that_the_terminals_ctrl_c_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_idle_service_stops_at_once_with_0() {
-    let settings = settings();
+async fn an_idle_service_stops_with_0_and_does_not_wait_for_the_grace() {
+    let settings = settings().set("launcher.shutdown_grace", "10m");
     let (mut sconce, client, _inbox) = serve(&settings).await;
-    let begun = Instant::now();
     sconce.signal(Signal::SIGTERM);
     assert_eq!(sconce.exit_code().await, 0);
-    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     client.consumers_become(&settings.tasks, 0).await;
 }
 
@@ -105,25 +100,23 @@ async fn an_idle_service_stops_at_once_with_0() {
 async fn a_sigterm_during_a_sentinels_work_hands_the_sentinel_back() {
     let settings = settings();
     let (mut sconce, client, mut inbox) = serve(&settings).await;
-    busy_with(&client, &settings, slow(0, 4000)).await;
+    busy_with(&sconce, &client, &settings, slow(0, 6000)).await;
     client.publish_all(&settings.tasks, [slow(1, 3000), Task::sentinel()]).await;
     sconce.wait_for_log("sentinel received").await;
     sconce.signal(Signal::SIGTERM);
     assert_eq!(sconce.exit_code().await, 0);
     assert_eq!(inbox.next().await.correlation_id, "0");
-    assert_eq!(client.look(&settings.tasks).await, Some((2, 0)));
+    client.becomes(&settings.tasks, (2, 0)).await;
     assert_eq!(client.get(&settings.tasks).await.correlation_id, "1");
     assert_eq!(client.get(&settings.tasks).await.kind, "control.shutdown");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_service_that_never_found_its_broker_stops_at_once_too() {
-    let nowhere = Settings::echo("amqp://guest:guest@127.0.0.1:1/%2f");
+    let nowhere = Settings::echo("amqp://guest:guest@127.0.0.1:1/%2f").set("launcher.shutdown_grace", "10m");
     let mut sconce = Sconce::launch(&nowhere);
     sconce.wait_for_log("127.0.0.1:1").await;
     sconce.wait_for_log("worker ready").await;
-    let begun = Instant::now();
     sconce.signal(Signal::SIGTERM);
     assert_eq!(sconce.exit_code().await, 0, "it holds nothing");
-    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
 }

@@ -210,6 +210,13 @@ impl Client {
         until(&format!("queue {queue} exists"), || self.look(queue)).await;
     }
 
+    /// Waits until so many messages are ready and so many consume: the broker forgets a worker a
+    /// moment after it has ended.
+    pub async fn becomes(&self, queue: &str, counts: (u32, u32)) {
+        let what = format!("{queue} has {counts:?} messages ready and consumers");
+        until(&what, || async { self.look(queue).await.filter(|it| *it == counts) }).await;
+    }
+
     /// Waits until so many messages are ready.
     pub async fn ready_becomes(&self, queue: &str, count: u32) {
         let what = format!("{count} messages ready in {queue}");

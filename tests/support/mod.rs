@@ -6,6 +6,8 @@
 #![allow(clippy::print_stderr, reason = "what a failed test shows")]
 
 pub mod client;
+pub mod cluster;
+pub mod engine;
 pub mod proxy;
 pub mod rabbit;
 pub mod sconce;

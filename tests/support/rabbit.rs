@@ -6,34 +6,24 @@ use std::fmt::Write as _;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::engine::{Engine, Place};
 use super::wait::until;
 
 const BOOT: Duration = Duration::from_secs(90);
-
-/// Reads commands; the end of them ends the node.
-const KEEPER: &str = r#"
-node=
-while read command; do
-  case $command in
-    start) "$0/rabbitmq-server" >>"$FOLDER/out" 2>&1 </dev/null & node=$!; echo started ;;
-    kill) kill -9 $node; wait $node 2>/dev/null; echo killed ;;
-  esac
-done
-[ -n "$node" ] && kill -9 $node
-rm -rf "$FOLDER"
-"#;
 
 /// One node.
 pub struct Rabbit {
     keeper: Mutex<Keeper>,
     folder: PathBuf,
     name: String,
+    environment: Vec<(&'static str, String)>,
     port: u16,
     tls_port: Option<u16>,
 }
@@ -49,6 +39,7 @@ struct Keeper {
 pub struct Conf {
     lines: String,
     tls: bool,
+    cookie: Option<String>,
 }
 
 /// What a queue holds, by the broker's own account.
@@ -63,6 +54,12 @@ impl Conf {
     /// A line of `rabbitmq.conf`.
     pub fn line(mut self, key: &str, value: impl std::fmt::Display) -> Self {
         let _ = writeln!(self.lines, "{key} = {value}");
+        self
+    }
+
+    /// The secret by which nodes of a cluster know each other.
+    pub fn cookie(mut self, cookie: &str) -> Self {
+        self.cookie = Some(cookie.to_owned());
         self
     }
 
@@ -94,7 +91,6 @@ impl Rabbit {
 
     /// A node that has an address but does not run yet.
     pub fn stopped(conf: Conf) -> Self {
-        let programs = programs();
         let [port, distribution, tls_port] = free_ports();
         let name = format!("sconce-{}-{port}@localhost", std::process::id());
         // Not a TempDir: a killed process would leave it behind, the keeper removes it always.
@@ -104,22 +100,21 @@ impl Rabbit {
             let _ = writeln!(lines, "listeners.ssl.default = 127.0.0.1:{tls_port}");
         }
         fs::write(folder.join("rabbitmq.conf"), lines).expect("a settings file");
-        let mut child = Command::new("sh")
-            .args(["-c", KEEPER])
-            .arg(&programs)
-            .env("FOLDER", &folder)
-            .envs(environment(&folder, &name))
-            .env("RABBITMQ_NODE_PORT", port.to_string())
-            .env("RABBITMQ_DIST_PORT", distribution.to_string())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("sh");
+        if let Some(cookie) = conf.cookie {
+            let file = folder.join(".erlang.cookie");
+            fs::write(&file, cookie).expect("a cookie");
+            fs::set_permissions(&file, fs::Permissions::from_mode(0o400)).expect("a cookie");
+        }
+        let mut environment = environment(&folder, &name);
+        environment.push(("RABBITMQ_NODE_PORT", port.to_string()));
+        environment.push(("RABBITMQ_DIST_PORT", distribution.to_string()));
+        let place = Place { folder: &folder, container: container(&name), environment: &environment };
+        let mut child = Engine::chosen().keeper(&place);
         let commands = child.stdin.take();
         let answers = BufReader::new(child.stdout.take().expect("a pipe"));
         let keeper = Mutex::new(Keeper { child, commands, answers });
         let tls_port = conf.tls.then_some(tls_port);
-        Self { keeper, folder, name, port, tls_port }
+        Self { keeper, folder, name, environment, port, tls_port }
     }
 
     /// Starts the node, for the first time or again, and waits until it takes connections.
@@ -153,6 +148,11 @@ impl Rabbit {
         format!("amqps://guest:guest@localhost:{}/%2f", self.tls_port.expect("Conf::tls"))
     }
 
+    /// Its name in its cluster.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         (Ipv4Addr::LOCALHOST, self.port).into()
@@ -160,10 +160,11 @@ impl Rabbit {
 
     /// Runs `rabbitmqctl`, and gives what it prints; panics where it fails.
     pub fn ctl(&self, arguments: &[&str]) -> String {
-        let output = Command::new(programs().join("rabbitmqctl"))
+        let (folder, container) = (&self.folder, container(&self.name));
+        let output = Engine::chosen()
+            .ctl(&Place { folder, container, environment: &self.environment })
             .args(["-q", "--timeout", "60"])
             .args(arguments)
-            .envs(environment(&self.folder, &self.name))
             .stdin(Stdio::null())
             .output()
             .expect("rabbitmqctl");
@@ -253,13 +254,9 @@ impl Drop for Rabbit {
     }
 }
 
-/// The folder of RabbitMQ's own scripts: those on the path switch the user.
-fn programs() -> PathBuf {
-    let installed = fs::read_dir("/usr/lib/rabbitmq/lib").into_iter().flatten().flatten();
-    let mut found = installed.map(|version| version.path().join("sbin"));
-    found
-        .find(|sbin| sbin.join("rabbitmq-server").is_file())
-        .expect("these tests need RabbitMQ: sudo apt-get install rabbitmq-server")
+/// The container of a node: its name without the host.
+fn container(name: &str) -> &str {
+    name.split('@').next().unwrap_or(name)
 }
 
 fn environment(folder: &Path, name: &str) -> Vec<(&'static str, String)> {

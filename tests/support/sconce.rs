@@ -14,6 +14,9 @@ use nix::unistd::Pid;
 
 use super::wait::{PATIENCE, until, until_within};
 
+/// What a service logs by default, and when the echo model begins a forward pass that sleeps.
+const LOGGED: &str = "warn,sconce=info,sconce::model=debug,sconce::slot=debug,lapin=off";
+
 /// The settings of one service: an echo pool with queues of its own.
 #[derive(Clone)]
 pub struct Settings {
@@ -93,6 +96,7 @@ impl Sconce {
                 command.env_remove(&*name);
             }
         }
+        command.env("SCONCE_LOG", LOGGED);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         die_with_the_test(&mut command);
         let mut child = command.spawn().expect("the sconce binary");

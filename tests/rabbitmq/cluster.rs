@@ -1,0 +1,138 @@
+//! A cluster of three nodes, of which one is killed under load: nothing is lost, and the workers go
+//! on over another node.
+
+#![allow(clippy::print_stderr, reason = "how long the work stood still is worth seeing")]
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use serde_json::json;
+use tokio::sync::{Mutex, MutexGuard, OnceCell};
+
+use crate::support::client::{Client, Inbox, Task};
+use crate::support::cluster::Cluster;
+use crate::support::sconce::{Sconce, Settings};
+
+const TASKS: usize = 400;
+const WORKERS: usize = 3;
+
+/// The cluster of all these tests, for one at a time: each kills a node and brings it back.
+async fn cluster() -> MutexGuard<'static, Cluster> {
+    static CLUSTER: OnceCell<Mutex<Cluster>> = OnceCell::const_new();
+    let start = async || Mutex::new(tokio::task::block_in_place(Cluster::start));
+    CLUSTER.get_or_init(start).await.lock().await
+}
+
+/// A service whose workers connect to the node of that number first.
+async fn launched(cluster: &Cluster, first: usize) -> (Sconce, Settings) {
+    let settings = Settings::echo(cluster.url_from(first))
+        .set("pool[0].workers_per_device", WORKERS)
+        .set("pool[0].batch.max_requests", 2)
+        .set("pool[0].prefetch", 6);
+    (Sconce::launch(&settings), settings)
+}
+
+fn tasks(numbers: std::ops::Range<usize>) -> impl Iterator<Item = Task> {
+    numbers.map(|n| Task::new(json!({"input": n, "sleep_ms": 60})).id(n.to_string()))
+}
+
+/// Takes replies until each of the first `count` tasks has one.
+async fn all_answered(replies: &mut Inbox, answered: &mut BTreeSet<usize>, count: usize) {
+    while answered.len() < count {
+        let reply = replies.next().await;
+        assert_eq!(reply.status_code(), 200, "{reply:?}");
+        assert_eq!(reply.body["input"].to_string(), reply.correlation_id);
+        answered.insert(reply.correlation_id.parse().expect("one of ours"));
+    }
+}
+
+/// Kills `victim` under load, while workers are connected to `first` and the queue is led by
+/// `leader`; then brings it back.
+async fn survives(first: usize, leader: usize, victim: usize) {
+    let cluster = cluster().await;
+    let (witness, other) = match victim {
+        0 => (1, 2),
+        1 => (2, 0),
+        _ => (0, 1),
+    };
+    // A queue is led by the node over which it was made.
+    let (maker, settings) = launched(&cluster, leader).await;
+    maker.wait_for_log_times("consuming", WORKERS).await;
+    assert_eq!(maker.stop().await, 0);
+    assert_eq!(cluster.leader_of(&settings.tasks, leader), leader);
+    let settings = settings.over(cluster.url_from(first));
+    let sconce = Sconce::launch(&settings);
+    sconce.wait_for_log_times("consuming", WORKERS).await;
+    assert_eq!(sconce.logged(&consuming_from(&cluster, first)), WORKERS, "{}", sconce.log());
+
+    let client = Client::connect(&cluster.nodes[witness].url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    client.publish_all(&settings.tasks, tasks(0..TASKS)).await;
+    let mut answered = BTreeSet::new();
+    all_answered(&mut replies, &mut answered, 20).await;
+    tokio::task::block_in_place(|| cluster.nodes[victim].kill());
+    let killed = Instant::now();
+    // What had been answered before may still be on its way to us: the first reply to a task that
+    // was published after the death is one that was computed after it.
+    client.publish_all(&settings.tasks, tasks(TASKS..TASKS + 1)).await;
+    all_answered(&mut replies, &mut answered, 21).await;
+    let (next, back) = (killed.elapsed(), Instant::now());
+    if first == victim {
+        sconce.wait_for_log_times("lost the broker", WORKERS).await;
+        sconce.wait_for_log_times("consuming", 2 * WORKERS).await;
+        let elsewhere = [witness, other].map(|node| sconce.logged(&consuming_from(&cluster, node)));
+        assert_eq!(elsewhere.iter().sum::<usize>(), WORKERS, "{}", sconce.log());
+    }
+    all_answered(&mut replies, &mut answered, TASKS + 1).await;
+    eprintln!(
+        "connected to {first}, led by {leader}, {victim} killed: next reply after {next:?}, all after {:?}",
+        next + back.elapsed()
+    );
+    client.ready_becomes(&settings.tasks, 0).await;
+    assert_eq!(client.look(&settings.dead).await.map(|(ready, _)| ready), Some(0));
+    cluster.bring_back(victim, &settings.tasks).await;
+    assert_eq!(sconce.stop().await, 0);
+    client.becomes(&settings.tasks, (0, 0)).await;
+}
+
+fn consuming_from(cluster: &Cluster, node: usize) -> String {
+    format!("consuming broker=\"amqp://guest:***@{}", cluster.nodes[node].address())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_death_of_the_node_that_workers_are_connected_to_loses_nothing() {
+    survives(0, 1, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_death_of_the_queues_leader_loses_nothing() {
+    survives(0, 1, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_death_of_a_node_that_is_both_loses_nothing() {
+    survives(2, 2, 2).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_node_that_comes_back_carries_the_work_when_another_dies() {
+    let cluster = cluster().await;
+    let (sconce, settings) = launched(&cluster, 0).await;
+    sconce.wait_for_log_times("consuming", WORKERS).await;
+    let client = Client::connect(&cluster.nodes[2].url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    let mut answered = BTreeSet::new();
+    // With one node still away, the second death would leave no majority.
+    for (round, victim) in [0, 1].into_iter().enumerate() {
+        let numbers = round * TASKS..(round + 1) * TASKS;
+        client.publish_all(&settings.tasks, tasks(numbers)).await;
+        all_answered(&mut replies, &mut answered, round * TASKS + 20).await;
+        tokio::task::block_in_place(|| cluster.nodes[victim].kill());
+        all_answered(&mut replies, &mut answered, round * TASKS + 60).await;
+        cluster.bring_back(victim, &settings.tasks).await;
+        all_answered(&mut replies, &mut answered, (round + 1) * TASKS).await;
+    }
+    client.ready_becomes(&settings.tasks, 0).await;
+    assert_eq!(client.look(&settings.dead).await.map(|(ready, _)| ready), Some(0));
+    assert_eq!(sconce.stop().await, 0);
+}

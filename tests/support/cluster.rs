@@ -1,0 +1,66 @@
+//! Three RabbitMQ nodes that are one cluster.
+
+use std::fmt::Write as _;
+use std::thread;
+
+use super::rabbit::{Conf, Rabbit};
+use super::wait::until_within;
+use std::time::Duration;
+
+/// A quorum queue on three nodes survives the death of one.
+const NODES: usize = 3;
+/// A node that comes back copies what it missed.
+const REJOIN: Duration = Duration::from_secs(90);
+
+/// See the module.
+pub struct Cluster {
+    pub nodes: Vec<Rabbit>,
+}
+
+impl Cluster {
+    /// Starts the nodes, and joins them.
+    pub fn start() -> Self {
+        let nodes: Vec<_> = (0..NODES).map(|_| Rabbit::stopped(Conf::default().cookie("sconce"))).collect();
+        thread::scope(|scope| nodes.iter().for_each(|node| drop(scope.spawn(|| node.start()))));
+        for node in &nodes[1..] {
+            node.ctl(&["stop_app"]);
+            node.ctl(&["join_cluster", nodes[0].name()]);
+            node.ctl(&["start_app"]);
+        }
+        Self { nodes }
+    }
+
+    /// Every node's address, beginning with the one of that number.
+    pub fn url_from(&self, first: usize) -> String {
+        let mut urls = String::new();
+        for number in 0..NODES {
+            let comma = if number > 0 { "," } else { "" };
+            let _ = write!(urls, "{comma}{}", self.nodes[(first + number) % NODES].url());
+        }
+        urls
+    }
+
+    /// The number of the node that leads a quorum queue, as another node sees it.
+    pub fn leader_of(&self, queue: &str, seen_by: usize) -> usize {
+        let listed = self.nodes[seen_by].ctl(&["list_queues", "--no-table-headers", "name", "leader"]);
+        let row = listed.lines().find_map(|line| line.strip_prefix(&format!("{queue}\t")));
+        let leader = row.unwrap_or_else(|| panic!("no queue {queue}: {listed}")).trim();
+        let is_leader = |node: &Rabbit| node.name() == leader;
+        self.nodes.iter().position(is_leader).unwrap_or_else(|| panic!("no node is {leader:?}"))
+    }
+
+    /// Starts a killed node again, and waits until its member of the queue is back too.
+    pub async fn bring_back(&self, node: usize, queue: &str) {
+        tokio::task::block_in_place(|| self.nodes[node].start());
+        let online = || {
+            let listed = self.nodes[node].ctl(&["list_queues", "--no-table-headers", "name", "online"]);
+            let row = listed.lines().find(|line| line.starts_with(&format!("{queue}\t")));
+            row.is_some_and(|row| self.nodes.iter().all(|node| row.contains(node.name())))
+        };
+        until_within(REJOIN, "every member of the queue is online", || {
+            let all = tokio::task::block_in_place(&online);
+            async move { all.then_some(()) }
+        })
+        .await;
+    }
+}
