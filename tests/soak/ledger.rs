@@ -64,8 +64,11 @@ pub struct Incident {
     pub over: u64,
     /// Tasks that can have been between their reply and their ack.
     pub in_flight: usize,
-    /// Duplicates that are put down to it.
-    pub duplicates: usize,
+    /// Tasks whose second reply or dead letter is put down to it.
+    pub repeated: usize,
+    /// What these tasks got beyond the second: a reply that a stall held, the same published again,
+    /// and that of the next worker make three.
+    pub further: usize,
     /// Milliseconds from the end of the cause to the first answer, and to all workers being back.
     pub recovery: Option<(u64, u64)>,
 }
@@ -230,8 +233,8 @@ impl Ledger {
 
     /// An incident begins; its number.
     pub fn begins(&mut self, cause: Cause, in_flight: usize, now: u64) -> usize {
-        let (duplicates, recovery) = (0, None);
-        self.incidents.push(Incident { cause, began: now, over: u64::MAX, in_flight, duplicates, recovery });
+        let (over, recovery, repeated, further) = (u64::MAX, None, 0, 0);
+        self.incidents.push(Incident { cause, began: now, over, in_flight, repeated, further, recovery });
         self.incidents.len() - 1
     }
 
@@ -267,24 +270,130 @@ impl Ledger {
         found
     }
 
-    /// Puts each duplicate down to the latest incident that can have caused it and had as many tasks
-    /// in flight; gives those that none explains.
+    /// Puts each duplicate down to the incident that already repeated this task, or else to the latest
+    /// that can have and had that many tasks in flight; gives those that none explains.
     pub fn explain(&mut self) -> Vec<Duplicate> {
-        let duplicates = self.duplicates();
         let mut unexplained = Vec::new();
-        for duplicate in duplicates {
-            let culprit = self.incidents.iter_mut().rev().find(|it| {
-                let from = it.began.saturating_sub(BEFORE);
-                let until = it.over.saturating_add(AFTER);
-                it.began <= duplicate.second
-                    && (from..=until).contains(&duplicate.first)
-                    && it.duplicates < it.in_flight
-            });
-            match culprit {
-                Some(incident) => incident.duplicates += 1,
+        let mut repeated_by = BTreeMap::<String, usize>::new();
+        for duplicate in self.duplicates() {
+            let again = repeated_by.get(&duplicate.id).copied();
+            if let Some(index) = again.filter(|index| self.incidents[*index].can_explain(&duplicate)) {
+                self.incidents[index].further += 1;
+                continue;
+            }
+            let fits = |it: &Incident| it.can_explain(&duplicate) && it.repeated < it.in_flight;
+            match self.incidents.iter().rposition(fits) {
+                Some(index) => {
+                    self.incidents[index].repeated += 1;
+                    repeated_by.insert(duplicate.id, index);
+                }
                 None => unexplained.push(duplicate),
             }
         }
         unexplained
+    }
+}
+
+impl Incident {
+    /// The first came when the fault can still have kept its ack, or its reply, from the broker.
+    fn can_explain(&self, duplicate: &Duplicate) -> bool {
+        let possible = self.began.saturating_sub(BEFORE)..=self.over.saturating_add(AFTER);
+        self.began <= duplicate.second && possible.contains(&duplicate.first)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn seen(at: u64, verdict: &str, body: &[u8]) -> Seen {
+        Seen {
+            at,
+            session: 1,
+            redelivered: false,
+            message_id: at.to_string(),
+            verdict: verdict.to_owned(),
+            worker: "east/0".to_owned(),
+            attempt: "1".to_owned(),
+            begun: Some(at),
+            body: digest(body),
+        }
+    }
+
+    fn with(kind: Kind, ids: &[&str]) -> Ledger {
+        let mut ledger = Ledger::default();
+        for id in ids {
+            ledger.publishes(id, kind, b"answer", 1);
+            ledger.confirmed(id);
+        }
+        ledger
+    }
+
+    #[test]
+    fn a_confirmed_task_without_its_reply_is_lost_and_an_unconfirmed_one_is_not() {
+        let mut ledger = with(Kind::Good, &["a", "b"]);
+        ledger.publishes("never arrived", Kind::Good, b"", 1);
+        ledger.reply("a", seen(5, "200", b"answer"));
+        assert_eq!((ledger.open(), ledger.lost()), (1, vec![&"b".to_owned()]));
+        assert!(ledger.wrong().is_empty());
+    }
+
+    #[test]
+    fn a_bad_task_needs_both_its_reply_and_its_dead_letter() {
+        let mut ledger = with(Kind::Poison, &["p"]);
+        ledger.reply("p", seen(5, "500", b""));
+        assert_eq!(ledger.open(), 1);
+        ledger.letter("p", seen(6, "poison", b""));
+        assert_eq!((ledger.open(), ledger.wrong().len()), (0, 0));
+        ledger.letter("p", seen(7, "attempts", b""));
+        assert_eq!(ledger.wrong().len(), 1);
+    }
+
+    #[test]
+    fn a_wrong_answer_and_a_dead_letter_of_a_good_task_are_found() {
+        let mut ledger = with(Kind::Good, &["a", "b"]);
+        ledger.reply("a", seen(5, "200", b"another answer"));
+        ledger.letter("b", seen(5, "poison", b""));
+        assert_eq!(ledger.wrong().len(), 2);
+        ledger.reply("c", seen(5, "200", b""));
+        assert_eq!(ledger.strange.len(), 1);
+    }
+
+    #[test]
+    fn what_our_own_lost_ack_brings_again_is_no_duplicate() {
+        let mut ledger = with(Kind::Good, &["a"]);
+        ledger.reply("a", seen(5, "200", b"answer"));
+        ledger.reply("a", Seen { redelivered: true, ..seen(5, "200", b"answer") });
+        ledger.reply("a", Seen { session: 2, ..seen(5, "200", b"answer") });
+        assert_eq!((ledger.read_again, ledger.duplicates().len()), (2, 0));
+        ledger.reply("a", seen(5, "200", b"answer"));
+        assert_eq!(ledger.duplicates().len(), 1, "published twice on one session");
+    }
+
+    #[test]
+    fn a_fault_explains_as_many_repeated_tasks_as_were_in_flight_and_no_more() {
+        let mut ledger = with(Kind::Good, &["a", "b", "c"]);
+        let fault = ledger.begins(Cause::Struck(Fault::Cut), 2, 100_000);
+        ledger.incidents[fault].over = 101_000;
+        for (id, at) in [("a", 100_100), ("b", 100_200), ("c", 100_300)] {
+            ledger.reply(id, seen(99_990, "200", b"answer"));
+            ledger.reply(id, seen(at, "200", b"answer"));
+        }
+        ledger.reply("a", seen(100_400, "200", b"answer"));
+        let unexplained = ledger.explain();
+        assert_eq!(unexplained.iter().map(|it| it.id.as_str()).collect::<Vec<_>>(), ["c"]);
+        assert_eq!((ledger.incidents[fault].repeated, ledger.incidents[fault].further), (2, 1));
+    }
+
+    #[test]
+    fn a_fault_explains_nothing_that_was_over_before_it_or_began_after_it() {
+        let mut ledger = with(Kind::Good, &["before", "after"]);
+        let fault = ledger.begins(Cause::Struck(Fault::Cut), 9, 100_000);
+        ledger.incidents[fault].over = 101_000;
+        ledger.reply("before", seen(99_000, "200", b"answer"));
+        ledger.reply("before", seen(99_500, "200", b"answer"));
+        ledger.reply("after", seen(200_000, "200", b"answer"));
+        ledger.reply("after", seen(200_500, "200", b"answer"));
+        assert_eq!(ledger.explain().len(), 2);
     }
 }

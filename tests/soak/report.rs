@@ -40,8 +40,8 @@ pub fn report(ledger: &Ledger, frame: &Frame) -> String {
     row("read again by the reader", ledger.read_again);
     row("largest worker, MiB", (frame.largest_worker_kib / 1024) as usize);
     text.push_str(
-        "\n| fault | count | in flight, at most | duplicates | first answer: median | worst \
-         | all hit workers back: median | worst |\n|---|---:|---:|---:|---:|---:|---:|---:|\n",
+        "\n| fault | count | in flight, at most | repeated tasks | further copies | first answer: median | worst \
+         | all hit workers back: median | worst |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
     );
     let mut causes = BTreeMap::<Cause, Vec<&Incident>>::new();
     for incident in &ledger.incidents {
@@ -53,11 +53,13 @@ pub fn report(ledger: &Ledger, frame: &Frame) -> String {
             other => format!("{other:?}"),
         };
         let in_flight: usize = incidents.iter().map(|it| it.in_flight).sum();
-        let duplicates: usize = incidents.iter().map(|it| it.duplicates).sum();
+        let repeated: usize = incidents.iter().map(|it| it.repeated).sum();
+        let further: usize = incidents.iter().map(|it| it.further).sum();
         let first = times(incidents.iter().filter_map(|it| it.recovery).map(|(first, _)| first));
         let all = times(incidents.iter().filter_map(|it| it.recovery).map(|(_, all)| all));
         let count = incidents.len();
-        let _ = writeln!(text, "| {name} | {count} | {in_flight} | {duplicates} | {first} | {all} |");
+        let _ =
+            writeln!(text, "| {name} | {count} | {in_flight} | {repeated} | {further} | {first} | {all} |");
     }
     text
 }
