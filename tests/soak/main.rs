@@ -2,7 +2,8 @@
 //! counted, and nothing may be lost. Two minutes as a test; `make soak` for an hour.
 //!
 //! `SOAK_SECONDS`, `SOAK_SEED` and `SOAK_RATE` (tasks a second) change it. What it found is printed
-//! as Markdown; where it failed, the logs of all launchers are left in the folder that it names.
+//! as Markdown; the logs of all launchers, of the broker, the faults and every odd entry of the ledger
+//! are left in `target/tmp/soak-<seed>`.
 
 #![allow(clippy::print_stderr, reason = "progress and the report")]
 
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use faults::Storm;
 use fleet::Fleet;
-use producers::{Desk, now};
+use producers::Desk;
 use readers::List;
 use report::Frame;
 use support::client::Client;
@@ -194,10 +195,10 @@ fn judge(storm: &Storm, outcome: Result<(), String>, order: &Order) {
     if storm.largest > LARGEST_KIB {
         faults.push(format!("a worker of {} KiB", storm.largest));
     }
+    let folder = evidence(storm, &ledger, order.seed);
     if faults.is_empty() {
         return;
     }
-    let folder = evidence(storm, &ledger, order.seed);
     let shown: Vec<_> = faults.iter().take(40).cloned().collect();
     let (count, shown) = (faults.len(), shown.join("\n"));
     panic!("seed {}: {count} findings; logs and books in {}\n{shown}", order.seed, folder.display());
@@ -205,7 +206,8 @@ fn judge(storm: &Storm, outcome: Result<(), String>, order: &Order) {
 
 /// Leaves the launchers' logs, the broker's, the incidents and what is odd of the ledger in a folder.
 fn evidence(storm: &Storm, ledger: &ledger::Ledger, seed: u64) -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("soak-{seed}-{}", now()));
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("soak-{seed}"));
+    let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir_all(&folder).expect("a folder");
     storm.fleet.write_logs(&folder);
     let write = |name: &str, text: String| std::fs::write(folder.join(name), text).expect("a file");
