@@ -3,8 +3,12 @@
 
 CARGO = cargo
 MODEL = models/all-MiniLM-L6-v2
+# Of `make soak`.
+SECONDS = 3600
+SEED = 20261121
+RATE = 40
 
-.PHONY: help build models demo test lint fmt image
+.PHONY: help build models demo test soak lint fmt image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -24,6 +28,11 @@ test: ## install what tests need (RabbitMQ), then lint and test everything
 	scripts/fetch-model
 	$(MAKE) lint
 	$(CARGO) test --locked
+
+soak: ## an hour of faults, every task and reply counted: make soak SECONDS=600 SEED=7 RATE=40
+	scripts/setup-tests
+	SOAK_SECONDS=$(SECONDS) SOAK_SEED=$(SEED) SOAK_RATE=$(RATE) \
+		$(CARGO) test --release --locked --test soak -- --nocapture a_storm_of_faults
 
 lint: ## formatting, clippy, documentation; warnings are errors
 	$(CARGO) fmt --check

@@ -94,7 +94,8 @@ impl Task {
 }
 
 impl Received {
-    fn new(data: Vec<u8>, properties: BasicProperties, redelivered: bool) -> Self {
+    /// What was delivered.
+    pub fn new(data: Vec<u8>, properties: BasicProperties, redelivered: bool) -> Self {
         let text = |it: &Option<lapin::types::ShortString>| {
             it.as_ref().map(|text| text.as_str().to_owned()).unwrap_or_default()
         };

@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -116,6 +116,17 @@ impl Sconce {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner).join("\n")
     }
 
+    /// The lines written so far, from the one with this number on.
+    pub fn lines_from(&self, first: usize) -> Vec<String> {
+        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.iter().skip(first).cloned().collect()
+    }
+
+    /// The exit code, once it has ended; as [`Sconce::exit_code`] gives it.
+    pub fn ended(&mut self) -> Option<i32> {
+        self.child.try_wait().expect("a child").map(code)
+    }
+
     /// How many lines contain `words`.
     pub fn logged(&self, words: &str) -> usize {
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
@@ -175,7 +186,7 @@ impl Sconce {
             }
         })
         .await;
-        status.code().unwrap_or_else(|| -status.signal().unwrap_or_default())
+        code(status)
     }
 
     /// SIGTERM, and the exit code.
@@ -199,6 +210,10 @@ impl Drop for Sconce {
             eprintln!("--- log of sconce {} ---\n{}", self.pid(), self.log());
         }
     }
+}
+
+fn code(status: ExitStatus) -> i32 {
+    status.code().unwrap_or_else(|| -status.signal().unwrap_or_default())
 }
 
 /// Sends a signal to any process, such as a worker.
