@@ -1,12 +1,12 @@
 //! The promises of `sconce::broker`, as sentences over any rig.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use sconce::broker::{Delivery, Event, Published};
+use sconce::broker::{Delay, Delivery, Event, Published};
 use sconce::protocol::{Headers, Message, Properties, Value};
 
-use crate::rig::{Link, PATIENCE, Rig};
+use crate::rig::{CEILING, Link, PATIENCE, Rig};
 
 fn text(body: impl Into<String>) -> Message {
     Message { body: body.into().into(), ..Message::default() }
@@ -244,4 +244,24 @@ pub async fn empty_and_large_bodies_survive(rig: &impl Rig) {
         assert!(delivery.message == sent, "{} bytes came back changed", sent.body.len());
         assert!(link.settler.ack(delivery.receipt).await);
     }
+}
+
+pub async fn a_message_put_off_comes_after_its_delay_and_holds_up_nobody(rig: &impl Rig) {
+    let queue = rig.fresh_queue().await;
+    let mut link = rig.open(&queue, 10).await;
+    let after = CEILING.mul_f64(0.7);
+    let begun = Instant::now();
+    for (queue, outcome) in [(queue.as_str(), Published::Confirmed), ("nowhere", Published::Unroutable)] {
+        let delay = Delay { after, ceiling: CEILING };
+        let published = link.publisher.publish_later(queue, delay, text("later")).await;
+        assert_eq!(published.expect("an answer"), outcome);
+    }
+    rig.publish(&queue, text("now")).await;
+    assert_eq!(bodies(&link.take_many(1).await), ["now"]);
+    let late = link.take().await;
+    assert_eq!(bodies(std::slice::from_ref(&late)), ["later"]);
+    assert!(begun.elapsed() >= after, "{:?}", begun.elapsed());
+    assert!(!late.redelivered && late.message.properties.expiration.is_none());
+    assert!(link.settler.ack(late.receipt).await);
+    link.takes_nothing().await;
 }

@@ -9,6 +9,9 @@ use sconce::protocol::Message;
 /// No case waits longer for anything.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
+/// The ceiling of delays that a rig's queues know.
+pub const CEILING: Duration = Duration::from_millis(1000);
+
 /// How long "nothing comes" is watched.
 pub const SILENCE: Duration = Duration::from_millis(200);
 
@@ -96,6 +99,7 @@ macro_rules! conformance {
             a_publisher_outlives_its_closed_consumer,
             exactly_the_publishes_to_missing_queues_are_unroutable,
             an_expired_message_is_never_delivered,
+            a_message_put_off_comes_after_its_delay_and_holds_up_nobody,
             properties_of_every_type_survive_unchanged,
             empty_and_large_bodies_survive,
         );

@@ -6,13 +6,16 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use lapin::types::AMQPValue;
 use sconce::broker::Published;
 use sconce::broker::Publisher;
-use sconce::broker::amqp::{AmqpPublisher, Connector, Subscription, Topology, declare, subscribe};
+use sconce::broker::amqp::{
+    AmqpPublisher, Connector, Subscription, Topology, declare, retry_queue, subscribe,
+};
 use sconce::config::{Broker, Secret, Tls};
 use sconce::protocol::{Message, Properties, Value};
 
-use crate::rig::{Link, Rig};
+use crate::rig::{CEILING, Link, Rig};
 use crate::support::client::Client;
 use crate::support::proxy::Proxy;
 use crate::support::rabbit::Rabbit;
@@ -108,7 +111,7 @@ impl Rig for DeclaredRig {
             reply_queue: None,
             dead_letter_queue,
             delivery_limit: 20,
-            retry_ceilings: vec![],
+            retry_ceilings: vec![CEILING],
         };
         declare(&connector(self.0.rabbit.url()), &topology).await.expect("queues");
         topology.task_queue
@@ -142,6 +145,9 @@ impl Rig for ClassicRig {
     async fn fresh_queue(&self) -> String {
         let queue = fresh_name();
         self.0.client.declare(&queue, &[]).await;
+        let text = |text: &str| AMQPValue::LongString(text.into());
+        let way_back = [("x-dead-letter-exchange", text("")), ("x-dead-letter-routing-key", text(&queue))];
+        self.0.client.declare(&retry_queue(&queue, CEILING), &way_back).await;
         queue
     }
 

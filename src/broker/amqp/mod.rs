@@ -17,4 +17,4 @@ pub use connect::Connector;
 pub use consumer::{AmqpConsumer, Subscription, subscribe};
 pub use publisher::AmqpPublisher;
 pub use settler::AmqpSettler;
-pub use topology::Topology;
+pub use topology::{Topology, retry_queue};
