@@ -4,10 +4,10 @@
 CARGO = cargo
 MODEL = models/all-MiniLM-L6-v2
 
-.PHONY: help build models demo test lint fmt image
+.PHONY: help build models demo test test-rabbitmq-4 lint fmt image
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 build: ## the program: target/release/sconce
 	$(CARGO) build --release --locked
@@ -24,6 +24,9 @@ test: ## install what tests need (RabbitMQ), then lint and test everything
 	scripts/fetch-model
 	$(MAKE) lint
 	$(CARGO) test --locked
+
+test-rabbitmq-4: ## the broker tests over RabbitMQ 4, which needs docker and the image
+	SCONCE_TEST_RABBITMQ_IMAGE=rabbitmq:4-management $(CARGO) test --locked --test rabbitmq
 
 lint: ## formatting, clippy, documentation; warnings are errors
 	$(CARGO) fmt --check

@@ -20,12 +20,15 @@ mod loss;
 mod messages;
 mod outage;
 mod plumbing;
+mod pressure;
 mod processes;
 mod queues;
 mod replies;
 mod sentinels;
+mod settling;
 mod shutdown;
 mod strict;
+mod threads;
 mod tls;
 
 conformance!(declared_queues, crate::amqp_rig::DeclaredRig);
