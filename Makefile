@@ -8,10 +8,10 @@ SECONDS = 3600
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build models demo test soak lint fmt image
+.PHONY: help build models demo test test-rabbitmq-4 soak lint fmt image
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 build: ## the program: target/release/sconce
 	$(CARGO) build --release --locked
@@ -33,6 +33,9 @@ soak: ## an hour of faults, every task and reply counted: make soak SECONDS=600 
 	scripts/setup-tests
 	SOAK_SECONDS=$(SECONDS) SOAK_SEED=$(SEED) SOAK_RATE=$(RATE) \
 		$(CARGO) test --release --locked --test soak -- --nocapture a_storm_of_faults
+
+test-rabbitmq-4: ## the broker tests over RabbitMQ 4, which needs docker and the image
+	SCONCE_TEST_RABBITMQ_IMAGE=rabbitmq:4-management $(CARGO) test --locked --test rabbitmq
 
 lint: ## formatting, clippy, documentation; warnings are errors
 	$(CARGO) fmt --check

@@ -21,13 +21,16 @@ mod loss;
 mod messages;
 mod outage;
 mod plumbing;
+mod pressure;
 mod processes;
 mod queues;
 mod replies;
 mod retries;
 mod sentinels;
+mod settling;
 mod shutdown;
 mod strict;
+mod threads;
 mod tls;
 
 conformance!(declared_queues, crate::amqp_rig::DeclaredRig);

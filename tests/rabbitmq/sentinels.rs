@@ -114,7 +114,7 @@ async fn a_sentinel_is_a_type_or_a_null_body_and_nothing_else_is_one() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_sentinel_has_the_batch_in_hand_computed_at_once() {
-    let settings = settings(1).set("pool[0].batch.max_delay", "10m");
+    let settings = settings(1).set("pool[0].batch.max_delay", "1m");
     let (mut sconce, client, mut inbox) = serve(&settings).await;
     busy_with(&sconce, &client, &settings, slow(0, 3000)).await;
     client.publish_all(&settings.tasks, (1..4).map(|n| slow(n, 0)).chain([Task::sentinel()])).await;

@@ -1,7 +1,9 @@
 //! A broker with tight limits: deliveries time out after seconds, messages may not be large.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::OnceLock;
 
+use nix::sys::signal::Signal;
 use serde_json::json;
 
 use crate::support::client::{Client, Task};
@@ -46,6 +48,42 @@ async fn a_channel_that_the_broker_closes_is_replaced_and_consuming_resumes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_batch_longer_than_the_broker_waits_for_an_ack_costs_its_worker_a_channel_and_nobody_a_task() {
+    const QUICK: usize = 20;
+    let rabbit = strict();
+    // With more than one task in hand, those behind the long one would go back with it each time.
+    let settings = Settings::echo(rabbit.url())
+        .set("pool[0].workers_per_device", 2)
+        .set("pool[0].batch.max_requests", 1)
+        .set("pool[0].prefetch", 1)
+        .set("launcher.shutdown_grace", "500ms");
+    let mut sconce = Sconce::launch(&settings);
+    sconce.wait_for_log_times("consuming", 2).await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    let workers = sconce.workers();
+    client.publish(&settings.tasks, Task::new(json!({"input": 0, "sleep_ms": 6000})).id("slow")).await;
+    let quick = |n: usize| Task::new(json!({"input": n})).id(n.to_string());
+    let mut answered = BTreeSet::new();
+    for half in 1..=2 {
+        client.publish_all(&settings.tasks, (answered.len()..half * QUICK).map(quick)).await;
+        while answered.len() < half * QUICK {
+            let reply = replies.next().await;
+            assert_eq!(reply.status_code(), 200, "{reply:?}");
+            answered.insert(reply.correlation_id);
+        }
+        sconce.wait_for_log_times("406", half).await;
+        sconce.wait_for_log_times("consuming", 2 + half).await;
+    }
+    assert_eq!(sconce.workers(), workers, "the same processes");
+    sconce.signal(Signal::SIGTERM);
+    sconce.exit_code().await;
+    client.becomes(&settings.tasks, (1, 0)).await;
+    assert_eq!(client.get(&settings.tasks).await.correlation_id, "slow");
+    client.ready_becomes(&settings.dead, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_reply_larger_than_the_broker_takes_becomes_an_error_reply_and_its_neighbours_come_whole() {
     let rabbit = strict();
     let settings = Settings::echo(rabbit.url());
@@ -61,7 +99,7 @@ async fn a_reply_larger_than_the_broker_takes_becomes_an_error_reply_and_its_nei
         n => Task::new(json!({"input": n})).id(n.to_string()),
     });
     client.publish_all(&settings.tasks, tasks).await;
-    let mut answered = std::collections::BTreeMap::new();
+    let mut answered = BTreeMap::new();
     while answered.len() < 9 {
         let reply = replies.next().await;
         answered.insert(reply.correlation_id.clone(), reply);

@@ -2,10 +2,10 @@
 
 use std::fmt::Write as _;
 use std::thread;
+use std::time::Duration;
 
 use super::rabbit::{Conf, Rabbit};
 use super::wait::until_within;
-use std::time::Duration;
 
 /// A quorum queue on three nodes survives the death of one.
 const NODES: usize = 3;
@@ -47,6 +47,11 @@ impl Cluster {
         let leader = row.unwrap_or_else(|| panic!("no queue {queue}: {listed}")).trim();
         let is_leader = |node: &Rabbit| node.name() == leader;
         self.nodes.iter().position(is_leader).unwrap_or_else(|| panic!("no node is {leader:?}"))
+    }
+
+    /// Starts every node that does not run.
+    pub fn make_whole(&self) {
+        self.nodes.iter().filter(|node| !node.runs()).for_each(Rabbit::start);
     }
 
     /// Starts a killed node again, and waits until its member of the queue is back too.

@@ -1,9 +1,10 @@
-//! A TCP proxy in front of the broker, to cut connections as a network does: all at once, with
-//! nothing said to either side; and to stall them: nothing gets through for a while, and then all of
-//! it does.
+//! A TCP proxy in front of the broker, to do what a network does: cut connections, all at once and
+//! with nothing said to either side; hold what some clients send; or stall them all, so that nothing
+//! gets through for a while, and then all of it does.
 
 use std::io;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -17,12 +18,18 @@ const HELD: usize = 64 * 1024;
 /// Runs until dropped.
 pub struct Proxy {
     pub address: SocketAddr,
-    /// Counts the cuts. Written by [`Proxy::cut`], watched by every connection.
-    cuts: watch::Sender<u64>,
-    /// Whether nothing gets through. Written by [`Proxy::stall`] and [`Proxy::resume`], watched by
-    /// every connection.
-    stalled: watch::Sender<bool>,
+    /// Written by the tests' calls, watched by every connection.
+    state: watch::Sender<State>,
     open: Arc<AtomicUsize>,
+}
+
+#[derive(Clone, Default)]
+struct State {
+    cuts: u64,
+    /// What these connections send is held; they are numbered from 0 as they are made.
+    held: Range<usize>,
+    /// Nothing gets through, either way.
+    stalled: bool,
 }
 
 impl Proxy {
@@ -30,32 +37,27 @@ impl Proxy {
     pub async fn before(target: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("an address");
-        let (cuts, watched) = watch::channel(0);
-        let (stalled, stall) = watch::channel(false);
+        let (state, watched) = watch::channel(State::default());
         let open = Arc::new(AtomicUsize::new(0));
         let counted = open.clone();
         tokio::spawn(async move {
             let mut gone = watched.clone();
-            loop {
+            for number in 0.. {
                 let accepted = tokio::select! {
                     accepted = listener.accept() => accepted,
                     _ = async { while gone.changed().await.is_ok() {} } => return,
                 };
-                let Ok((mut client, _)) = accepted else { return };
-                let (mut cut, stall, counted) = (watched.clone(), stall.clone(), counted.clone());
-                cut.mark_unchanged();
+                let Ok((client, _)) = accepted else { return };
+                let (state, counted) = (watched.clone(), counted.clone());
                 tokio::spawn(async move {
-                    let Ok(mut server) = TcpStream::connect(target).await else { return };
+                    let Ok(server) = TcpStream::connect(target).await else { return };
                     counted.fetch_add(1, Ordering::SeqCst);
-                    tokio::select! {
-                        _ = carry(&mut client, &mut server, stall) => {}
-                        _ = cut.changed() => {}
-                    }
+                    carry(client, server, number, state).await;
                     counted.fetch_sub(1, Ordering::SeqCst);
                 });
             }
         });
-        Self { address, cuts, stalled, open }
+        Self { address, state, open }
     }
 
     /// The address for a broker's client.
@@ -65,17 +67,28 @@ impl Proxy {
 
     /// Cuts every connection.
     pub fn cut(&self) {
-        self.cuts.send_modify(|cuts| *cuts += 1);
+        self.state.send_modify(|state| state.cuts += 1);
+    }
+
+    /// From now on nothing that a client sends on these connections reaches the broker: 0 is the
+    /// first that was made. What the broker sends passes.
+    pub fn hold(&self, connections: Range<usize>) {
+        self.state.send_modify(|state| state.held = connections);
+    }
+
+    /// What was held goes on its way.
+    pub fn release(&self) {
+        self.hold(0..0);
     }
 
     /// Lets nothing through, in either direction, on connections open and to come: bytes wait.
     pub fn stall(&self) {
-        self.stalled.send_replace(true);
+        self.state.send_modify(|state| state.stalled = true);
     }
 
     /// Lets through what has waited, and all that follows.
     pub fn resume(&self) {
-        self.stalled.send_replace(false);
+        self.state.send_modify(|state| state.stalled = false);
     }
 
     /// How many connections are open.
@@ -84,27 +97,34 @@ impl Proxy {
     }
 }
 
-/// Both directions of one connection, to the end of both or the failure of one.
+/// Both directions of one connection, to the end of both, the failure of one, or a cut.
 async fn carry(
-    client: &mut TcpStream,
-    server: &mut TcpStream,
-    stalled: watch::Receiver<bool>,
-) -> io::Result<()> {
+    mut client: TcpStream,
+    mut server: TcpStream,
+    number: usize,
+    mut state: watch::Receiver<State>,
+) {
+    let cuts = state.borrow().cuts;
     let ((from_client, to_client), (from_server, to_server)) = (client.split(), server.split());
-    let there = pump(from_client, to_server, stalled.clone());
-    let back = pump(from_server, to_client, stalled);
-    tokio::try_join!(there, back).map(|_| ())
+    let held = move |state: &State| state.stalled || state.held.contains(&number);
+    let there = pump(from_client, to_server, state.clone(), held);
+    let back = pump(from_server, to_client, state.clone(), |state| state.stalled);
+    tokio::select! {
+        _ = async { tokio::try_join!(there, back) } => {}
+        _ = state.wait_for(|state| state.cuts > cuts) => {}
+    }
 }
 
 async fn pump(
     mut from: impl AsyncRead + Unpin,
     mut to: impl AsyncWrite + Unpin,
-    mut stalled: watch::Receiver<bool>,
+    mut state: watch::Receiver<State>,
+    waits: impl Fn(&State) -> bool,
 ) -> io::Result<()> {
     let mut bytes = vec![0; HELD];
     loop {
         let count = from.read(&mut bytes).await?;
-        if stalled.wait_for(|stalled| !stalled).await.is_err() {
+        if state.wait_for(|state| !waits(state)).await.is_err() {
             return Ok(());
         }
         if count == 0 {

@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 use super::engine::{Engine, Place};
 use super::wait::until;
 
-const BOOT: Duration = Duration::from_secs(90);
+/// Long, because several nodes may be starting on a machine that is busy with other things too.
+const BOOT: Duration = Duration::from_secs(240);
 
 /// One node.
 pub struct Rabbit {
@@ -121,7 +122,7 @@ impl Rabbit {
     pub fn start(&self) {
         self.command("start");
         let begun = Instant::now();
-        while !self.greets() {
+        while !self.runs() {
             let failed = begun.elapsed() > BOOT || self.log().contains("BOOT FAILED");
             assert!(!failed, "RabbitMQ does not start:\n{}", self.log());
             thread::sleep(Duration::from_millis(50));
@@ -225,8 +226,8 @@ impl Rabbit {
         keeper.answers.read_line(&mut answer).expect("the keeper");
     }
 
-    /// The broker says Connection.Start to whoever opens with AMQP's header.
-    fn greets(&self) -> bool {
+    /// Whether it takes connections: it says Connection.Start to whoever opens with AMQP's header.
+    pub fn runs(&self) -> bool {
         let limit = Some(Duration::from_secs(2));
         let Ok(mut socket) = TcpStream::connect(self.address()) else { return false };
         let mut first = [0];

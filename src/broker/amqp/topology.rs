@@ -40,7 +40,8 @@ impl Topology {
         if let Some(queue) = &self.reply_queue
             && !exists(connection, queue).await?
         {
-            make(connection, queue, FieldTable::default()).await?;
+            // Not classic: that lives on one node of a cluster, and with it all replies would be unroutable.
+            make(connection, queue, quorum()).await?;
         }
         if !exists(connection, &self.task_queue).await? {
             let mut arguments = quorum();

@@ -1,0 +1,89 @@
+//! Workers that are slow, or cannot say what they have computed: they hold what their prefetch
+//! allows and no more, and go on by themselves.
+
+use std::collections::BTreeSet;
+use std::fs;
+
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use super::messages::busy_with;
+use crate::support::client::{Client, Task};
+use crate::support::proxy::Proxy;
+use crate::support::rabbit::Rabbit;
+use crate::support::sconce::{Sconce, Settings};
+
+const PREFETCH: u32 = 8;
+
+fn settings(url: impl Into<String>) -> Settings {
+    let settings = Settings::echo(url).set("pool[0].prefetch", PREFETCH);
+    settings.set("pool[0].batch.max_requests", 2)
+}
+
+/// Kibibytes of memory in which a process has something.
+fn resident(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("its memory");
+    line.trim().trim_end_matches(" kB").parse().expect("a number")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn while_confirms_never_come_a_worker_takes_no_more_than_its_prefetch_and_then_goes_on() {
+    const TASKS: usize = 2000;
+    const TEXT: usize = 16 << 10;
+    let rabbit = Rabbit::shared();
+    let proxy = Proxy::before(rabbit.address()).await;
+    let settings = settings(proxy.url()).set("broker.confirm_timeout", "1s").set("broker.heartbeat", "60s");
+    let sconce = Sconce::launched(&settings).await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    client.publish(&settings.tasks, Task::new(json!({"input": "the publisher connects"}))).await;
+    assert_eq!(replies.next().await.status_code(), 200);
+    // All but the consuming one, which was the first.
+    proxy.hold(1..usize::MAX);
+    let text = "x".repeat(TEXT);
+    let task = |n: usize| Task::new(json!({"input": text})).id(n.to_string());
+    let worker = sconce.workers()[0];
+    let before = resident(worker);
+    client.publish_all(&settings.tasks, (0..TASKS).map(task)).await;
+    sconce.wait_for_log("no confirm; connecting anew").await;
+    sconce.wait_for_log_times("no broker; trying again", 1).await;
+    assert_eq!(client.look(&settings.tasks).await, Some((TASKS as u32 - PREFETCH, 1)));
+    let grown = resident(worker).saturating_sub(before);
+    assert!(grown < (TASKS * TEXT / 1024 / 2) as u64, "{grown} KiB more, of {TASKS} tasks of {TEXT} bytes");
+    proxy.release();
+    let mut answered = BTreeSet::new();
+    while answered.len() < TASKS {
+        let reply = replies.next().await;
+        assert_eq!(reply.status_code(), 200);
+        answered.insert(reply.correlation_id);
+    }
+    client.ready_becomes(&settings.tasks, 0).await;
+    assert_eq!(sconce.workers(), [worker], "the same process");
+    assert_eq!(sconce.logged("lost the broker"), 0, "consuming went on: {}", sconce.log());
+    assert_eq!(sconce.stop().await, 0);
+    client.becomes(&settings.tasks, (0, 0)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn beside_a_slow_worker_a_fast_one_does_all_but_the_slow_ones_prefetch() {
+    const QUICK: usize = 60;
+    let rabbit = Rabbit::shared();
+    let settings =
+        settings(rabbit.url()).set("pool[0].workers_per_device", 2).set("launcher.shutdown_grace", "500ms");
+    let mut sconce = Sconce::launch(&settings);
+    sconce.wait_for_log_times("consuming", 2).await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    let slow = Task::new(json!({"input": "slow", "sleep_ms": 600_000})).id("slow");
+    busy_with(&sconce, &client, &settings, slow).await;
+    client.publish_all(&settings.tasks, (0..QUICK).map(|n| Task::new(json!({"input": n})))).await;
+    // The slow task is one of those that its worker holds.
+    let done = replies.take(QUICK + 1 - PREFETCH as usize).await;
+    let workers: BTreeSet<_> = done.iter().map(|reply| reply.header("worker")).collect();
+    assert_eq!(workers.len(), 1, "the fast one: {workers:?}");
+    sconce.signal(Signal::SIGTERM);
+    assert_eq!(sconce.exit_code().await, 84, "aborted: the slow task is still computed");
+    let left = client.look(&settings.tasks).await.map_or(0, |(ready, _)| ready);
+    assert!(left <= PREFETCH, "the slow worker held {left}");
+}
