@@ -32,7 +32,7 @@ test: ## install what tests need (RabbitMQ), then lint and test everything
 soak: ## an hour of faults, every task and reply counted: make soak SECONDS=600 SEED=7 RATE=40
 	scripts/setup-tests
 	SOAK_SECONDS=$(SECONDS) SOAK_SEED=$(SEED) SOAK_RATE=$(RATE) \
-		$(CARGO) test --release --locked --test soak -- --nocapture a_storm_of_faults
+		$(CARGO) test --locked --test soak -- --nocapture a_storm_of_faults
 
 test-rabbitmq-4: ## the broker tests over RabbitMQ 4, which needs docker and the image
 	SCONCE_TEST_RABBITMQ_IMAGE=rabbitmq:4-management $(CARGO) test --locked --test rabbitmq
