@@ -89,6 +89,8 @@ pub struct Duplicate {
     pub id: String,
     pub first: u64,
     pub second: u64,
+    /// The same reply published again, or the dead letter beside a reply: no further computation.
+    copy: bool,
 }
 
 /// Names a body.
@@ -260,9 +262,15 @@ impl Ledger {
     pub fn duplicates(&self) -> Vec<Duplicate> {
         let mut found = Vec::new();
         for (id, entry) in &self.entries {
-            for list in [&entry.replies, &entry.letters] {
-                for pair in list.windows(2) {
-                    found.push(Duplicate { id: id.clone(), first: pair[0].at, second: pair[1].at });
+            for (list, letters) in [(&entry.replies, false), (&entry.letters, true)] {
+                for (index, second) in list.iter().enumerate().skip(1) {
+                    let again = list[..index].iter().any(|it| it.message_id == second.message_id);
+                    found.push(Duplicate {
+                        id: id.clone(),
+                        first: list[index - 1].at,
+                        second: second.at,
+                        copy: letters || again,
+                    });
                 }
             }
         }
@@ -270,14 +278,16 @@ impl Ledger {
         found
     }
 
-    /// Puts each duplicate down to the incident that already repeated this task, or else to the latest
-    /// that can have and had that many tasks in flight; gives those that none explains.
+    /// Puts a mere copy down to the incident that already repeated its task, and any other duplicate to
+    /// the latest that can have and had that many tasks in flight; gives those that none explains.
     pub fn explain(&mut self) -> Vec<Duplicate> {
         let mut unexplained = Vec::new();
         let mut repeated_by = BTreeMap::<String, usize>::new();
         for duplicate in self.duplicates() {
             let again = repeated_by.get(&duplicate.id).copied();
-            if let Some(index) = again.filter(|index| self.incidents[*index].can_explain(&duplicate)) {
+            if let Some(index) =
+                again.filter(|at| duplicate.copy && self.incidents[*at].can_explain(&duplicate))
+            {
                 self.incidents[index].further += 1;
                 continue;
             }
@@ -379,7 +389,8 @@ mod tests {
             ledger.reply(id, seen(99_990, "200", b"answer"));
             ledger.reply(id, seen(at, "200", b"answer"));
         }
-        ledger.reply("a", seen(100_400, "200", b"answer"));
+        let copy = Seen { message_id: "100100".to_owned(), ..seen(100_400, "200", b"answer") };
+        ledger.reply("a", copy);
         let unexplained = ledger.explain();
         assert_eq!(unexplained.iter().map(|it| it.id.as_str()).collect::<Vec<_>>(), ["c"]);
         assert_eq!((ledger.incidents[fault].repeated, ledger.incidents[fault].further), (2, 1));
