@@ -39,7 +39,7 @@ async fn after_running_out_of_memory_batches_keep_the_size_that_fits() {
     let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].batch.max_requests", 8);
     let (sconce, client, mut inbox) = serve(&settings).await;
     for round in 0..3 {
-        busy_with(&client, &settings, Task::new(json!({"input": "busy", "sleep_ms": 500}))).await;
+        busy_with(&sconce, &client, &settings, Task::new(json!({"input": "busy", "sleep_ms": 500}))).await;
         let task = |n: usize| Task::new(json!({"input": n, "fits": 2})).id(format!("{round} {n}"));
         client.publish_all(&settings.tasks, (0..8).map(task)).await;
         for reply in inbox.take(9).await {

@@ -103,7 +103,7 @@ async fn where_nothing_was_declared_to_wait_in_the_first_attempt_is_the_last() {
 async fn what_a_drain_hands_back_has_used_no_attempt() {
     let settings = settings();
     let (sconce, client, mut inbox) = serve(&settings).await;
-    busy_with(&client, &settings, Task::new(json!({"input": 0, "sleep_ms": 1500})).id("0")).await;
+    busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0, "sleep_ms": 1500})).id("0")).await;
     client.publish(&settings.tasks, Task::new(json!({"input": 1})).id("1")).await;
     client.ready_becomes(&settings.tasks, 0).await;
     assert_eq!(sconce.stop().await, 0);
@@ -118,7 +118,7 @@ async fn what_a_drain_hands_back_has_used_no_attempt() {
 async fn a_worker_killed_in_the_forward_pass_has_used_one_for_the_tasks_on_its_device_alone() {
     let settings = settings().set("pool[0].batch.max_requests", 1).set("pool[0].prefetch", 2);
     let (sconce, client, mut inbox) = serve(&settings).await;
-    busy_with(&client, &settings, Task::new(json!({"input": 0, "sleep_ms": 1500})).id("0")).await;
+    busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0, "sleep_ms": 1500})).id("0")).await;
     client.publish(&settings.tasks, Task::new(json!({"input": 1})).id("1")).await;
     client.ready_becomes(&settings.tasks, 0).await;
     signal(sconce.workers()[0], Signal::SIGKILL);
