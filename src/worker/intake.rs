@@ -189,12 +189,14 @@ impl<'a, C: Codec> Intake<'a, C> {
         self.shared.settlement.settler.requeue(receipt).await;
     }
 
-    /// The session is over and all it delivered is the broker's: nobody answers it any more.
+    /// The session is over and all it delivered is the broker's: nobody answers it any more, also
+    /// where a reply waits for its connection.
     fn forget(&mut self, session: u64) -> Result<(), WorkerError> {
         self.shared.settlement.lost.store(session, Ordering::Release);
         let of_session = |receipt: &Receipt| receipt.session <= session;
         for (receipt, life) in &self.living {
-            if of_session(receipt) && life.ticket.as_ref().is_some_and(|ticket| ticket.withdraw()) {
+            if of_session(receipt) {
+                life.ticket.as_ref().map(|ticket| ticket.withdraw());
                 life.abort.abort();
             }
         }

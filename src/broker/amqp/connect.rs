@@ -124,6 +124,9 @@ fn certificates(tls: &Tls) -> Result<OwnedTLSConfig, String> {
     Ok(OwnedTLSConfig { identity, cert_chain })
 }
 
+/// Failures that a connection which does not last counts for, at least.
+const FLAPPING: u32 = 3;
+
 /// The time without a working connection. Each supervisor owns one.
 #[derive(Default)]
 pub(super) struct Outage {
@@ -152,10 +155,12 @@ impl Outage {
         Ok(delay)
     }
 
-    /// There is a connection; whether it lasts is another matter.
+    /// There is a connection; whether it lasts is another matter. If not, the delays go on from here,
+    /// not from where a long outage had brought them.
     pub(super) fn connected(&mut self) {
         self.was_connected = true;
         self.refusals = 0;
+        self.failures = self.failures.min(FLAPPING);
     }
 
     /// A session has worked for a while.
@@ -179,6 +184,20 @@ mod tests {
         assert!(outage.failed(failure(true), limit).is_ok());
         assert!(outage.failed(failure(true), limit).is_ok());
         assert!(matches!(outage.failed(failure(true), limit), Err(BrokerError::Refused { .. })));
+    }
+
+    #[test]
+    fn a_connection_after_a_long_outage_that_breaks_at_once_is_soon_tried_again() {
+        let mut outage = Outage::default();
+        let limit = Duration::from_secs(60);
+        let mut last = Duration::ZERO;
+        for _ in 0..20 {
+            last = outage.failed(failure(false), limit).expect("more time");
+        }
+        assert!(last >= BACKOFF.most / 2);
+        outage.connected();
+        let next = outage.failed(failure(false), limit).expect("more time");
+        assert!(next <= BACKOFF.ceiling(FLAPPING + 1) && next >= BACKOFF.ceiling(FLAPPING) / 2, "{next:?}");
     }
 
     #[test]

@@ -171,7 +171,9 @@ impl Windows {
             }
             return Err(error);
         }
-        let Some(live) = &self.live else { return Ok(window) };
+        // Nobody waits for an answer any more: the task's session is over, and it will be answered anew.
+        window.retain(|request| !request.answer.is_closed());
+        let Some(live) = self.live.as_ref().filter(|_| !window.is_empty()) else { return Ok(window) };
         let limit = self.connector.settings().confirm_timeout;
         let blocked = live.blocked.clone();
         let exchange = publish_and_confirm(&live.channel, &window);
