@@ -15,6 +15,7 @@ mod access;
 mod alarm;
 mod dead_letters;
 mod embeddings;
+mod hostile;
 mod loss;
 mod messages;
 mod outage;

@@ -8,5 +8,6 @@
 pub mod client;
 pub mod proxy;
 pub mod rabbit;
+pub mod raw_amqp;
 pub mod sconce;
 pub mod wait;
