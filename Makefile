@@ -4,7 +4,7 @@
 CARGO = cargo
 MODEL = models/all-MiniLM-L6-v2
 
-.PHONY: help build models demo test lint fmt image
+.PHONY: help build models demo test lint fuzz fmt image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,10 @@ lint: ## formatting, clippy, documentation; warnings are errors
 	$(CARGO) fmt --check
 	$(CARGO) clippy --locked --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
+
+SECONDS = 60
+fuzz: ## fuzz every decoder, SECONDS=60 each; no nightly compiler needed
+	scripts/fuzz $(SECONDS)
 
 fmt: ## format the sources
 	$(CARGO) fmt
