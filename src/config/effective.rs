@@ -78,6 +78,7 @@ fn broker(page: &mut Page<'_>, broker: &Broker) {
     page.line("connect_timeout", quoted(&show_duration(broker.connect_timeout)));
     page.line("confirm_timeout", quoted(&show_duration(broker.confirm_timeout)));
     page.line("give_up_after", quoted(&show_duration(broker.give_up_after)));
+    page.line("consumer_timeout", quoted(&show_duration(broker.consumer_timeout)));
 
     page.section("[broker.tls]", "broker.tls".to_owned());
     page.line("ca_file", file(broker.tls.ca_file.as_deref()));

@@ -11,6 +11,7 @@ use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 
 use super::WorkerError;
+use super::budget::Watched;
 use super::life::Shared;
 use super::settle::Accepted;
 use super::ticket::Ticket;
@@ -48,10 +49,17 @@ pub(super) struct Intake<'a, C: Codec> {
     sentinel: Option<Receipt>,
     /// The phase that has been acted on.
     phase: Phase,
+    /// Told what is in hand, and since when.
+    budget: Watched,
 }
 
 impl<'a, C: Codec> Intake<'a, C> {
-    pub(super) fn new(shared: Arc<Shared<C>>, consumer: &'a mut dyn Consumer, stop: Stop) -> Self {
+    pub(super) fn new(
+        shared: Arc<Shared<C>>,
+        consumer: &'a mut dyn Consumer,
+        stop: Stop,
+        budget: Watched,
+    ) -> Self {
         Self {
             shared,
             consumer,
@@ -60,6 +68,7 @@ impl<'a, C: Codec> Intake<'a, C> {
             lives: JoinSet::new(),
             sentinel: None,
             phase: Phase::Running,
+            budget,
         }
     }
 
@@ -117,6 +126,7 @@ impl<'a, C: Codec> Intake<'a, C> {
         let made_id = || uuid::Uuid::new_v4().to_string();
         let attempt = delivery.delivery_count as i64 + 1;
         let receipt = delivery.receipt;
+        self.budget.note(|budget, now| budget.taken(receipt, now));
         match classify(delivery.message, now, made_id) {
             Incoming::Task(task) => self.begin(Accepted { task, delivery: receipt, attempt }),
             Incoming::UnknownControl(task, kind) => {
@@ -146,6 +156,7 @@ impl<'a, C: Codec> Intake<'a, C> {
         if sentinel_is_expired(sentinel, now) {
             tracing::info!("an expired sentinel stops nobody");
             self.shared.settlement.settler.ack(receipt).await;
+            self.budget.note(|budget, _| budget.release(receipt));
             return;
         }
         tracing::info!(unsettled = self.living.len(), "sentinel received; finishing what came before it");
@@ -171,6 +182,7 @@ impl<'a, C: Codec> Intake<'a, C> {
         tracing::info!(handed_back = withdrawn.len(), unsettled = self.living.len(), "draining");
         for receipt in withdrawn {
             self.living.remove(&receipt);
+            self.budget.note(|budget, _| budget.release(receipt));
             self.requeue(receipt).await;
         }
     }
@@ -183,6 +195,7 @@ impl<'a, C: Codec> Intake<'a, C> {
     /// The session is over and all it delivered is the broker's: nobody answers it any more.
     fn forget(&mut self, session: u64) -> Result<(), WorkerError> {
         self.shared.settlement.lost.store(session, Ordering::Release);
+        self.budget.note(|budget, _| budget.forget(session));
         let of_session = |receipt: &Receipt| receipt.session <= session;
         for (receipt, life) in &self.living {
             if of_session(receipt) && life.ticket.as_ref().is_some_and(|ticket| ticket.withdraw()) {
@@ -201,6 +214,7 @@ impl<'a, C: Codec> Intake<'a, C> {
         match ended {
             Ok((receipt, result)) => {
                 self.living.remove(&receipt);
+                self.budget.note(|budget, now| budget.settled(receipt, now));
                 result
             }
             Err(error) if error.is_cancelled() => Ok(()),

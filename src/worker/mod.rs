@@ -13,8 +13,10 @@
 //! | `outcome` | what happened → what becomes of the message |
 //! | `settle` | publish → confirm → ack |
 //! | `report` | control lines, counters |
+//! | `budget` | whether deliveries are held for so long that the broker may take them back |
 
 mod batches;
+mod budget;
 mod engine;
 mod intake;
 mod lane;
@@ -126,13 +128,15 @@ pub async fn run<M: Model>(
     let counters = Arc::new(report::Counters::default());
     let (shared, former, mut fault) =
         assemble(assignment, engine, loaded, &link, (counters.clone(), control))?;
+    let budget = budget::Watched::new(assignment.prefetch(), assignment.broker.delivery_timeout());
     let helpers = [
         tokio::spawn(former.run()),
+        tokio::spawn(budget.clone().watch()),
         tokio::spawn(report::every(report::STATS_EVERY, counters.clone(), reporter.clone())),
         tokio::spawn(report::draining(stop.clone(), reporter.clone())),
     ];
     let since = Instant::now();
-    let intake = intake::Intake::new(Arc::new(shared), &mut *link.consumer, stop);
+    let intake = intake::Intake::new(Arc::new(shared), &mut *link.consumer, stop, budget);
     let ended = intake.run(&mut fault).await;
     for helper in helpers {
         helper.abort();

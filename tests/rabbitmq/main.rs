@@ -13,6 +13,7 @@ use conformance_rig as rig;
 
 mod access;
 mod alarm;
+mod budget;
 mod dead_letters;
 mod embeddings;
 mod hostile;
