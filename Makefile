@@ -8,7 +8,7 @@ SECONDS = 3600
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build models demo test test-rabbitmq-4 soak lint fmt image
+.PHONY: help build models demo test test-rabbitmq-4 soak fuzz lint fmt image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,10 @@ lint: ## formatting, clippy, documentation; warnings are errors
 	$(CARGO) fmt --check
 	$(CARGO) clippy --locked --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
+
+SECONDS = 60
+fuzz: ## fuzz every decoder, SECONDS=60 each; no nightly compiler needed
+	scripts/fuzz $(SECONDS)
 
 fmt: ## format the sources
 	$(CARGO) fmt

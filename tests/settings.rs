@@ -51,6 +51,7 @@ fn without_anything_written_the_documented_defaults_are_in_force() {
             connect_timeout: Duration::from_secs(10),
             confirm_timeout: Duration::from_secs(30),
             give_up_after: Duration::from_secs(600),
+            consumer_timeout: Duration::from_secs(1_800),
             tls: Tls::default(),
         },
         pools: vec![Pool {

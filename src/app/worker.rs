@@ -4,7 +4,7 @@ use std::io::{self, BufRead, Read};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::Signal;
 
@@ -84,12 +84,17 @@ fn tie_to(launcher: u32) -> anyhow::Result<()> {
 fn assigned(known: &KnownDeaths) -> anyhow::Result<Assignment> {
     let mut line = String::new();
     io::stdin().lock().take(MAX_LINE as u64).read_line(&mut line).context("no assignment on stdin")?;
+    if line.len() == MAX_LINE {
+        bail!("the assignment is longer than a control line may be ({MAX_LINE} bytes)");
+    }
     match decode(line.trim_end())? {
         Command::Start { assignment, deaths } => {
             known.learn(deaths);
-            Ok(serde_json::from_value(assignment)?)
+            // Its words would repeat the value, and the values hold a password.
+            serde_json::from_value(assignment)
+                .map_err(|_| anyhow!("the assignment is not as this version writes it"))
         }
-        other => bail!("the first command must be `start`, not {other:?}"),
+        _ => bail!("the first command must be `start`"),
     }
 }
 

@@ -44,7 +44,11 @@ impl Page<'_> {
     fn line(&mut self, key: &str, value: impl AsRef<str>) {
         let path = format!("{}.{key}", self.prefix);
         let origin = self.origins.get(&path).map_or(BUILT_IN, String::as_str);
-        let line = format!("{key} = {}", value.as_ref());
+        let value = value.as_ref();
+        // An address in the place of something else, by mistake, is one all the same.
+        let is_address = ["amqp://", "amqps://"].iter().any(|scheme| value.contains(scheme));
+        let value = if is_address { redact_url(value) } else { value.to_owned() };
+        let line = format!("{key} = {value}");
         self.lines.push((line, origin));
     }
 
@@ -74,6 +78,7 @@ fn broker(page: &mut Page<'_>, broker: &Broker) {
     page.line("connect_timeout", quoted(&show_duration(broker.connect_timeout)));
     page.line("confirm_timeout", quoted(&show_duration(broker.confirm_timeout)));
     page.line("give_up_after", quoted(&show_duration(broker.give_up_after)));
+    page.line("consumer_timeout", quoted(&show_duration(broker.consumer_timeout)));
 
     page.section("[broker.tls]", "broker.tls".to_owned());
     page.line("ca_file", file(broker.tls.ca_file.as_deref()));
@@ -179,6 +184,12 @@ mod tests {
         let shown = load_text(text).effective;
         assert!(shown.contains(r#"["amqp://me:***@h1", "amqp://me:***@h2"]"#), "{shown}");
         assert!(!shown.contains("hunter"), "{shown}");
+    }
+
+    #[test]
+    fn an_address_in_the_place_of_another_setting_is_masked_too() {
+        let shown = load_text("[[pool]]\nmodel = \"amqp://me:hunter2@host\"").effective;
+        assert!(shown.contains("model = \"amqp://me:***@host\""), "{shown}");
     }
 
     #[test]

@@ -1,15 +1,19 @@
 //! Reads the built-in defaults and the files given, each into a [`Layer`] whose values know their
 //! file. Never looks at what the settings mean.
 
-use std::fs;
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
 
-use ::config::{ConfigError as SourceError, File, FileFormat, Map, Source, Value, ValueKind};
+use ::config::{ConfigError as SourceError, File as Text, FileFormat, Map, Source, Value, ValueKind};
 
 use super::problem::Problem;
 
 /// The built-in defaults; the only place where defaults live.
 const DEFAULTS: &str = include_str!("../../config/default.toml");
+
+/// Largest file, in bytes: a thousand pools fit. A device or a log given by mistake is not read on.
+const LARGEST: u64 = 1 << 20;
 
 /// Who wrote the values of [`DEFAULTS`].
 pub(super) const BUILT_IN: &str = "built-in default";
@@ -46,9 +50,7 @@ pub(super) fn read(files: &[PathBuf]) -> Result<Vec<Layer>, Vec<Problem>> {
     let mut problems = Vec::new();
     for file in files {
         let name = format!("file {}", file.display());
-        let layer = fs::read_to_string(file)
-            .map_err(|error| format!("cannot be read: {error}"))
-            .and_then(|text| parse(&text, &name));
+        let layer = text_of(file).and_then(|text| parse(&text, &name));
         match layer {
             Ok(layer) => layers.push(layer),
             Err(reason) => problems.push(Problem::new(name, reason)),
@@ -57,8 +59,20 @@ pub(super) fn read(files: &[PathBuf]) -> Result<Vec<Layer>, Vec<Problem>> {
     if problems.is_empty() { Ok(layers) } else { Err(problems) }
 }
 
+fn text_of(file: &Path) -> Result<String, String> {
+    let mut text = String::new();
+    let read = File::open(file).and_then(|file| file.take(LARGEST + 1).read_to_string(&mut text));
+    match read {
+        Ok(length) if length as u64 > LARGEST => {
+            Err(format!("larger than settings may be ({LARGEST} bytes)"))
+        }
+        Ok(_) => Ok(text),
+        Err(error) => Err(format!("cannot be read: {error}")),
+    }
+}
+
 fn parse(text: &str, origin: &str) -> Result<Layer, String> {
-    let table = File::from_str(text, FileFormat::Toml)
+    let table = Text::from_str(text, FileFormat::Toml)
         .collect()
         .map_err(|error| without_excerpt(&error.to_string()))?;
     // The crate takes a quoted top-level key for a path, which could reach into other sections.
@@ -93,6 +107,8 @@ fn without_excerpt(message: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]
@@ -118,6 +134,21 @@ mod tests {
         let problems = read(&[broken, missing]).expect_err("neither can be used");
         assert!(problems[0].to_string().contains("broken.toml: TOML parse error at line 1"));
         assert!(problems[1].to_string().contains("missing.toml: cannot be read"));
+    }
+
+    #[test]
+    fn a_file_that_is_no_settings_file_by_its_size_alone_is_refused_with_the_limit() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let large = folder.path().join("large.toml");
+        let file = File::create(&large).expect("a file");
+        file.set_len(1 << 40).expect("a sparse file");
+        let problems = read(&[large, "/dev/zero".into()]).expect_err("neither can be used");
+        for problem in problems {
+            assert!(
+                problem.to_string().ends_with("larger than settings may be (1048576 bytes)"),
+                "{problem}"
+            );
+        }
     }
 
     #[test]

@@ -61,8 +61,19 @@ pub struct Broker {
     pub confirm_timeout: Duration,
     /// How long to go on trying without any connection before the worker exits.
     pub give_up_after: Duration,
+    /// How long the broker lets a delivery stay unacked before it takes it back, as far as the
+    /// operator has told us: AMQP does not say it.
+    pub consumer_timeout: Duration,
     /// Certificates for `amqps://`.
     pub tls: Tls,
+}
+
+impl Broker {
+    /// [`Broker::consumer_timeout`], where there is one: the embedded queue waits for ever.
+    pub fn delivery_timeout(&self) -> Option<Duration> {
+        let embedded = self.urls.iter().any(|url| url.expose().starts_with("embedded:"));
+        (!embedded).then_some(self.consumer_timeout)
+    }
 }
 
 /// `[broker.tls]`. Without `ca_file`, the system's certificate store decides.

@@ -23,6 +23,11 @@ type Lines<R> = FramedRead<R, AnyDelimiterCodec>;
 /// How long what an ended worker wrote is read, should others hold its pipes open.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
+/// The stack of a worker's threads, in bytes. Lapin reads the headers of a message by recursion, and a
+/// frame holds 26,000 arrays one inside the other: with Rust's 2 MiB such a message, which any producer
+/// can send, kills every worker that takes it. Address space; memory is used only as deep as it gets.
+const STACK: &str = "67108864";
+
 /// A running worker.
 pub(super) struct Worker {
     child: Child,
@@ -58,6 +63,7 @@ impl Worker {
             .args(["worker", "--launched-by", &std::process::id().to_string(), "--slot", &assignment.slot])
             .env("RAYON_NUM_THREADS", &threads)
             .env("CANDLE_NUM_THREADS", &threads)
+            .env("RUST_MIN_STACK", STACK)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

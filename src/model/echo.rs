@@ -20,7 +20,7 @@ use serde_json::value::RawValue;
 
 use super::{Codec, Costed, ForwardError, LoadError, LoadSpec, Model, Prepared, Step, Steps, device};
 use crate::protocol::task::ATTEMPT;
-use crate::protocol::{Message, TaskError, TaskErrorKind};
+use crate::protocol::{Message, TaskError, TaskErrorKind, shorten};
 
 /// The `model` setting of an echo pool.
 pub const ECHO: &str = "echo";
@@ -201,7 +201,7 @@ fn items(list: &RawValue) -> Result<Option<Vec<Box<RawValue>>>, TaskError> {
 fn fault(raw: &RawValue) -> Result<Fault, TaskError> {
     serde_json::from_str(raw.get()).map_err(|_| {
         let kinds = "\"error\", \"once\", \"panic\", \"device\", \"oom\" or \"exit\"";
-        TaskError::bad_input("fail", format!("fail must be {kinds}, got {}", raw.get()))
+        TaskError::bad_input("fail", format!("fail must be {kinds}, got {}", shorten(raw.get(), 80)))
     })
 }
 

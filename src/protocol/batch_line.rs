@@ -6,6 +6,11 @@ use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
+use super::shorten;
+
+/// Longest problem, in bytes: it may hold the value at fault.
+const LONGEST: usize = 500;
+
 /// A request line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BatchRequest {
@@ -55,13 +60,13 @@ struct Fields<'a> {
 /// # Errors
 /// [`InvalidLine`]: answer it with [`error_line`]; the other lines are unaffected.
 pub fn parse(line: &[u8]) -> Result<BatchRequest, InvalidLine> {
-    let nameless = |problem| InvalidLine { custom_id: None, problem };
+    let nameless = |problem: String| InvalidLine { custom_id: None, problem: shorten(&problem, LONGEST) };
     let text = std::str::from_utf8(line)
         .map_err(|error| nameless(format!("not UTF-8 after byte {}", error.valid_up_to())))?;
     let fields: Fields<'_> =
         serde_json::from_str(text).map_err(|error| nameless(not_an_object(text, &error)))?;
     let custom_id = string("custom_id", fields.custom_id).map_err(nameless)?;
-    let named = |problem| InvalidLine { custom_id: Some(custom_id.clone()), problem };
+    let named = |problem: String| InvalidLine { custom_id: Some(custom_id.clone()), ..nameless(problem) };
     let method = string("method", fields.method).map_err(named)?;
     if method != "POST" {
         return Err(named(format!("method must be \"POST\", is {method:?}")));
@@ -266,6 +271,12 @@ mod tests {
         assert!(problem(&twice).1.contains("duplicate field `custom_id`"));
         let invalid = parse(b"{\"custom_id\":\"\xff\"}").unwrap_err();
         assert_eq!(invalid.problem, "not UTF-8 after byte 14");
+    }
+
+    #[test]
+    fn a_problem_is_bounded_whatever_the_line_holds() {
+        let (_, problem) = problem(&GOOD.replace("POST", &"P".repeat(1 << 20)));
+        assert!(problem.starts_with("method must be \"POST\", is \"PPP") && problem.len() < 600);
     }
 
     #[test]

@@ -2,8 +2,7 @@
 //! worker (events, on its stdout). Both sides know each other through these alone.
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-
-use super::shorten;
+use serde_json::error::Category;
 
 /// Longest line that is read, in bytes. The longest written is `start`, with the settings.
 pub const MAX_LINE: usize = 1 << 20;
@@ -126,12 +125,14 @@ impl Stats {
     }
 }
 
-/// Why a line is no control line.
+/// Why a line is no control line. Says where it fails and never what it holds: `start` holds a
+/// password, and what serde says of a value repeats the value.
 #[derive(Debug, thiserror::Error)]
-#[error("not a control line: {line:?}: {source}")]
+#[error("not a control line ({length} bytes): {problem} at column {column}")]
 pub struct BadLine {
-    line: String,
-    source: serde_json::Error,
+    length: usize,
+    problem: &'static str,
+    column: usize,
 }
 
 /// One line, with its line feed.
@@ -146,11 +147,21 @@ pub fn encode(value: &impl Serialize) -> Vec<u8> {
 /// # Errors
 /// [`BadLine`] for anything else; the reader logs it and goes on with the next.
 pub fn decode<T: DeserializeOwned>(line: &str) -> Result<T, BadLine> {
-    serde_json::from_str(line).map_err(|source| BadLine { line: shorten(line, 200), source })
+    serde_json::from_str(line).map_err(|error| BadLine {
+        length: line.len(),
+        problem: match error.classify() {
+            Category::Eof => "it ends too early",
+            Category::Syntax => "not JSON, or nested more than 127 deep,",
+            Category::Data | Category::Io => "unknown, or with a field missing or of another type,",
+        },
+        column: error.column(),
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -171,8 +182,36 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_none_is_an_error_that_shows_it() {
-        let error = decode::<Command>("{\"command\":\"dance\"}").unwrap_err().to_string();
-        assert!(error.contains("dance"), "{error}");
+    fn a_line_that_is_none_is_an_error_that_says_where_and_repeats_nothing() {
+        let start = r#"{"command":"start","assignment":{"urls":["amqp://me:hunter2@h"]}"#;
+        for (line, words) in [
+            (start.to_owned(), "(64 bytes): it ends too early at column 64"),
+            (format!("{start} hunter2"), "not JSON"),
+            (r#"{"command":"hunter2"}"#.to_owned(), "unknown"),
+            (r#"{"command":"poison","tasks":"hunter2"}"#.to_owned(), "of another type"),
+            (format!("{{\"x\":{}", "[".repeat(1 << 20)), "127 deep"),
+        ] {
+            let error = decode::<Command>(&line).unwrap_err();
+            assert!(error.to_string().contains(words), "{error}");
+            assert!(!format!("{error} {error:?}").contains("hunter2"), "{error:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_line_is_repeated_by_its_error(before in ".{0,40}", behind in ".{0,40}") {
+            let line = format!("{{\"command\":\"{before}S3CRET{behind}\"}}");
+            let error = decode::<Command>(&line).unwrap_err();
+            let shown = format!("{error} {error:?}");
+            prop_assert!(!shown.contains("S3CRET") && shown.len() < 300, "{}", shown);
+        }
+
+        #[test]
+        fn any_cause_survives_the_journey_on_one_line(cause in any::<String>()) {
+            let line = encode(&Event::Stopped { cause: cause.clone() });
+            prop_assert_eq!(line.iter().position(|byte| *byte == b'\n'), Some(line.len() - 1));
+            let text = std::str::from_utf8(&line).unwrap();
+            prop_assert_eq!(decode::<Event>(text).unwrap(), Event::Stopped { cause });
+        }
     }
 }

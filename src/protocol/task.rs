@@ -46,10 +46,17 @@ pub fn classify(message: Message, received: SystemTime, made_id: impl FnOnce() -
         let kind = kind.to_owned();
         return Incoming::UnknownControl(Task::new(message, received, made_id), kind);
     }
-    if message.body.trim_ascii() == b"null" {
+    if is_null(&message.body) {
         return Incoming::Sentinel(message);
     }
     Incoming::Task(Task::new(message, received, made_id))
+}
+
+/// JSON's blanks are fewer than ASCII's: a form feed is none.
+fn is_null(body: &[u8]) -> bool {
+    let blank = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\n' | b'\r');
+    let start = body.iter().position(|byte| !blank(byte)).unwrap_or(body.len());
+    body[start..].strip_prefix(b"null").is_some_and(|rest| rest.iter().all(blank))
 }
 
 /// A decoded request: the message and what its properties mean.
@@ -193,6 +200,8 @@ fn bad_header(name: &str, value: &str, wanted: &str) -> TaskError {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
     use crate::protocol::Properties;
 
@@ -211,7 +220,16 @@ mod tests {
         assert!(matches!(sort(Some("control.shutdown"), ""), Incoming::Sentinel(_)));
         assert!(matches!(sort(None, "null"), Incoming::Sentinel(_)));
         assert!(matches!(sort(Some("task"), " null\n"), Incoming::Sentinel(_)));
-        for body in [r#"{"input":"STOP"}"#, "STOP", "control.shutdown", "nullx", "\"null\"", "[null]", ""] {
+        for body in [
+            r#"{"input":"STOP"}"#,
+            "STOP",
+            "control.shutdown",
+            "nullx",
+            "\"null\"",
+            "[null]",
+            "\u{c}null",
+            "",
+        ] {
             assert!(matches!(sort(None, body), Incoming::Task(_)), "{body}");
         }
     }
@@ -267,5 +285,17 @@ mod tests {
         assert_eq!(id(Some("m"), Some("c")), "m");
         assert_eq!(id(Some(""), Some("c")), "c");
         assert_eq!(id(None, None), "made");
+    }
+
+    proptest! {
+        #[test]
+        fn a_body_is_a_sentinel_exactly_when_it_is_json_null(
+            body in "[ \t\r\n\u{c}\u{a0}]{0,2}(null|nul|Null|\"null\"|\\[null\\])[ \t\r\n\u{b}]{0,2}|\\PC*",
+        ) {
+            let is_null = matches!(serde_json::from_str(&body), Ok(serde_json::Value::Null));
+            let message = Message { body: body.into(), ..Message::default() };
+            let sorted = classify(message, SystemTime::now(), || "made".into());
+            prop_assert_eq!(matches!(sorted, Incoming::Sentinel(_)), is_null);
+        }
     }
 }

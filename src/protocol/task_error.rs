@@ -2,6 +2,11 @@
 //! met it is well. (Errors of the process are `worker::WorkerError`; errors that the operator must
 //! mend are `config::ConfigError` and `launcher::LaunchError`.)
 
+use super::shorten;
+
+/// Longest message, in bytes: what libraries say of a value may hold the whole value.
+const LONGEST: usize = 2_000;
+
 /// What kind of failure, hence which `status` and `status_code` the reply carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskErrorKind {
@@ -41,12 +46,12 @@ pub struct TaskError {
 impl TaskError {
     /// An error with no field to blame.
     pub fn new(kind: TaskErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), param: None }
+        Self { kind, message: shorten(&message.into(), LONGEST), param: None }
     }
 
     /// A bad value in the field `param`.
     pub fn bad_input(param: impl Into<String>, message: impl Into<String>) -> Self {
-        Self { kind: TaskErrorKind::BadInput, message: message.into(), param: Some(param.into()) }
+        Self::new(TaskErrorKind::BadInput, message).at(param)
     }
 
     /// The same error, blamed on the field `param`.
@@ -54,5 +59,17 @@ impl TaskError {
     pub fn at(mut self, param: impl Into<String>) -> Self {
         self.param = Some(param.into());
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_bounded_whatever_a_library_put_into_it() {
+        let error = TaskError::bad_input("input", "é".repeat(1 << 20));
+        assert!(error.message.len() < LONGEST + 30, "{}", error.message.len());
+        assert!(error.message.ends_with("… (2097152 bytes)"));
     }
 }

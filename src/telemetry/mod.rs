@@ -5,8 +5,10 @@
 
 use std::io::{self, IsTerminal};
 
+use tracing::{Level, Metadata};
 use tracing_subscriber::EnvFilter;
-use tracing_subscriber::fmt::format::FmtSpan;
+use tracing_subscriber::filter::{FilterExt, filter_fn};
+use tracing_subscriber::prelude::*;
 
 /// What a service logs without `SCONCE_LOG`: our own events and the libraries' warnings. Not lapin's:
 /// what it calls an error (a closed channel, a lost connection) `broker::amqp` handles and logs once,
@@ -31,15 +33,20 @@ pub fn start(filter: Option<&str>, format: Format) -> Option<String> {
         Ok(filter) => (filter, None),
         Err(error) => (EnvFilter::new(DEFAULT_FILTER), Some(error.to_string())),
     };
-    let builder = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_span_events(FmtSpan::NONE)
-        .with_ansi(io::stderr().is_terminal());
-    // A second call, as in tests, changes nothing.
-    let _ = match format {
-        Format::Human => builder.with_target(false).try_init(),
-        Format::Json => builder.json().try_init(),
+    let filter = filter.and(filter_fn(|metadata| !writes_out_frames(metadata)));
+    let lines =
+        tracing_subscriber::fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
+    let lines = match format {
+        Format::Human => lines.with_target(false).with_filter(filter).boxed(),
+        Format::Json => lines.json().with_filter(filter).boxed(),
     };
+    // A second call, as in tests, changes nothing.
+    let _ = tracing_subscriber::registry().with(lines).try_init();
     problem
+}
+
+/// At this level lapin writes out every frame, the one with our password included. Whatever the filter
+/// says, it is not shown.
+fn writes_out_frames(metadata: &Metadata<'_>) -> bool {
+    *metadata.level() == Level::TRACE && metadata.target().starts_with("lapin")
 }

@@ -11,6 +11,7 @@ use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 
 use super::WorkerError;
+use super::budget::Watched;
 use super::deaths::KnownDeaths;
 use super::life::Shared;
 use super::settle::Accepted;
@@ -51,6 +52,8 @@ pub(super) struct Intake<'a, C: Codec> {
     sentinel: Option<Receipt>,
     /// The phase that has been acted on.
     phase: Phase,
+    /// Told what is in hand, and since when.
+    budget: Watched,
 }
 
 impl<'a, C: Codec> Intake<'a, C> {
@@ -59,6 +62,7 @@ impl<'a, C: Codec> Intake<'a, C> {
         consumer: &'a mut dyn Consumer,
         stop: Stop,
         deaths: KnownDeaths,
+        budget: Watched,
     ) -> Self {
         Self {
             shared,
@@ -69,6 +73,7 @@ impl<'a, C: Codec> Intake<'a, C> {
             lives: JoinSet::new(),
             sentinel: None,
             phase: Phase::Running,
+            budget,
         }
     }
 
@@ -126,6 +131,7 @@ impl<'a, C: Codec> Intake<'a, C> {
         let made_id = || uuid::Uuid::new_v4().to_string();
         let receipt = delivery.receipt;
         let redeliveries = delivery.delivery_count.max(delivery.redelivered.into()) as i64;
+        self.budget.note(|budget, now| budget.taken(receipt, now));
         match classify(delivery.message, now, made_id) {
             Incoming::Task(task) => self.begin(Accepted::new(task, receipt, redeliveries)),
             Incoming::UnknownControl(task, kind) => {
@@ -155,6 +161,7 @@ impl<'a, C: Codec> Intake<'a, C> {
         if sentinel_is_expired(sentinel, now) {
             tracing::info!("an expired sentinel stops nobody");
             self.shared.settlement.settler.ack(receipt).await;
+            self.budget.note(|budget, _| budget.release(receipt));
             return;
         }
         tracing::info!(unsettled = self.living.len(), "sentinel received; finishing what came before it");
@@ -180,6 +187,7 @@ impl<'a, C: Codec> Intake<'a, C> {
         tracing::info!(handed_back = withdrawn.len(), unsettled = self.living.len(), "draining");
         for receipt in withdrawn {
             self.living.remove(&receipt);
+            self.budget.note(|budget, _| budget.release(receipt));
             self.requeue(receipt).await;
         }
     }
@@ -193,6 +201,7 @@ impl<'a, C: Codec> Intake<'a, C> {
     /// where a reply waits for its connection.
     fn forget(&mut self, session: u64) -> Result<(), WorkerError> {
         self.shared.settlement.lost.store(session, Ordering::Release);
+        self.budget.note(|budget, _| budget.forget(session));
         let of_session = |receipt: &Receipt| receipt.session <= session;
         for (receipt, life) in &self.living {
             if of_session(receipt) {
@@ -212,6 +221,7 @@ impl<'a, C: Codec> Intake<'a, C> {
         match ended {
             Ok((receipt, result)) => {
                 self.living.remove(&receipt);
+                self.budget.note(|budget, now| budget.settled(receipt, now));
                 result
             }
             Err(error) if error.is_cancelled() => Ok(()),

@@ -15,8 +15,10 @@
 //! | `outcome` | what happened → what becomes of the message |
 //! | `settle` | publish → confirm → ack |
 //! | `report` | control lines, counters |
+//! | `budget` | whether deliveries are held for so long that the broker may take them back |
 
 mod batches;
+mod budget;
 mod deaths;
 mod engine;
 mod forward;
@@ -129,13 +131,16 @@ pub async fn run<M: Model>(
     let mut link = open(assignment).await?;
     let counters = Arc::new(report::Counters::default());
     let (shared, former, mut fault) = assemble(assignment, engine, loaded, &link, counters.clone())?;
+    let budget = budget::Watched::new(assignment.prefetch(), assignment.broker.delivery_timeout());
     let helpers = [
         tokio::spawn(former.run()),
+        tokio::spawn(budget.clone().watch()),
         tokio::spawn(report::every(report::STATS_EVERY, counters.clone(), reporter.clone())),
         tokio::spawn(report::draining(stop.clone(), reporter.clone())),
     ];
     let since = Instant::now();
-    let intake = intake::Intake::new(Arc::new(shared), &mut *link.consumer, stop, control.deaths.clone());
+    let (shared, consumer) = (Arc::new(shared), &mut *link.consumer);
+    let intake = intake::Intake::new(shared, consumer, stop, control.deaths.clone(), budget);
     let ended = intake.run(&mut fault).await;
     for helper in helpers {
         helper.abort();

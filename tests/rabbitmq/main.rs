@@ -13,10 +13,12 @@ use conformance_rig as rig;
 
 mod access;
 mod alarm;
+mod budget;
 mod cluster;
 mod dead_letters;
 mod devices;
 mod embeddings;
+mod hostile;
 mod loss;
 mod messages;
 mod outage;

@@ -46,6 +46,7 @@ fn connector(url: String) -> Connector {
         connect_timeout: Duration::from_secs(10),
         confirm_timeout: Duration::from_secs(10),
         give_up_after: Duration::from_secs(30),
+        consumer_timeout: Duration::from_secs(1_800),
         tls: Tls::default(),
     };
     Connector::new(settings, "conformance")

@@ -10,5 +10,6 @@ pub mod cluster;
 pub mod engine;
 pub mod proxy;
 pub mod rabbit;
+pub mod raw_amqp;
 pub mod sconce;
 pub mod wait;

@@ -26,6 +26,7 @@ pub struct Settings {
     pub dead: String,
     url: String,
     set: Vec<(String, String)>,
+    environment: Vec<(String, String)>,
 }
 
 impl Settings {
@@ -35,12 +36,18 @@ impl Settings {
         let name = format!("pool-{}", COUNT.fetch_add(1, Ordering::Relaxed));
         let queue = |kind: &str| format!("{name}.{kind}");
         let (tasks, replies, dead) = (queue("tasks"), queue("replies"), queue("dead"));
-        Self { name, tasks, replies, dead, url: url.into(), set: Vec::new() }
+        Self { name, tasks, replies, dead, url: url.into(), set: Vec::new(), environment: Vec::new() }
     }
 
     /// Any setting, by its dotted path: `.set("pool[0].batch.max_requests", 4)`. Later ones win.
     pub fn set(mut self, path: &str, value: impl std::fmt::Display) -> Self {
         self.set.push((path.to_owned(), value.to_string()));
+        self
+    }
+
+    /// An environment variable.
+    pub fn environment(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.to_owned(), value.to_owned()));
         self
     }
 
@@ -97,6 +104,7 @@ impl Sconce {
             }
         }
         command.env("SCONCE_LOG", LOGGED);
+        command.envs(settings.environment.iter().cloned());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         die_with_the_test(&mut command);
         let mut child = command.spawn().expect("the sconce binary");

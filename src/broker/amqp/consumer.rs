@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
 use lapin::options::{BasicCancelOptions, BasicConsumeOptions, BasicQosOptions, QueueDeclareOptions};
-use lapin::types::{FieldTable, ShortString};
+use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{Channel, Connection, Error, ErrorKind};
 use tokio::sync::{mpsc, oneshot, watch};
 
@@ -30,6 +30,9 @@ const BRIEF: Duration = Duration::from_millis(300);
 /// How long a session takes one message at a time after one that broke on an unreadable message, so
 /// that this message alone uses up its deliveries, and not those that are received with it.
 const CAREFUL: Duration = Duration::from_secs(60);
+
+/// RabbitMQ's own, which need not be asked for.
+const USUAL_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// What to consume.
 pub enum Subscription {
@@ -297,7 +300,7 @@ async fn open(
     prefetch: u16,
 ) -> Result<(Session, String), Failure> {
     let (connection, broker) = connector.attempt().await?;
-    let session = set_up(connection, subscription, prefetch, connector.name());
+    let session = set_up(connection, subscription, prefetch, connector);
     let limit = connector.settings().connect_timeout;
     let (reason, refused) = match tokio::time::timeout(limit, session).await {
         Ok(Ok((session, queue))) => {
@@ -315,7 +318,7 @@ async fn set_up(
     connection: Connection,
     subscription: &Subscription,
     prefetch: u16,
-    name: &str,
+    connector: &Connector,
 ) -> Result<(Session, String), Error> {
     let channel = connection.create_channel().await?;
     let queue = match subscription {
@@ -335,9 +338,21 @@ async fn set_up(
     };
     // Before consume: RabbitMQ applies it to consumers made after it.
     channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
-    let (none, options) = (FieldTable::default(), BasicConsumeOptions::default());
-    let consumer = channel.basic_consume(short(&queue), short(name), options, none).await?;
+    let (tag, options) = (short(connector.name()), BasicConsumeOptions::default());
+    let arguments = arguments(connector.settings().consumer_timeout);
+    let consumer = channel.basic_consume(short(&queue), tag, options, arguments).await?;
     Ok((Session { connection, channel, consumer }, queue))
+}
+
+/// Asks for a timeout of ours where the user has one in mind: RabbitMQ 4.3 grants it on quorum queues
+/// and prefers it to the queue's own, before it the argument means nothing.
+fn arguments(timeout: Duration) -> FieldTable {
+    let mut arguments = FieldTable::default();
+    if timeout != USUAL_TIMEOUT {
+        let ms = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
+        arguments.insert("x-consumer-timeout".into(), AMQPValue::LongLongInt(ms));
+    }
+    arguments
 }
 
 fn delivery_from(lapin: lapin::message::Delivery, session: u64) -> Delivery {

@@ -15,4 +15,4 @@ pub use client::{Subscription, connect};
 pub use hub::{DeliveryLimit, QueueSpec};
 pub use queue::Stats;
 pub use server::{EmbeddedBroker, LocalConsumer, Taken};
-pub use wire::MAX_MESSAGE;
+pub use wire::{MAX_MESSAGE, reread};

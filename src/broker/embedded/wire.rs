@@ -160,8 +160,28 @@ pub(super) fn append(frame: &Frame, output: &mut BytesMut) {
     output.put_slice(&frame.body);
 }
 
+/// Reads a worker's stream, which comes in `chunks`, as the server does, and writes what was read: for
+/// fuzzing, since nothing else of this module is public.
+///
+/// # Errors
+/// In words, what the server would end the connection for.
+pub fn reread<'a>(chunks: impl IntoIterator<Item = &'a [u8]>) -> Result<Vec<u8>, String> {
+    let (mut input, mut output) = (BytesMut::new(), BytesMut::new());
+    for chunk in chunks {
+        input.extend_from_slice(chunk);
+        while let Some(frame) = FrameCodec.decode(&mut input).map_err(|error| error.to_string())? {
+            let request: Request = frame.head().map_err(|error| error.to_string())?;
+            let frame = Frame::new(&request, frame.body).map_err(|error| error.to_string())?;
+            append(&frame, &mut output);
+        }
+    }
+    Ok(output.to_vec())
+}
+
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn written(head: &impl Serialize, body: &'static [u8]) -> BytesMut {
@@ -220,5 +240,22 @@ mod tests {
         let mut bytes = written(&Response::Cancelled, b"");
         let frame = FrameCodec.decode(&mut bytes).unwrap().unwrap();
         assert!(frame.head::<Request>().is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_alike_however_they_are_cut(
+            garbage in any::<Vec<u8>>(),
+            whole in any::<bool>(),
+            cut in any::<prop::sample::Index>(),
+        ) {
+            let mut stream = written(&Request::Ack { tag: 1 }, b"body").to_vec();
+            if !whole {
+                stream.extend(garbage);
+            }
+            let (left, right) = stream.split_at(cut.index(stream.len()));
+            prop_assert_eq!(reread([left, right]), reread([&stream[..]]));
+            prop_assert!(!whole || reread([left, right]) == Ok(stream.clone()));
+        }
     }
 }

@@ -28,6 +28,7 @@ pub(super) fn broker(mut section: Section<'_>) -> Option<Broker> {
     let connect_timeout = section.read("connect_timeout", duration(WAIT));
     let confirm_timeout = section.read("confirm_timeout", duration(WAIT));
     let give_up_after = section.read("give_up_after", duration(WAIT));
+    let consumer_timeout = section.read("consumer_timeout", duration(WAIT));
     let tls = section.section("tls").and_then(tls);
     section.finish();
     Some(Broker {
@@ -38,6 +39,7 @@ pub(super) fn broker(mut section: Section<'_>) -> Option<Broker> {
         connect_timeout: connect_timeout?,
         confirm_timeout: confirm_timeout?,
         give_up_after: give_up_after?,
+        consumer_timeout: consumer_timeout?,
         tls: tls?,
     })
 }

@@ -60,6 +60,7 @@ mod tests {
             ("broker.connect_timeout", "10", "a duration with its unit"),
             ("broker.confirm_timeout", "0s", "a duration from 1ms"),
             ("broker.give_up_after", "", "a duration with its unit"),
+            ("broker.consumer_timeout", "0s", "a duration from 1ms"),
             ("pool[0].name", "", "a name, not nothing"),
             ("pool[0].model", "", "a name, not nothing"),
             ("pool[0].task_queue", "", "the name of a queue"),

@@ -1,7 +1,7 @@
 //! The names a model answers to. Pure.
 
 use crate::model::LoadSpec;
-use crate::protocol::{TaskError, TaskErrorKind};
+use crate::protocol::{TaskError, TaskErrorKind, shorten};
 
 /// One model's names.
 #[derive(Clone, Debug)]
@@ -37,7 +37,7 @@ impl ServedNames {
             return Ok(());
         }
         let own = &self.own;
-        let message = format!("this pool serves the model {own:?}, not {asked:?}");
+        let message = format!("this pool serves the model {own:?}, not {:?}", shorten(asked, 200));
         Err(TaskError::new(TaskErrorKind::UnknownModel, message).at("model"))
     }
 }

@@ -1,0 +1,39 @@
+//! A line of a batch file. A request's body is the line's own bytes; what is no request is answered
+//! by one readable line; both kinds of output line are recognised as ours.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use sconce::protocol::batch_line::{error_line, is_torn_output, output_custom_id, parse, response_line};
+use sconce_fuzz::LONGEST_ERROR;
+
+fuzz_target!(|data: &[u8]| {
+    match parse(data) {
+        Ok(request) => {
+            let body: serde_json::Value = match serde_json::from_slice(&request.body) {
+                Ok(body) => body,
+                // Nested too deeply for a general decoder: passed on as it is, the model decides.
+                Err(_) => return,
+            };
+            assert!(body.is_object());
+            assert!(data.windows(request.body.len()).any(|part| part == request.body));
+            let line = response_line(&request.custom_id, 200, "req_1", &request.body).expect("JSON");
+            check_output(&line, Some(&request.custom_id));
+            let written: serde_json::Value = serde_json::from_slice(&line).expect("JSON");
+            assert_eq!(written["response"]["body"], body);
+        }
+        Err(invalid) => {
+            assert!(!invalid.problem.is_empty() && invalid.problem.len() <= LONGEST_ERROR, "{}", invalid.problem.len());
+            check_output(&error_line(7, &invalid), invalid.custom_id.as_deref());
+        }
+    }
+    if let Ok(line) = response_line("a", 200, "r", data) {
+        check_output(&line, Some("a"));
+    }
+    let _ = (is_torn_output(data), output_custom_id(data));
+});
+
+fn check_output(line: &[u8], custom_id: Option<&str>) {
+    assert_eq!(line.iter().position(|byte| *byte == b'\n'), Some(line.len() - 1));
+    assert_eq!(output_custom_id(line).expect("ours").as_deref(), custom_id);
+    assert!(is_torn_output(&line[..line.len() / 2]));
+}

@@ -1,0 +1,145 @@
+//! A delivered message, through everything that looks at it before the device: what it is, its
+//! deadline, its dead letter, its reply, the decoders of the echo and of the sentence models.
+#![no_main]
+
+use std::sync::LazyLock;
+use std::time::{Duration, SystemTime};
+
+use libfuzzer_sys::fuzz_target;
+use sconce::model::echo::{ECHO_WITH_FAULTS, Echo, EchoCodec};
+use sconce::model::sentence::{SentenceCodec, SentenceEncoder};
+use sconce::model::{Codec, LoadSpec, Model};
+use sconce::protocol::dead_letter::{Reason, dead_letter, without_foreign_headers};
+use sconce::protocol::embeddings::{EmbeddingRequest, Text};
+use sconce::protocol::reply::reply;
+use sconce::protocol::{
+    Incoming, Message, Receipt, Signature, Task, TaskErrorKind, Value, classify,
+};
+use sconce_fuzz::{check_error, message, written};
+
+const MOST: usize = 4;
+
+static ECHOES: LazyLock<EchoCodec> = LazyLock::new(|| load::<Echo>(ECHO_WITH_FAULTS));
+static SENTENCES: LazyLock<SentenceCodec> = LazyLock::new(|| {
+    load::<SentenceEncoder>(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny-bert-cls"))
+});
+
+fn load<M: Model>(source: &str) -> M::Codec {
+    let spec = LoadSpec { source: source.into(), served_names: vec![], device: "cpu".into(), max_inputs: MOST };
+    M::load(&spec).expect("a model of the tests").1
+}
+
+fuzz_target!(|data: &[u8]| {
+    let message = message(data);
+    let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
+    let task = match classify(message.clone(), now, || "made".into()) {
+        Incoming::Task(task) | Incoming::UnknownControl(task, _) => task,
+        Incoming::Sentinel(_) => return,
+    };
+    check_properties(&task, now);
+    check_dead_letter(&task);
+    check_reply(&task);
+    check_embeddings(&message.body);
+    check_codec(&*ECHOES, &message);
+    check_codec(&*SENTENCES, &message);
+});
+
+fn check_properties(task: &Task, now: SystemTime) {
+    if let Err(error) = task.deadline() {
+        check_error(&error);
+        assert!(["expires", "expiration"].contains(&error.param.as_deref().unwrap_or_default()));
+    }
+    if let Some(kind) = task.content_type() {
+        assert_eq!(kind, kind.to_ascii_lowercase());
+        assert!(!kind.is_empty() && !kind.contains(';'));
+    }
+    assert!(task.queued_ms(now) >= 0);
+    assert_eq!(task.fingerprint().len(), 16);
+    assert_eq!(task.fingerprint(), task.clone().fingerprint());
+}
+
+fn check_dead_letter(task: &Task) {
+    let sent = &task.message.properties;
+    let letter = dead_letter(task, Reason::Undecodable, &"é".repeat(3_000), "worker");
+    assert_eq!(letter.body, task.message.body);
+    let kept = &letter.properties;
+    for (ours, theirs) in [
+        (&kept.content_type, &sent.content_type),
+        (&kept.content_encoding, &sent.content_encoding),
+        (&kept.correlation_id, &sent.correlation_id),
+        (&kept.reply_to, &sent.reply_to),
+        (&kept.message_id, &sent.message_id),
+        (&kept.kind, &sent.kind),
+        (&kept.app_id, &sent.app_id),
+        (&kept.cluster_id, &sent.cluster_id),
+    ] {
+        assert_eq!(ours, theirs);
+    }
+    assert_eq!((kept.delivery_mode, kept.priority), (sent.delivery_mode, sent.priority));
+    assert_eq!(kept.timestamp, sent.timestamp);
+    assert!(kept.expiration.is_none() && kept.user_id.is_none() && !kept.headers.contains_key("CC"));
+    let ours = ["reason", "error", "task_id", "worker", "CC"];
+    let originals = ["original_expiration", "original_user_id", "original_cc"];
+    for (name, value) in &sent.headers {
+        if !ours.contains(&name.as_str()) && !originals.contains(&name.as_str()) {
+            assert_eq!(format!("{:?}", kept.headers[name]), format!("{value:?}"), "{name}");
+        }
+    }
+    let smaller = without_foreign_headers(letter);
+    assert_eq!(smaller.properties.headers.len(), 5);
+    let bytes = written(&smaller.properties);
+    assert_eq!(written(&serde_json::from_slice(&bytes).expect("properties")), bytes);
+}
+
+fn check_reply(task: &Task) {
+    let signature = Signature { worker: "w".into(), device: "cpu".into(), model: "m".into() };
+    let reply = reply(task, Ok(b"{}".to_vec()), &Receipt::default(), &signature, 1);
+    assert_eq!(reply.properties.correlation_id, task.message.properties.correlation_id);
+    assert_eq!(reply.properties.kind.as_deref(), Some("reply"));
+    assert!(reply.properties.headers.len() <= 15);
+    for (name, value) in &reply.properties.headers {
+        assert!(!name.starts_with("x-") && !matches!(value, Value::Array(_) | Value::Table(_)));
+        let echoed = ["traceparent", "tracestate"].contains(&name.as_str());
+        assert!(!echoed || value.as_str().is_some_and(|text| text.len() <= 1_024));
+    }
+}
+
+fn check_embeddings(body: &[u8]) {
+    let whole = serde_json::from_slice::<serde_json::Value>(body);
+    match EmbeddingRequest::parse(body, MOST) {
+        Err(error) => {
+            check_error(&error);
+            // What a general decoder reads is not called undecodable.
+            assert!(whole.is_err() || error.kind != TaskErrorKind::Undecodable, "{error}");
+        }
+        Ok(request) => {
+            assert!((1..=MOST).contains(&request.texts.len()));
+            // Deeply nested keys that we ignore are too deep for it.
+            let Ok(whole) = whole else { return };
+            for (index, text) in request.texts.iter().enumerate() {
+                let path = request.path(index);
+                let written = match path.as_str() {
+                    "input" => &whole["input"],
+                    _ => &whole["input"][index],
+                };
+                match text {
+                    Text::Plain(text) => assert_eq!(written.as_str(), Some(text.as_str()), "{path}"),
+                    Text::Ids(ids) => assert_eq!(written, &serde_json::json!(ids), "{path}"),
+                }
+            }
+        }
+    }
+}
+
+fn check_codec<C: Codec>(codec: &C, message: &Message) {
+    match codec.prepare(message) {
+        Ok(prepared) => {
+            assert!((1..=MOST).contains(&prepared.inputs.len()));
+            assert!(prepared.inputs.iter().all(|input| (1..=512).contains(&input.tokens)));
+        }
+        Err(error) => {
+            check_error(&error);
+            assert_ne!(error.kind, TaskErrorKind::Internal, "a producer's mistake, not ours: {error}");
+        }
+    }
+}
