@@ -72,7 +72,7 @@ impl Cluster {
             queues.iter().all(is_whole)
         };
         until_within(REJOIN, "every member of the queues is online", || {
-            let all = tokio::task::block_in_place(&online);
+            let all = tokio::task::block_in_place(online);
             async move { all.then_some(()) }
         })
         .await;
