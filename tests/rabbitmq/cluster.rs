@@ -67,6 +67,7 @@ async fn survives(first: usize, leader: usize, victim: usize) {
     maker.wait_for_log_times("consuming", WORKERS).await;
     assert_eq!(maker.stop().await, 0);
     assert_eq!(cluster.leader_of(&settings.tasks, leader), leader);
+    cluster.all_members_are_online(leader, &[&settings.tasks, &settings.replies]).await;
     let settings = settings.over(cluster.url_from(first));
     let sconce = Sconce::launch(&settings);
     sconce.wait_for_log_times("consuming", WORKERS).await;
@@ -88,7 +89,7 @@ async fn survives(first: usize, leader: usize, victim: usize) {
     }
     client.ready_becomes(&settings.tasks, 0).await;
     assert_eq!(client.look(&settings.dead).await.map(|(ready, _)| ready), Some(0));
-    cluster.bring_back(victim, &settings.tasks).await;
+    cluster.bring_back(victim, &[&settings.tasks, &settings.replies]).await;
     assert_eq!(sconce.stop().await, 0);
     client.becomes(&settings.tasks, (0, 0)).await;
 }
@@ -120,6 +121,7 @@ async fn a_killed_node_that_comes_back_carries_the_work_when_another_dies() {
     let client = Client::connect(&cluster.nodes[2].url()).await;
     let mut replies = client.inbox(&settings.replies).await;
     let mut answered = BTreeSet::new();
+    cluster.all_members_are_online(0, &[&settings.tasks, &settings.replies]).await;
     // With one node still away, the second death would leave no majority.
     for (round, victim) in [0, 1].into_iter().enumerate() {
         let numbers = round * TASKS..(round + 1) * TASKS;
@@ -127,7 +129,7 @@ async fn a_killed_node_that_comes_back_carries_the_work_when_another_dies() {
         all_answered(&mut replies, &mut answered, round * TASKS + 20).await;
         tokio::task::block_in_place(|| cluster.nodes[victim].kill());
         all_answered(&mut replies, &mut answered, round * TASKS + 60).await;
-        cluster.bring_back(victim, &settings.tasks).await;
+        cluster.bring_back(victim, &[&settings.tasks, &settings.replies]).await;
         all_answered(&mut replies, &mut answered, (round + 1) * TASKS).await;
     }
     client.ready_becomes(&settings.tasks, 0).await;

@@ -70,9 +70,9 @@ async fn four_cpu_workers_compute_on_no_more_threads_than_there_are_cores() {
     let (sconce, client, mut inbox) = serve(&settings).await;
     client.consumers_become(&settings.tasks, workers as u32).await;
     let text = "The quick brown fox jumps over the lazy dog. ".repeat(10);
-    let tasks = (0..40 * workers).map(|_| Task::new(json!({"input": vec![&text; 8]})));
+    let tasks = (0..10 * workers).map(|_| Task::new(json!({"input": vec![&text; 8]})));
     client.publish_all(&settings.tasks, tasks).await;
-    inbox.take(40 * workers).await;
+    inbox.take(10 * workers).await;
     let threads: Vec<_> = sconce.workers().into_iter().flat_map(ticks).collect();
     let most = threads.iter().map(|(ticks, _)| *ticks).max().unwrap_or(0);
     assert!(most > 10, "nothing was computed: {threads:?}");

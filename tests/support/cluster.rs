@@ -54,16 +54,25 @@ impl Cluster {
         self.nodes.iter().filter(|node| !node.runs()).for_each(Rabbit::start);
     }
 
-    /// Starts a killed node again, and waits until its member of the queue is back too.
-    pub async fn bring_back(&self, node: usize, queue: &str) {
+    /// Starts a killed node again, and waits until its members of the queues are back too.
+    pub async fn bring_back(&self, node: usize, queues: &[&str]) {
         tokio::task::block_in_place(|| self.nodes[node].start());
+        self.all_members_are_online(node, queues).await;
+    }
+
+    /// Waits until each queue has a member on every node, as one of them sees it: with fewer, the
+    /// death of a node may leave no majority.
+    pub async fn all_members_are_online(&self, seen_by: usize, queues: &[&str]) {
         let online = || {
-            let listed = self.nodes[node].ctl(&["list_queues", "--no-table-headers", "name", "online"]);
-            let row = listed.lines().find(|line| line.starts_with(&format!("{queue}\t")));
-            row.is_some_and(|row| self.nodes.iter().all(|node| row.contains(node.name())))
+            let listed = self.nodes[seen_by].ctl(&["list_queues", "--no-table-headers", "name", "online"]);
+            let is_whole = |queue: &&str| {
+                let row = listed.lines().find(|line| line.starts_with(&format!("{queue}\t")));
+                row.is_some_and(|row| self.nodes.iter().all(|node| row.contains(node.name())))
+            };
+            queues.iter().all(is_whole)
         };
-        until_within(REJOIN, "every member of the queue is online", || {
-            let all = tokio::task::block_in_place(&online);
+        until_within(REJOIN, "every member of the queues is online", || {
+            let all = tokio::task::block_in_place(online);
             async move { all.then_some(()) }
         })
         .await;

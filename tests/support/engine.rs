@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 const KEEPER: &str = r#"
 while read command; do
   case $command in
-    start) start; echo started ;;
+    start) start "$@"; echo started ;;
     kill) stop; echo killed ;;
   esac
 done
@@ -37,8 +37,9 @@ stop() { docker kill "$CONTAINER" >/dev/null 2>&1 </dev/null; }
 remove() { docker rm -f "$CONTAINER" >/dev/null 2>&1 </dev/null; }
 "#;
 
-const SERVER: &str =
-    r#"unset RABBITMQ_LOGS; PATH=/usr/lib/rabbitmq/bin:$PATH; exec rabbitmq-server >>"$FOLDER/out" 2>&1"#;
+/// Without a limit, Erlang makes room for as many ports as the engine allows: a billion.
+const SERVER: &str = r#"ulimit -n 65536 2>/dev/null
+unset RABBITMQ_LOGS; PATH=/usr/lib/rabbitmq/bin:$PATH; exec rabbitmq-server >>"$FOLDER/out" 2>&1"#;
 /// Without the node's ports, beside which rabbitmqctl would look for one of its own.
 const CTL: &str = r#"unset RABBITMQ_NODE_PORT RABBITMQ_DIST_PORT
 PATH=/usr/lib/rabbitmq/bin:$PATH; exec rabbitmqctl "$@""#;
@@ -114,8 +115,6 @@ fn run(image: &str, place: &Place<'_>) -> Vec<String> {
     words.extend(["--name".to_owned(), place.container.to_owned()]);
     words.extend(["--user".to_owned(), format!("{}:{}", ours.uid(), ours.gid())]);
     words.extend(["--volume".to_owned(), format!("{shared}:{shared}")]);
-    // Without a limit, Erlang makes room for as many ports as the engine allows: a billion.
-    words.extend(["--ulimit".to_owned(), "nofile=65536:65536".to_owned()]);
     words.extend(["--env".to_owned(), format!("FOLDER={}", place.folder.display())]);
     for (name, value) in place.environment {
         words.extend(["--env".to_owned(), format!("{name}={value}")]);

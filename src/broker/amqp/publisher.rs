@@ -6,6 +6,7 @@
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::future::{BoxFuture, join_all};
@@ -31,6 +32,10 @@ const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to";
 /// A message over which the broker has closed the connection so often, when sent alone, is refused.
 /// More than once, because a broker in trouble closes connections too.
 const OFFENCES: u32 = 3;
+
+/// A channel so old whose message is nacked is replaced. RabbitMQ 3.10 nacks all that a channel sends
+/// to a quorum queue, for as long as it lives, when it first did so while the queue had no leader.
+const STUBBORN: Duration = Duration::from_secs(1);
 
 type Answer = Result<Published, BrokerError>;
 
@@ -96,6 +101,8 @@ impl Publisher for AmqpPublisher {
 struct Live {
     connection: Connection,
     channel: Channel,
+    /// When the channel was opened.
+    since: Instant,
     broker: String,
     /// The broker reads nothing from us for now (an alarm). Written by the listener of the
     /// connection's events, read where a wait would otherwise be given up.
@@ -179,8 +186,12 @@ impl Windows {
         let exchange = publish_and_confirm(&live.channel, &window);
         let failure = match unless_stuck(exchange, limit, &blocked).await {
             Some(Ok(answers)) => {
+                let stubborn = answers.contains(&Published::Nacked) && live.since.elapsed() >= STUBBORN;
                 for (request, answer) in window.into_iter().zip(answers) {
                     let _ = request.answer.send(Ok(answer));
+                }
+                if stubborn {
+                    self.reopen().await;
                 }
                 return Ok(Vec::new());
             }
@@ -213,7 +224,7 @@ impl Windows {
         let Some(live) = &mut self.live else { return };
         let opened = confirming_channel(&live.connection);
         match tokio::time::timeout(self.connector.settings().connect_timeout, opened).await {
-            Ok(Ok(channel)) => live.channel = channel,
+            Ok(Ok(channel)) => (live.channel, live.since) = (channel, Instant::now()),
             _ => self.live = None,
         }
     }
@@ -241,7 +252,7 @@ impl Windows {
             Ok(Ok(channel)) => {
                 let blocked = Arc::default();
                 tokio::spawn(watch_alarms(connection.events_listener(), Arc::clone(&blocked)));
-                return Ok(Live { connection, channel, broker, blocked });
+                return Ok(Live { connection, channel, since: Instant::now(), broker, blocked });
             }
             Ok(Err(error)) => words(&error),
             Err(_) => (format!("no channel within {limit:?}"), false),
@@ -284,11 +295,7 @@ async fn watch_alarms(
 }
 
 /// `work`, or nothing when it takes longer than `limit` without the broker having said why.
-async fn unless_stuck<T>(
-    work: impl Future<Output = T>,
-    limit: std::time::Duration,
-    blocked: &AtomicBool,
-) -> Option<T> {
+async fn unless_stuck<T>(work: impl Future<Output = T>, limit: Duration, blocked: &AtomicBool) -> Option<T> {
     let mut work = std::pin::pin!(work);
     loop {
         match tokio::time::timeout(limit, &mut work).await {
