@@ -27,9 +27,9 @@ async fn a_worker_killed_between_confirm_and_ack_leaves_a_second_reply_and_never
     signal(sconce.workers()[0], Signal::SIGKILL);
     proxy.cut();
     let second = replies.next().await;
-    for (reply, attempt) in [(&first, "1"), (&second, "2")] {
+    for reply in [&first, &second] {
         assert_eq!((reply.correlation_id.as_str(), reply.status_code()), ("twice", 200));
-        assert_eq!(reply.header("attempt"), attempt);
+        assert_eq!(reply.header("attempt"), "1", "no attempt has failed");
     }
     client.ready_becomes(&settings.tasks, 0).await;
     assert_eq!(sconce.stop().await, 0);
