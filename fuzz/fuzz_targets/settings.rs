@@ -40,6 +40,10 @@ fuzz_target!(|data: &[u8]| {
     let misplaced = around.as_ref().is_some_and(|(place, _)| place == "other");
     if let Some((place, around)) = around {
         let (before, behind) = around.split_once('@').unwrap_or((&around, ""));
+        // With an address inside, nobody can tell a password from a list of addresses.
+        if around.contains("//") || around.to_ascii_lowercase().contains("embedded:") {
+            return;
+        }
         let address = format!("amqp://me:{before}{SECRET}{behind}@host");
         match place.as_str() {
             "env" => environment.push(("SCONCE_BROKER__URL".into(), address)),
@@ -68,6 +72,10 @@ fuzz_target!(|data: &[u8]| {
 fn check_rendering(loaded: &Loaded) {
     assert!(!loaded.effective.contains(SECRET), "{}", loaded.effective);
     assert!(!format!("{loaded:?}").contains(SECRET));
+    // An address in the place of another setting is masked as well, and does not read back.
+    if loaded.effective.lines().any(|line| line.contains("***") && !line.starts_with("url = ")) {
+        return;
+    }
     let file = FILE.with_extension("again");
     std::fs::write(&file, &loaded.effective).expect("a file in memory");
     let again = load(&[file], Vec::new(), &[]).unwrap_or_else(|error| panic!("{error}\n{}", loaded.effective));

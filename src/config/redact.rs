@@ -8,10 +8,24 @@ const MASK: &str = "***";
 /// within an address everything from the first `:` after `//` to the last `@` is masked.
 pub fn redact_url(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
+    let mut within_password = false;
     for address in split_urls(text) {
-        shown.push_str(&redact_one(address));
+        let (head, rest) = split_head(address);
+        match rest.rfind('@') {
+            // What looked like an address is the end of the password before it.
+            Some(at) if within_password => shown.push_str(&format!("{head}{MASK}{}", &rest[at..])),
+            None if within_password => shown.push_str(&format!("{head}{MASK}")),
+            _ => shown.push_str(&redact_one(address)),
+        }
+        let begins = !head.is_empty() && password_without_host(rest).is_some();
+        within_password = !rest.contains('@') && (within_password || begins);
     }
     shown
+}
+
+/// The scheme with its slashes, if any, and what follows.
+fn split_head(address: &str) -> (&str, &str) {
+    address.split_at(address.find("//").map_or(0, |slashes| slashes + 2))
 }
 
 /// Splits before each `amqp://`, `amqps://` and `embedded:` that follows a separator; separators
@@ -41,8 +55,7 @@ fn starts_with_scheme(text: &str) -> bool {
 }
 
 fn redact_one(address: &str) -> String {
-    let authority = address.find("//").map_or(0, |slashes| slashes + 2);
-    let (head, rest) = address.split_at(authority);
+    let (head, rest) = split_head(address);
     if let Some(at) = rest.rfind('@') {
         return match rest[..at].find(':') {
             Some(colon) => format!("{head}{}{MASK}{}", &rest[..=colon], &rest[at..]),
@@ -50,7 +63,7 @@ fn redact_one(address: &str) -> String {
         };
     }
     match password_without_host(rest) {
-        Some(colon) if authority > 0 => format!("{head}{}{MASK}", &rest[..=colon]),
+        Some(colon) if !head.is_empty() => format!("{head}{}{MASK}", &rest[..=colon]),
         _ => address.to_owned(),
     }
 }
@@ -123,7 +136,9 @@ mod tests {
             ("amqp://me:p@ss@host", "amqp://me:***@host"),
             ("amqp://me:p/s:s@host/v", "amqp://me:***@host/v"),
             ("amqp://me:p,b://s@host", "amqp://me:***@host"),
-            ("amqp://me:p,s,amqp://a:q@h", "amqp://me:***amqp://a:***@h"),
+            ("amqp://me:p,s,amqp://a:q@h", "amqp://me:***amqp://***@h"),
+            ("amqp://me:p,amqps://secret@host", "amqp://me:***amqps://***@host"),
+            ("amqp://me:p,amqps://secret;amqp://it@host", "amqp://me:***amqps://***amqp://***@host"),
             ("amqp://me:secret", "amqp://me:***"),
             ("amqp://me:12secret/v", "amqp://me:***"),
             ("me:secret@host", "me:***@host"),
