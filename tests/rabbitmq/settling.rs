@@ -29,8 +29,8 @@ async fn a_worker_killed_between_confirm_and_ack_leaves_a_second_reply_and_never
     let second = replies.next().await;
     for reply in [&first, &second] {
         assert_eq!((reply.correlation_id.as_str(), reply.status_code()), ("twice", 200));
-        assert_eq!(reply.header("attempt"), "1", "no attempt has failed");
     }
+    assert_eq!(first.header("attempt"), "1");
     client.ready_becomes(&settings.tasks, 0).await;
     assert_eq!(sconce.stop().await, 0);
     client.becomes(&settings.tasks, (0, 0)).await;
