@@ -104,38 +104,25 @@ impl Slot<'_> {
     }
 
     /// Starts a worker and watches it to its end.
-    async fn live(&self, mut accused: Option<Accused>) -> Life {
+    async fn live(&self, accused: Option<Accused>) -> Life {
         let slot = self.assignment.slot.as_str();
-        let born = Instant::now();
-        let mut death = Death { exit: None, was_ready: false, lived: Duration::ZERO, worked: false };
-        let mut found_poison = false;
         let mut known = self.deaths.known();
         let told_of = known.borrow_and_update().clone();
+        let mut life = Sight::new(accused);
         let mut worker = match Worker::spawn(self.program, self.assignment, told_of).await {
             Ok(worker) => worker,
             Err(error) => {
                 tracing::error!(slot, program = %self.program.display(), %error, "cannot spawn a worker");
-                return Life { death, end: None, found_poison, accused };
+                return Life { death: life.death, end: None, found_poison: false, accused: life.accused };
             }
         };
         tracing::info!(slot, pid = worker.pid(), device = self.assignment.device, "worker spawned");
         let mut next = Step::Drain;
-        // By the worker's last word.
-        let mut on_device = Vec::new();
-        let mut log = LogTail::default();
         let status = loop {
             tokio::select! {
                 sign = worker.next() => match sign {
-                    Ok(Sign::Event(line)) => match note(slot, &line) {
-                        Some(Event::Ready { .. }) => {
-                            death.was_ready = true;
-                            found_poison |= accused.take().is_some_and(|it| self.blame(&it.tasks, &it.last));
-                        }
-                        Some(Event::Forward { tasks }) => on_device = tasks,
-                        Some(Event::Stats(stats)) => death.worked |= stats.batches > 0,
-                        _ => {}
-                    },
-                    Ok(Sign::Log(line)) => log.push(&re_emit(slot, &line)),
+                    Ok(Sign::Event(line)) => life.hear(self, note(slot, &line)),
+                    Ok(Sign::Log(line)) => life.log.push(&re_emit(slot, &line)),
                     Ok(Sign::Ended(status)) => break Some(status),
                     Err(error) => {
                         tracing::error!(slot, %error, "lost sight of the worker");
@@ -149,26 +136,7 @@ impl Slot<'_> {
                 () = next.is_due(self.stop) => next = next.take(&mut worker, self.policy.shutdown_grace).await,
             }
         };
-        death.lived = born.elapsed();
-        death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
-        log_death(slot, status, &death);
-        if next != Step::Drain {
-            let end = match death.exit {
-                Some(Exit::StoppedOnRequest) => SlotEnd::StoppedOnRequest,
-                Some(Exit::Done) => SlotEnd::Drained,
-                _ => SlotEnd::Aborted,
-            };
-            return Life { death, end: Some(end), found_poison, accused: None };
-        }
-        let last = log.at_the_end(status);
-        match death.exit {
-            _ if on_device.is_empty() => {}
-            // Another code of ours is a worker's own account of its end, and no task is to blame.
-            None | Some(Exit::Internal) => found_poison |= self.blame(&on_device, &last),
-            Some(Exit::DeviceFailed) => accused = Some(Accused { tasks: on_device, last }),
-            Some(_) => {}
-        }
-        Life { death, end: None, found_poison, accused }
+        life.end(self, status, next != Step::Drain)
     }
 
     /// A worker died of one of these tasks. True: one of them is known as poison now.
@@ -177,6 +145,62 @@ impl Slot<'_> {
         let slot = &self.assignment.slot;
         tracing::warn!(slot, tasks = tasks.len(), ?ids, exit = last.exit, "these tasks were on its device");
         self.deaths.died(tasks, last)
+    }
+}
+
+/// What is seen of one worker.
+struct Sight {
+    born: Instant,
+    death: Death,
+    found_poison: bool,
+    accused: Option<Accused>,
+    /// By its last word.
+    on_device: Vec<TaskName>,
+    log: LogTail,
+}
+
+impl Sight {
+    fn new(accused: Option<Accused>) -> Self {
+        let death = Death { exit: None, was_ready: false, lived: Duration::ZERO, worked: false };
+        let (on_device, log) = (Vec::new(), LogTail::default());
+        Self { born: Instant::now(), death, found_poison: false, accused, on_device, log }
+    }
+
+    fn hear(&mut self, slot: &Slot<'_>, event: Option<Event>) {
+        match event {
+            Some(Event::Ready { .. }) => {
+                self.death.was_ready = true;
+                // The device is well: whatever was on it when it failed is to blame.
+                let blamed = self.accused.take().is_some_and(|it| slot.blame(&it.tasks, &it.last));
+                self.found_poison |= blamed;
+            }
+            Some(Event::Forward { tasks }) => self.on_device = tasks,
+            Some(Event::Stats(stats)) => self.death.worked |= stats.batches > 0,
+            _ => {}
+        }
+    }
+
+    /// The worker has ended; `asked`: the launcher told it to.
+    fn end(mut self, slot: &Slot<'_>, status: Option<ExitStatus>, asked: bool) -> Life {
+        self.death.lived = self.born.elapsed();
+        self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
+        log_death(&slot.assignment.slot, status, &self.death);
+        let end = asked.then_some(match self.death.exit {
+            Some(Exit::StoppedOnRequest) => SlotEnd::StoppedOnRequest,
+            Some(Exit::Done) => SlotEnd::Drained,
+            _ => SlotEnd::Aborted,
+        });
+        let tasks = self.on_device;
+        if !asked && !tasks.is_empty() {
+            let last = self.log.at_the_end(status);
+            match self.death.exit {
+                None | Some(Exit::Internal) => self.found_poison |= slot.blame(&tasks, &last),
+                Some(Exit::DeviceFailed) => self.accused = Some(Accused { tasks, last }),
+                // A worker's own account of its end, and no task is to blame.
+                Some(_) => {}
+            }
+        }
+        Life { death: self.death, end, found_poison: self.found_poison, accused: self.accused }
     }
 }
 
