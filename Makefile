@@ -4,7 +4,6 @@
 CARGO = cargo
 MODEL = models/all-MiniLM-L6-v2
 # Of `make soak`.
-SECONDS = 3600
 SEED = 20261121
 RATE = 40
 
@@ -29,6 +28,7 @@ test: ## install what tests need (RabbitMQ), then lint and test everything
 	$(MAKE) lint
 	$(CARGO) test --locked
 
+soak: SECONDS = 3600
 soak: ## an hour of faults, every task and reply counted: make soak SECONDS=600 SEED=7 RATE=40
 	scripts/setup-tests
 	SOAK_SECONDS=$(SECONDS) SOAK_SEED=$(SEED) SOAK_RATE=$(RATE) \
@@ -43,7 +43,8 @@ lint: ## formatting, clippy, documentation; warnings are errors
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
 
 SECONDS = 60
-fuzz: ## fuzz every decoder, SECONDS=60 each; no nightly compiler needed
+fuzz: SECONDS = 60
+fuzz: ## fuzz every decoder for a minute each, or SECONDS=600; no nightly compiler needed
 	scripts/fuzz $(SECONDS)
 
 fmt: ## format the sources
