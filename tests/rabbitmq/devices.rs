@@ -1,13 +1,14 @@
 //! Devices that break, and those that are too small: no task is answered for it.
 
 use std::fs;
+use std::path::Path;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::messages::{busy_with, serve};
+use super::messages::{busy_with, minilm, serve};
 use crate::support::client::Task;
 use crate::support::rabbit::Rabbit;
-use crate::support::sconce::Settings;
+use crate::support::sconce::{Sconce, Settings};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broken_device_is_found_by_a_known_input_answers_nobody_and_takes_work_again_once_it_is_well() {
@@ -49,4 +50,35 @@ async fn after_running_out_of_memory_batches_keep_the_size_that_fits() {
     }
     assert_eq!(sconce.logged("smaller batches from now on"), 1, "{}", sconce.log());
     assert_eq!(sconce.stop().await, 0);
+}
+
+/// A copy of the real model in `folder`, with no numbers in one of its tensors.
+fn copy_without_numbers(folder: &Path) {
+    fs::create_dir(folder.join("1_Pooling")).expect("a folder");
+    for file in ["config.json", "modules.json", "tokenizer.json", "1_Pooling/config.json"] {
+        fs::copy(minilm().join(file), folder.join(file)).expect("a copy");
+    }
+    let mut weights = fs::read(minilm().join("model.safetensors")).expect("the weights");
+    let (length, rest) = weights.split_at(8);
+    let length = u64::from_le_bytes(length.try_into().expect("8 bytes")) as usize;
+    let header: Value = serde_json::from_slice(&rest[..length]).expect("a header");
+    let tensor = &header["embeddings.LayerNorm.weight"]["data_offsets"];
+    let place = |index: usize| 8 + length + tensor[index].as_u64().expect("an offset") as usize;
+    for number in weights[place(0)..place(1)].chunks_exact_mut(4) {
+        number.copy_from_slice(&f32::NAN.to_le_bytes());
+    }
+    fs::write(folder.join("model.safetensors"), weights).expect("a file");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn weights_that_give_no_numbers_are_found_before_any_task_is_taken() {
+    let folder = tempfile::tempdir().expect("a folder");
+    copy_without_numbers(folder.path());
+    let settings = Settings::echo(Rabbit::shared().url())
+        .set("pool[0].model", folder.path().display())
+        .set("launcher.max_quick_failures", 1);
+    let mut sconce = Sconce::launch(&settings);
+    assert_eq!(sconce.exit_code().await, 83);
+    assert!(sconce.log().contains("a known input fails: the model gave NaN"), "{}", sconce.log());
+    assert_eq!(sconce.logged("consuming"), 0);
 }
