@@ -231,6 +231,12 @@ fn forward(fingerprints: &[&str]) -> String {
     format!("echo '{}'", json!({"event": "forward", "tasks": tasks}))
 }
 
+/// A shell command that says that a task is alone; none: it is through.
+fn alone(fingerprint: Option<&str>) -> String {
+    let task = fingerprint.map(|it| json!({"id": format!("id {it}"), "fingerprint": it}));
+    format!("echo '{}'", json!({"event": "alone", "task": task}))
+}
+
 /// What a `start` line says of deaths: of each task, how many, and whether it is poison.
 fn deaths(start: &str) -> Vec<(String, u64, bool)> {
     let start: Value = serde_json::from_str(start).unwrap();
@@ -245,9 +251,10 @@ fn deaths(start: &str) -> Vec<(String, u64, bool)> {
 async fn a_task_that_is_alone_on_the_device_at_three_deaths_is_told_to_every_worker_as_poison() {
     let script = format!(
         "{READY}\n[ $slot = 1 ] && {{ while read -r line; do trace \"$line\"; done; exit 80; }}\n\
-         [ $life = 4 ] && exit 80\n{}; {}; {}\necho 'last words of life '$life >&2; kill -6 $$",
-        forward(&["innocent"]),
-        forward(&[]),
+         [ $life = 4 ] && exit 80\n{}; {}; {}; {}\necho 'last words of life '$life >&2; kill -6 $$",
+        alone(Some("innocent")),
+        alone(None),
+        alone(Some("culprit")),
         forward(&["culprit"]),
     );
     let stage = Stage::new(2, &script);
@@ -268,8 +275,10 @@ async fn a_task_that_is_alone_on_the_device_at_three_deaths_is_told_to_every_wor
 }
 
 #[tokio::test]
-async fn those_who_were_in_a_batch_with_others_are_counted_but_are_no_poison() {
-    let script = format!("{READY}\n[ $life = 4 ] && exit 80\n{}; kill -11 $$", forward(&["a", "b"]));
+async fn those_who_were_with_others_are_counted_but_are_no_poison() {
+    // One in quarantine while the batch before it is still on the device.
+    let script =
+        format!("{READY}\n[ $life = 4 ] && exit 80\n{}; {}; kill -11 $$", forward(&["a"]), alone(Some("b")));
     let stage = Stage::new(1, &script);
     assert_eq!(stage.run().await, Exit::Done);
     let told = deaths(&stage.lines("start-0")[3]);
@@ -278,7 +287,7 @@ async fn those_who_were_in_a_batch_with_others_are_counted_but_are_no_poison() {
 
 #[tokio::test]
 async fn a_device_fault_is_the_tasks_once_the_next_worker_has_found_the_device_well() {
-    let script = format!("{READY}\n{}; exit 83", forward(&["culprit"]));
+    let script = format!("{READY}\n{}; exit 83", alone(Some("culprit")));
     let stage = Stage::new(1, &script);
     assert_eq!(stage.run().await, Exit::DeviceFailed);
     let told: Vec<_> = stage.lines("start-0").iter().map(|start| deaths(start)).collect();
@@ -305,7 +314,7 @@ async fn a_worker_that_says_why_it_ends_puts_the_blame_on_no_task() {
 #[tokio::test]
 async fn where_every_task_seems_to_be_poison_the_slot_is_given_up() {
     let task = "{\"id\":\"x\",\"fingerprint\":\"'$(((life - 1) / 3))'\"}";
-    let event = format!("{{\"event\":\"forward\",\"tasks\":[{task}]}}");
+    let event = format!("{{\"event\":\"alone\",\"task\":{task}}}");
     let script = format!("{READY}\necho '{event}'; kill -11 $$");
     let mut stage = Stage::new(1, &script);
     (stage.policy.restart_delay, stage.policy.restart_delay_max) =

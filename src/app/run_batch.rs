@@ -109,7 +109,8 @@ fn conclude(run: &Run, exit: Exit, point: ResumePoint, arguments: &RunBatch) -> 
     let (now, total) = (done - point.done, point.total);
     writeln!(says, "{now} of {total} lines answered now, {} before; {errors} with an error", point.done)?;
     if done == total {
-        return Ok(if exit == Exit::SlotGivenUp { Exit::Done } else { exit });
+        // However its workers ended.
+        return Ok(Exit::Done);
     }
     writeln!(says, "stopped at line {done} of {total}; the same command goes on from there")?;
     Ok(if exit == Exit::Done { Exit::Aborted } else { exit })

@@ -18,6 +18,10 @@ use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
 use crate::worker::{Control, Ended, KnownDeaths, Reporter, WorkerError};
 
+/// Of the thread that takes messages. See `launcher::child` for the others.
+const STACK: usize = 64 << 20;
+/// How long the last control line may take.
+const FAREWELL: Duration = Duration::from_secs(1);
 /// How long a worker whose launcher is gone may take to drain.
 const ORPHANED: Duration = Duration::from_secs(3);
 
@@ -39,7 +43,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
     let control = Control { reporter: reporter.clone(), deaths: deaths.clone() };
-    let ended = runtime.block_on(async {
+    let work = async {
         listen(stop.clone(), patience)?;
         if patience == Patience::Drain {
             follow_commands(stop.clone(), deaths)?;
@@ -49,9 +53,19 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             Ok(_) => stop.cause().unwrap_or_default(),
             Err(error) => error.to_string(),
         };
-        reporter.send(&Event::Stopped { cause }).await;
-        reporter.flush().await;
+        // Nobody may be reading any more.
+        let farewell = async {
+            reporter.send(&Event::Stopped { cause }).await;
+            reporter.flush().await;
+        };
+        let _ = tokio::time::timeout(FAREWELL, farewell).await;
         anyhow::Ok(ended)
+    };
+    // Not on the main thread, whose stack is the shell's to limit: messages may nest deeply.
+    let ended = thread::scope(|scope| {
+        let worker = thread::Builder::new().name("worker".into()).stack_size(STACK);
+        let worker = worker.spawn_scoped(scope, || runtime.block_on(work))?;
+        worker.join().unwrap_or_else(|_| bail!("the worker panicked"))
     })?;
     // Whatever still runs (a forward pass after an abort) ends with the process.
     runtime.shutdown_background();

@@ -53,9 +53,9 @@ impl<T> Batcher<T> {
         Self { policy, waiting: VecDeque::new(), tokens: 0 }
     }
 
-    /// From now on, batches of at most so many tokens; never more than before.
+    /// From now on, batches of at most so many tokens.
     pub fn limit_tokens(&mut self, most: usize) {
-        self.policy.max_tokens = self.policy.max_tokens.min(most);
+        self.policy.max_tokens = most;
     }
 
     /// Inputs that wait.
@@ -125,11 +125,10 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_holds_for_what_waits_already_and_is_never_raised() {
+    fn a_limit_holds_for_what_waits_already() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
         (0..6).for_each(|input| batcher.push(input, 10, now));
         batcher.limit_tokens(20);
-        batcher.limit_tokens(40);
         let sizes: Vec<_> = std::iter::from_fn(|| batcher.take(now, Device::Idle, false)).collect();
         assert!(sizes.len() == 3 && sizes.iter().all(|batch| batch.tokens == 20), "{sizes:?}");
     }

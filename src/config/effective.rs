@@ -46,7 +46,8 @@ impl Page<'_> {
         let origin = self.origins.get(&path).map_or(BUILT_IN, String::as_str);
         let value = value.as_ref();
         // An address in the place of something else, by mistake, is one all the same.
-        let is_address = ["amqp://", "amqps://"].iter().any(|scheme| value.contains(scheme));
+        let lower = value.to_ascii_lowercase();
+        let is_address = ["amqp://", "amqps://"].iter().any(|scheme| lower.contains(scheme));
         let value = if is_address { redact_url(value) } else { value.to_owned() };
         let line = format!("{key} = {value}");
         self.lines.push((line, origin));

@@ -51,7 +51,8 @@ pub struct Broker {
     pub urls: Vec<Secret>,
     /// Make queues that are missing.
     pub declare: bool,
-    /// Deliveries after which the broker itself dead-letters a task of a queue we declare.
+    /// Deliveries after which a task is dead-lettered: by its worker, and for queues that we declare
+    /// by the broker, should no worker come to it.
     pub delivery_limit: u32,
     /// AMQP heartbeat; the broker may ask for less.
     pub heartbeat: Duration,
@@ -174,7 +175,7 @@ pub struct Launcher {
     pub restart_delay: Duration,
     /// Ceiling of that delay, which doubles with each quick failure.
     pub restart_delay_max: Duration,
-    /// A worker that fails sooner than this after its start, or before it was ready, failed quickly.
+    /// A worker that fails sooner than this after it was ready, or before, failed quickly.
     pub quick_failure: Duration,
     /// Quick failures in a row after which a slot is given up.
     pub max_quick_failures: u32,

@@ -20,6 +20,8 @@ use crate::protocol::control::{self, MAX_LINE, encode};
 /// Lines of at most [`MAX_LINE`] bytes; longer ones are skipped.
 type Lines<R> = FramedRead<R, AnyDelimiterCodec>;
 
+/// How long a worker may take to read a command.
+const HEARING: Duration = Duration::from_secs(10);
 /// How long what an ended worker wrote is read, should others hold its pipes open.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
@@ -88,11 +90,22 @@ impl Worker {
         self.child.id()
     }
 
-    /// Sends a command. A worker that no longer reads is about to end, which `next` will show.
+    /// Sends a command. A worker whose pipe has ended is about to end too, which `next` will show; one
+    /// that does not read is killed.
     pub(super) async fn tell(&mut self, command: &control::Command) {
-        if let Some(stdin) = &mut self.stdin {
-            let _ = stdin.write_all(&encode(command)).await;
+        let Some(stdin) = &mut self.stdin else { return };
+        let line = encode(command);
+        let write = async {
+            let _ = stdin.write_all(&line).await;
             let _ = stdin.flush().await;
+        };
+        if tokio::time::timeout(HEARING, write).await.is_err() {
+            tracing::error!(
+                pid = self.pid(),
+                seconds = HEARING.as_secs(),
+                "the worker does not read; killing it"
+            );
+            self.kill();
         }
     }
 

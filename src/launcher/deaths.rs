@@ -1,6 +1,6 @@
-//! Which tasks were on a device when their worker died. Calls a task poison when it was alone there
-//! at so many deaths that chance, or somebody's SIGKILL, is no longer likely. Owns the counts of one
-//! launcher, which end with it; tells every slot, whose workers come to know by their control lines.
+//! Which tasks were on a device when their worker died. Calls a task poison when the worker had no
+//! other at so many deaths that chance, or somebody's SIGKILL, is no longer likely. Owns the counts of
+//! one launcher, which end with it; tells every slot, whose workers come to know by control lines.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
@@ -16,7 +16,7 @@ const POISON: usize = 200;
 
 /// See the module. Shared by all slots.
 pub(super) struct Register {
-    /// Deaths with the task alone on the device that make it poison.
+    /// Deaths with the task alone that make it poison.
     limit: u32,
     /// Oldest death first. Written here, held for a pass over it.
     tasks: Mutex<VecDeque<Entry>>,
@@ -36,18 +36,18 @@ impl Register {
         Self { limit, tasks: Mutex::default(), known: watch::Sender::new(Vec::new()) }
     }
 
-    /// A worker died with these tasks on its device. True: that makes one of them poison.
-    pub(super) fn died(&self, on_device: &[TaskName], last: &LastWords) -> bool {
+    /// A worker died with these tasks, or with one `alone`. True: that makes it poison.
+    pub(super) fn died(&self, with: &[TaskName], alone: bool, last: &LastWords) -> bool {
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
         let mut convicted = false;
-        for name in on_device {
+        for name in with {
             let known = tasks.iter().position(|entry| entry.deaths.task == name.fingerprint);
             let mut entry = known.and_then(|at| tasks.remove(at)).unwrap_or_else(|| Entry {
                 deaths: Deaths { task: name.fingerprint.clone(), count: 0, poison: None },
                 alone: 0,
             });
             entry.deaths.count += 1;
-            entry.alone += u32::from(on_device.len() == 1);
+            entry.alone += u32::from(alone);
             if entry.alone >= self.limit {
                 convicted |= entry.deaths.poison.replace(last.clone()).is_none();
             }
@@ -57,6 +57,12 @@ impl Register {
         forget(&mut tasks, REMEMBERED - POISON, |entry| entry.deaths.poison.is_none());
         self.known.send_replace(tasks.iter().map(|entry| entry.deaths.clone()).collect());
         convicted
+    }
+
+    /// A task was alone, and its worker lives: whatever they died of, it was not this.
+    pub(super) fn survived(&self, task: &TaskName) {
+        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        tasks.retain(|entry| entry.deaths.task != task.fingerprint || entry.deaths.poison.is_some());
     }
 
     /// What is known, now and from now on.
@@ -92,7 +98,7 @@ mod tests {
     fn a_task_is_poison_at_its_third_death_alone_and_its_batch_mates_never() {
         let register = Register::new(3);
         let known = register.known();
-        let died = |tasks: &[&str], exit: &str| register.died(&names(tasks), &last(exit));
+        let died = |tasks: &[&str], exit: &str| register.died(&names(tasks), tasks.len() == 1, &last(exit));
         assert!(!died(&["a", "b", "c"], "0") && !died(&["a"], "1") && !died(&["b"], "1"));
         assert!(!died(&["a"], "2") && died(&["a"], "3"));
         let known = known.borrow();
@@ -103,13 +109,24 @@ mod tests {
     }
 
     #[test]
+    fn a_task_that_a_worker_survives_begins_anew() {
+        let register = Register::new(2);
+        let task = &names(&["a"])[..];
+        assert!(!register.died(task, true, &last("1")));
+        register.survived(&task[0]);
+        assert!(!register.died(task, true, &last("2")) && register.died(task, true, &last("3")));
+        register.survived(&task[0]);
+        assert!(register.known().borrow()[0].poison.is_some(), "not what is answered as poison");
+    }
+
+    #[test]
     fn what_is_remembered_is_bounded_and_poison_is_not_crowded_out() {
         let register = Register::new(1);
-        register.died(&names(&["poison"]), &last("x"));
+        register.died(&names(&["poison"]), true, &last("x"));
         let many: Vec<String> = (0..2 * REMEMBERED).map(|n| n.to_string()).collect();
-        register.died(&names(&many.iter().map(String::as_str).collect::<Vec<_>>()), &last("x"));
+        register.died(&names(&many.iter().map(String::as_str).collect::<Vec<_>>()), false, &last("x"));
         for n in 0..POISON - 1 {
-            register.died(&names(&[&format!("p{n}")]), &last("x"));
+            register.died(&names(&[&format!("p{n}")]), true, &last("x"));
         }
         let known = register.known();
         assert!(known.borrow().len() <= REMEMBERED);

@@ -23,7 +23,9 @@ impl LogTail {
         if self.0.len() >= LINES {
             self.0.pop_front();
         }
-        self.0.push_back(shorten(line, LINE));
+        // Each would be six bytes in a control line.
+        let plain: String = line.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
+        self.0.push_back(shorten(&plain, LINE));
     }
 
     /// These, and how the process ended.

@@ -13,7 +13,7 @@ pub struct Death {
     pub exit: Option<Exit>,
     /// It had said `ready`.
     pub was_ready: bool,
-    /// How long it lived.
+    /// How long it lived after it was ready.
     pub lived: Duration,
     /// It had done some work.
     pub worked: bool,

@@ -53,10 +53,12 @@ struct Life {
     accused: Option<Accused>,
 }
 
-/// The tasks that were on a device when it failed. They are blamed once the next worker has found
-/// the device well; otherwise the device was to blame.
+/// The tasks that a worker had when it died. After a fault of its device they are blamed once the
+/// next worker has found the device well; otherwise the device was to blame.
 struct Accused {
     tasks: Vec<TaskName>,
+    /// There was but one, and no other on any way.
+    alone: bool,
     last: LastWords,
 }
 
@@ -140,39 +142,53 @@ impl Slot<'_> {
     }
 
     /// A worker died of one of these tasks. True: one of them is known as poison now.
-    fn blame(&self, tasks: &[TaskName], last: &LastWords) -> bool {
+    fn blame(&self, Accused { tasks, alone, last }: &Accused) -> bool {
         let ids: Vec<&str> = tasks.iter().take(SHOWN).map(|task| task.id.as_str()).collect();
         let slot = &self.assignment.slot;
-        tracing::warn!(slot, tasks = tasks.len(), ?ids, exit = last.exit, "these tasks were on its device");
-        self.deaths.died(tasks, last)
+        tracing::warn!(
+            slot,
+            tasks = tasks.len(),
+            alone,
+            ?ids,
+            exit = last.exit,
+            "at its end it had these tasks"
+        );
+        self.deaths.died(tasks, *alone, last)
     }
 }
 
 /// What is seen of one worker.
 struct Sight {
-    born: Instant,
+    ready: Option<Instant>,
     death: Death,
     found_poison: bool,
     accused: Option<Accused>,
-    /// By its last word.
+    /// In the forward pass, by its last word.
     on_device: Vec<TaskName>,
+    /// In quarantine.
+    alone: Option<TaskName>,
     log: LogTail,
 }
 
 impl Sight {
     fn new(accused: Option<Accused>) -> Self {
         let death = Death { exit: None, was_ready: false, lived: Duration::ZERO, worked: false };
-        let (on_device, log) = (Vec::new(), LogTail::default());
-        Self { born: Instant::now(), death, found_poison: false, accused, on_device, log }
+        let (on_device, alone, log) = (Vec::new(), None, LogTail::default());
+        Self { ready: None, death, found_poison: false, accused, on_device, alone, log }
     }
 
     fn hear(&mut self, slot: &Slot<'_>, event: Option<Event>) {
         match event {
             Some(Event::Ready { .. }) => {
                 self.death.was_ready = true;
+                self.ready = Some(Instant::now());
                 // The device is well: whatever was on it when it failed is to blame.
-                let blamed = self.accused.take().is_some_and(|it| slot.blame(&it.tasks, &it.last));
-                self.found_poison |= blamed;
+                self.found_poison |= self.accused.take().is_some_and(|it| slot.blame(&it));
+            }
+            Some(Event::Alone { task }) => {
+                if let Some(survivor) = std::mem::replace(&mut self.alone, task) {
+                    slot.deaths.survived(&survivor);
+                }
             }
             Some(Event::Forward { tasks }) => self.on_device = tasks,
             Some(Event::Stats(stats)) => self.death.worked |= stats.batches > 0,
@@ -182,7 +198,7 @@ impl Sight {
 
     /// The worker has ended; `asked`: the launcher told it to.
     fn end(mut self, slot: &Slot<'_>, status: Option<ExitStatus>, asked: bool) -> Life {
-        self.death.lived = self.born.elapsed();
+        self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
         self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
         log_death(&slot.assignment.slot, status, &self.death);
         let end = asked.then_some(match self.death.exit {
@@ -190,12 +206,14 @@ impl Sight {
             Some(Exit::Done) => SlotEnd::Drained,
             _ => SlotEnd::Aborted,
         });
-        let tasks = self.on_device;
+        let mut tasks = self.on_device;
+        let others = tasks.iter().any(|task| self.alone.as_ref() != Some(task));
+        tasks.extend(self.alone.take().filter(|task| !tasks.contains(task)));
         if !asked && !tasks.is_empty() {
-            let last = self.log.at_the_end(status);
+            let accused = Accused { tasks, alone: !others, last: self.log.at_the_end(status) };
             match self.death.exit {
-                None | Some(Exit::Internal) => self.found_poison |= slot.blame(&tasks, &last),
-                Some(Exit::DeviceFailed) => self.accused = Some(Accused { tasks, last }),
+                None | Some(Exit::Internal) => self.found_poison |= slot.blame(&accused),
+                Some(Exit::DeviceFailed) => self.accused = Some(accused),
                 // A worker's own account of its end, and no task is to blame.
                 Some(_) => {}
             }
@@ -254,6 +272,9 @@ fn note(slot: &str, line: &str) -> Option<Event> {
     let event = decode::<Event>(line);
     match &event {
         Ok(Event::Ready { device, load_ms }) => tracing::info!(slot, device, load_ms, "worker ready"),
+        Ok(Event::Alone { task }) => {
+            tracing::debug!(slot, task = task.as_ref().map(|task| &task.id), "working on one task alone");
+        }
         Ok(Event::Forward { tasks }) => tracing::trace!(slot, tasks = tasks.len(), "forward pass"),
         Ok(Event::Loading) => tracing::debug!(slot, "worker loading"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),

@@ -6,7 +6,7 @@
 //!
 //! With the setting `echo?faults`, and only then, the field `fail` makes the forward pass go wrong:
 //! `error` ([`ForwardError::Failed`]), `once` (the same, at a task's first attempt), `oom`, `device`,
-//! `panic`, or `exit` (the process aborts); the
+//! `panic`, or `exit` (the process aborts; `prepare`: already when it is prepared); the
 //! integer `fits` makes a pass run out of memory that has more inputs than so many. With
 //! `echo?faults=/a/file` the device is broken, and every pass fails, while that file exists. A
 //! production pool served by `echo` ignores these fields, so that no message can stop its workers.
@@ -70,6 +70,8 @@ pub enum Fault {
     Oom,
     /// The process aborts.
     Exit,
+    /// The process aborts while it prepares the task.
+    Prepare,
 }
 
 /// What the response needs of its request.
@@ -125,7 +127,7 @@ impl Model for Echo {
             Some(Fault::Device) => Err(ForwardError::Device(said)),
             Some(Fault::Oom) => Err(ForwardError::OutOfMemory(said)),
             Some(Fault::Panic) => panic!("{said}"),
-            Some(Fault::Exit) => std::process::abort(),
+            Some(Fault::Exit | Fault::Prepare) => std::process::abort(),
         }
     }
 }
@@ -155,6 +157,9 @@ impl Codec for EchoCodec {
         let fault = body.fail.filter(|_| self.faults).map(|fail| fault(&fail)).transpose()?;
         let is_first = !message.properties.headers.contains_key(ATTEMPT);
         let fault = fault.filter(|fault| *fault != Fault::Once || is_first);
+        if fault == Some(Fault::Prepare) {
+            std::process::abort();
+        }
         let input = body.input.unwrap_or(whole);
         let items = if input.get().starts_with('[') { items(&input)? } else { None };
         let listed = items.is_some();
@@ -200,7 +205,7 @@ fn items(list: &RawValue) -> Result<Option<Vec<Box<RawValue>>>, TaskError> {
 
 fn fault(raw: &RawValue) -> Result<Fault, TaskError> {
     serde_json::from_str(raw.get()).map_err(|_| {
-        let kinds = "\"error\", \"once\", \"panic\", \"device\", \"oom\" or \"exit\"";
+        let kinds = "\"error\", \"once\", \"panic\", \"device\", \"oom\", \"exit\" or \"prepare\"";
         TaskError::bad_input("fail", format!("fail must be {kinds}, got {}", shorten(raw.get(), 80)))
     })
 }

@@ -4,6 +4,8 @@
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::error::Category;
 
+use super::{Task, shorten};
+
 /// Longest line that is read, in bytes. The longest written is `start`, with the settings.
 pub const MAX_LINE: usize = 1 << 20;
 
@@ -37,14 +39,20 @@ pub enum Command {
 pub enum Event {
     /// The model is being loaded.
     Loading,
-    /// The model is loaded and the worker consumes.
+    /// The model is loaded and has computed a known input; the worker goes on to consume.
     Ready {
         /// The device that was really opened: `cpu`, or a UUID.
         device: String,
         /// From process start, in milliseconds.
         load_ms: u64,
     },
-    /// A forward pass begins. If the process dies, it is known of what.
+    /// A task that was delivered before is prepared, computed and answered now, and no other begins
+    /// meanwhile. If the process dies, it is known of what.
+    Alone {
+        /// The task; none: it is through.
+        task: Option<TaskName>,
+    },
+    /// A forward pass begins. If the process dies, it is known with what.
     Forward {
         /// The tasks on the device; none: it has fallen idle.
         tasks: Vec<TaskName>,
@@ -72,6 +80,14 @@ pub struct TaskName {
     pub fingerprint: String,
 }
 
+impl TaskName {
+    /// The name of `task`, its id short enough for a log line and without control characters.
+    pub fn of(task: &Task) -> Self {
+        let id = task.id.chars().map(|it| if it.is_control() { ' ' } else { it }).collect::<String>();
+        Self { id: shorten(&id, 80), fingerprint: task.fingerprint() }
+    }
+}
+
 /// The deaths of workers that had a task on their device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Deaths {
@@ -79,7 +95,7 @@ pub struct Deaths {
     pub task: String,
     /// How many workers died with it.
     pub count: u32,
-    /// How the last one died, once so many died while it was alone there that it is not tried again.
+    /// How the last one died, once so many died while it was alone that it is not tried again.
     pub poison: Option<LastWords>,
 }
 
@@ -188,7 +204,7 @@ mod tests {
             (start.to_owned(), "(64 bytes): it ends too early at column 64"),
             (format!("{start} hunter2"), "not JSON"),
             (r#"{"command":"hunter2"}"#.to_owned(), "unknown"),
-            (r#"{"command":"poison","tasks":"hunter2"}"#.to_owned(), "of another type"),
+            (r#"{"command":"deaths","tasks":"hunter2"}"#.to_owned(), "of another type"),
             (format!("{{\"x\":{}", "[".repeat(1 << 20)), "127 deep"),
         ] {
             let error = decode::<Command>(&line).unwrap_err();

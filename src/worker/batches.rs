@@ -10,11 +10,15 @@ use tokio::sync::mpsc;
 
 use super::WorkerError;
 use super::engine::{Done, Item};
+use super::quarantine::Quarantine;
 use super::report::Counters;
 use super::suspects::Suspects;
 use crate::batching::{Batch, Batcher, Device};
 use crate::model::Codec;
 use crate::protocol::{TaskError, TaskErrorKind};
+
+/// Batches of a reduced size until a larger one is tried.
+const TRIED: u32 = 256;
 
 /// Inputs of one task, ready for a batch.
 pub(super) struct Submission<C: Codec> {
@@ -27,8 +31,12 @@ pub(super) struct Submission<C: Codec> {
 /// See the module.
 pub(super) struct BatchFormer<C: Codec> {
     pub(super) batcher: Batcher<Item<C>>,
+    /// What limits the batches' size, beside the policy.
+    pub(super) sizing: Sizing,
     /// Tasks that go alone; see there. They go first: most came first.
     pub(super) suspects: Suspects<C>,
+    /// While it is occupied, no other batch begins.
+    pub(super) quarantine: Arc<Quarantine>,
     /// Written by task futures, read here. Bound: the prefetch, as each task submits once.
     pub(super) submissions: mpsc::Receiver<Submission<C>>,
     pub(super) batches: mpsc::Sender<Batch<Item<C>>>,
@@ -62,7 +70,10 @@ impl<C: Codec> BatchFormer<C> {
                     Some(Done::Computed { inputs, tokens, took, too_large }) => {
                         under_way -= 1;
                         self.counters.batch(inputs, tokens, took);
-                        self.learn_size(too_large);
+                        if let Some(most) = self.sizing.learn(too_large) {
+                            self.batcher.limit_tokens(most);
+                            self.suspects.limit_tokens(most);
+                        }
                     }
                     Some(Done::Unwanted) => under_way -= 1,
                     fault => {
@@ -74,18 +85,10 @@ impl<C: Codec> BatchFormer<C> {
                         return;
                     }
                 },
+                () = self.quarantine.left() => {}
                 () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now).into()), if due.is_some() => {}
             }
         }
-    }
-
-    /// After a batch that found no memory: from now on, of the size that its halves had.
-    fn learn_size(&mut self, too_large: Option<usize>) {
-        let Some(tokens) = too_large else { return };
-        let most = (tokens / 2).max(1);
-        tracing::warn!(tokens, max_tokens = most, "out of device memory; smaller batches from now on");
-        self.batcher.limit_tokens(most);
-        self.suspects.limit_tokens(most);
     }
 
     fn accept(&mut self, submission: Submission<C>, now: Instant) {
@@ -110,6 +113,9 @@ impl<C: Codec> BatchFormer<C> {
                 return usize::from(self.batches.send(batch).await.is_ok());
             }
         }
+        if self.quarantine.is_occupied() {
+            return 0;
+        }
         let mut handed = 0;
         while under_way + handed < 2 {
             let device = if under_way + handed == 0 { Device::Idle } else { Device::Busy };
@@ -122,6 +128,38 @@ impl<C: Codec> BatchFormer<C> {
             handed += 1;
         }
         handed
+    }
+}
+
+/// What the device's memory takes, as batches show it: half of what did not fit, and twice as much
+/// again after every [`TRIED`] batches that did, since others may use the device too.
+pub(super) struct Sizing {
+    /// The policy's.
+    most: usize,
+    now: usize,
+    fitted: u32,
+}
+
+impl Sizing {
+    pub(super) fn new(most: usize) -> Self {
+        Self { most, now: most, fitted: 0 }
+    }
+
+    /// After a batch, of which so many tokens found no memory: the new limit, if there is one.
+    fn learn(&mut self, too_large: Option<usize>) -> Option<usize> {
+        let before = self.now;
+        if let Some(tokens) = too_large {
+            (self.now, self.fitted) = ((tokens / 2).clamp(1, before), 0);
+            let max_tokens = self.now;
+            tracing::warn!(tokens, max_tokens, "out of device memory; smaller batches from now on");
+        } else if self.now < self.most {
+            self.fitted += 1;
+            if self.fitted >= TRIED {
+                (self.now, self.fitted) = (self.most.min(2 * before), 0);
+                tracing::info!(max_tokens = self.now, "trying larger batches again");
+            }
+        }
+        (self.now != before).then_some(self.now)
     }
 }
 
@@ -148,4 +186,24 @@ fn is_wanted<C: Codec>(item: &Item<C>, now: SystemTime) -> bool {
 /// The error of a task that nobody waits for any more.
 pub(super) fn expiry() -> TaskError {
     TaskError::new(TaskErrorKind::Expired, "the task's deadline passed before it was computed")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_size_that_fits_is_remembered_and_a_larger_one_tried_now_and_then() {
+        let mut sizing = Sizing::new(100);
+        assert_eq!(
+            (sizing.learn(None), sizing.learn(Some(80)), sizing.learn(Some(4))),
+            (None, Some(40), Some(2))
+        );
+        let mut limits = Vec::new();
+        for _ in 0..6 * TRIED {
+            limits.extend(sizing.learn(None));
+        }
+        assert_eq!(limits, [4, 8, 16, 32, 64, 100]);
+        assert_eq!((sizing.learn(Some(1)), sizing.learn(Some(1))), (Some(1), None), "one input is the least");
+    }
 }

@@ -5,14 +5,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 
 use super::WorkerError;
 use super::budget::Watched;
-use super::deaths::KnownDeaths;
 use super::life::Shared;
 use super::settle::Accepted;
 use super::ticket::Ticket;
@@ -22,6 +21,9 @@ use crate::protocol::control::TaskName;
 use crate::protocol::task::sentinel_is_expired;
 use crate::protocol::{Incoming, Message, classify};
 use crate::shutdown::{Phase, Stop};
+
+/// How long replies may still take once the device is gone.
+const SETTLING: Duration = Duration::from_secs(1);
 
 /// How a worker ended in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +47,6 @@ pub(super) struct Intake<'a, C: Codec> {
     shared: Arc<Shared<C>>,
     consumer: &'a mut dyn Consumer,
     stop: Stop,
-    deaths: KnownDeaths,
     /// Accepted and not yet settled, by delivery.
     living: BTreeMap<Receipt, Living<C>>,
     lives: JoinSet<(Receipt, Result<(), WorkerError>)>,
@@ -61,14 +62,12 @@ impl<'a, C: Codec> Intake<'a, C> {
         shared: Arc<Shared<C>>,
         consumer: &'a mut dyn Consumer,
         stop: Stop,
-        deaths: KnownDeaths,
         budget: Watched,
     ) -> Self {
         Self {
             shared,
             consumer,
             stop,
-            deaths,
             living: BTreeMap::new(),
             lives: JoinSet::new(),
             sentinel: None,
@@ -102,6 +101,7 @@ impl<'a, C: Codec> Intake<'a, C> {
                 },
                 Some(ended) = self.lives.join_next() => self.bury(ended)?,
                 error = fault.recv() => {
+                    self.finish_settling().await;
                     let ended = || WorkerError::Internal("the batch former has ended".into());
                     return Err(error.unwrap_or_else(ended));
                 }
@@ -141,11 +141,9 @@ impl<'a, C: Codec> Intake<'a, C> {
         }
     }
 
-    fn begin(&mut self, mut accepted: Accepted) {
+    fn begin(&mut self, accepted: Accepted) {
         let receipt = accepted.delivery;
-        let name = TaskName { id: accepted.task.id.clone(), fingerprint: accepted.task.fingerprint() };
-        accepted.deaths = self.deaths.of(&name.fingerprint);
-        let ticket = Arc::new(Ticket::new(name, accepted.deadline));
+        let ticket = Arc::new(Ticket::new(TaskName::of(&accepted.task), accepted.deadline));
         let (shared, own) = (self.shared.clone(), ticket.clone());
         let abort = self.lives.spawn(async move { (receipt, shared.live(accepted, own).await) });
         self.living.insert(receipt, Living { ticket: Some(ticket), abort });
@@ -190,6 +188,19 @@ impl<'a, C: Codec> Intake<'a, C> {
             self.budget.note(|budget, _| budget.release(receipt));
             self.requeue(receipt).await;
         }
+    }
+
+    /// The device is gone. What was computed before is answered and acked; what waits for the device
+    /// waits in vain, and comes again.
+    async fn finish_settling(&mut self) {
+        self.phase = Phase::Returning;
+        for life in self.living.values() {
+            if life.ticket.as_ref().is_some_and(|ticket| ticket.withdraw()) {
+                life.abort.abort();
+            }
+        }
+        let settled = async { while self.lives.join_next().await.is_some() {} };
+        let _ = tokio::time::timeout(SETTLING, settled).await;
     }
 
     async fn requeue(&mut self, receipt: Receipt) {

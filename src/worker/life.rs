@@ -9,9 +9,11 @@ use tokio::sync::mpsc;
 
 use super::WorkerError;
 use super::batches::{Submission, expiry};
+use super::deaths::KnownDeaths;
 use super::engine::Item;
 use super::lane::Lane;
 use super::outcome::Outcome;
+use super::quarantine::Quarantine;
 use super::settle::{Accepted, Settlement};
 use super::ticket::Ticket;
 use crate::model::{Codec, Prepared};
@@ -28,6 +30,8 @@ pub(super) struct Shared<C: Codec> {
     /// See the batch former.
     pub(super) preparing: Arc<AtomicUsize>,
     pub(super) settlement: Settlement,
+    pub(super) quarantine: Arc<Quarantine>,
+    pub(super) deaths: KnownDeaths,
     pub(super) max_body: u64,
     /// Deliveries of a task, where the broker counts them. The broker's own limit is one more, and
     /// only the backstop: it tells the producer nothing.
@@ -57,13 +61,16 @@ impl<C: Codec> Shared<C> {
     /// As [`Settlement::settle`].
     pub(super) async fn live(
         &self,
-        accepted: Accepted,
+        mut accepted: Accepted,
         ticket: Arc<Ticket<C::Output>>,
     ) -> Result<(), WorkerError> {
         let mut receipt =
             Receipt { queue_ms: accepted.task.queued_ms(SystemTime::now()), ..Receipt::default() };
         // Whoever publishes the same task anew wants it tried anew.
         let again = accepted.redeliveries > 0;
+        let alone = if again { Some(self.quarantine.enter(ticket.name.clone()).await) } else { None };
+        // Not before its turn: others may have died of it meanwhile.
+        accepted.deaths = self.deaths.of(&ticket.name.fingerprint);
         let is_poison = accepted.deaths.as_ref().is_some_and(|deaths| deaths.poison.is_some());
         let outcome = if again && is_poison {
             Outcome::Poison
@@ -75,6 +82,7 @@ impl<C: Codec> Shared<C> {
                 Err(error) => Outcome::Failed(error),
             }
         };
+        drop(alone);
         if ticket.commit() { self.settlement.settle(&accepted, outcome, &receipt).await } else { Ok(()) }
     }
 
@@ -98,8 +106,9 @@ impl<C: Codec> Shared<C> {
         self.check(task, ticket.deadline)?;
         let began = Instant::now();
         let (codec, message) = (self.codec.clone(), task.message.clone());
-        let Prepared { request, inputs } =
-            self.prepare.run(move || codec.prepare(&message)).await.map_err(internal)??;
+        let preparation = move || codec.prepare(&message);
+        let prepared = self.beside_others(suspect, self.prepare.run(preparation)).await;
+        let Prepared { request, inputs } = prepared.map_err(internal)??;
         receipt.prepare_ms = ms(began);
         if inputs.is_empty() {
             return Err(internal("the model made no input of this task".into()));
@@ -123,7 +132,14 @@ impl<C: Codec> Shared<C> {
         receipt.batch_size = computed.last.size as i64;
         receipt.batch_tokens = computed.last.tokens as i64;
         let (codec, outputs) = (self.codec.clone(), computed.outputs?);
-        self.respond.run(move || codec.respond(request, outputs)).await.map_err(internal)?
+        let response = move || codec.respond(request, outputs);
+        self.beside_others(suspect, self.respond.run(response)).await.map_err(internal)?
+    }
+
+    /// Does something of a task on a lane: while no other is in quarantine, if it is not there itself.
+    async fn beside_others<T>(&self, suspect: bool, work: impl Future<Output = T>) -> T {
+        let _out = if suspect { None } else { Some(self.quarantine.keep_out().await) };
+        work.await
     }
 
     /// What can be said of a task without reading its body.

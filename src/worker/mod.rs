@@ -7,7 +7,8 @@
 //! | `life` | the steps of one task |
 //! | `ticket` | whether a task is answered or handed back |
 //! | `batches` | when the device gets its next batch (by the rules in `batching`) |
-//! | `suspects` | which tasks are computed alone, because one may have killed a worker |
+//! | `quarantine` | which task is worked on alone, because it may have killed a worker |
+//! | `suspects` | that it is alone on the device too |
 //! | `deaths` | which tasks workers died of, as the launcher knows it |
 //! | `engine` | the model thread |
 //! | `forward` | what a failed batch means: a bad input, or a bad device |
@@ -26,6 +27,7 @@ mod intake;
 mod lane;
 mod life;
 mod outcome;
+mod quarantine;
 mod report;
 mod settle;
 mod suspects;
@@ -130,7 +132,8 @@ pub async fn run<M: Model>(
     };
     let mut link = open(assignment).await?;
     let counters = Arc::new(report::Counters::default());
-    let (shared, former, mut fault) = assemble(assignment, engine, loaded, &link, counters.clone())?;
+    let (shared, former, mut fault) =
+        assemble(assignment, engine, loaded, &link, (counters.clone(), control))?;
     let budget = budget::Watched::new(assignment.prefetch(), assignment.broker.delivery_timeout());
     let helpers = [
         tokio::spawn(former.run()),
@@ -140,7 +143,7 @@ pub async fn run<M: Model>(
     ];
     let since = Instant::now();
     let (shared, consumer) = (Arc::new(shared), &mut *link.consumer);
-    let intake = intake::Intake::new(shared, consumer, stop, control.deaths.clone(), budget);
+    let intake = intake::Intake::new(shared, consumer, stop, budget);
     let ended = intake.run(&mut fault).await;
     for helper in helpers {
         helper.abort();
@@ -194,7 +197,7 @@ fn assemble<C: Codec>(
     engine: Engine<C>,
     loaded: Loaded<C>,
     link: &Link,
-    counters: Arc<report::Counters>,
+    (counters, control): (Arc<report::Counters>, &Control),
 ) -> Result<Assembled<C>, WorkerError> {
     let pool = &assignment.pool;
     let preparing = Arc::new(AtomicUsize::new(0));
@@ -206,8 +209,11 @@ fn assemble<C: Codec>(
         max_requests: pool.batch.max_requests.min(assignment.prefetch().into()),
         max_delay: pool.batch.max_delay,
     };
+    let quarantine = Arc::new(quarantine::Quarantine::new(control.reporter.clone()));
     let former = batches::BatchFormer {
         batcher: Batcher::new(policy),
+        sizing: batches::Sizing::new(policy.max_tokens),
+        quarantine: quarantine.clone(),
         suspects: suspects::Suspects::new(policy),
         submissions,
         batches: engine.batches,
@@ -238,6 +244,8 @@ fn assemble<C: Codec>(
         submit,
         preparing,
         settlement,
+        quarantine,
+        deaths: control.deaths.clone(),
         max_body: pool.max_body,
         max_deliveries: assignment.broker.delivery_limit.into(),
     };

@@ -84,7 +84,7 @@ fn try_again(error: TaskError, tries: Tries<'_>) -> Disposition {
     let Tries { retry, attempt, .. } = tries;
     if attempt >= retry.max_attempts {
         let words = format!("{} (attempt {attempt} of {})", error.message, retry.max_attempts);
-        return Disposition::DeadLetter(Reason::Attempts, TaskError { message: words, ..error });
+        return Disposition::DeadLetter(Reason::Attempts, TaskError::new(error.kind, words));
     }
     let backoff = retry.backoff();
     let delay = Delay { after: backoff.delay(attempt, tries.jitter), ceiling: backoff.ceiling(attempt) };

@@ -126,7 +126,7 @@ impl Settlement {
             Sent::Refused(words) => words,
         };
         tracing::warn!(task.id = task.id, queue = self.task_queue, error = words, "cannot try again");
-        let error = TaskError { message: format!("{error}; {words}"), ..error.clone() };
+        let error = TaskError::new(error.kind, format!("{error}; {words}"));
         self.dead_letter(accepted, Reason::Attempts, &error, receipt).await
     }
 

@@ -98,7 +98,8 @@ impl<O> Ticket<O> {
 
     /// Nobody waits for this task's outputs.
     pub(super) fn is_over(&self) -> bool {
-        self.stage.load(Ordering::Acquire) == WITHDRAWN || self.lock().done.is_none()
+        self.stage.load(Ordering::Acquire) == WITHDRAWN
+            || self.lock().done.as_ref().is_none_or(oneshot::Sender::is_closed)
     }
 
     /// One input went through a forward pass.

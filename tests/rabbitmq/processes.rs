@@ -179,21 +179,22 @@ async fn a_broken_device_does_not_drain_the_queue_into_errors() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_task_that_kills_its_workers_is_dead_lettered_and_its_neighbours_are_answered() {
-    for devices in ["[\"cpu\"]", "[\"cpu\", \"cpu\", \"cpu\"]"] {
+    let (one, three) = ("[\"cpu\"]", "[\"cpu\", \"cpu\", \"cpu\"]");
+    for (kind, devices) in [("exit", one), ("exit", three), ("prepare", one), ("prepare", three)] {
         let settings = settings().set("pool[0].devices", devices);
         let (sconce, client, mut inbox) = serve(&settings).await;
-        among_seven(&sconce, &client, &settings, fault("exit")).await;
+        among_seven(&sconce, &client, &settings, fault(kind)).await;
         let mut codes = std::collections::BTreeMap::new();
         while codes.len() < 9 {
             let reply = inbox.next().await;
             codes.insert(reply.correlation_id.clone(), reply.status_code());
         }
-        assert_eq!(codes.remove("exit"), Some(500));
+        assert_eq!(codes.remove(kind), Some(500));
         assert!(codes.values().all(|code| *code == 200), "{codes:?}");
         let letter = client.get(&settings.dead).await;
-        assert_eq!((letter.header("reason").as_str(), letter.correlation_id.as_str()), ("poison", "exit"));
-        assert_eq!(letter.body, json!({"input": "bad", "fail": "exit"}));
-        assert!(!letter.header("error").is_empty() && letter.header("task_id") == "exit");
+        assert_eq!((letter.header("reason").as_str(), letter.correlation_id.as_str()), ("poison", kind));
+        assert_eq!(letter.body, json!({"input": "bad", "fail": kind}));
+        assert!(!letter.header("error").is_empty() && letter.header("task_id") == kind);
         assert_eq!(letter.header("exit"), "signal: 6 (SIGABRT)");
         assert!(
             letter.headers["deaths"].as_i64() >= Some(3) && letter.header("last_log").contains("consuming")

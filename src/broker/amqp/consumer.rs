@@ -356,9 +356,11 @@ fn arguments(timeout: Duration) -> FieldTable {
 }
 
 fn delivery_from(lapin: lapin::message::Delivery, session: u64) -> Delivery {
-    let properties = properties_from(&lapin.properties);
-    let counted = properties.headers.get("x-delivery-count").and_then(|count| count.as_i64());
-    let delivery_count = counted.map_or(u64::from(lapin.redelivered), |count| count.max(0) as u64);
+    let mut properties = properties_from(&lapin.properties);
+    // The broker's count of this message, or of another that somebody published with all its headers.
+    let counted = properties.headers.remove("x-delivery-count").and_then(|count| count.as_i64());
+    let counted = counted.map_or(1, |count| count.max(1) as u64);
+    let delivery_count = if lapin.redelivered { counted } else { 0 };
     Delivery {
         message: Message { properties, body: lapin.data.into() },
         receipt: Receipt { session, tag: lapin.delivery_tag },

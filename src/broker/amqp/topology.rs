@@ -35,13 +35,13 @@ impl Topology {
     /// Makes what is missing.
     pub(super) async fn declare(&self, connection: &Connection) -> Result<(), Error> {
         if !exists(connection, &self.dead_letter_queue).await? {
-            make(connection, &self.dead_letter_queue, quorum()).await?;
+            make(connection, &self.dead_letter_queue, patient()).await?;
         }
         if let Some(queue) = &self.reply_queue
             && !exists(connection, queue).await?
         {
             // Not classic: that lives on one node of a cluster, and with it all replies would be unroutable.
-            make(connection, queue, quorum()).await?;
+            make(connection, queue, patient()).await?;
         }
         if !exists(connection, &self.task_queue).await? {
             let mut arguments = quorum();
@@ -53,6 +53,8 @@ impl Topology {
         for ceiling in &self.retry_ceilings {
             let queue = retry_queue(&self.task_queue, *ceiling);
             if !exists(connection, &queue).await? {
+                // The bindings first: who waited there may die of the limit later.
+                self.backstop(connection).await?;
                 make(connection, &queue, self.way_back()).await?;
             }
         }
@@ -103,6 +105,14 @@ fn text(text: &str) -> AMQPValue {
 fn quorum() -> FieldTable {
     let mut arguments = FieldTable::default();
     arguments.insert("x-queue-type".into(), text("quorum"));
+    arguments
+}
+
+/// A quorum queue whose messages may be looked at and handed back. RabbitMQ 4 would drop them after 20
+/// times.
+fn patient() -> FieldTable {
+    let mut arguments = quorum();
+    arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(1_000_000));
     arguments
 }
 

@@ -30,8 +30,8 @@ const PREFACE: usize = 8;
 #[serde(tag = "do", rename_all = "snake_case")]
 pub(super) enum Request {
     /// Put the body into a queue; answered by the same `id`.
-    /// After the delay, if there is one; it is answered at once, and a message that waits is lost with
-    /// the launcher, as its queues are.
+    /// With a delay, the message is there after it, and the answer comes at once; one that waits is
+    /// lost with the launcher, as its queues are.
     Publish { id: u64, queue: String, properties: Box<Properties>, delay: Option<Duration> },
     /// Deliver from a queue. At most one consumer a connection.
     Consume { queue: String, prefetch: NonZeroU16 },

@@ -104,7 +104,8 @@ mod tests {
             ("broker.declare", "false"),
             ("broker.heartbeat", "1s"),
             ("pool[0].reply_queue", ""),
-            ("pool[0].task_queue", &"q".repeat(255)),
+            ("pool[0].reply_queue", &"q".repeat(255)),
+            ("pool[0].task_queue", &"q".repeat(236)),
             ("pool[0].devices", "cpu,cpu"),
             ("pool[0].devices", "cuda:0"),
             ("pool[0].prefetch", "2000"),
@@ -117,7 +118,7 @@ mod tests {
         }
         let long = "ü".repeat(128);
         let said = complaints(&[("pool[0].task_queue", &long)]);
-        assert!(said[0].contains("at most 255 bytes"), "{}", said[0]);
+        assert!(said[0].contains("at most 236 bytes"), "{}", said[0]);
     }
 
     #[test]

@@ -27,6 +27,8 @@ const BATCH_DELAY: RangeInclusive<Duration> = Duration::ZERO..=Duration::from_se
 const ATTEMPTS: RangeInclusive<u64> = 1..=100;
 /// AMQP carries a name's length in one byte.
 const LONGEST_QUEUE_NAME: usize = 255;
+/// What is put behind a task queue's name: `.retry.2592000000ms`.
+const LONGEST_SUFFIX: usize = 19;
 
 /// Reads all pools.
 pub(super) fn pools(root: &mut Section<'_>) -> Option<Vec<Pool>> {
@@ -156,7 +158,7 @@ struct Queues {
 }
 
 fn queues(section: &mut Section<'_>) -> Queues {
-    let task = section.read("task_queue", queue);
+    let task = section.read("task_queue", |value| short_queue(value, LONGEST_QUEUE_NAME - LONGEST_SUFFIX));
     let reply = section.read("reply_queue", |value| match optional_name(value)? {
         Some(_) => queue(value).map(Some),
         None => Ok(None),
@@ -179,9 +181,13 @@ fn queues(section: &mut Section<'_>) -> Queues {
 }
 
 fn queue(value: &Value) -> Result<String, Expected> {
+    short_queue(value, LONGEST_QUEUE_NAME)
+}
+
+fn short_queue(value: &Value, longest: usize) -> Result<String, Expected> {
     let queue = name(value).map_err(|_| "the name of a queue".to_owned())?;
-    if queue.len() > LONGEST_QUEUE_NAME {
-        return Err(format!("a queue name of at most {LONGEST_QUEUE_NAME} bytes"));
+    if queue.len() > longest {
+        return Err(format!("a queue name of at most {longest} bytes"));
     }
     if queue.starts_with("amq.") {
         return Err("a queue name that does not start with `amq.`, the broker's own".to_owned());
