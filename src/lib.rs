@@ -30,6 +30,9 @@
 //!
 //! - **task**: a decoded request. **delivery**: a message we owe an ack. **reply**: its answer.
 //! - **input**: one row of a batch; a task has one or more. **batch**: inputs of one forward pass.
+//! - **attempt**: one try at a task, counted in the task itself; **delivery count**: how often the broker
+//!   delivered it, which says less. **poison**: a task that kills the workers that work on it alone.
+//!   **quarantine**: working on one task alone, because it came before.
 //! - **sentinel**: a message that stops one worker, behind the work before it.
 //! - **intake**: taking deliveries; **settle**: publish, confirm, ack; **drain**: finishing what is
 //!   on the device and handing the rest back; **abort**: not waiting.

@@ -56,7 +56,8 @@ impl<C: Codec> BatchFormer<C> {
         let mut submitting = true;
         while submitting || under_way > 0 || !self.batcher.is_empty() || self.suspects.any() {
             under_way += self.hand_over(under_way, submitting).await;
-            let due = if under_way == 0 { self.batcher.due() } else { None };
+            let waits = under_way > 0 || self.quarantine.is_occupied();
+            let due = if waits { None } else { self.batcher.due() };
             let mut submitted = Vec::new();
             tokio::select! {
                 taken = self.submissions.recv_many(&mut submitted, 64), if submitting => {
