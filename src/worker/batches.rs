@@ -82,6 +82,7 @@ impl<C: Codec> BatchFormer<C> {
                             Some(Done::Fault(words)) => words,
                             _ => "the model thread ended".to_owned(),
                         };
+                        self.quarantine.close();
                         let _ = self.fault.send(WorkerError::Device(words)).await;
                         return;
                     }

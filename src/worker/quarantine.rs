@@ -16,6 +16,8 @@ pub(super) struct Quarantine {
     door: RwLock<()>,
     /// Read by the batch former, which then gives the device no batch of others.
     occupied: AtomicBool,
+    /// The worker ends. Written by the batch former at a device fault, read by who leaves.
+    closed: AtomicBool,
     /// Told when it is empty again, heard by the batch former.
     left: Notify,
     reporter: Reporter,
@@ -29,8 +31,8 @@ pub(super) struct Alone<'a> {
 
 impl Quarantine {
     pub(super) fn new(reporter: Reporter) -> Self {
-        let (occupied, left) = (AtomicBool::new(false), Notify::new());
-        Self { door: RwLock::new(()), occupied, left, reporter }
+        let (occupied, closed) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { door: RwLock::new(()), occupied, closed, left: Notify::new(), reporter }
     }
 
     /// Until it is dropped, no task is in quarantine.
@@ -54,6 +56,11 @@ impl Quarantine {
         self.occupied.load(Ordering::Acquire)
     }
 
+    /// The device is gone: who is in quarantine now is not through, though its future is dropped.
+    pub(super) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+
     /// Returns when one has left.
     pub(super) async fn left(&self) {
         self.left.notified().await;
@@ -62,7 +69,9 @@ impl Quarantine {
 
 impl Drop for Alone<'_> {
     fn drop(&mut self) {
-        self.quarantine.reporter.mention(&Event::Alone { task: None });
+        if !self.quarantine.closed.load(Ordering::Acquire) {
+            self.quarantine.reporter.mention(&Event::Alone { task: None });
+        }
         self.quarantine.occupied.store(false, Ordering::Release);
         self.quarantine.left.notify_one();
     }

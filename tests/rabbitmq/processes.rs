@@ -159,6 +159,20 @@ async fn a_device_fault_ends_the_worker_and_loses_or_dead_letters_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_task_that_breaks_a_device_which_is_well_without_it_is_dead_lettered() {
+    let settings = settings();
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    client.publish(&settings.tasks, fault("device")).await;
+    let reply = inbox.next().await;
+    assert_eq!((reply.correlation_id.as_str(), reply.status_code()), ("device", 500));
+    let letter = client.get(&settings.dead).await;
+    assert_eq!(letter.header("reason"), "poison");
+    assert_eq!(letter.header("exit"), "exit status: 83 (the device failed)");
+    assert_eq!(sconce.stop().await, 0);
+    client.becomes(&settings.tasks, (0, 0)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_broken_device_does_not_drain_the_queue_into_errors() {
     let settings = settings().set("launcher.max_quick_failures", 2);
     let mut sconce = Sconce::launched(&settings).await;
