@@ -5,7 +5,7 @@
 use candle_core::{Device, Result, Tensor};
 
 use super::config::{Family, NetworkConfig};
-use super::kernels::{Activation, NormParams, add_norm, attention, bias_activation};
+use super::kernels::{FeedForward, NormParams, Published, SelfAttention, add_norm};
 use super::weights::{WORDS, Weights};
 use crate::model::LoadError;
 
@@ -19,21 +19,13 @@ pub struct Encoder {
     positions: Tensor,
     norm: NormParams,
     layers: Vec<Layer>,
-    heads: usize,
     padding: Option<u32>,
-    activation: Activation,
 }
 
-/// One block; matrices are `[in, out]`.
+/// One block.
 struct Layer {
-    qkv: Tensor,
-    qkv_bias: Tensor,
-    out: Tensor,
-    out_norm: NormParams,
-    up: Tensor,
-    up_bias: Tensor,
-    down: Tensor,
-    down_norm: NormParams,
+    attention: SelfAttention,
+    feed_forward: FeedForward,
 }
 
 /// The names of a block's parts.
@@ -75,11 +67,10 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// A linear layer's matrix, turned to `[from, to]`, and its bias.
+    /// A linear layer's matrix `[to, from]` and its bias.
     fn linear(&self, name: &str, from: usize, to: usize) -> Loaded<(Tensor, Tensor)> {
         let name = format!("{}.{name}", self.prefix);
         let matrix = self.weights.get(&format!("{name}.weight"), &[to, from])?;
-        let matrix = self.weights.checked(&name, matrix.t().and_then(|m| m.contiguous()))?;
         Ok((matrix, self.weights.get(&format!("{name}.bias"), &[to])?))
     }
 
@@ -89,24 +80,19 @@ impl Reader<'_> {
     }
 
     fn layer(&self, names: &Names) -> Loaded<Layer> {
-        let NetworkConfig { hidden, inner, .. } = *self.config;
-        let [q, k, v] = names.qkv;
-        let (q, q_bias) = self.linear(q, hidden, hidden)?;
-        let (k, k_bias) = self.linear(k, hidden, hidden)?;
-        let (v, v_bias) = self.linear(v, hidden, hidden)?;
+        let NetworkConfig { hidden, inner, heads, activation, .. } = *self.config;
+        let part = |index: usize| self.linear(names.qkv[index], hidden, hidden);
+        let qkv = [part(0)?, part(1)?, part(2)?];
         let (out, out_bias) = self.linear(names.out, hidden, hidden)?;
         let (up, up_bias) = self.linear(names.up, hidden, inner)?;
         let (down, down_bias) = self.linear(names.down, inner, hidden)?;
-        let join = |parts: &[Tensor], dim| self.weights.checked("qkv", Tensor::cat(parts, dim));
+        let out_norm = self.norm(names.out_norm, &out_bias)?;
+        let down_norm = self.norm(names.down_norm, &down_bias)?;
+        let attention = SelfAttention::new(Published { qkv, out, heads }, out_norm);
+        let feed_forward = FeedForward::new((&up, up_bias), &down, down_norm, activation);
         Ok(Layer {
-            qkv: self.weights.checked("qkv", join(&[q, k, v], 1)?.contiguous())?,
-            qkv_bias: join(&[q_bias, k_bias, v_bias], 0)?,
-            out,
-            out_norm: self.norm(names.out_norm, &out_bias)?,
-            up,
-            up_bias,
-            down,
-            down_norm: self.norm(names.down_norm, &down_bias)?,
+            attention: self.weights.checked(names.out, attention)?,
+            feed_forward: self.weights.checked(names.up, feed_forward)?,
         })
     }
 }
@@ -142,9 +128,7 @@ impl Encoder {
             positions,
             norm: norm(weights, config, "embeddings.LayerNorm", &no_bias)?,
             layers: (0..config.layers).map(layer).collect::<Loaded<_>>()?,
-            heads: config.heads,
             padding: config.padding,
-            activation: config.activation,
         })
     }
 
@@ -161,7 +145,8 @@ impl Encoder {
         let words = self.words.index_select(&Tensor::from_vec(ids, tokens, device)?, 0)?;
         let mut x = add_norm(words, &self.positions.index_select(&places, 0)?, &self.norm)?;
         for layer in &self.layers {
-            x = layer.forward(&x, lengths, self.heads, self.activation)?;
+            x = layer.attention.forward(x, lengths)?;
+            x = layer.feed_forward.forward(x)?;
         }
         Ok(x)
     }
@@ -186,15 +171,6 @@ fn places(ids: &[u32], lengths: &[usize], padding: Option<u32>) -> Vec<u32> {
         }
     }
     places
-}
-
-impl Layer {
-    fn forward(&self, x: &Tensor, lengths: &[usize], heads: usize, activation: Activation) -> Result<Tensor> {
-        let seen = attention(&x.matmul(&self.qkv)?, &self.qkv_bias, heads, lengths)?;
-        let x = add_norm(seen.matmul(&self.out)?, x, &self.out_norm)?;
-        let inner = bias_activation(x.matmul(&self.up)?, &self.up_bias, activation)?;
-        add_norm(inner.matmul(&self.down)?, &x, &self.down_norm)
-    }
 }
 
 #[cfg(test)]

@@ -1,15 +1,19 @@
 //! x ← LayerNorm(x + bias + residual), row by row, in place.
 
-use candle_core::{CpuStorage, D, InplaceOp3, Layout, Result, Tensor};
+use candle_core::{CpuStorage, D, DType, InplaceOp2, Layout, Result, Tensor};
 use pulp::{Arch, Simd, WithSimd};
 
-use super::{by_rows, values, values_mut};
+use super::product::by_blocks;
+use super::{rows_of, values};
 
 /// The constants of one residual step: the bias of the linear layer before it, and the norm's.
 #[derive(Debug)]
 pub struct NormParams {
     /// `[3, width]`: bias, the norm's weight, the norm's bias.
     rows: Tensor,
+    /// The same on the host.
+    host: Vec<f32>,
+    /// Added to the variance.
     eps: f32,
 }
 
@@ -19,36 +23,42 @@ impl NormParams {
     /// # Errors
     /// When their shapes differ.
     pub fn new(bias: &Tensor, weight: &Tensor, shift: &Tensor, eps: f32) -> Result<Self> {
-        Ok(Self { rows: Tensor::stack(&[bias, weight, shift], 0)?, eps })
+        // Half precision has not the digits for a variance.
+        let rows = Tensor::stack(&[bias, weight, shift], 0)?.to_dtype(DType::F32)?;
+        let host = rows.flatten_all()?.to_vec1()?;
+        Ok(Self { rows, host, eps })
+    }
+
+    /// Adds to the bias, on the host alone.
+    pub(super) fn raise_bias(&mut self, by: &[f32]) {
+        self.host.iter_mut().zip(by).for_each(|(bias, by)| *bias += by);
     }
 }
 
-/// LayerNorm(x + bias + residual) of `x` and `residual` `[rows, width]`, f32; takes over `x`'s
-/// memory.
+/// LayerNorm(x + bias + residual) of `x` and `residual` `[rows, width]`; takes over `x`'s memory.
 ///
 /// # Errors
 /// When shapes or types do not fit: a fault of the caller.
 pub fn add_norm(x: Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
-    if !x.device().is_cpu() {
+    if !x.device().is_cpu() || x.dtype() != DType::F32 {
         return composed(&x, residual, params);
     }
-    x.inplace_op3(residual, &params.rows, &AddNorm { eps: params.eps })?;
+    x.inplace_op2(residual, &AddNorm(params))?;
     Ok(x)
 }
 
 fn composed(x: &Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
-    let x = (x.broadcast_add(&params.rows.get(0)?)? + residual)?;
+    let (dtype, rows) = (x.dtype(), &params.rows);
+    let x = (x.to_dtype(DType::F32)? + residual.to_dtype(DType::F32)?)?.broadcast_add(&rows.get(0)?)?;
     let x = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
     let variance = x.sqr()?.mean_keepdim(D::Minus1)?;
     let x = x.broadcast_div(&(variance + f64::from(params.eps))?.sqrt()?)?;
-    x.broadcast_mul(&params.rows.get(1)?)?.broadcast_add(&params.rows.get(2)?)
+    x.broadcast_mul(&rows.get(1)?)?.broadcast_add(&rows.get(2)?)?.to_dtype(dtype)
 }
 
-struct AddNorm {
-    eps: f32,
-}
+struct AddNorm<'a>(&'a NormParams);
 
-impl InplaceOp3 for AddNorm {
+impl InplaceOp2 for AddNorm<'_> {
     fn name(&self) -> &'static str {
         "add-norm"
     }
@@ -59,20 +69,19 @@ impl InplaceOp3 for AddNorm {
         x_layout: &Layout,
         residual: &CpuStorage,
         residual_layout: &Layout,
-        params: &CpuStorage,
-        params_layout: &Layout,
     ) -> Result<()> {
-        let x = values_mut(x, x_layout)?;
+        let width = self.0.host.len() / 3;
         let residual = values(residual, residual_layout)?;
-        let params = values(params, params_layout)?;
-        let width = params.len() / 3;
-        let arch = Arch::new();
-        by_rows(x, width, |first, rows| {
-            let residual = &residual[first * width..][..rows.len()];
-            arch.dispatch(Rows { rows, residual, params, eps: self.eps });
+        by_blocks(rows_of(x, x_layout, width)?, width, |first, rows| {
+            norm_rows(rows, &residual[first * width..][..rows.len()], self.0);
         });
         Ok(())
     }
+}
+
+/// rows ← LayerNorm(rows + bias + residual), both `[n, width]`.
+pub(super) fn norm_rows(rows: &mut [f32], residual: &[f32], params: &NormParams) {
+    Arch::new().dispatch(Rows { rows, residual, params: &params.host, eps: params.eps });
 }
 
 struct Rows<'a> {
@@ -149,7 +158,7 @@ fn affine<S: Simd>(simd: S, row: &mut [f32], (mean, scale): (f32, f32), (weight,
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{difference, noise};
+    use super::super::testing::{difference, noise, norm_params};
     use super::*;
 
     #[test]
@@ -157,8 +166,7 @@ mod tests {
         for width in [1, 7, 32, 384, 401] {
             let x = noise(&[67, width], 3.0, 1).unwrap();
             let residual = noise(&[67, width], 2.0, 2).unwrap();
-            let vectors: Vec<Tensor> = (3..6).map(|seed| noise(&[width], 1.0, seed).unwrap()).collect();
-            let params = NormParams::new(&vectors[0], &vectors[1], &vectors[2], 1e-5).unwrap();
+            let params = norm_params(width, 3).unwrap();
             let right = composed(&x, &residual, &params).unwrap();
             let ours = add_norm(x.copy().unwrap(), &residual, &params).unwrap();
             assert!(difference(&ours, &right).unwrap() < 2e-6, "width {width}");

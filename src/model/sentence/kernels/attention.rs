@@ -1,145 +1,148 @@
-//! Attention of each text over its own tokens, in a batch whose texts lie one behind the other
-//! without padding. Decides the memory layout of one head; owns its scratch for one call.
+//! The attention half of a block: LayerNorm(attention(x)·O + bias + x), each text over its own tokens,
+//! in a batch whose texts lie one behind the other without padding. Decides in which form its weights
+//! are kept, and owns them.
 
-use candle_core::{CpuStorage, CustomOp2, D, Layout, Result, Shape, Tensor};
-use rayon::prelude::*;
+use candle_core::{Result, Tensor};
 
-use super::values;
+use super::add_norm::{NormParams, add_norm};
+use super::host_values;
 
-mod head;
+mod composed;
+mod laid;
+mod text;
 
-use head::{Head, HeadShape};
+use composed::attention;
+use laid::Laid;
 
-/// softmax(Q·Kᵀ/√d)·V for each text and head.
-///
-/// `qkv` is `[tokens, 3·heads·d]`, the three products side by side, still without their `bias`
-/// `[3·heads·d]`; `lengths` are the texts' tokens, which add up to `tokens`. Gives
-/// `[tokens, heads·d]`, f32.
-///
-/// # Errors
-/// When shapes or types do not fit: a fault of the caller.
-pub fn attention(qkv: &Tensor, bias: &Tensor, heads: usize, lengths: &[usize]) -> Result<Tensor> {
-    if qkv.device().is_cpu() {
-        qkv.apply_op2_no_bwd(bias, &Attention { heads, lengths: lengths.to_vec() })
-    } else {
-        composed(qkv, bias, heads, lengths)
-    }
-}
-
-fn composed(qkv: &Tensor, bias: &Tensor, heads: usize, lengths: &[usize]) -> Result<Tensor> {
-    let qkv = qkv.broadcast_add(bias)?;
-    let d = qkv.dim(1)? / 3 / heads;
-    let mut start = 0;
-    let mut texts = Vec::with_capacity(lengths.len());
-    for &n in lengths {
-        let text = qkv.narrow(0, start, n)?.reshape((n, 3, heads, d))?.permute((1, 2, 0, 3))?;
-        let part = |index| text.get(index)?.contiguous();
-        let scores = (part(0)?.matmul(&part(1)?.t()?)? / (d as f64).sqrt())?;
-        let weights = candle_nn::ops::softmax(&scores, D::Minus1)?;
-        texts.push(weights.matmul(&part(2)?)?.transpose(0, 1)?.reshape((n, heads * d))?);
-        start += n;
-    }
-    Tensor::cat(&texts, 0)
-}
-
-struct Attention {
+/// One attention half.
+pub struct SelfAttention {
+    weights: Weights,
     heads: usize,
-    lengths: Vec<usize>,
+    /// With the bias of O.
+    norm: NormParams,
 }
 
-impl CustomOp2 for Attention {
-    fn name(&self) -> &'static str {
-        "packed-attention"
-    }
-
-    fn cpu_fwd(
-        &self,
-        qkv: &CpuStorage,
-        qkv_layout: &Layout,
-        bias: &CpuStorage,
-        bias_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let bias = values(bias, bias_layout)?;
-        let tokens: usize = self.lengths.iter().sum();
-        if qkv_layout.dims() != [tokens, bias.len()] || bias.len() % (3 * self.heads) != 0 {
-            candle_core::bail!("attention over {tokens} tokens of {:?}", qkv_layout.dims());
-        }
-        let out = self.compute(values(qkv, qkv_layout)?, bias);
-        Ok((CpuStorage::F32(out), (tokens, bias.len() / 3).into()))
-    }
+enum Weights {
+    /// f32 on a CPU.
+    Laid(Laid),
+    /// `[hidden, 3·hidden]`, `[3·hidden]`, `[hidden, hidden]`.
+    Plain { qkv: Tensor, qkv_bias: Tensor, out: Tensor },
 }
 
-impl Attention {
-    fn compute(&self, qkv: &[f32], bias: &[f32]) -> Vec<f32> {
-        let width = bias.len() / 3;
-        let shape = HeadShape { d: width / self.heads, width };
-        let mut out = vec![0f32; qkv.len() / 3];
-        let heads = self.heads;
-        let mut start = 0;
-        let texts = self.lengths.iter().map(|&n| {
-            let rows = start..start + n;
-            start += n;
-            rows
-        });
-        let tasks = texts.flat_map(|rows| (0..heads).map(move |head| (rows.clone(), head)));
-        if rayon::current_num_threads() == 1 {
-            let mut scratch = Head::new(shape);
-            for (rows, head) in tasks {
-                scratch.attend(&qkv[rows.start * 3 * width..rows.end * 3 * width], bias, head);
-                scratch.scatter(&mut out[rows.start * width..rows.end * width], head);
+/// The weights of one attention half, as they are published: matrices `[hidden, hidden]`, one row for
+/// each number that comes out.
+pub struct Published {
+    /// Of queries, keys and values, each with its bias.
+    pub qkv: [(Tensor, Tensor); 3],
+    /// O.
+    pub out: Tensor,
+    /// Heads; they divide `hidden`.
+    pub heads: usize,
+}
+
+impl SelfAttention {
+    /// Takes over the weights; `norm` is the residual step behind O, with its bias.
+    ///
+    /// # Errors
+    /// When shapes or types do not fit, or a device fails.
+    pub fn new(published: Published, mut norm: NormParams) -> Result<Self> {
+        let Published { qkv: [q, k, v], out, heads } = published;
+        let matrices = [&q.0, &k.0, &v.0];
+        let biases = [&q.1, &k.1, &v.1];
+        let weights = if let Some(out) = host_values(&out)? {
+            let host = |tensor: &Tensor| tensor.flatten_all()?.to_vec1();
+            let [q, k, v] = [host(matrices[0])?, host(matrices[1])?, host(matrices[2])?];
+            let (q_bias, v_bias) = (host(biases[0])?, host(biases[2])?);
+            norm.raise_bias(&laid::through(&out, &v_bias));
+            Weights::Laid(Laid::new([q, k, v], q_bias, &out, heads))
+        } else {
+            Weights::Plain {
+                qkv: Tensor::cat(&matrices, 0)?.t()?.contiguous()?,
+                qkv_bias: Tensor::cat(&biases, 0)?,
+                out: out.t()?.contiguous()?,
             }
-            return out;
+        };
+        Ok(Self { weights, heads, norm })
+    }
+
+    /// Of `x` `[tokens, hidden]`, whose memory it takes over; `lengths` are the texts' tokens, which
+    /// add up to `tokens`.
+    ///
+    /// # Errors
+    /// When shapes or types do not fit: a fault of the caller.
+    pub fn forward(&self, x: Tensor, lengths: &[usize]) -> Result<Tensor> {
+        match &self.weights {
+            Weights::Laid(weights) => {
+                x.inplace_op1(&weights.over(lengths, &self.norm))?;
+                Ok(x)
+            }
+            Weights::Plain { qkv, qkv_bias, out } => {
+                let qkv = x.matmul(qkv)?.broadcast_add(qkv_bias)?;
+                let seen = attention(&qkv, self.heads, lengths)?;
+                add_norm(x, &seen.matmul(out)?, &self.norm)
+            }
         }
-        let done: Vec<_> = tasks
-            .collect::<Vec<_>>()
-            .into_par_iter()
-            .map(|(rows, head)| {
-                let mut scratch = Head::new(shape);
-                scratch.attend(&qkv[rows.start * 3 * width..rows.end * 3 * width], bias, head);
-                (rows, head, scratch)
-            })
-            .collect();
-        for (rows, head, result) in done {
-            result.scatter(&mut out[rows.start * width..rows.end * width], head);
-        }
-        out
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{difference, noise};
+    use super::super::testing::{difference, noise, norm_params};
     use super::*;
 
+    fn published(heads: usize, hidden: usize, range: f32) -> Published {
+        let part = |seed| (noise(&[hidden, hidden], range, seed), noise(&[hidden], 0.5, seed + 10));
+        let part = |seed| (part(seed).0.unwrap(), part(seed).1.unwrap());
+        Published { qkv: [part(1), part(2), part(3)], out: noise(&[hidden, hidden], 0.2, 4).unwrap(), heads }
+    }
+
+    fn plain(published: Published, norm: NormParams) -> SelfAttention {
+        let Published { qkv: [q, k, v], out, heads } = published;
+        let qkv = Tensor::cat(&[q.0, k.0, v.0], 0).unwrap().t().unwrap().contiguous().unwrap();
+        let qkv_bias = Tensor::cat(&[q.1, k.1, v.1], 0).unwrap();
+        let out = out.t().unwrap().contiguous().unwrap();
+        SelfAttention { weights: Weights::Plain { qkv, qkv_bias, out }, heads, norm }
+    }
+
+    /// By how much both forms of the weights differ.
     fn off(heads: usize, d: usize, lengths: &[usize], range: f32) -> f32 {
-        let tokens = lengths.iter().sum();
-        let qkv = noise(&[tokens, 3 * heads * d], range, 1).unwrap();
-        let bias = noise(&[3 * heads * d], 0.5, 2).unwrap();
-        let right = composed(&qkv, &bias, heads, lengths).unwrap();
-        difference(&attention(&qkv, &bias, heads, lengths).unwrap(), &right).unwrap()
+        let hidden = heads * d;
+        let x = noise(&[lengths.iter().sum(), hidden], 1.0, 7).unwrap();
+        let norm = || norm_params(hidden, 20).unwrap();
+        let right = plain(published(heads, hidden, range), norm());
+        let ours = SelfAttention::new(published(heads, hidden, range), norm()).unwrap();
+        assert!(matches!(ours.weights, Weights::Laid(_)));
+        let right = right.forward(x.copy().unwrap(), lengths).unwrap();
+        difference(&ours.forward(x, lengths).unwrap(), &right).unwrap()
     }
 
     #[test]
-    fn it_equals_softmax_of_products_for_any_length_and_head_size() {
+    fn it_equals_its_steps_for_any_length_and_head_size() {
         for (heads, d) in [(12, 32), (2, 64), (4, 8), (3, 5), (1, 1)] {
-            let off = off(heads, d, &[1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65], 2.0);
-            assert!(off < 2e-6, "{heads} heads of {d}: {off}");
+            let off = off(heads, d, &[1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65], 0.2);
+            assert!(off < 2e-5, "{heads} heads of {d}: {off}");
         }
-        assert!(off(2, 32, &[512], 1.0) < 2e-6);
+        assert!(off(2, 32, &[512], 0.2) < 1e-5);
     }
 
     #[test]
     fn large_scores_do_not_overflow() {
-        assert!(off(2, 32, &[9, 40], 60.0) < 1e-3);
+        assert!(off(2, 32, &[9, 40], 4.0) < 1e-3);
     }
 
     #[test]
     fn a_text_attends_to_its_own_tokens_only() {
-        let qkv = noise(&[30, 96], 1.0, 1).unwrap();
-        let bias = noise(&[96], 0.5, 2).unwrap();
-        let together = attention(&qkv, &bias, 4, &[11, 19]).unwrap();
-        let second = qkv.narrow(0, 11, 19).unwrap();
-        let alone = attention(&second, &bias, 4, &[19]).unwrap();
+        let x = noise(&[30, 32], 1.0, 1).unwrap();
+        let half = SelfAttention::new(published(4, 32, 0.5), norm_params(32, 5).unwrap()).unwrap();
+        let alone = half.forward(x.narrow(0, 11, 19).unwrap().copy().unwrap(), &[19]).unwrap();
+        let together = half.forward(x, &[11, 19]).unwrap();
         assert_eq!(difference(&together.narrow(0, 11, 19).unwrap(), &alone).unwrap(), 0.0);
+    }
+
+    #[test]
+    fn lengths_that_are_not_the_tokens_are_refused() {
+        let half = SelfAttention::new(published(4, 32, 0.5), norm_params(32, 5).unwrap()).unwrap();
+        let error = half.forward(noise(&[30, 32], 1.0, 1).unwrap(), &[11, 18]).unwrap_err().to_string();
+        assert!(error.contains("texts of 29 tokens") && error.contains("30 rows"), "{error}");
     }
 }

@@ -1,17 +1,26 @@
-//! The steps between the matrix products, each in one pass over memory. On a CPU they are written
-//! for its vector units (found at run time); on other devices, and as the reference of their tests,
-//! they are compositions of candle's own operations. Own no state beyond a call.
+//! The steps of the network. On a CPU, in f32, they are written for its vector units (found at run
+//! time) and its caches; on other devices, in half precision, and as the reference of their tests,
+//! they are compositions of candle's own operations. Own the packed weights, no state beyond a call.
 
 mod activation;
 mod add_norm;
 mod attention;
 mod exp;
+mod feed_forward;
+mod product;
 
-pub use activation::{Activation, bias_activation};
+pub use activation::Activation;
 pub use add_norm::{NormParams, add_norm};
-pub use attention::attention;
+pub use attention::{Published, SelfAttention};
+pub use feed_forward::FeedForward;
 
-use candle_core::{CpuStorage, Layout, Result, bail};
+use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};
+
+/// The values of a tensor, if it is f32 on a CPU: what the kernels here are written for.
+fn host_values(tensor: &Tensor) -> Result<Option<Vec<f32>>> {
+    let ours = tensor.device().is_cpu() && tensor.dtype() == DType::F32;
+    ours.then(|| tensor.flatten_all()?.to_vec1()).transpose()
+}
 
 /// The values of a contiguous f32 tensor.
 fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
@@ -21,29 +30,27 @@ fn values<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     }
 }
 
-/// The values of a contiguous f32 tensor, to be overwritten.
-fn values_mut<'a>(storage: &'a mut CpuStorage, layout: &Layout) -> Result<&'a mut [f32]> {
-    match (storage, layout.contiguous_offsets()) {
-        (CpuStorage::F32(values), Some((start, end))) => Ok(&mut values[start..end]),
-        _ => bail!("a kernel needs contiguous f32 values"),
+/// The values of a contiguous f32 tensor `[rows, width]`, to be overwritten.
+fn rows_of<'a>(storage: &'a mut CpuStorage, layout: &Layout, width: usize) -> Result<&'a mut [f32]> {
+    match (storage, layout.contiguous_offsets(), layout.dims()) {
+        (CpuStorage::F32(values), Some((start, end)), [_, found]) if *found == width => {
+            Ok(&mut values[start..end])
+        }
+        (_, _, dims) => bail!("a kernel for contiguous f32 rows of {width} numbers got {dims:?}"),
     }
-}
-
-/// Runs `work` on blocks of whole rows of `rows`, in parallel where there is more than one thread.
-fn by_rows(rows: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
-    use rayon::prelude::*;
-    /// Rows that make a task worth handing to another thread.
-    const BLOCK: usize = 32;
-    if rayon::current_num_threads() == 1 {
-        work(0, rows);
-        return;
-    }
-    rows.par_chunks_mut(BLOCK * width).enumerate().for_each(|(block, rows)| work(block * BLOCK, rows));
 }
 
 #[cfg(test)]
 mod testing {
     use candle_core::{Device, Result, Tensor};
+
+    use super::NormParams;
+
+    /// Reproducible parameters of a residual step.
+    pub fn norm_params(width: usize, seed: u32) -> Result<NormParams> {
+        let vector = |seed| noise(&[width], 1.0, seed);
+        NormParams::new(&vector(seed)?, &vector(seed + 1)?, &vector(seed + 2)?, 1e-5)
+    }
 
     /// Reproducible values between -`range` and `range`.
     pub fn noise(shape: &[usize], range: f32, seed: u32) -> Result<Tensor> {
