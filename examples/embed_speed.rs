@@ -11,7 +11,7 @@ use std::time::Instant;
 use anyhow::{Context as _, anyhow};
 use candle_core::{Device, Tensor};
 use sconce::model::sentence::{Sentence, SentenceEncoder};
-use sconce::model::{Codec as _, Costed, LoadSpec, Model as _};
+use sconce::model::{Codec as _, Costed, Dtype, LoadSpec, Model as _};
 use sconce::protocol::Message;
 
 #[global_allocator]
@@ -27,6 +27,7 @@ fn main() -> anyhow::Result<()> {
         served_names: Vec::new(),
         device: "cpu".into(),
         max_inputs: 10_000,
+        dtype: Dtype::F32,
     })
     .context("the real weights are needed: make models")?;
     let body = serde_json::json!({ "input": texts() }).to_string();

@@ -15,7 +15,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("shutdown", &[]),
     ("config", &["backoff"]),
     ("telemetry", &[]),
-    ("model", &["protocol"]),
+    ("model", &["protocol", "config"]),
     ("broker", &["protocol", "backoff", "config"]),
     ("worker", &["protocol", "batching", "backoff", "shutdown", "config", "model", "broker"]),
     ("launcher", &["protocol", "backoff", "shutdown", "config"]),

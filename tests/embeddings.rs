@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use sconce::model::sentence::{Sentence, SentenceCodec, SentenceEncoder};
-use sconce::model::{Codec, LoadError, LoadSpec, Model, Prepared, Step};
+use sconce::model::{Codec, Dtype, LoadError, LoadSpec, Model, Prepared, Step};
 use sconce::protocol::{Message, TaskError, TaskErrorKind};
 use serde_json::{Value, json};
 
@@ -20,23 +20,28 @@ fn fixture(name: &str) -> PathBuf {
     root().join("tests/fixtures").join(name)
 }
 
-fn try_load(folder: &Path) -> Result<Loaded, LoadError> {
+fn try_load(folder: &Path, dtype: Dtype) -> Result<Loaded, LoadError> {
     SentenceEncoder::load(&LoadSpec {
         source: folder.to_str().expect("a path in UTF-8").to_owned(),
         served_names: vec!["text-embedding-3-small".into()],
         device: "cpu".into(),
         max_inputs: 64,
+        dtype,
     })
 }
 
 fn load(folder: &Path) -> Loaded {
-    try_load(folder).unwrap_or_else(|error| panic!("{error}"))
+    try_load(folder, Dtype::F32).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn minilm() -> Loaded {
+    load(&minilm_folder())
+}
+
+fn minilm_folder() -> PathBuf {
     let folder = root().join("models/all-MiniLM-L6-v2");
     assert!(folder.join("model.safetensors").is_file(), "the real weights are needed: make models");
-    load(&folder)
+    folder
 }
 
 fn prepare(codec: &SentenceCodec, body: &Value) -> Result<Prepared<SentenceCodec>, TaskError> {
@@ -109,9 +114,35 @@ fn each_architecture_and_pooling_answers_as_sentence_transformers_does() {
     }
 }
 
+/// What docs/performance.md says of them, with the published model's numbers of length 1.
+#[test]
+fn half_precision_is_as_close_as_documented() {
+    for (dtype, off, cosine) in [(Dtype::F16, 1e-3, 0.999_99), (Dtype::Bf16, 6e-3, 0.999)] {
+        let mut model = try_load(&minilm_folder(), dtype).unwrap_or_else(|error| panic!("{error}"));
+        let rows = expected("minilm");
+        let texts: Vec<&str> = rows.iter().map(|(text, _)| &**text).collect();
+        let together = answer(&mut model, &json!({ "input": texts }));
+        for (index, (text, theirs)) in rows.iter().enumerate() {
+            let ours = vector(&together, index);
+            let start: String = text.chars().take(30).collect();
+            assert_close(&ours, theirs, off, &format!("{dtype:?}: {start:?}"));
+            let along: f64 = ours.iter().zip(theirs).map(|(a, b)| a * b).sum();
+            assert!(along > cosine, "{dtype:?}: {start:?}: cosine {along}");
+        }
+    }
+}
+
 #[test]
 fn a_result_does_not_depend_on_its_batch_mates() {
-    let (mut model, codec) = load(&fixture("tiny-bert-cls"));
+    for dtype in [Dtype::F32, Dtype::F16] {
+        for name in ["tiny-bert-cls", "tiny-roberta"] {
+            mates_change_nothing(&fixture(name), dtype, if dtype == Dtype::F32 { 2e-6 } else { 2e-3 });
+        }
+    }
+}
+
+fn mates_change_nothing(folder: &Path, dtype: Dtype, tolerance: f64) {
+    let (mut model, codec) = try_load(folder, dtype).unwrap_or_else(|error| panic!("{error}"));
     let mut state = 7u32;
     let mut next = |below: u32| {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -126,7 +157,7 @@ fn a_result_does_not_depend_on_its_batch_mates() {
         for (input, together) in inputs.iter().zip(together) {
             let alone = compute(&mut model, &[*input]).remove(0);
             let wide = |vector: Vec<f32>| vector.into_iter().map(f64::from).collect::<Vec<_>>();
-            assert_close(&wide(together), &wide(alone), 2e-6, "together and alone");
+            assert_close(&wide(together), &wide(alone), tolerance, "together and alone");
         }
     }
 }
@@ -235,7 +266,7 @@ fn copy(name: &str) -> tempfile::TempDir {
 }
 
 fn load_error(folder: &tempfile::TempDir) -> LoadError {
-    try_load(folder.path()).err().expect("a damaged model was loaded")
+    try_load(folder.path(), Dtype::F32).err().expect("a damaged model was loaded")
 }
 
 fn edit(folder: &tempfile::TempDir, file: &str, from: &str, to: &str) {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Batch, Broker, Devices, Launcher, Loaded, Pool, Retry, Secret, Settings, Tls, load, redact_url,
+    Batch, Broker, Devices, Dtype, Launcher, Loaded, Pool, Retry, Secret, Settings, Tls, load, redact_url,
 };
 
 struct Folder(tempfile::TempDir);
@@ -64,7 +64,9 @@ fn without_anything_written_the_documented_defaults_are_in_force() {
             devices: Devices::Auto,
             workers_per_device: 1,
             threads: None,
+            dtype: Dtype::F32,
             prefetch: None,
+            prefetch_bytes: 64 * 1024 * 1024,
             max_body: 8 * 1024 * 1024,
             max_inputs: 2048,
             batch: Batch { max_tokens: None, max_requests: 512, max_delay: Duration::from_millis(2) },

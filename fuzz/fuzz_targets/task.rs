@@ -25,7 +25,13 @@ static SENTENCES: LazyLock<SentenceCodec> = LazyLock::new(|| {
 });
 
 fn load<M: Model>(source: &str) -> M::Codec {
-    let spec = LoadSpec { source: source.into(), served_names: vec![], device: "cpu".into(), max_inputs: MOST };
+    let spec = LoadSpec {
+        source: source.into(),
+        served_names: vec![],
+        device: "cpu".into(),
+        max_inputs: MOST,
+        dtype: Dtype::F32,
+    };
     M::load(&spec).expect("a model of the tests").1
 }
 

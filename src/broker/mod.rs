@@ -8,6 +8,7 @@
 pub mod amqp;
 pub mod embedded;
 
+use std::num::NonZeroU16;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -60,6 +61,10 @@ pub trait Consumer: Send {
     /// # Errors
     /// [`BrokerError`] when no session can be made: the caller gives up and exits.
     fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>>;
+
+    /// From now on, lets the broker send so many messages ahead of what is settled. Over AMQP it takes
+    /// effect with a consumer made anew, in order; for a moment both of them count.
+    fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()>;
 
     /// Asks the broker for no more; what it had sent before still comes from `next`, then
     /// [`Event::End`].

@@ -10,10 +10,10 @@ use super::{Broker, Pool};
 const CPU_TOKENS: usize = 1_024;
 /// Tokens a forward pass on a GPU.
 const GPU_TOKENS: usize = 32_768;
-/// A short text, in tokens: with `prefetch = "auto"`, batches of these can still be filled.
+/// A short text, in tokens: before any has come, messages are taken for these.
 const SHORT_TEXT: usize = 16;
-/// Quorum queues take no larger prefetch.
-const MOST_PREFETCH: usize = 2_000;
+/// Most messages to hold before it is known how large they are.
+const FIRST_PREFETCH: usize = 256;
 
 /// One worker's assignment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -39,11 +39,10 @@ impl Assignment {
         self.pool.batch.max_tokens.unwrap_or(by_device)
     }
 
-    /// Unacked messages: two batches of short texts (one computes, one is at hand), so that a slow
-    /// worker does not hoard what a fast one could do.
+    /// Unacked messages at first: the pool's, or two batches of short texts.
     pub fn prefetch(&self) -> u16 {
         let batch = self.max_tokens().div_ceil(SHORT_TEXT).min(self.pool.batch.max_requests);
-        let auto = (2 * batch).clamp(2, MOST_PREFETCH) as u16;
+        let auto = (2 * batch).clamp(2, FIRST_PREFETCH) as u16;
         self.pool.prefetch.unwrap_or(auto)
     }
 }

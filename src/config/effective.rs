@@ -104,7 +104,9 @@ fn pool(page: &mut Page<'_>, index: usize, pool: &Pool) {
     );
     page.line("workers_per_device", pool.workers_per_device.to_string());
     page.line("threads", number_or_auto(pool.threads));
+    page.line("dtype", quoted(pool.dtype.name()));
     page.line("prefetch", number_or_auto(pool.prefetch));
+    page.line("prefetch_bytes", quoted(&show_size(pool.prefetch_bytes)));
     page.line("max_body", quoted(&show_size(pool.max_body)));
     page.line("max_inputs", pool.max_inputs.to_string());
 
@@ -162,6 +164,8 @@ mod tests {
         devices = ["cpu", "cpu"]
         reply_queue = ""
         prefetch = 600
+        prefetch_bytes = "1MiB"
+        dtype = "bf16"
         threads = 3
         [[pool]]
         name = "two"

@@ -109,8 +109,12 @@ pub struct Pool {
     pub workers_per_device: usize,
     /// Compute threads of a CPU worker; none: the cores divided among the CPU workers.
     pub threads: Option<usize>,
-    /// Unacked messages a worker holds; none: from the batch policy.
+    /// In which numbers the model computes.
+    pub dtype: Dtype,
+    /// Unacked messages a worker holds; none: two batches of them, as they come.
     pub prefetch: Option<u16>,
+    /// Bytes of task bodies that a worker aims to hold at most where `prefetch` is none.
+    pub prefetch_bytes: u64,
     /// Largest task body, in bytes.
     pub max_body: u64,
     /// Most inputs one task may carry.
@@ -119,6 +123,29 @@ pub struct Pool {
     pub batch: Batch,
     /// How often a task is tried.
     pub retry: Retry,
+}
+
+/// The `dtype` setting: the numbers that weights are kept and multiplied in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// 32 bits: results equal to the published model's to 1e-5.
+    #[default]
+    F32,
+    /// 16 bits with the range of f32 and 8 bits of precision.
+    Bf16,
+    /// 16 bits with 11 bits of precision.
+    F16,
+}
+
+impl Dtype {
+    /// All, with their names in settings.
+    pub const ALL: [(Self, &str); 3] = [(Self::F32, "f32"), (Self::Bf16, "bf16"), (Self::F16, "f16")];
+
+    /// Its name in settings.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(dtype, _)| *dtype == self).map_or("", |(_, name)| *name)
+    }
 }
 
 /// The `devices` setting.

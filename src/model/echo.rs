@@ -216,7 +216,14 @@ mod tests {
 
     fn load(source: &str) -> (Echo, EchoCodec) {
         let (source, device) = (source.to_owned(), "cpu".to_owned());
-        Echo::load(&LoadSpec { source, served_names: vec![], device, max_inputs: 3 }).unwrap()
+        Echo::load(&LoadSpec {
+            source,
+            served_names: vec![],
+            device,
+            max_inputs: 3,
+            dtype: Default::default(),
+        })
+        .unwrap()
     }
 
     fn answer(source: &str, body: &str) -> Result<String, String> {

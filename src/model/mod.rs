@@ -29,6 +29,7 @@ pub mod source;
 
 use std::path::{Path, PathBuf};
 
+pub use crate::config::Dtype;
 use crate::protocol::{Message, TaskError};
 
 /// An input and what it costs a forward pass.
@@ -138,6 +139,8 @@ pub struct LoadSpec {
     pub device: String,
     /// Most inputs one task may carry.
     pub max_inputs: usize,
+    /// The numbers to keep the weights in and to multiply.
+    pub dtype: Dtype,
 }
 
 impl LoadSpec {

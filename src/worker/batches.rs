@@ -37,7 +37,7 @@ pub(super) struct BatchFormer<C: Codec> {
     pub(super) suspects: Suspects<C>,
     /// While it is occupied, no other batch begins.
     pub(super) quarantine: Arc<Quarantine>,
-    /// Written by task futures, read here. Bound: the prefetch, as each task submits once.
+    /// Written by task futures, read here. Bound: beyond it, tasks wait where they are.
     pub(super) submissions: mpsc::Receiver<Submission<C>>,
     pub(super) batches: mpsc::Sender<Batch<Item<C>>>,
     pub(super) done: mpsc::Receiver<Done>,

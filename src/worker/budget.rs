@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::num::NonZeroU16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -53,6 +54,11 @@ impl Budget {
             longest_pass: Duration::ZERO,
             warned: None,
         }
+    }
+
+    /// So many deliveries may be in hand from now on.
+    pub(super) fn set_prefetch(&mut self, prefetch: NonZeroU16) {
+        self.prefetch = prefetch.get().into();
     }
 
     /// A delivery came.

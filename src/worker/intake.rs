@@ -132,6 +132,10 @@ impl<'a, C: Codec> Intake<'a, C> {
         let receipt = delivery.receipt;
         let redeliveries = delivery.delivery_count.max(delivery.redelivered.into()) as i64;
         self.budget.note(|budget, now| budget.taken(receipt, now));
+        if let Some(prefetch) = self.shared.prefetch.came(delivery.message.body.len()) {
+            self.budget.note(|budget, _| budget.set_prefetch(prefetch));
+            self.consumer.set_prefetch(prefetch).await;
+        }
         match classify(delivery.message, now, made_id) {
             Incoming::Task(task) => self.begin(Accepted::new(task, receipt, redeliveries)),
             Incoming::UnknownControl(task, kind) => {

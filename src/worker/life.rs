@@ -13,6 +13,7 @@ use super::deaths::KnownDeaths;
 use super::engine::Item;
 use super::lane::Lane;
 use super::outcome::Outcome;
+use super::prefetch::Live;
 use super::quarantine::Quarantine;
 use super::settle::{Accepted, Settlement};
 use super::ticket::Ticket;
@@ -32,6 +33,7 @@ pub(super) struct Shared<C: Codec> {
     pub(super) settlement: Settlement,
     pub(super) quarantine: Arc<Quarantine>,
     pub(super) deaths: KnownDeaths,
+    pub(super) prefetch: Live,
     pub(super) max_body: u64,
     /// Deliveries of a task, where the broker counts them. The broker's own limit is one more, and
     /// only the backstop: it tells the producer nothing.
@@ -113,6 +115,7 @@ impl<C: Codec> Shared<C> {
         if inputs.is_empty() {
             return Err(internal("the model made no input of this task".into()));
         }
+        self.prefetch.prepared(inputs.len(), inputs.iter().map(|input| input.tokens).sum());
         let prepared = Instant::now();
         let computed = ticket.expect(inputs.len());
         let items = inputs.into_iter().enumerate().map(|(index, costed)| Item {

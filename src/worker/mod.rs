@@ -16,6 +16,7 @@
 //! | `outcome` | what happened → what becomes of the message |
 //! | `settle` | publish → confirm → ack |
 //! | `report` | control lines, counters |
+//! | `prefetch` | how many messages to hold ahead
 //! | `budget` | whether deliveries are held for so long that the broker may take them back |
 
 mod batches;
@@ -27,6 +28,7 @@ mod intake;
 mod lane;
 mod life;
 mod outcome;
+mod prefetch;
 mod quarantine;
 mod report;
 mod settle;
@@ -55,6 +57,8 @@ pub use deaths::KnownDeaths;
 pub use intake::Ended;
 pub use report::Reporter;
 
+/// Prepared tasks that may wait for the batch former: it only moves them on.
+const SUBMISSIONS: usize = 256;
 /// Longest wait for the broker to hear that we leave.
 const FAREWELL: Duration = Duration::from_secs(5);
 
@@ -185,7 +189,19 @@ fn load_spec(assignment: &Assignment) -> LoadSpec {
         served_names: pool.served_names.clone(),
         device: assignment.device.clone(),
         max_inputs: pool.max_inputs,
+        dtype: pool.dtype,
     }
+}
+
+/// Follows the messages, where the user has not set it.
+fn live_prefetch(assignment: &Assignment, policy: Policy) -> prefetch::Live {
+    let limits = prefetch::Limits {
+        tokens: policy.max_tokens,
+        requests: policy.max_requests,
+        bytes: assignment.pool.prefetch_bytes,
+    };
+    let first = prefetch::Prefetch::new(limits, assignment.prefetch(), Instant::now());
+    prefetch::Live::new(assignment.pool.prefetch.is_none().then_some(first))
 }
 
 type Assembled<C> = (life::Shared<C>, batches::BatchFormer<C>, mpsc::Receiver<WorkerError>);
@@ -201,12 +217,12 @@ fn assemble<C: Codec>(
 ) -> Result<Assembled<C>, WorkerError> {
     let pool = &assignment.pool;
     let preparing = Arc::new(AtomicUsize::new(0));
-    let (submit, submissions) = mpsc::channel(usize::from(assignment.prefetch()));
+    let (submit, submissions) = mpsc::channel(SUBMISSIONS);
     let (fault_in, fault) = mpsc::channel(1);
     let policy = Policy {
         max_tokens: assignment.max_tokens(),
         // With fewer messages in hand, a batch of tasks with one input each could never fill.
-        max_requests: pool.batch.max_requests.min(assignment.prefetch().into()),
+        max_requests: pool.prefetch.map_or(usize::MAX, usize::from).min(pool.batch.max_requests),
         max_delay: pool.batch.max_delay,
     };
     let quarantine = Arc::new(quarantine::Quarantine::new(control.reporter.clone()));
@@ -246,6 +262,7 @@ fn assemble<C: Codec>(
         settlement,
         quarantine,
         deaths: control.deaths.clone(),
+        prefetch: live_prefetch(assignment, policy),
         max_body: pool.max_body,
         max_deliveries: assignment.broker.delivery_limit.into(),
     };

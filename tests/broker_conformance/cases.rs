@@ -1,5 +1,6 @@
 //! The promises of `sconce::broker`, as sentences over any rig.
 
+use std::num::NonZeroU16;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
@@ -113,6 +114,70 @@ pub async fn after_a_cancel_the_prefetched_come_and_then_the_end(rig: &impl Rig)
     ack_all(&link, &held).await;
     link.consumer.close().await;
     rig.ready_becomes(&queue, 2).await;
+}
+
+pub async fn a_changed_prefetch_takes_effect_in_order(rig: &impl Rig) {
+    let queue = filled(rig, 40).await;
+    let mut link = rig.open(&queue, 2).await;
+    let mut held = link.take_many(2).await;
+    link.takes_nothing().await;
+    link.consumer.set_prefetch(prefetch(8)).await;
+    held.extend(link.take_many(6).await);
+    link.consumer.set_prefetch(prefetch(3)).await;
+    // Acked from the back: those that older consumers brought are settled over the newest.
+    for n in 0..40 {
+        let last = held.pop().expect("something in hand");
+        assert!(link.settler.ack(last.receipt).await, "{n}");
+        if held.is_empty() && n < 39 {
+            held.extend(link.take_many(1).await);
+        }
+    }
+    link.takes_nothing().await;
+    link.consumer.close().await;
+    rig.ready_becomes(&queue, 0).await;
+}
+
+pub async fn after_many_changes_each_message_has_come_once_in_order(rig: &impl Rig) {
+    const COUNT: usize = 60;
+    let queue = filled(rig, COUNT).await;
+    let mut link = rig.open(&queue, 1).await;
+    let mut came = Vec::new();
+    for n in 0..COUNT {
+        let delivery = link.take().await;
+        link.consumer.set_prefetch(prefetch(1 + n as u16 % 7)).await;
+        assert!(link.settler.ack(delivery.receipt).await);
+        assert!(!delivery.redelivered);
+        came.push(delivery);
+    }
+    let right: Vec<String> = (0..COUNT).map(|n| n.to_string()).collect();
+    assert_eq!(bodies(&came), right);
+    link.takes_nothing().await;
+}
+
+pub async fn a_cancel_behind_a_changed_prefetch_is_the_end(rig: &impl Rig) {
+    for _ in 0..5 {
+        let queue = filled(rig, 20).await;
+        let mut link = rig.open(&queue, 2).await;
+        let mut held = link.take_many(2).await;
+        link.consumer.set_prefetch(prefetch(6)).await;
+        link.consumer.cancel().await;
+        loop {
+            match tokio::time::timeout(PATIENCE, link.consumer.next()).await {
+                Ok(Ok(Event::Delivery(delivery))) => held.push(*delivery),
+                Ok(Ok(Event::End)) => break,
+                other => panic!("neither a delivery nor the end but {other:?}"),
+            }
+        }
+        for delivery in &held {
+            assert!(link.settler.requeue(delivery.receipt).await);
+        }
+        rig.ready_becomes(&queue, 20).await;
+        link.consumer.close().await;
+    }
+}
+
+fn prefetch(count: u16) -> NonZeroU16 {
+    NonZeroU16::new(count).expect("not 0")
 }
 
 pub async fn acks_written_before_a_close_count_and_later_ones_do_not(rig: &impl Rig) {

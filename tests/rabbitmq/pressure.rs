@@ -12,6 +12,7 @@ use crate::support::client::{Client, Task};
 use crate::support::proxy::Proxy;
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings};
+use crate::support::wait::until;
 
 const PREFETCH: u32 = 8;
 
@@ -86,4 +87,47 @@ async fn beside_a_slow_worker_a_fast_one_does_all_but_the_slow_ones_prefetch() {
     assert_eq!(sconce.exit_code().await, 84, "aborted: the slow task is still computed");
     let left = client.look(&settings.tasks).await.map_or(0, |(ready, _)| ready);
     assert!(left <= PREFETCH, "the slow worker held {left}");
+}
+
+/// The prefetch that the broker knows of the queue's only consumer.
+fn prefetch_at(rabbit: &Rabbit, queue: &str) -> u32 {
+    let listed = rabbit.ctl(&["list_consumers", "--no-table-headers", "queue_name", "prefetch_count"]);
+    let rows: Vec<_> = listed.lines().filter_map(|line| line.split_once('\t')).collect();
+    let mut own = rows.iter().filter(|(name, _)| *name == queue);
+    own.next().map_or(0, |(_, prefetch)| prefetch.trim().parse().expect("a number"))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_prefetch_follows_what_messages_carry_and_none_of_them_is_lost() {
+    let rabbit = Rabbit::shared();
+    let settings = Settings::echo(rabbit.url()).set("pool[0].batch.max_tokens", 320);
+    let mut sconce = Sconce::launch(&settings);
+    sconce.wait_for_log("consuming").await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut replies = client.inbox(&settings.replies).await;
+    assert_eq!(prefetch_at(rabbit, &settings.tasks), 40, "two batches of short texts");
+    let mut sent = 0;
+    // Two batches of 320 tokens: of 80 a message that is 8 messages, of one 640, less what the average
+    // remembers and what is too little for a change. A wave is more than the prefetch: one that never
+    // fills is left as it is.
+    for (inputs, wave, wanted) in [(80, 60, 6..12), (1, 700, 420..641)] {
+        let body = json!({"input": vec!["x"; inputs]});
+        until(&format!("a prefetch of {wanted:?}"), || {
+            let (client, settings, body, first) = (&client, &settings, body.clone(), sent);
+            let wanted = wanted.clone();
+            sent += wave;
+            async move {
+                let tasks = (first..first + wave).map(|n| Task::new(body.clone()).id(n.to_string()));
+                client.publish_all(&settings.tasks, tasks).await;
+                wanted.contains(&prefetch_at(rabbit, &settings.tasks)).then_some(())
+            }
+        })
+        .await;
+    }
+    let came = replies.take(sent).await;
+    let ids: BTreeSet<_> = came.iter().map(|reply| &reply.correlation_id).collect();
+    assert_eq!(ids.len(), sent, "one reply each");
+    client.publish(&settings.tasks, Task::sentinel()).await;
+    assert_eq!(sconce.exit_code().await, 0);
+    client.becomes(&settings.tasks, (0, 0)).await;
 }

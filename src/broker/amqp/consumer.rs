@@ -3,25 +3,20 @@
 //! the session; settling works on the current session's channel and on no other, because delivery
 //! tags are a channel's own.
 
+use std::num::NonZeroU16;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
-use lapin::options::{BasicCancelOptions, BasicConsumeOptions, BasicQosOptions, QueueDeclareOptions};
-use lapin::types::{AMQPValue, FieldTable, ShortString};
-use lapin::{Channel, Connection, Error, ErrorKind};
+use lapin::{Error, ErrorKind};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::connect::{Connector, Failure, Outage, words};
-use super::convert::{properties_from, short};
+use super::session::{FAREWELL, Session, Subscription, cancel, delivery_from};
 use super::settler::{AmqpSettler, Current, Open, current};
-use super::topology::Topology;
-use crate::broker::{BrokerError, Consumer, Delivery, Event, Receipt};
-use crate::protocol::Message;
+use crate::broker::{BrokerError, Consumer, Event};
 
-/// Longest wait for the broker's answer to a cancel or close.
-const FAREWELL: Duration = Duration::from_secs(5);
 /// A session that ends sooner counts as a failed attempt: the next one waits, longer each time.
 const STEADY: Duration = Duration::from_secs(10);
 /// Longest pause after an unreadable message: the broker is well, and every other message waits until
@@ -31,35 +26,15 @@ const BRIEF: Duration = Duration::from_millis(300);
 /// that this message alone uses up its deliveries, and not those that are received with it.
 const CAREFUL: Duration = Duration::from_secs(60);
 
-/// RabbitMQ's own, which need not be asked for.
-const USUAL_TIMEOUT: Duration = Duration::from_secs(30 * 60);
-
-/// What to consume.
-pub enum Subscription {
-    /// A pool's task queue, made with its fellows where they are missing; none: touch nothing.
-    Tasks {
-        /// The queue's name.
-        queue: String,
-        /// What to make, if anything.
-        topology: Option<Topology>,
-    },
-    /// A queue of our own, which the broker names and deletes with the connection. Its name is sent
-    /// here, once a session. Unsettled messages are lost with the session.
-    Private(watch::Sender<Option<String>>),
-}
-
-struct Session {
-    connection: Connection,
-    channel: Channel,
-    consumer: lapin::Consumer,
-}
-
 /// See [`Consumer`].
 pub struct AmqpConsumer {
-    /// Written by the supervisor. Bound: prefetch and a little, which the broker keeps to.
+    /// Written by the supervisor. Bound: the first prefetch and a little; what more the broker sends
+    /// ahead waits in lapin's buffer.
     events: mpsc::Receiver<Result<Event, BrokerError>>,
     /// True once: stop consuming. Read by the supervisor.
     cancel: watch::Sender<bool>,
+    /// The prefetch that is wanted. Read by the supervisor.
+    prefetch: watch::Sender<u16>,
     current: Current,
     /// Ends the supervisor, which answers when the session is closed.
     close: mpsc::Sender<oneshot::Sender<()>>,
@@ -74,24 +49,31 @@ pub fn subscribe(
 ) -> (AmqpConsumer, AmqpSettler) {
     let (events_in, events) = mpsc::channel(usize::from(prefetch) + 4);
     let (cancel, cancelled) = watch::channel(false);
+    let (prefetch, wanted) = watch::channel(prefetch);
     let (close, closing) = mpsc::channel(1);
     let current = Current::default();
     let supervisor = Supervisor {
         connector,
         subscription,
-        prefetch,
+        prefetch: wanted,
         events: events_in,
         cancelled,
         closing,
         current: current.clone(),
     };
     tokio::spawn(supervisor.run());
-    (AmqpConsumer { events, cancel, current: current.clone(), close }, AmqpSettler::new(current))
+    let consumer = AmqpConsumer { events, cancel, prefetch, current: current.clone(), close };
+    (consumer, AmqpSettler::new(current))
 }
 
 impl Consumer for AmqpConsumer {
     fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>> {
         Box::pin(async { self.events.recv().await.unwrap_or(Ok(Event::End)) })
+    }
+
+    fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()> {
+        self.prefetch.send_replace(prefetch.get());
+        Box::pin(std::future::ready(()))
     }
 
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
@@ -101,7 +83,8 @@ impl Consumer for AmqpConsumer {
             // Awaited here, not left to the supervisor: what is handed back after this must find no
             // consumer, or the broker would deliver it to us again, and out of its order.
             if let Some(open) = current(&self.current) {
-                cancel(&open.channel, open.consumer_tag).await;
+                let consumer_tag = open.consumer_tag.lock().await;
+                cancel(&open.channel, consumer_tag.clone()).await;
             }
         })
     }
@@ -119,7 +102,7 @@ impl Consumer for AmqpConsumer {
 struct Supervisor {
     connector: Connector,
     subscription: Subscription,
-    prefetch: u16,
+    prefetch: watch::Receiver<u16>,
     events: mpsc::Sender<Result<Event, BrokerError>>,
     cancelled: watch::Receiver<bool>,
     closing: mpsc::Receiver<oneshot::Sender<()>>,
@@ -160,9 +143,9 @@ impl Supervisor {
         let mut careful = false;
         let mut sessions = 0;
         loop {
-            let prefetch = if careful { 1 } else { self.prefetch };
+            let prefetch = if careful { 1 } else { *self.prefetch.borrow_and_update() };
             let opened = tokio::select! {
-                opened = open(&self.connector, &self.subscription, prefetch) => opened,
+                opened = Session::open(&self.connector, &self.subscription, prefetch) => opened,
                 // Without a session there is nothing to cancel: our end is the consumer's.
                 _ = raised(&mut self.cancelled) => return,
                 closing = self.closing.recv() => {
@@ -212,11 +195,12 @@ impl Supervisor {
 
     /// Pumps one session until it ends.
     async fn live(&mut self, number: u64, mut session: Session, careful: bool) -> End {
-        let (channel, consumer_tag) = (session.channel.clone(), session.consumer.tag());
+        let consumer_tag = Arc::new(tokio::sync::Mutex::new(session.consumer.tag()));
+        let channel = session.channel.clone();
         let open = Open { session: number, channel, consumer_tag, ledger: Arc::default() };
         self.hold(Some(open.clone()));
         let mut end = tokio::select! {
-            end = self.pump(&open, &mut session) => end,
+            end = self.pump(&open, &mut session, careful) => end,
             () = tokio::time::sleep(CAREFUL), if careful => {
                 End::Lost(Lost { reason: "back to the full prefetch".into(), unreadable: false })
             }
@@ -238,17 +222,22 @@ impl Supervisor {
         *self.current.lock().unwrap_or_else(PoisonError::into_inner) = current;
     }
 
-    async fn pump(&mut self, open: &Open, session: &mut Session) -> End {
+    async fn pump(&mut self, open: &Open, session: &mut Session, careful: bool) -> End {
         let mut failures = session.connection.events_listener();
         let mut cancelling = *self.cancelled.borrow();
-        let mut ended = false;
+        let (mut ended, mut resizing) = (false, false);
         if cancelling {
             cancel(&session.channel, session.consumer.tag()).await;
         }
         loop {
+            let wanted = *self.prefetch.borrow();
+            if wanted != session.prefetch && !cancelling && !resizing && !careful {
+                resizing = give_up(open, session).await;
+            }
             tokio::select! {
                 delivered = session.consumer.next(), if !ended => match delivered {
                     Some(Ok(delivery)) => {
+                        session.delivered(delivery.delivery_tag);
                         open.ledger().delivered(delivery.delivery_tag);
                         let event = Event::Delivery(Box::new(delivery_from(delivery, open.session)));
                         if self.events.send(Ok(event)).await.is_err() {
@@ -263,6 +252,12 @@ impl Supervisor {
                         ended = true;
                         let _ = self.events.send(Ok(Event::End)).await;
                     }
+                    None if resizing => {
+                        resizing = false;
+                        if let Err(error) = self.consume_anew(open, session).await {
+                            break End::Lost((&error).into());
+                        }
+                    }
                     None => break End::Lost("the broker cancelled the consumer; was the queue deleted?".into()),
                 },
                 raised = raised(&mut self.cancelled), if !cancelling => {
@@ -272,6 +267,7 @@ impl Supervisor {
                     }
                     cancelling = true;
                 }
+                Ok(()) = self.prefetch.changed(), if !cancelling && !resizing => {}
                 event = failures.next() => match event {
                     Some(lapin::Event::Error(error)) => break End::Lost((&error).into()),
                     Some(_) => {}
@@ -283,88 +279,38 @@ impl Supervisor {
     }
 }
 
+impl Supervisor {
+    /// Goes on with the prefetch that is wanted now, unless a cancel came between.
+    async fn consume_anew(&mut self, open: &Open, session: &mut Session) -> Result<(), Error> {
+        // Held from the look at the flag until the broker has the consumer: a cancel that comes
+        // meanwhile waits for the consumer's name.
+        let mut consumer_tag = open.consumer_tag.lock().await;
+        if !*self.cancelled.borrow() {
+            let prefetch = *self.prefetch.borrow_and_update();
+            session.consume_anew(prefetch, &self.connector).await?;
+            *consumer_tag = session.consumer.tag();
+            tracing::debug!(prefetch, "the prefetch follows the messages");
+        }
+        Ok(())
+    }
+}
+
+/// Cancels the consumer, to make it anew; false: not now.
+///
+/// Only with a full prefetch in hand and no ack on its way. Then nothing is on its way to us either,
+/// which RabbitMQ, finding its consumer gone, would put back and deliver as if we had failed on it. And
+/// a prefetch that never fills binds nothing.
+async fn give_up(open: &Open, session: &Session) -> bool {
+    let Some(held) = open.ledger().hold(session.first_tag()) else { return false };
+    let full = held >= usize::from(session.prefetch);
+    if full {
+        cancel(&session.channel, session.consumer.tag()).await;
+    }
+    open.send_acks().await;
+    full
+}
+
 /// Waits for the flag; false when it can no longer be raised.
 async fn raised(flag: &mut watch::Receiver<bool>) -> bool {
     flag.wait_for(|raised| *raised).await.is_ok()
-}
-
-/// Returns when the broker sends no more, or no longer answers: then the session ends by itself.
-async fn cancel(channel: &Channel, consumer_tag: ShortString) {
-    let cancel = channel.basic_cancel(consumer_tag, BasicCancelOptions::default());
-    let _ = tokio::time::timeout(FAREWELL, cancel).await;
-}
-
-async fn open(
-    connector: &Connector,
-    subscription: &Subscription,
-    prefetch: u16,
-) -> Result<(Session, String), Failure> {
-    let (connection, broker) = connector.attempt().await?;
-    let session = set_up(connection, subscription, prefetch, connector);
-    let limit = connector.settings().connect_timeout;
-    let (reason, refused) = match tokio::time::timeout(limit, session).await {
-        Ok(Ok((session, queue))) => {
-            tracing::info!(broker, queue, "consuming");
-            return Ok((session, broker));
-        }
-        Ok(Err(error)) => words(&error),
-        Err(_) => (format!("the queue could not be opened within {limit:?}"), false),
-    };
-    connector.pass_turn();
-    Err(Failure { broker, reason, refused })
-}
-
-async fn set_up(
-    connection: Connection,
-    subscription: &Subscription,
-    prefetch: u16,
-    connector: &Connector,
-) -> Result<(Session, String), Error> {
-    let channel = connection.create_channel().await?;
-    let queue = match subscription {
-        Subscription::Tasks { queue, topology } => {
-            if let Some(topology) = topology {
-                topology.declare(&connection).await?;
-            }
-            queue.clone()
-        }
-        Subscription::Private(told) => {
-            let own = QueueDeclareOptions { exclusive: true, auto_delete: true, ..Default::default() };
-            let queue = channel.queue_declare("".into(), own, FieldTable::default()).await?;
-            let queue = queue.name().as_str().to_owned();
-            told.send_replace(Some(queue.clone()));
-            queue
-        }
-    };
-    // Before consume: RabbitMQ applies it to consumers made after it.
-    channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
-    let (tag, options) = (short(connector.name()), BasicConsumeOptions::default());
-    let arguments = arguments(connector.settings().consumer_timeout);
-    let consumer = channel.basic_consume(short(&queue), tag, options, arguments).await?;
-    Ok((Session { connection, channel, consumer }, queue))
-}
-
-/// Asks for a timeout of ours where the user has one in mind: RabbitMQ 4.3 grants it on quorum queues
-/// and prefers it to the queue's own, before it the argument means nothing.
-fn arguments(timeout: Duration) -> FieldTable {
-    let mut arguments = FieldTable::default();
-    if timeout != USUAL_TIMEOUT {
-        let ms = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
-        arguments.insert("x-consumer-timeout".into(), AMQPValue::LongLongInt(ms));
-    }
-    arguments
-}
-
-fn delivery_from(lapin: lapin::message::Delivery, session: u64) -> Delivery {
-    let mut properties = properties_from(&lapin.properties);
-    // The broker's count of this message, or of another that somebody published with all its headers.
-    let counted = properties.headers.remove("x-delivery-count").and_then(|count| count.as_i64());
-    let counted = counted.map_or(1, |count| count.max(1) as u64);
-    let delivery_count = if lapin.redelivered { counted } else { 0 };
-    Delivery {
-        message: Message { properties, body: lapin.data.into() },
-        receipt: Receipt { session, tag: lapin.delivery_tag },
-        redelivered: lapin.redelivered,
-        delivery_count,
-    }
 }

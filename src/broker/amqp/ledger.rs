@@ -31,6 +31,13 @@ impl Ledger {
         self.unsettled.insert(tag);
     }
 
+    /// Unsettled deliveries from the tag `first` on, if nobody is about to settle one: then the caller
+    /// is the sender, and no ack passes until it has called [`Ledger::take`].
+    pub(super) fn hold(&mut self, first: u64) -> Option<usize> {
+        let free = !std::mem::replace(&mut self.sending, true);
+        free.then(|| self.unsettled.range(first..).count())
+    }
+
     /// A delivery went back. Called once the broker has been told: while this is under way, no
     /// `multiple` may pass over it, or it would be acked.
     pub(super) fn returned(&mut self, tag: u64) {
@@ -88,6 +95,17 @@ mod tests {
         assert_eq!(ledger.take(), []);
         assert!(ledger.ack(4));
         assert_eq!(ledger.take(), [Ack { tag: 4, multiple: true }]);
+    }
+
+    #[test]
+    fn while_acks_are_held_they_wait_for_who_holds_them() {
+        let mut ledger = ledger(1..=5);
+        assert_eq!(ledger.hold(3), Some(3));
+        assert!(!ledger.ack(1), "somebody sends");
+        assert_eq!(ledger.hold(3), None);
+        assert_eq!(ledger.take(), [Ack { tag: 1, multiple: true }]);
+        assert_eq!(ledger.take(), []);
+        assert_eq!(ledger.hold(1), Some(4));
     }
 
     #[test]

@@ -9,12 +9,14 @@ mod consumer;
 mod convert;
 mod ledger;
 mod publisher;
+mod session;
 mod settler;
 mod topology;
 
 pub use admin::{consumers_of, declare};
 pub use connect::Connector;
-pub use consumer::{AmqpConsumer, Subscription, subscribe};
+pub use consumer::{AmqpConsumer, subscribe};
 pub use publisher::AmqpPublisher;
+pub use session::Subscription;
 pub use settler::AmqpSettler;
 pub use topology::{Topology, retry_queue};

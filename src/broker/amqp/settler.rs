@@ -29,7 +29,9 @@ pub(super) type Current = Arc<Mutex<Option<Open>>>;
 pub(super) struct Open {
     pub(super) session: u64,
     pub(super) channel: Channel,
-    pub(super) consumer_tag: ShortString,
+    /// The consumer's name. Written by the supervisor when it consumes anew, held over that; read by a
+    /// cancel, held until the broker has answered.
+    pub(super) consumer_tag: Arc<tokio::sync::Mutex<ShortString>>,
     /// Written by the supervisor for each delivery and by every settle. Held for a few instructions.
     pub(super) ledger: Arc<Mutex<Ledger>>,
 }
@@ -37,6 +39,27 @@ pub(super) struct Open {
 impl Open {
     pub(super) fn ledger(&self) -> MutexGuard<'_, Ledger> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Open {
+    /// Sends the acks that wait, as the one who sends. False: the session is over.
+    pub(super) async fn send_acks(&self) -> bool {
+        let sending = Sending(self);
+        loop {
+            let acks = self.ledger().take();
+            if acks.is_empty() {
+                // `take` has ended the sending, and somebody else may have begun one.
+                std::mem::forget(sending);
+                return true;
+            }
+            for Ack { tag, multiple } in acks {
+                if self.channel.basic_ack(tag, BasicAckOptions { multiple }).await.is_err() {
+                    return false;
+                }
+            }
+            tokio::task::yield_now().await;
+        }
     }
 }
 
@@ -79,22 +102,9 @@ impl Settler for AmqpSettler {
             if !open.ledger().ack(receipt.tag) {
                 return true;
             }
-            let sending = Sending(&open);
-            loop {
-                // The rest of a batch is being confirmed in this very moment.
-                tokio::task::yield_now().await;
-                let acks = open.ledger().take();
-                if acks.is_empty() {
-                    // `take` has ended the sending, and somebody else may have begun one.
-                    std::mem::forget(sending);
-                    return true;
-                }
-                for Ack { tag, multiple } in acks {
-                    if open.channel.basic_ack(tag, BasicAckOptions { multiple }).await.is_err() {
-                        return false;
-                    }
-                }
-            }
+            // The rest of a batch is being confirmed in this very moment.
+            tokio::task::yield_now().await;
+            open.send_acks().await
         })
     }
 

@@ -106,6 +106,10 @@ impl Reader {
                 self.member = self.hub.join(&queue, prefetch, self.outlet.clone());
                 self.member.is_none().then(|| Ending::Cut(format!("no queue {queue:?}")))
             }
+            Request::Prefetch { prefetch } => {
+                self.with_member(|hub, member| hub.set_prefetch(member, prefetch));
+                None
+            }
             Request::Cancel => {
                 self.with_member(|hub, member| hub.cancel(member));
                 None

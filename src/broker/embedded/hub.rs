@@ -183,6 +183,14 @@ impl Hub {
         Some(Membership { queue: index, consumer })
     }
 
+    /// Delivers up to so many to a consumer ahead of what it settles.
+    pub fn set_prefetch(&self, member: Membership, prefetch: NonZeroU16) {
+        let mut slots = self.slots();
+        let slot = &mut slots[member.queue];
+        slot.queue.set_prefetch(member.consumer, prefetch);
+        pump(slot);
+    }
+
     /// Delivers no more to a consumer, and tells it so behind its last message.
     pub fn cancel(&self, member: Membership) {
         let mut slots = self.slots();

@@ -128,6 +128,13 @@ impl Queue {
         id
     }
 
+    /// The consumer holds at most so many unsettled messages from now on; what it holds, it keeps.
+    pub fn set_prefetch(&mut self, id: ConsumerId, prefetch: NonZeroU16) {
+        if let Some(consumer) = self.consumers.get_mut(&id) {
+            consumer.prefetch = prefetch;
+        }
+    }
+
     /// The consumer gets no more; what it holds stays its own until settled.
     pub fn cancel(&mut self, id: ConsumerId) {
         if let Some(consumer) = self.consumers.get_mut(&id) {

@@ -35,6 +35,8 @@ pub(super) enum Request {
     Publish { id: u64, queue: String, properties: Box<Properties>, delay: Option<Duration> },
     /// Deliver from a queue. At most one consumer a connection.
     Consume { queue: String, prefetch: NonZeroU16 },
+    /// Deliver up to so many ahead of what is settled.
+    Prefetch { prefetch: NonZeroU16 },
     /// Deliver no more.
     Cancel,
     /// Remove a message for good.

@@ -8,11 +8,11 @@ use ::config::{Value, ValueKind};
 
 use super::super::files::BUILT_IN;
 use super::super::problem::Problem;
-use super::super::settings::{Batch, Devices, Pool, Retry};
+use super::super::settings::{Batch, Devices, Dtype, Pool, Retry};
 use super::WAIT;
 use super::launcher::refuse_low_ceiling;
 use super::section::{Expected, Report, Section, origin};
-use super::values::{auto, duration, list, name, optional_name, size, whole};
+use super::values::{auto, duration, list, name, optional_name, size, text, whole};
 
 /// RabbitMQ caps the prefetch of a consumer of a quorum queue here.
 const PREFETCH: RangeInclusive<u64> = 1..=2000;
@@ -92,7 +92,9 @@ fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -
     let devices = section.read("devices", devices);
     let workers_per_device = section.read("workers_per_device", whole(PROCESSES));
     let threads = section.read("threads", auto(whole(PROCESSES)));
+    let dtype = section.read("dtype", dtype);
     let prefetch = section.read("prefetch", auto(whole::<u16>(PREFETCH)));
+    let prefetch_bytes = section.read("prefetch_bytes", size(BODY));
     let max_body = section.read("max_body", size(BODY));
     let max_inputs = section.read("max_inputs", whole(COUNT));
     let batch = section.section("batch").and_then(batch);
@@ -111,12 +113,20 @@ fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -
         devices: devices?,
         workers_per_device: workers_per_device?,
         threads: threads?,
+        dtype: dtype?,
         prefetch: prefetch?,
+        prefetch_bytes: prefetch_bytes?,
         max_body: max_body?,
         max_inputs: max_inputs?,
         batch: batch?,
         retry: retry?,
     })
+}
+
+fn dtype(value: &Value) -> Result<Dtype, Expected> {
+    let written = text(value).ok();
+    let found = Dtype::ALL.iter().find(|(_, name)| written.as_deref() == Some(*name));
+    found.map(|(dtype, _)| *dtype).ok_or_else(|| "\"f32\", \"bf16\" or \"f16\"".to_owned())
 }
 
 fn retry(mut section: Section<'_>) -> Option<Retry> {

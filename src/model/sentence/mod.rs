@@ -17,7 +17,7 @@ mod weights;
 
 pub use codec::{EmbeddingOptions, Sentence, SentenceCodec};
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use self::config::NetworkConfig;
 use self::encoder::Encoder;
@@ -27,7 +27,7 @@ use self::settings::SentenceSettings;
 use self::tokenize::TextTokenizer;
 use self::weights::Weights;
 use super::source::ModelFiles;
-use super::{ForwardError, LoadError, LoadSpec, Model, Step, Steps, device};
+use super::{Dtype, ForwardError, LoadError, LoadSpec, Model, Step, Steps, device};
 use crate::protocol::{TaskError, TaskErrorKind};
 
 /// A sentence-embedding model on one device.
@@ -51,7 +51,7 @@ impl Model for SentenceEncoder {
         let tokenizer = TextTokenizer::read(path, &settings, config.max_tokens(), config.vocabulary)?;
         // Last of all files: a cache that holds it is complete.
         let path = files.required("model.safetensors")?;
-        let weights = Weights::read(path, config.family.base(), &device)?;
+        let weights = Weights::read(path, config.family.base(), &device, candle_dtype(spec.dtype))?;
         let encoder = Encoder::load(&weights, &config)?;
         let codec = SentenceCodec {
             tokenizer,
@@ -95,5 +95,13 @@ impl Model for SentenceEncoder {
 
 /// Copies token vectors to the host, where they are pooled.
 fn host(rows: &Tensor) -> candle_core::Result<Vec<f32>> {
-    rows.flatten_all()?.to_vec1()
+    rows.flatten_all()?.to_dtype(DType::F32)?.to_vec1()
+}
+
+fn candle_dtype(dtype: Dtype) -> DType {
+    match dtype {
+        Dtype::F32 => DType::F32,
+        Dtype::Bf16 => DType::BF16,
+        Dtype::F16 => DType::F16,
+    }
 }

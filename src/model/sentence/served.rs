@@ -56,6 +56,7 @@ mod tests {
             served_names: served.iter().map(|name| (*name).into()).collect(),
             device: "cpu".into(),
             max_inputs: 1,
+            dtype: Default::default(),
         })
     }
 

@@ -14,15 +14,16 @@ pub struct Weights {
     path: PathBuf,
     tensors: HashMap<String, Tensor>,
     prefix: String,
+    dtype: DType,
 }
 
 impl Weights {
-    /// Reads a safetensors file onto `device`. Names may begin with `{base}.` where the file was
-    /// saved from a model with a head.
+    /// Reads a safetensors file onto `device`, to be used as `dtype`. Names may begin with `{base}.`
+    /// where the file was saved from a model with a head.
     ///
     /// # Errors
     /// [`LoadError::File`] when the file is cut off, corrupt or holds no such model.
-    pub fn read(path: PathBuf, base: &str, device: &Device) -> Result<Self, LoadError> {
+    pub fn read(path: PathBuf, base: &str, device: &Device, dtype: DType) -> Result<Self, LoadError> {
         let bytes = source::read(&path)?;
         let tensors = match candle_core::safetensors::load_buffer(&bytes, device) {
             Ok(tensors) => tensors,
@@ -33,10 +34,10 @@ impl Weights {
         };
         let prefix = format!("{base}.");
         let prefixed = tensors.contains_key(&format!("{prefix}{WORDS}"));
-        Ok(Self { path, tensors, prefix: if prefixed { prefix } else { String::new() } })
+        Ok(Self { path, tensors, prefix: if prefixed { prefix } else { String::new() }, dtype })
     }
 
-    /// The tensor `name`, as f32; its shape must be `shape`.
+    /// The tensor `name`; its shape must be `shape`.
     ///
     /// # Errors
     /// [`LoadError::File`] naming the tensor.
@@ -53,7 +54,7 @@ impl Weights {
                 "tensor {name} has the shape {found:?}, and config.json makes it {shape:?}"
             )));
         }
-        self.checked(&name, tensor.to_dtype(DType::F32))
+        self.checked(&name, tensor.to_dtype(self.dtype))
     }
 
     /// Passes on a result of candle while weights are arranged.

@@ -1,6 +1,7 @@
 //! The receiving side of a worker's connection: what the reader task hands over becomes events.
 //! Owns the deliveries not yet taken. Never reads the socket.
 
+use std::num::NonZeroU16;
 use std::sync::Arc;
 
 use futures_util::FutureExt;
@@ -54,6 +55,14 @@ impl Consumer for SocketConsumer {
                 }
             }
             Ok(Event::End)
+        }
+        .boxed()
+    }
+
+    fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()> {
+        async move {
+            // When this fails, `next` says so.
+            let _ = self.wire.send(&Request::Prefetch { prefetch }).await;
         }
         .boxed()
     }

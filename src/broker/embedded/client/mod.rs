@@ -50,9 +50,9 @@ pub async fn connect(path: &Path, subscription: Subscription) -> Result<Link, Br
     let (read, write) = stream.into_split();
     // Every handle writes, the writer task reads. Bound: small, the socket's own buffer is behind it.
     let (requests, queued) = mpsc::channel(REQUESTS_BOUND);
-    // The reader task writes, the consumer reads. Bound: the prefetch, and the four answers that are
-    // not deliveries; so the reader never waits, and confirms never stand behind deliveries.
-    let (answers, incoming) = mpsc::channel(usize::from(subscription.prefetch.get()) + 4);
+    // The reader task writes, the consumer reads. Bound: the largest prefetch, and the four answers that
+    // are not deliveries; so the reader never waits, and confirms never stand behind deliveries.
+    let (answers, incoming) = mpsc::channel(usize::from(u16::MAX) + 4);
     let waiting = Arc::new(Waiting::default());
     tokio::spawn(write_all(write, queued));
     tokio::spawn(read_all(read, answers, waiting.clone()));

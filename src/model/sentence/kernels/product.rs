@@ -100,7 +100,12 @@ thread_local! {
 
 /// `out` `[count, width]` ← `rows` `[count, depth]` times `right`, block by block of rows; `then` is
 /// given each block while it is in the cache, and the index of its first row.
-pub fn multiply_rows(rows: &[f32], right: &Panels, out: &mut [f32], then: impl Fn(usize, &mut [f32]) + Send + Sync) {
+pub fn multiply_rows(
+    rows: &[f32],
+    right: &Panels,
+    out: &mut [f32],
+    then: impl Fn(usize, &mut [f32]) + Send + Sync,
+) {
     let (depth, width) = (right.depth(), right.width());
     by_blocks(out, width, |first, out| {
         let count = out.len() / width;

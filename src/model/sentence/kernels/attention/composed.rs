@@ -1,7 +1,11 @@
-//! Attention by candle's own operations, for any device and precision: the reference of the kernel
-//! beside it. Decides which texts go through a product together.
+//! Attention by candle's own operations, for any device and precision: what the kernel beside it is
+//! held against. Decides which texts go through a product together, padded to the longest of them:
+//! those of about one length, so that little is padding.
 
 use candle_core::{D, DType, Result, Tensor};
+
+/// Most scores of a head that are computed at once: they are kept whole.
+const MOST_SCORES: usize = 1 << 22;
 
 /// softmax(Q·Kᵀ/√d)·V for each text and head. `qkv` is `[tokens, 3·heads·d]`, the three products side
 /// by side; `lengths` are the texts' tokens, which add up to `tokens`. Gives `[tokens, heads·d]`.
@@ -9,18 +13,114 @@ use candle_core::{D, DType, Result, Tensor};
 /// # Errors
 /// When shapes or types do not fit: a fault of the caller.
 pub fn attention(qkv: &Tensor, heads: usize, lengths: &[usize]) -> Result<Tensor> {
-    let d = qkv.dim(1)? / 3 / heads;
-    let mut start = 0;
-    let mut texts = Vec::with_capacity(lengths.len());
-    for &n in lengths {
-        let text = qkv.narrow(0, start, n)?.reshape((n, 3, heads, d))?.permute((1, 2, 0, 3))?;
-        let part = |index| text.get(index)?.contiguous();
+    let tokens = qkv.dim(0)?;
+    let mut places = vec![0u32; tokens];
+    let mut padded = 0;
+    let mut seen = Vec::new();
+    for group in groups(lengths) {
+        for (text, start) in group.starts.iter().enumerate() {
+            for token in 0..group.lengths[text] {
+                places[start + token] = (padded + text * group.longest + token) as u32;
+            }
+        }
+        padded += group.starts.len() * group.longest;
+        seen.push(group.attend(qkv, heads)?);
+    }
+    Tensor::cat(&seen, 0)?.index_select(&Tensor::from_vec(places, tokens, qkv.device())?, 0)
+}
+
+/// Texts of about one length.
+#[derive(Debug, PartialEq)]
+struct Group {
+    /// Their first rows in the batch.
+    starts: Vec<usize>,
+    lengths: Vec<usize>,
+    longest: usize,
+}
+
+fn groups(lengths: &[usize]) -> Vec<Group> {
+    let starts = lengths.iter().scan(0, |next, n| Some(std::mem::replace(next, *next + n)));
+    let mut texts: Vec<(usize, usize)> =
+        lengths.iter().copied().zip(starts).filter(|(n, _)| *n > 0).collect();
+    texts.sort_unstable();
+    let mut groups: Vec<Group> = Vec::new();
+    for (n, start) in texts {
+        let joins = |group: &&mut Group| {
+            let shortest = group.lengths[0];
+            n <= shortest + shortest / 4 && (group.starts.len() + 1) * n * n <= MOST_SCORES
+        };
+        match groups.last_mut().filter(joins) {
+            Some(group) => {
+                group.starts.push(start);
+                group.lengths.push(n);
+                group.longest = n;
+            }
+            None => groups.push(Group { starts: vec![start], lengths: vec![n], longest: n }),
+        }
+    }
+    groups
+}
+
+impl Group {
+    /// Gives `[texts·longest, heads·d]`.
+    fn attend(&self, qkv: &Tensor, heads: usize) -> Result<Tensor> {
+        let (texts, n, device) = (self.starts.len(), self.longest, qkv.device());
+        let mut rows = Vec::with_capacity(texts * n);
+        let mut mask = Vec::with_capacity(texts * n);
+        for (start, length) in self.starts.iter().zip(&self.lengths) {
+            rows.extend((0..n).map(|token| (start + token.min(length - 1)) as u32));
+            mask.extend((0..n).map(|token| if token < *length { 0.0 } else { f32::NEG_INFINITY }));
+        }
+        let qkv = qkv.index_select(&Tensor::from_vec(rows, texts * n, device)?, 0)?;
+        let d = qkv.dim(1)? / 3 / heads;
+        let qkv = qkv.reshape((texts, n, 3, heads, d))?.permute((2, 0, 3, 1, 4))?;
+        let part = |index| qkv.get(index)?.contiguous();
         let scores = (part(0)?.matmul(&part(1)?.t()?)? / (d as f64).sqrt())?;
         // Half precision has not the digits for a sum of many.
-        let weights = candle_nn::ops::softmax(&scores.to_dtype(DType::F32)?, D::Minus1)?;
-        let seen = weights.to_dtype(qkv.dtype())?.matmul(&part(2)?)?;
-        texts.push(seen.transpose(0, 1)?.reshape((n, heads * d))?);
-        start += n;
+        let scores = scores.to_dtype(DType::F32)?;
+        let scores = scores.broadcast_add(&Tensor::from_vec(mask, (texts, 1, 1, n), device)?)?;
+        let weights = candle_nn::ops::softmax(&scores, D::Minus1)?.to_dtype(qkv.dtype())?;
+        weights.matmul(&part(2)?)?.transpose(1, 2)?.reshape((texts * n, heads * d))
     }
-    Tensor::cat(&texts, 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::testing::{difference, noise};
+    use super::*;
+
+    /// Text by text, as the formula says.
+    fn one_by_one(qkv: &Tensor, heads: usize, lengths: &[usize]) -> Result<Tensor> {
+        let d = qkv.dim(1)? / 3 / heads;
+        let mut start = 0;
+        let mut texts = Vec::new();
+        for &n in lengths {
+            let text = qkv.narrow(0, start, n)?.reshape((n, 3, heads, d))?.permute((1, 2, 0, 3))?;
+            let part = |index| text.get(index)?.contiguous();
+            let scores = (part(0)?.matmul(&part(1)?.t()?)? / (d as f64).sqrt())?;
+            let weights = candle_nn::ops::softmax(&scores, D::Minus1)?;
+            texts.push(weights.matmul(&part(2)?)?.transpose(0, 1)?.reshape((n, heads * d))?);
+            start += n;
+        }
+        Tensor::cat(&texts, 0)
+    }
+
+    #[test]
+    fn texts_that_go_together_get_what_each_gets_alone() {
+        let lengths = [5, 1, 40, 6, 31, 38, 7, 1, 300];
+        let qkv = noise(&[lengths.iter().sum(), 3 * 24], 2.0, 1).unwrap();
+        let right = one_by_one(&qkv, 3, &lengths).unwrap();
+        let off = difference(&attention(&qkv, 3, &lengths).unwrap(), &right).unwrap();
+        assert!(off < 2e-6, "{off}");
+    }
+
+    #[test]
+    fn a_group_is_of_about_one_length_and_bounded() {
+        let lengths = [40, 8, 10, 11, 45];
+        let sizes: Vec<_> = groups(&lengths).into_iter().map(|group| (group.lengths, group.starts)).collect();
+        assert_eq!(sizes, [(vec![8, 10], vec![40, 48]), (vec![11], vec![58]), (vec![40, 45], vec![0, 69])]);
+        for group in groups(&[512; 200]) {
+            assert!(group.starts.len() <= 16, "{} texts of 512 tokens", group.starts.len());
+        }
+    }
 }

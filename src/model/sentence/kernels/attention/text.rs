@@ -95,16 +95,21 @@ impl WithSimd for Attend<'_> {
                 });
                 let factors = softmax(simd, &mut scores, n);
                 let weights = |row: usize| &scores[row * n_keys..][..n];
-                values.times(simd, [weights(0), weights(1), weights(2), weights(3)], d_values, |column, sums| {
-                    let rows = out.chunks_exact_mut(width).zip(sums).zip(factors);
-                    for ((row, sums), factor) in rows {
-                        let factor = simd.splat_f32s(factor);
-                        let to = &mut row[head * d_values + column..][..COLUMNS * S::F32_LANES];
-                        for (to, sum) in S::as_mut_simd_f32s(to).0.iter_mut().zip(sums) {
-                            *to = simd.mul_f32s(sum, factor);
+                values.times(
+                    simd,
+                    [weights(0), weights(1), weights(2), weights(3)],
+                    d_values,
+                    |column, sums| {
+                        let rows = out.chunks_exact_mut(width).zip(sums).zip(factors);
+                        for ((row, sums), factor) in rows {
+                            let factor = simd.splat_f32s(factor);
+                            let to = &mut row[head * d_values + column..][..COLUMNS * S::F32_LANES];
+                            for (to, sum) in S::as_mut_simd_f32s(to).0.iter_mut().zip(sums) {
+                                *to = simd.mul_f32s(sum, factor);
+                            }
                         }
-                    }
-                });
+                    },
+                );
             }
         }
         SCORES.set(scores);

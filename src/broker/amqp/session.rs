@@ -1,0 +1,165 @@
+//! One session with RabbitMQ: a connection, its channel, and the consumer on it. Decides how one is
+//! set up and what its deliveries are. Owns the handles; who replaces them is in `consumer`.
+
+use std::time::Duration;
+
+use lapin::options::{BasicCancelOptions, BasicConsumeOptions, BasicQosOptions, QueueDeclareOptions};
+use lapin::types::{AMQPValue, FieldTable, ShortString};
+use lapin::{Channel, Connection, Error};
+use tokio::sync::watch;
+
+use super::connect::{Connector, Failure, words};
+use super::convert::{properties_from, short};
+use super::topology::Topology;
+use crate::broker::{Delivery, Receipt};
+use crate::protocol::Message;
+
+/// Longest wait for the broker's answer to a cancel or close.
+pub(super) const FAREWELL: Duration = Duration::from_secs(5);
+
+/// RabbitMQ's own, which need not be asked for.
+const USUAL_TIMEOUT: Duration = Duration::from_secs(30 * 60);
+
+/// What to consume.
+pub enum Subscription {
+    /// A pool's task queue, made with its fellows where they are missing; none: touch nothing.
+    Tasks {
+        /// The queue's name.
+        queue: String,
+        /// What to make, if anything.
+        topology: Option<Topology>,
+    },
+    /// A queue of our own, which the broker names and deletes with the connection. Its name is sent
+    /// here, once a session. Unsettled messages are lost with the session.
+    Private(watch::Sender<Option<String>>),
+}
+
+/// See the module.
+pub(super) struct Session {
+    pub(super) connection: Connection,
+    pub(super) channel: Channel,
+    pub(super) consumer: lapin::Consumer,
+    pub(super) prefetch: u16,
+    /// Of the first delivery to this consumer.
+    first_tag: Option<u64>,
+    queue: String,
+    /// Of the first consumer; later ones add their number.
+    tag: String,
+    consumers: u32,
+}
+
+impl Session {
+    /// Connects and consumes. Returns the broker's address too.
+    pub(super) async fn open(
+        connector: &Connector,
+        subscription: &Subscription,
+        prefetch: u16,
+    ) -> Result<(Self, String), Failure> {
+        let (connection, broker) = connector.attempt().await?;
+        let session = Self::set_up(connection, subscription, prefetch, connector);
+        let limit = connector.settings().connect_timeout;
+        let (reason, refused) = match tokio::time::timeout(limit, session).await {
+            Ok(Ok(session)) => {
+                tracing::info!(broker, queue = session.queue, "consuming");
+                return Ok((session, broker));
+            }
+            Ok(Err(error)) => words(&error),
+            Err(_) => (format!("the queue could not be opened within {limit:?}"), false),
+        };
+        connector.pass_turn();
+        Err(Failure { broker, reason, refused })
+    }
+
+    async fn set_up(
+        connection: Connection,
+        subscription: &Subscription,
+        prefetch: u16,
+        connector: &Connector,
+    ) -> Result<Self, Error> {
+        let channel = connection.create_channel().await?;
+        let queue = match subscription {
+            Subscription::Tasks { queue, topology } => {
+                if let Some(topology) = topology {
+                    topology.declare(&connection).await?;
+                }
+                queue.clone()
+            }
+            Subscription::Private(told) => {
+                let own = QueueDeclareOptions { exclusive: true, auto_delete: true, ..Default::default() };
+                let queue = channel.queue_declare("".into(), own, FieldTable::default()).await?;
+                let queue = queue.name().as_str().to_owned();
+                told.send_replace(Some(queue.clone()));
+                queue
+            }
+        };
+        let tag = connector.name().to_owned();
+        let consumer = consume(&channel, (&queue, &tag), prefetch, connector).await?;
+        Ok(Self { connection, channel, consumer, prefetch, first_tag: None, queue, tag, consumers: 1 })
+    }
+
+    /// Consumes anew, with another prefetch: RabbitMQ applies one only to consumers made after it. The
+    /// consumer before has been cancelled, and its stream has ended.
+    pub(super) async fn consume_anew(&mut self, prefetch: u16, connector: &Connector) -> Result<(), Error> {
+        self.consumers += 1;
+        // Another name: what lapin still does with the old consumer must not meet the new one.
+        let tag = format!("{} #{}", self.tag, self.consumers);
+        let consumer = consume(&self.channel, (&self.queue, &tag), prefetch, connector);
+        let answered = tokio::time::timeout(connector.settings().connect_timeout, consumer).await;
+        self.consumer =
+            answered.map_err(|_| Error::from(std::io::Error::from(std::io::ErrorKind::TimedOut)))??;
+        (self.prefetch, self.first_tag) = (prefetch, None);
+        Ok(())
+    }
+
+    /// The consumer has been given the delivery `tag`.
+    pub(super) fn delivered(&mut self, tag: u64) {
+        self.first_tag.get_or_insert(tag);
+    }
+
+    /// The first delivery to this consumer, or one that is yet to come.
+    pub(super) fn first_tag(&self) -> u64 {
+        self.first_tag.unwrap_or(u64::MAX)
+    }
+}
+
+async fn consume(
+    channel: &Channel,
+    (queue, tag): (&str, &str),
+    prefetch: u16,
+    connector: &Connector,
+) -> Result<lapin::Consumer, Error> {
+    channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
+    let arguments = arguments(connector.settings().consumer_timeout);
+    channel.basic_consume(short(queue), short(tag), BasicConsumeOptions::default(), arguments).await
+}
+
+/// Asks for a timeout of ours where the user has one in mind: RabbitMQ 4.3 grants it on quorum queues
+/// and prefers it to the queue's own, before it the argument means nothing.
+fn arguments(timeout: Duration) -> FieldTable {
+    let mut arguments = FieldTable::default();
+    if timeout != USUAL_TIMEOUT {
+        let ms = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
+        arguments.insert("x-consumer-timeout".into(), AMQPValue::LongLongInt(ms));
+    }
+    arguments
+}
+
+/// Returns when the broker sends no more, or no longer answers: then the session ends by itself.
+pub(super) async fn cancel(channel: &Channel, consumer_tag: ShortString) {
+    let cancel = channel.basic_cancel(consumer_tag, BasicCancelOptions::default());
+    let _ = tokio::time::timeout(FAREWELL, cancel).await;
+}
+
+pub(super) fn delivery_from(lapin: lapin::message::Delivery, session: u64) -> Delivery {
+    let mut properties = properties_from(&lapin.properties);
+    // The broker's count of this message, or of another that somebody published with all its headers.
+    let counted = properties.headers.remove("x-delivery-count").and_then(|count| count.as_i64());
+    let counted = counted.map_or(1, |count| count.max(1) as u64);
+    let delivery_count = if lapin.redelivered { counted } else { 0 };
+    Delivery {
+        message: Message { properties, body: lapin.data.into() },
+        receipt: Receipt { session, tag: lapin.delivery_tag },
+        redelivered: lapin.redelivered,
+        delivery_count,
+    }
+}

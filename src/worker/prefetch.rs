@@ -1,0 +1,201 @@
+//! How many messages a worker holds ahead, where that is left to it: two batches, one that computes
+//! and one at hand, by what messages have been carrying. Few enough that others get theirs, and that
+//! their bodies stay within a number of bytes. Pure, but for the lock around it; time is passed in.
+
+use std::num::NonZeroU16;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Quorum queues take no larger prefetch.
+const MOST: f64 = 2_000.0;
+/// Messages that an average reaches back over.
+const REMEMBERED: f64 = 256.0;
+/// Messages that must have been measured since the last change.
+const MEASURED: u32 = 32;
+/// Between two changes, at least: each makes a consumer anew.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// What bounds it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// Tokens of a batch.
+    pub(super) tokens: usize,
+    /// Inputs of a batch.
+    pub(super) requests: usize,
+    /// Bytes of bodies in hand.
+    pub(super) bytes: u64,
+}
+
+/// See the module.
+pub(super) struct Prefetch {
+    limits: Limits,
+    now: u16,
+    changed: Instant,
+    /// Measured since then.
+    measured: u32,
+    tokens: Average,
+    inputs: Average,
+    bytes: Average,
+}
+
+/// A mean over the last messages, roughly.
+#[derive(Default)]
+struct Average {
+    value: f64,
+    count: f64,
+}
+
+impl Average {
+    fn add(&mut self, value: f64) {
+        self.count = (self.count + 1.0).min(REMEMBERED);
+        self.value += (value - self.value) / self.count;
+    }
+}
+
+impl Prefetch {
+    pub(super) fn new(limits: Limits, first: u16, now: Instant) -> Self {
+        let empty = Average::default;
+        let (tokens, inputs, bytes) = (empty(), empty(), empty());
+        Self { limits, now: first, changed: now, measured: 0, tokens, inputs, bytes }
+    }
+
+    /// A message came.
+    pub(super) fn came(&mut self, bytes: usize) {
+        self.bytes.add(bytes as f64);
+    }
+
+    /// A message has become so many inputs.
+    pub(super) fn prepared(&mut self, inputs: usize, tokens: usize) {
+        self.inputs.add(inputs as f64);
+        self.tokens.add(tokens as f64);
+        self.measured += 1;
+    }
+
+    /// The new prefetch, when it is worth a change.
+    pub(super) fn change(&mut self, now: Instant) -> Option<NonZeroU16> {
+        if self.measured < MEASURED || now < self.changed + PAUSE {
+            return None;
+        }
+        let (wanted, before) = (self.wanted(), f64::from(self.now));
+        if wanted < 1.5 * before && before < 1.5 * wanted {
+            return None;
+        }
+        (self.now, self.changed, self.measured) = (wanted as u16, now, 0);
+        NonZeroU16::new(self.now)
+    }
+
+    fn wanted(&self) -> f64 {
+        let batch = (self.limits.tokens as f64 / self.tokens.value.max(1.0))
+            .min(self.limits.requests as f64 / self.inputs.value.max(1.0))
+            .max(1.0);
+        let in_bytes = self.limits.bytes as f64 / self.bytes.value.max(1.0);
+        (2.0 * batch).min(in_bytes).clamp(2.0, MOST).ceil()
+    }
+}
+
+/// A prefetch that the intake and the tasks tell of messages; none where the user has set one. Held
+/// for arithmetic only.
+#[derive(Clone)]
+pub(super) struct Live(Option<Arc<Mutex<Prefetch>>>);
+
+impl Live {
+    pub(super) fn new(prefetch: Option<Prefetch>) -> Self {
+        Self(prefetch.map(|prefetch| Arc::new(Mutex::new(prefetch))))
+    }
+
+    /// A message of so many bytes came. The new prefetch, when it is worth a change.
+    pub(super) fn came(&self, bytes: usize) -> Option<NonZeroU16> {
+        let mut prefetch = self.lock()?;
+        prefetch.came(bytes);
+        prefetch.change(Instant::now())
+    }
+
+    /// A message has become so many inputs.
+    pub(super) fn prepared(&self, inputs: usize, tokens: usize) {
+        if let Some(mut prefetch) = self.lock() {
+            prefetch.prepared(inputs, tokens);
+        }
+    }
+
+    fn lock(&self) -> Option<MutexGuard<'_, Prefetch>> {
+        self.0.as_ref().map(|prefetch| prefetch.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits { tokens: 1_024, requests: 512, bytes: 1 << 20 };
+
+    /// A prefetch of 128, a second after its last change.
+    struct Hand {
+        prefetch: Prefetch,
+        now: Instant,
+    }
+
+    impl Hand {
+        fn new() -> Self {
+            let now = Instant::now();
+            Self { prefetch: Prefetch::new(LIMITS, 128, now), now: now + PAUSE }
+        }
+
+        fn take(&mut self, count: usize, (bytes, inputs, tokens): (usize, usize, usize)) {
+            for _ in 0..count {
+                self.prefetch.came(bytes);
+                self.prefetch.prepared(inputs, tokens);
+            }
+        }
+
+        fn change(&mut self) -> Option<u16> {
+            self.prefetch.change(self.now).map(NonZeroU16::get)
+        }
+    }
+
+    #[test]
+    fn two_batches_of_what_messages_carry() {
+        for (carried, wanted) in [
+            ((200, 1, 32), Some(64)),
+            ((200, 1, 4), Some(512)),
+            ((20_000, 40, 1_600), Some(2)),
+            ((500, 128, 128), Some(8)),
+            ((200, 1, 14), None),
+        ] {
+            let mut hand = Hand::new();
+            hand.take(64, carried);
+            assert_eq!(hand.change(), wanted, "{carried:?}");
+            assert_eq!(hand.change(), None, "and then it is so");
+        }
+    }
+
+    #[test]
+    fn large_bodies_are_bounded_in_bytes() {
+        let mut hand = Hand::new();
+        hand.take(64, (100_000, 1, 4));
+        assert_eq!(hand.change(), Some(11));
+    }
+
+    #[test]
+    fn a_few_messages_change_nothing_and_neither_does_a_mix_within_half() {
+        let mut hand = Hand::new();
+        hand.take(31, (200, 1, 500));
+        assert_eq!(hand.change(), None);
+        let mut hand = Hand::new();
+        for _ in 0..500 {
+            hand.take(1, (200, 1, 8));
+            hand.take(1, (200, 1, 26));
+        }
+        assert_eq!(hand.change(), None);
+    }
+
+    #[test]
+    fn changes_keep_their_distance() {
+        let mut hand = Hand::new();
+        hand.take(256, (200, 1, 32));
+        assert_eq!(hand.change(), Some(64));
+        hand.take(2_000, (200, 1, 4));
+        assert_eq!(hand.change(), None);
+        hand.now += PAUSE;
+        assert!(hand.change().is_some_and(|wanted| (500..=512).contains(&wanted)));
+    }
+}
