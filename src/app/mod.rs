@@ -2,12 +2,15 @@
 //! what happened into exit codes. One file a command. No policy of its own.
 
 pub mod batch_file;
+mod bench;
 mod check_config;
 mod launch;
 mod link;
+mod producer;
 mod progress;
 mod publish;
 mod registry;
+mod requests;
 mod run_batch;
 mod stop;
 mod worker;
@@ -41,6 +44,7 @@ pub fn main(registry: &Registry) -> ExitCode {
         Command::Launch(settings) => launch::run(&settings),
         Command::Worker(arguments) => worker::run(&arguments, registry),
         Command::Publish(arguments) => publish::run(arguments),
+        Command::Bench(arguments) => bench::run(&arguments),
         Command::Stop(arguments) => stop::run(&arguments),
         Command::RunBatch(arguments) => run_batch::run(&arguments),
         Command::CheckConfig(arguments) => check_config::run(&arguments),

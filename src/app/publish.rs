@@ -9,19 +9,19 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
-use bytes::Bytes;
+use anyhow::Context;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use indicatif::ProgressBar;
 use serde_json::{Map, Value as Json, json, value::RawValue};
 use tokio::sync::{Semaphore, mpsc, watch};
 
-use super::{link, load, pool_named, progress, start_logging};
+use super::requests::{Request, Requests, embed, requests_in};
+use super::{link, load, pool_named, producer, progress, start_logging};
 use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, declare, subscribe};
-use crate::broker::{BrokerError, Consumer, Event, Published, Publisher, Settler};
+use crate::broker::{Consumer, Event, Publisher, Settler};
 use crate::cli::Publish;
-use crate::protocol::{Headers, JSON, Message, Properties, Value, shorten};
+use crate::protocol::{Message, Value};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -30,18 +30,12 @@ const WINDOW: usize = 4_096;
 /// Publishes under way at once.
 const PIPELINED: usize = 256;
 
-/// A task to publish.
-struct Request {
-    custom_id: Option<String>,
-    body: Bytes,
-}
-
 /// Publishes.
 pub(super) fn run(arguments: Publish) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET));
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
-    let lines = read_ahead(lines(&arguments).context(Exit::Usage)?)?;
+    let requests = read_ahead(requests(&arguments).context(Exit::Usage)?)?;
     let total = match &arguments.input {
         None => Some(arguments.texts.len() as u64),
         Some(path) if path == Path::new("-") => None,
@@ -57,7 +51,7 @@ pub(super) fn run(arguments: Publish) -> anyhow::Result<Exit> {
         let bar = progress::bar(total, 0, "tasks");
         let feed = Feed { publisher: &publisher, queue: &pool.task_queue, bar: &bar };
         if !arguments.wait {
-            let (published, bad) = feed.run(lines, None).await?;
+            let (published, bad) = feed.run(requests, None).await?;
             publisher.close().await;
             bar.finish_and_clear();
             writeln!(io::stdout(), "published {published} tasks to {}", pool.task_queue)?;
@@ -66,10 +60,10 @@ pub(super) fn run(arguments: Publish) -> anyhow::Result<Exit> {
         let (told, name) = watch::channel(None);
         let (consumer, settler) = subscribe(connector(), Subscription::Private(told), 256);
         let mut replies = Replies { consumer, settler, timeout: arguments.timeout, bar: &bar };
-        let queue = replies.queue(name).await?;
+        let queue = producer::reply_queue(&mut replies.consumer, name).await?;
         let (asked, window) = watch::channel(Asked::default());
         let permits = Arc::new(Semaphore::new(WINDOW));
-        let fed = feed.run(lines, Some((queue, asked, permits.clone())));
+        let fed = feed.run(requests, Some((queue, asked, permits.clone())));
         let worked = tokio::try_join!(fed, replies.print(window, &permits));
         bar.finish_and_clear();
         publisher.close().await;
@@ -153,7 +147,9 @@ impl Feed<'_> {
                 asked.send_modify(|asked| asked.add(number, &request));
             }
             let reply_to = answers.as_ref().map(|(queue, ..)| queue.clone());
-            under_way.push(self.publish(task(number, request, reply_to), answers.is_none()));
+            let id = request.custom_id.unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
+            let message = producer::task(number, id, request.body, reply_to);
+            under_way.push(self.publish(message, answers.is_none()));
             number += 1;
         };
         while let Some(published) = under_way.next().await {
@@ -165,35 +161,13 @@ impl Feed<'_> {
         Ok((number, bad))
     }
 
-    fn refused(&self, reason: String) -> BrokerError {
-        BrokerError::Refused { broker: format!("queue {:?}", self.queue), reason }
-    }
-
     async fn publish(&self, message: Message, counts: bool) -> anyhow::Result<()> {
-        match self.publisher.publish(self.queue, message).await? {
-            Published::Confirmed if counts => self.bar.inc(1),
-            Published::Confirmed => {}
-            Published::Unroutable => bail!(self.refused("it does not exist".into())),
-            Published::Nacked => bail!(self.refused("a negative confirm; is it full?".into())),
-            Published::Refused(words) => bail!(self.refused(words)),
+        producer::publish(self.publisher, self.queue, message).await?;
+        if counts {
+            self.bar.inc(1);
         }
         Ok(())
     }
-}
-
-fn task(number: u64, request: Request, reply_to: Option<String>) -> Message {
-    let now = jiff::Timestamp::now();
-    let properties = Properties {
-        content_type: Some(JSON.into()),
-        correlation_id: Some(number.to_string()),
-        message_id: Some(request.custom_id.unwrap_or_else(|| uuid::Uuid::new_v4().to_string())),
-        delivery_mode: Some(2),
-        timestamp: u64::try_from(now.as_second()).ok(),
-        headers: Headers::from([("timestamp_in_ms".into(), now.as_millisecond().into())]),
-        reply_to,
-        ..Properties::default()
-    };
-    Message { properties, body: request.body }
 }
 
 struct Replies<'a, S> {
@@ -204,14 +178,6 @@ struct Replies<'a, S> {
 }
 
 impl<S: Settler> Replies<'_, S> {
-    /// The name of our reply queue, once the broker has made it.
-    async fn queue(&mut self, mut name: watch::Receiver<Option<String>>) -> anyhow::Result<String> {
-        tokio::select! {
-            named = name.wait_for(Option::is_some) => named?.clone().context("no name"),
-            event = self.consumer.next() => bail!("no reply queue: {:?}", event?),
-        }
-    }
-
     /// Prints each reply once all before it are printed.
     async fn print(&mut self, mut asked: watch::Receiver<Asked>, permits: &Semaphore) -> anyhow::Result<()> {
         let mut early = BTreeMap::<u64, Message>::new();
@@ -298,49 +264,11 @@ fn read_ahead(mut requests: Requests) -> io::Result<mpsc::Receiver<anyhow::Resul
     Ok(requested)
 }
 
-type Requests = Box<dyn Iterator<Item = anyhow::Result<Request>> + Send>;
-
 /// The tasks of the command line or of a file.
-fn lines(arguments: &Publish) -> anyhow::Result<Requests> {
-    let Some(path) = &arguments.input else {
-        let texts = arguments.texts.clone();
-        return Ok(Box::new(texts.into_iter().map(|text| Ok(embed(&text)))));
-    };
-    let read: Box<dyn BufRead + Send> = if path == Path::new("-") {
-        Box::new(BufReader::new(io::stdin()))
-    } else {
-        Box::new(BufReader::new(File::open(path).with_context(|| path.display().to_string())?))
-    };
-    let numbered = read.split(b'\n').enumerate();
-    Ok(Box::new(numbered.filter_map(|(index, line)| {
-        let parsed = line.map_err(anyhow::Error::from).and_then(|line| request(&line));
-        parsed.with_context(|| format!("line {}", index + 1)).transpose()
-    })))
-}
-
-fn embed(text: &str) -> Request {
-    Request { custom_id: None, body: json!({"input": text}).to_string().into() }
-}
-
-/// One line of a file; none for a blank one.
-fn request(line: &[u8]) -> anyhow::Result<Option<Request>> {
-    let line = line.trim_ascii();
-    if line.is_empty() {
-        return Ok(None);
+fn requests(arguments: &Publish) -> anyhow::Result<Requests> {
+    let texts = arguments.texts.clone();
+    match &arguments.input {
+        Some(path) => requests_in(path),
+        None => Ok(Box::new(texts.into_iter().map(|text| Ok(embed(&text))))),
     }
-    let wanted = || {
-        let shown = shorten(&String::from_utf8_lossy(line), 80);
-        format!("expected a JSON object or a JSON string, got {shown:?}")
-    };
-    Ok(Some(match serde_json::from_slice::<Json>(line).with_context(wanted)? {
-        Json::String(text) => embed(&text),
-        Json::Object(object) => match (object.get("custom_id"), object.get("body")) {
-            (Some(Json::String(id)), Some(body @ Json::Object(_))) => {
-                Request { custom_id: Some(id.clone()), body: body.to_string().into() }
-            }
-            (Some(Json::String(id)), Some(_)) => bail!("the body of {id:?} is no JSON object"),
-            _ => Request { custom_id: None, body: Bytes::copy_from_slice(line) },
-        },
-        _ => bail!(wanted()),
-    }))
 }

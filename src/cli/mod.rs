@@ -1,11 +1,15 @@
 //! The command line: what can be asked, and the help that teaches it. Parses; decides nothing else.
 
+mod bench;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 
 use crate::shutdown::Exit;
+
+pub use bench::Bench;
 
 /// GPU inference behind a message queue: one process per device, fed by RabbitMQ.
 #[derive(Debug, Parser)]
@@ -44,6 +48,9 @@ Events go to stdout as JSON lines, logs to stderr.")]
 Each line of a file is a request body ({\"input\": …}), a batch line ({\"custom_id\", \"body\"}), or a
 JSON string: a text to embed. Replies are printed in the order of the tasks.")]
     Publish(Publish),
+    /// Measure a running pool: publish a load, report rates, latencies and how busy the devices are
+    #[command(after_help = bench::EXAMPLES)]
+    Bench(Bench),
     /// Stop workers, each behind the work that was queued before
     #[command(after_help = "Examples:
   sconce stop                   one worker of the only pool, whichever takes the sentinel

@@ -13,6 +13,7 @@ use conformance_rig as rig;
 
 mod access;
 mod alarm;
+mod bench;
 mod budget;
 mod cluster;
 mod dead_letters;

@@ -1,0 +1,136 @@
+//! What a reply says about itself: its headers, and of its body the usage alone. Pure.
+
+use serde::Deserialize;
+
+use crate::protocol::{Headers, Message, Value};
+
+/// Names of the headers that tell where a task's time went, in this order everywhere.
+pub(super) const STAGES: [&str; 4] = ["queue_ms", "prepare_ms", "wait_ms", "compute_ms"];
+/// The status code of a reply that was computed.
+const SUCCEEDED: i64 = 200;
+
+/// A reply, as far as it is measured.
+pub(super) struct Answer<'a> {
+    /// 200 when it succeeded; none: not one of ours.
+    pub(super) status_code: Option<i64>,
+    pub(super) worker: Option<&'a str>,
+    pub(super) device: &'a str,
+    pub(super) model: &'a str,
+    /// As [`STAGES`]; none where one is missing.
+    pub(super) stages: Option<[f64; 4]>,
+    /// Of the last forward pass that it was part of; none: it was part of none.
+    pub(super) batch: Option<Batch>,
+    /// Of a body that says so.
+    pub(super) tokens: Option<u64>,
+}
+
+/// A forward pass.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Batch {
+    pub(super) inputs: f64,
+    pub(super) tokens: f64,
+}
+
+impl Batch {
+    /// Which part of it a task of so many inputs is: at most all.
+    pub(super) fn share(self, inputs: usize) -> f64 {
+        (inputs as f64 / self.inputs).min(1.0)
+    }
+}
+
+#[derive(Deserialize)]
+struct Body {
+    usage: Option<Usage>,
+}
+
+#[derive(Deserialize)]
+struct Usage {
+    total_tokens: Option<u64>,
+}
+
+impl<'a> Answer<'a> {
+    /// Reads a reply.
+    pub(super) fn of(reply: &'a Message) -> Self {
+        let headers = &reply.properties.headers;
+        let text = |name| headers.get(name).and_then(Value::as_str);
+        let stages = STAGES.map(|name| number(headers, name));
+        let stages = stages.iter().all(Option::is_some).then(|| stages.map(Option::unwrap_or_default));
+        let inputs = number(headers, "batch_size").filter(|inputs| *inputs > 0.0);
+        let tokens = number(headers, "batch_tokens");
+        let status_code = headers.get("status_code").and_then(Value::as_i64);
+        let body = (status_code == Some(SUCCEEDED)).then(|| serde_json::from_slice::<Body>(&reply.body).ok());
+        Self {
+            status_code,
+            worker: text("worker"),
+            device: text("device").unwrap_or_default(),
+            model: text("model").unwrap_or_default(),
+            stages,
+            batch: inputs.zip(tokens).map(|(inputs, tokens)| Batch { inputs, tokens }),
+            tokens: body.flatten().and_then(|body| body.usage?.total_tokens),
+        }
+    }
+
+    /// It is the result that was asked for.
+    pub(super) fn succeeded(&self) -> bool {
+        self.status_code == Some(SUCCEEDED)
+    }
+
+    /// Milliseconds of its device that it took.
+    pub(super) fn device_ms(&self, inputs: usize) -> f64 {
+        match (self.stages, self.batch) {
+            (Some([.., compute_ms]), Some(batch)) => compute_ms * batch.share(inputs),
+            _ => 0.0,
+        }
+    }
+}
+
+fn number(headers: &Headers, name: &str) -> Option<f64> {
+    match headers.get(name)? {
+        Value::F64(number) => Some(*number),
+        Value::F32(number) => Some((*number).into()),
+        other => other.as_i64().map(|number| number as f64),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::Properties;
+
+    fn reply(headers: &[(&str, Value)], body: &'static str) -> Message {
+        let headers = headers.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+        Message { properties: Properties { headers, ..Properties::default() }, body: body.into() }
+    }
+
+    #[test]
+    fn a_reply_tells_its_times_its_batch_and_its_tokens() {
+        let headers = [
+            ("status_code", 200.into()),
+            ("worker", "h/p/0".into()),
+            ("queue_ms", 7.into()),
+            ("prepare_ms", 0.5.into()),
+            ("wait_ms", 0.25.into()),
+            ("compute_ms", 40.0.into()),
+            ("batch_size", 8.into()),
+            ("batch_tokens", 80.into()),
+        ];
+        let body = r#"{"object":"list","data":[{"embedding":[0.5,1e-3]}],"usage":{"total_tokens":12}}"#;
+        let reply = reply(&headers, body);
+        let answer = Answer::of(&reply);
+        assert!(answer.succeeded());
+        assert_eq!((answer.worker, answer.tokens), (Some("h/p/0"), Some(12)));
+        assert_eq!(answer.stages, Some([7.0, 0.5, 0.25, 40.0]));
+        assert_eq!(answer.batch, Some(Batch { inputs: 8.0, tokens: 80.0 }));
+        assert_eq!(answer.device_ms(2), 10.0);
+        assert_eq!(answer.device_ms(20), 40.0, "it spans batches, and takes no more than their time");
+    }
+
+    #[test]
+    fn what_a_reply_does_not_say_is_missing_and_no_zero() {
+        let reply = reply(&[("status_code", 400.into()), ("batch_size", 0.into())], "");
+        let answer = Answer::of(&reply);
+        assert!(!answer.succeeded());
+        assert_eq!((answer.stages, answer.batch, answer.tokens), (None, None, None));
+        assert_eq!(answer.device_ms(1), 0.0);
+    }
+}

@@ -1,0 +1,203 @@
+//! The load: which bodies come, in which order, and when. Pure: all of it follows from the seed, and
+//! bodies and arrivals are drawn apart, so that the same texts can come at another rate.
+
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use bytes::Bytes;
+use rand::rngs::Xoshiro256PlusPlus;
+use rand::seq::SliceRandom as _;
+use rand::{RngExt as _, SeedableRng as _};
+use serde_json::{Value as Json, json};
+
+/// One token each to the tokenizer of English BERT models.
+const WORDS: [&str; 48] = [
+    "queue", "message", "tide", "carries", "a", "the", "worker", "of", "light", "and", "reads", "slowly",
+    "candle", "holder", "wall", "evening", "letter", "answers", "under", "river", "stone", "window",
+    "before", "market", "paper", "engine", "keeps", "turning", "small", "garden", "between", "station",
+    "night", "book", "open", "road", "winter", "signal", "quiet", "table", "copper", "bridge", "season",
+    "number", "morning", "field", "salt", "far",
+];
+/// Makes most texts short: the mean length is an eighth of the way from the shortest to the longest.
+const SKEW: f64 = 7.0;
+/// Keeps arrivals apart from bodies.
+const ARRIVALS: u64 = 0x5eed_a441_7a15;
+
+/// What a task carries.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Work {
+    pub(super) body: Bytes,
+    /// Texts in it.
+    pub(super) inputs: usize,
+}
+
+/// Endless bodies.
+pub(super) enum Bodies {
+    /// Texts made up of words.
+    Texts { random: Xoshiro256PlusPlus, words: RangeInclusive<usize>, inputs: usize },
+    /// Those of a file, in another order each time round.
+    File { random: Xoshiro256PlusPlus, works: Vec<Work>, next: usize },
+}
+
+impl Bodies {
+    /// `inputs` texts a task, each so many words long.
+    pub(super) fn texts(seed: u64, words: RangeInclusive<usize>, inputs: usize) -> Self {
+        Self::Texts { random: Xoshiro256PlusPlus::seed_from_u64(seed), words, inputs }
+    }
+
+    /// Each of `bodies` once, then again. None when there are none.
+    pub(super) fn of_file(seed: u64, bodies: Vec<Bytes>) -> Option<Self> {
+        let work = |body: Bytes| Work { inputs: inputs_of(&body), body };
+        let works: Vec<Work> = bodies.into_iter().map(work).collect();
+        let next = works.len();
+        (next > 0).then(|| Self::File { random: Xoshiro256PlusPlus::seed_from_u64(seed), works, next })
+    }
+}
+
+impl Iterator for Bodies {
+    type Item = Work;
+
+    fn next(&mut self) -> Option<Work> {
+        match self {
+            Self::Texts { random, words, inputs } => {
+                let texts: Vec<String> = (0..*inputs).map(|_| text(random, words)).collect();
+                let body = match &texts[..] {
+                    [alone] => json!({"input": alone}),
+                    several => json!({"input": several}),
+                };
+                Some(Work { body: body.to_string().into(), inputs: *inputs })
+            }
+            Self::File { random, works, next } => {
+                if *next == works.len() {
+                    works.shuffle(random);
+                    *next = 0;
+                }
+                *next += 1;
+                works.get(*next - 1).cloned()
+            }
+        }
+    }
+}
+
+fn text(random: &mut Xoshiro256PlusPlus, words: &RangeInclusive<usize>) -> String {
+    let lengths = (words.end() - words.start() + 1) as f64;
+    let length = words.start() + (random.random::<f64>().powf(SKEW) * lengths) as usize;
+    let word = |_| WORDS[random.random_range(0..WORDS.len() as u32) as usize];
+    (0..length).map(word).collect::<Vec<_>>().join(" ")
+}
+
+/// As a pool for embeddings counts them: the items of a list, unless they are the tokens of one text.
+fn inputs_of(body: &[u8]) -> usize {
+    let body: Json = serde_json::from_slice(body).unwrap_or_default();
+    match body.get("input") {
+        Some(Json::Array(items)) if !items.first().is_some_and(Json::is_number) => items.len().max(1),
+        _ => 1,
+    }
+}
+
+/// When tasks of an open loop are due, counted from its start: a Poisson process.
+pub(super) struct Arrivals {
+    random: Xoshiro256PlusPlus,
+    rate: f64,
+    at: f64,
+}
+
+impl Arrivals {
+    /// `rate` a second.
+    pub(super) fn new(seed: u64, rate: f64) -> Self {
+        Self { random: Xoshiro256PlusPlus::seed_from_u64(seed ^ ARRIVALS), rate, at: 0.0 }
+    }
+
+    /// The next one.
+    pub(super) fn next(&mut self) -> Duration {
+        self.at -= (1.0 - self.random.random::<f64>()).ln() / self.rate;
+        Duration::try_from_secs_f64(self.at).unwrap_or(Duration::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn texts(seed: u64) -> Vec<Work> {
+        Bodies::texts(seed, 2..=254, 1).take(2_000).collect()
+    }
+
+    #[test]
+    fn the_same_seed_makes_the_same_load_and_another_seed_another() {
+        assert_eq!(texts(1), texts(1));
+        assert_ne!(texts(1), texts(2));
+        let arrivals = |seed| {
+            let mut arrivals = Arrivals::new(seed, 5.0);
+            (0..100).map(|_| arrivals.next()).collect::<Vec<_>>()
+        };
+        assert_eq!(arrivals(1), arrivals(1));
+        assert_ne!(arrivals(1), arrivals(2));
+    }
+
+    #[test]
+    fn texts_are_within_their_bounds_mostly_short_and_35_tokens_on_average() {
+        let count = |work: &Work| {
+            let body: Json = serde_json::from_slice(&work.body).unwrap();
+            body["input"].as_str().unwrap().split(' ').count()
+        };
+        let mut lengths: Vec<usize> = texts(1).iter().map(count).collect();
+        lengths.sort_unstable();
+        assert!(lengths[0] >= 2 && lengths[1_999] <= 254 && lengths[1_999] > 200);
+        // Two tokens frame a text.
+        let mean = 2.0 + lengths.iter().sum::<usize>() as f64 / 2_000.0;
+        assert!((32.0..38.0).contains(&mean), "{mean}");
+        assert!(lengths[1_000] < 8, "the median is {}", lengths[1_000]);
+        let fixed = Bodies::texts(3, 7..=7, 1).take(50);
+        assert!(fixed.into_iter().all(|work| count(&work) == 7));
+    }
+
+    #[test]
+    fn a_task_of_several_texts_lists_them() {
+        let work = Bodies::texts(1, 2..=9, 3).next().unwrap();
+        let body: Json = serde_json::from_slice(&work.body).unwrap();
+        assert_eq!((body["input"].as_array().unwrap().len(), work.inputs), (3, 3));
+    }
+
+    #[test]
+    fn a_files_bodies_come_once_each_and_then_again_in_another_order() {
+        let bodies: Vec<Bytes> = (0..20).map(|n| format!("{{\"input\":\"{n}\"}}").into()).collect();
+        let drawn: Vec<Work> = Bodies::of_file(1, bodies.clone()).unwrap().take(40).collect();
+        let sorted = |works: &[Work]| {
+            let mut bodies: Vec<Bytes> = works.iter().map(|work| work.body.clone()).collect();
+            bodies.sort();
+            bodies
+        };
+        assert_eq!(sorted(&drawn[..20]), sorted(&drawn[20..]));
+        assert_ne!(drawn[..20], drawn[20..]);
+        let again: Vec<Work> = Bodies::of_file(1, bodies).unwrap().take(40).collect();
+        assert_eq!(drawn, again);
+        assert!(Bodies::of_file(1, Vec::new()).is_none());
+    }
+
+    #[test]
+    fn inputs_are_counted_as_the_pool_counts_them() {
+        for (body, inputs) in [
+            (r#"{"input":"a"}"#, 1),
+            (r#"{"input":["a","b"]}"#, 2),
+            (r#"{"input":[101,102,103]}"#, 1),
+            (r#"{"input":[[101],[102]]}"#, 2),
+            (r#"{"image":"…"}"#, 1),
+        ] {
+            assert_eq!(inputs_of(body.as_bytes()), inputs, "{body}");
+        }
+    }
+
+    #[test]
+    fn arrivals_keep_their_rate_on_average_and_no_rhythm() {
+        let mut arrivals = Arrivals::new(1, 50.0);
+        let times: Vec<f64> = (0..10_000).map(|_| arrivals.next().as_secs_f64()).collect();
+        let rate = 10_000.0 / times[9_999];
+        assert!((48.0..52.0).contains(&rate), "{rate}");
+        // The gaps of a Poisson process deviate by as much as they last.
+        let gaps: Vec<f64> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
+        let deviation = (gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / gaps.len() as f64).sqrt();
+        assert!((0.9..1.1).contains(&(deviation / mean)), "{deviation} of {mean}");
+    }
+}

@@ -1,0 +1,110 @@
+//! `sconce bench`: publishes a seeded load to a running pool and reports what came back. Wires the load,
+//! the broker and the report together; each decides alone.
+
+mod answer;
+mod drive;
+mod load;
+mod report;
+mod summary;
+mod tally;
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use anyhow::Context;
+use bytes::Bytes;
+use tokio::sync::watch;
+
+use self::drive::{Drive, Pace, Plan, Way};
+use self::load::{Arrivals, Bodies};
+use self::report::{Load, Measured, Report};
+use super::requests::requests_in;
+use super::{link, pool_named, producer, progress, start_logging};
+use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, declare, subscribe};
+use crate::broker::{Consumer as _, Publisher as _};
+use crate::cli::Bench;
+use crate::config::{Pool, Settings};
+use crate::shutdown::Exit;
+use crate::telemetry::QUIET;
+
+/// Before a load is measured, where the user does not say and no more are in flight.
+const WARMUP: usize = 200;
+/// Replies that the broker sends ahead of their acks.
+const PREFETCH: u16 = 2_048;
+
+/// Measures.
+pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
+    let settings = super::load(&arguments.settings, &[])?.settings;
+    start_logging(Some(QUIET));
+    let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
+    let bodies = bodies(arguments).context(Exit::Usage)?;
+    let plan = plan(arguments);
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let measured = runtime.block_on(measure(arguments, (&settings, pool), plan, bodies))?;
+    let load = match arguments.rate {
+        Some(rate) => Load::Open { rate, achieved_rate: measured.achieved_rate },
+        None => Load::Closed { in_flight: arguments.in_flight },
+    };
+    let models: Vec<&str> = measured.model.iter().map(String::as_str).collect();
+    let report = Report {
+        pool: pool.name.clone(),
+        queue: pool.task_queue.clone(),
+        model: if models.is_empty() { pool.model.clone() } else { models.join(", ") },
+        seed: arguments.seed,
+        tasks: plan.tasks,
+        warmup: plan.warmup,
+        load,
+        measured,
+    };
+    match arguments.json {
+        true => writeln!(io::stdout(), "{}", serde_json::to_string(&report)?)?,
+        false => write!(io::stdout(), "{report}")?,
+    }
+    Ok(Exit::Done)
+}
+
+async fn measure(
+    arguments: &Bench,
+    (settings, pool): (&Settings, &Pool),
+    plan: Plan,
+    bodies: Bodies,
+) -> anyhow::Result<Measured> {
+    let connector = || Connector::new(settings.broker.clone(), "sconce bench");
+    if let Some(topology) = link::topology(&settings.broker, pool) {
+        declare(&connector(), &topology).await?;
+    }
+    let publisher = AmqpPublisher::new(connector());
+    let (told, name) = watch::channel(None);
+    let (mut consumer, settler) = subscribe(connector(), Subscription::Private(told), PREFETCH);
+    let reply_to = producer::reply_queue(&mut consumer, name).await?;
+    let bar = progress::bar(Some(plan.total() as u64), 0, "tasks");
+    let pace = match arguments.rate {
+        Some(rate) => Pace::Open(Arrivals::new(arguments.seed, rate)),
+        None => Pace::Closed(arguments.in_flight),
+    };
+    let way = Way { publisher: &publisher, queue: &pool.task_queue, reply_to: &reply_to };
+    let drive = Drive::new(way, plan, &bar, arguments.timeout);
+    let measured = drive.run(bodies, pace, (&mut consumer, &settler)).await;
+    bar.finish_and_clear();
+    publisher.close().await;
+    consumer.close().await;
+    measured
+}
+
+/// A closed loop is full before it is measured, and until it has been.
+fn plan(arguments: &Bench) -> Plan {
+    let in_flight = if arguments.rate.is_some() { 1 } else { arguments.in_flight };
+    let warmup = arguments.warmup.unwrap_or(WARMUP.max(in_flight));
+    Plan { warmup, tasks: arguments.tasks, behind: in_flight - 1 }
+}
+
+fn bodies(arguments: &Bench) -> anyhow::Result<Bodies> {
+    let Bench { seed, words, inputs, .. } = arguments;
+    let Some(path) = &arguments.input else {
+        return Ok(Bodies::texts(*seed, words.clone(), *inputs));
+    };
+    let name = || if path == Path::new("-") { "stdin".to_owned() } else { path.display().to_string() };
+    let requests = requests_in(path)?.map(|request| request.map(|request| request.body));
+    let bodies: Vec<Bytes> = requests.collect::<anyhow::Result<_>>().with_context(name)?;
+    Bodies::of_file(*seed, bodies).with_context(|| format!("{}: holds no task", name()))
+}

@@ -1,0 +1,93 @@
+//! The arithmetic of a report: exact percentiles, by sorting. Pure.
+
+use serde::Serialize;
+
+/// Of durations in milliseconds. A percentile is the smallest value that so many percent do not exceed.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(super) struct Summary {
+    pub(super) mean: f64,
+    pub(super) p50: f64,
+    pub(super) p90: f64,
+    pub(super) p99: f64,
+    pub(super) p99_9: f64,
+    pub(super) max: f64,
+}
+
+impl Summary {
+    /// None of nothing.
+    pub(super) fn of(mut values: Vec<f64>) -> Option<Self> {
+        values.sort_unstable_by(f64::total_cmp);
+        let max = *values.last()?;
+        let at = |thousandths: usize| {
+            let rank = (values.len() * thousandths).div_ceil(1_000).max(1);
+            values.get(rank - 1).copied().map_or(max, rounded)
+        };
+        let mean = rounded(values.iter().sum::<f64>() / values.len() as f64);
+        let max = rounded(max);
+        Some(Self { mean, p50: at(500), p90: at(900), p99: at(990), p99_9: at(999), max })
+    }
+}
+
+/// Of the sizes of batches.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(super) struct Sizes {
+    pub(super) mean: f64,
+    pub(super) p50: f64,
+    pub(super) max: f64,
+}
+
+impl Sizes {
+    /// Of sizes, each with its weight. None of nothing.
+    pub(super) fn of(mut sizes: Vec<(f64, f64)>) -> Option<Self> {
+        sizes.sort_unstable_by(|(a, _), (b, _)| a.total_cmp(b));
+        let (max, _) = *sizes.last()?;
+        let all: f64 = sizes.iter().map(|(_, weight)| weight).sum();
+        let mean = rounded(sizes.iter().map(|(size, weight)| size * weight).sum::<f64>() / all);
+        let mut below = 0.0;
+        let half = sizes.iter().find(|(_, weight)| {
+            below += weight;
+            below * 2.0 >= all
+        });
+        Some(Self { mean, p50: half.map_or(max, |(size, _)| *size), max })
+    }
+}
+
+/// To three places: more is noise.
+pub(super) fn rounded(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_values_that_were_measured() {
+        let values = (1..=1_000).rev().map(f64::from).collect();
+        let summary = Summary::of(values).unwrap();
+        let expected =
+            Summary { mean: 500.5, p50: 500.0, p90: 900.0, p99: 990.0, p99_9: 999.0, max: 1_000.0 };
+        assert_eq!(summary, expected);
+    }
+
+    #[test]
+    fn a_single_value_is_each_of_its_percentiles_and_nothing_has_none() {
+        let all = Summary { mean: 7.0, p50: 7.0, p90: 7.0, p99: 7.0, p99_9: 7.0, max: 7.0 };
+        assert_eq!(Summary::of(vec![7.0]), Some(all));
+        assert_eq!(Summary::of(Vec::new()), None);
+        assert_eq!(Sizes::of(Vec::new()), None);
+    }
+
+    #[test]
+    fn few_values_give_the_highest_as_their_last_percentiles() {
+        let summary = Summary::of(vec![3.0, 1.0, 2.0]).unwrap();
+        assert_eq!((summary.p50, summary.p90, summary.p99_9), (2.0, 3.0, 3.0));
+    }
+
+    #[test]
+    fn a_batch_counts_once_however_many_tasks_tell_of_it() {
+        let of_four = [(4.0, 0.25); 4];
+        let sizes = Sizes::of([&of_four[..], &[(1.0, 1.0), (1.0, 1.0)]].concat()).unwrap();
+        assert_eq!(sizes, Sizes { mean: 2.0, p50: 1.0, max: 4.0 });
+    }
+}

@@ -1,0 +1,232 @@
+//! Counts a load's replies. Decides which count: latencies, stages, batches and errors are those of the
+//! measured *tasks*, so that none that is slow can be left out; rates and busy shares are those of the
+//! measured *replies*, as many and in the order they came, so that they are of a time in which the load
+//! was the same throughout. Owns what was published and what came back; knows no clock: times are
+//! passed in, counted from the start.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::answer::{Answer, STAGES};
+use super::report::{Batches, Measured, WorkerShare};
+use super::summary::{Sizes, Summary, rounded};
+
+/// A task that was published.
+#[derive(Clone, Copy, Debug)]
+struct Sent {
+    due: Duration,
+    inputs: usize,
+    answered: bool,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    warmup: usize,
+    tasks: usize,
+    /// By number.
+    sent: Vec<Sent>,
+    answered: usize,
+    duplicates: u64,
+    /// First and last confirm of a measured task, and how many.
+    confirms: Option<(Duration, Duration, u32)>,
+    models: BTreeSet<String>,
+    devices: BTreeSet<String>,
+    of_tasks: OfTasks,
+    of_replies: OfReplies,
+}
+
+/// Of the measured tasks.
+#[derive(Debug, Default)]
+struct OfTasks {
+    succeeded: u64,
+    errors: BTreeMap<String, u64>,
+    latency_ms: Vec<f64>,
+    stages_ms: [Vec<f64>; STAGES.len()],
+    /// With the share of the batch that the task is.
+    batch_inputs: Vec<(f64, f64)>,
+    batch_tokens: Vec<(f64, f64)>,
+}
+
+/// Of the measured replies.
+#[derive(Debug, Default)]
+struct OfReplies {
+    began: Duration,
+    ended: Duration,
+    succeeded: u64,
+    inputs: u64,
+    tokens: Option<u64>,
+    workers: BTreeMap<String, Worker>,
+}
+
+#[derive(Debug, Default)]
+struct Worker {
+    device: String,
+    tasks: u64,
+    busy_ms: f64,
+}
+
+impl Tally {
+    /// Measures `tasks` behind the first `warmup`.
+    pub(super) fn new(warmup: usize, tasks: usize) -> Self {
+        Self { warmup, tasks, ..Self::default() }
+    }
+
+    /// The next task, in the order of their numbers, is due or published now.
+    pub(super) fn published(&mut self, due: Duration, inputs: usize) {
+        if self.sent.is_empty() {
+            self.of_replies.began = due;
+        }
+        self.sent.push(Sent { due, inputs, answered: false });
+    }
+
+    /// The broker has the task with this number.
+    pub(super) fn confirmed(&mut self, number: usize, at: Duration) {
+        if self.measures(number) {
+            let (first, last, count) = self.confirms.unwrap_or((at, at, 0));
+            self.confirms = Some((first.min(at), last.max(at), count + 1));
+        }
+    }
+
+    /// Tasks answered so far.
+    pub(super) fn answered(&self) -> usize {
+        self.answered
+    }
+
+    /// A task that has been out since before this is not answered.
+    pub(super) fn waits_since(&self, before: Duration) -> bool {
+        self.sent.iter().any(|sent| !sent.answered && sent.due <= before)
+    }
+
+    /// How many replies are due, in words.
+    pub(super) fn missing(&self) -> String {
+        let published = self.sent.len();
+        format!("{} of {published} published tasks are not answered", published - self.answered)
+    }
+
+    /// Of tasks counted by number, and of replies counted as they come.
+    fn measures(&self, number: usize) -> bool {
+        (self.warmup..self.warmup + self.tasks).contains(&number)
+    }
+
+    /// A reply came. False: it answers nothing that waits.
+    pub(super) fn reply(&mut self, number: usize, at: Duration, answer: &Answer<'_>) -> bool {
+        let Some(sent) = self.sent.get_mut(number) else { return false };
+        if std::mem::replace(&mut sent.answered, true) {
+            self.duplicates += 1;
+            return false;
+        }
+        let (sent, before) = (*sent, self.answered);
+        self.answered += 1;
+        if self.measures(number) {
+            self.of_tasks.count(sent, at, answer);
+        }
+        if self.answered == self.warmup {
+            self.of_replies.began = at;
+        }
+        if self.measures(before) {
+            self.of_replies.count(sent, at, answer);
+            for (seen, name) in [(&mut self.models, answer.model), (&mut self.devices, answer.device)] {
+                if !name.is_empty() && !seen.contains(name) {
+                    seen.insert(name.to_owned());
+                }
+            }
+        }
+        true
+    }
+
+    /// What was measured.
+    pub(super) fn measured(self) -> Measured {
+        let achieved_rate = self.confirms.and_then(|(first, last, count)| {
+            let seconds = (last - first).as_secs_f64();
+            (seconds > 0.0).then(|| rounded(f64::from(count - 1) / seconds))
+        });
+        let OfTasks { succeeded, errors, latency_ms, stages_ms, batch_inputs, batch_tokens } = self.of_tasks;
+        let measured = self.sent.iter().skip(self.warmup).take(self.tasks);
+        let inputs: usize = measured.map(|sent| sent.inputs).sum();
+        let seconds = (self.of_replies.ended - self.of_replies.began).as_secs_f64();
+        let a_second = |count: u64| if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 };
+        let [queue_ms, prepare_ms, wait_ms, compute_ms] = stages_ms.map(Summary::of);
+        let workers = self.of_replies.shares(seconds);
+        let busy: f64 = workers.iter().map(|worker| worker.busy_percent).sum();
+        Measured {
+            achieved_rate,
+            model: self.models,
+            device: self.devices,
+            inputs_per_task: rounded(inputs as f64 / self.tasks as f64),
+            succeeded,
+            errors,
+            duplicates: self.duplicates,
+            seconds: rounded(seconds),
+            tasks_per_second: a_second(self.of_replies.succeeded),
+            inputs_per_second: a_second(self.of_replies.inputs),
+            tokens_per_second: self.of_replies.tokens.map(a_second),
+            latency_ms: Summary::of(latency_ms),
+            queue_ms,
+            prepare_ms,
+            wait_ms,
+            compute_ms,
+            batch: Batches { inputs: Sizes::of(batch_inputs), tokens: Sizes::of(batch_tokens) },
+            device_busy_percent: (!workers.is_empty()).then(|| rounded(busy / workers.len() as f64)),
+            workers,
+        }
+    }
+}
+
+impl OfTasks {
+    fn count(&mut self, sent: Sent, at: Duration, answer: &Answer<'_>) {
+        if !answer.succeeded() {
+            let code = answer.status_code.map_or_else(|| "none".to_owned(), |code| code.to_string());
+            *self.errors.entry(code).or_default() += 1;
+            return;
+        }
+        self.succeeded += 1;
+        self.latency_ms.push(at.saturating_sub(sent.due).as_secs_f64() * 1e3);
+        for (values, value) in self.stages_ms.iter_mut().zip(answer.stages.into_iter().flatten()) {
+            values.push(value);
+        }
+        if let Some(batch) = answer.batch {
+            let share = batch.share(sent.inputs);
+            self.batch_inputs.push((batch.inputs, share));
+            self.batch_tokens.push((batch.tokens, share));
+        }
+    }
+}
+
+impl OfReplies {
+    fn count(&mut self, sent: Sent, at: Duration, answer: &Answer<'_>) {
+        self.ended = at;
+        if answer.succeeded() {
+            self.succeeded += 1;
+            self.inputs += sent.inputs as u64;
+        }
+        if let Some(tokens) = answer.tokens {
+            *self.tokens.get_or_insert(0) += tokens;
+        }
+        let Some(name) = answer.worker else { return };
+        if !self.workers.contains_key(name) {
+            let device = answer.device.to_owned();
+            self.workers.insert(name.to_owned(), Worker { device, ..Worker::default() });
+        }
+        if let Some(worker) = self.workers.get_mut(name) {
+            worker.tasks += 1;
+            worker.busy_ms += answer.device_ms(sent.inputs);
+        }
+    }
+
+    fn shares(&self, seconds: f64) -> Vec<WorkerShare> {
+        // A batch at the edge may have begun before the span did.
+        let percent = |ms: f64| if seconds > 0.0 { (ms / seconds / 10.0).min(100.0) } else { 0.0 };
+        let share = |(worker, of): (&String, &Worker)| WorkerShare {
+            worker: worker.clone(),
+            device: of.device.clone(),
+            tasks: of.tasks,
+            busy_percent: rounded(percent(of.busy_ms)),
+        };
+        self.workers.iter().map(share).collect()
+    }
+}
+
+#[cfg(test)]
+#[path = "tally_tests.rs"]
+mod tests;

@@ -1,0 +1,131 @@
+//! What the tally counts, and what it leaves out.
+
+use std::time::Duration;
+
+use super::super::answer::{Answer, Batch};
+use super::Tally;
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// A good reply of worker `w`, from a batch of two that took 10 ms.
+fn good(worker: &str) -> Answer<'_> {
+    Answer {
+        status_code: Some(200),
+        worker: Some(worker),
+        device: "cpu",
+        model: "m",
+        stages: Some([1.0, 2.0, 3.0, 10.0]),
+        batch: Some(Batch { inputs: 2.0, tokens: 20.0 }),
+        tokens: Some(10),
+    }
+}
+
+fn bad(status_code: Option<i64>) -> Answer<'static> {
+    let (device, model) = ("cpu", "m");
+    Answer { status_code, worker: None, device, model, stages: None, batch: None, tokens: None }
+}
+
+/// A tally of `tasks` behind `warmup`, each due at 10 ms times its number.
+fn tally(warmup: usize, tasks: usize, published: u64) -> Tally {
+    let mut tally = Tally::new(warmup, tasks);
+    (0..published).for_each(|number| tally.published(ms(10 * number), 1));
+    tally
+}
+
+#[test]
+fn rates_are_those_of_the_replies_behind_the_warm_up_and_no_later_ones() {
+    let mut tally = tally(2, 4, 8);
+    for number in 0..8 {
+        assert!(tally.reply(number, ms(100 + 50 * number as u64), &good("w")));
+    }
+    let measured = tally.measured();
+    // From the second reply, at 150 ms, to the sixth, at 350 ms.
+    assert_eq!((measured.seconds, measured.tasks_per_second), (0.2, 20.0));
+    assert_eq!((measured.inputs_per_second, measured.tokens_per_second), (20.0, Some(200.0)));
+    assert_eq!((measured.succeeded, measured.workers[0].tasks), (4, 4));
+}
+
+#[test]
+fn without_a_warm_up_the_span_begins_with_the_first_task() {
+    let mut tally = Tally::new(0, 1);
+    tally.published(ms(30), 1);
+    tally.reply(0, ms(130), &good("w"));
+    assert_eq!(tally.measured().seconds, 0.1);
+}
+
+#[test]
+fn latency_counts_from_the_moment_a_task_was_due_and_no_straggler_is_left_out() {
+    let mut tally = tally(1, 2, 4);
+    for (number, at) in [(0, 100), (1, 110), (3, 120), (2, 1_020)] {
+        tally.reply(number, ms(at), &good("w"));
+    }
+    let latency = tally.measured().latency_ms.unwrap();
+    assert_eq!((latency.p50, latency.max), (100.0, 1_000.0));
+}
+
+#[test]
+fn a_worker_is_busy_for_its_tasks_shares_of_their_batches() {
+    let mut tally = tally(0, 4, 4);
+    for (number, worker) in ["a", "a", "b", "a"].into_iter().enumerate() {
+        tally.reply(number, ms(100), &good(worker));
+    }
+    let measured = tally.measured();
+    let shares: Vec<_> = measured.workers.iter().map(|it| (it.worker.as_str(), it.busy_percent)).collect();
+    assert_eq!(shares, [("a", 15.0), ("b", 5.0)]);
+    assert_eq!(measured.device_busy_percent, Some(10.0));
+    assert_eq!(measured.batch.inputs.unwrap().mean, 2.0);
+}
+
+#[test]
+fn errors_count_by_their_code_and_in_no_rate_latency_or_batch() {
+    let mut tally = tally(0, 4, 4);
+    tally.reply(0, ms(100), &good("w"));
+    for (number, code) in [(1, Some(400)), (2, Some(400)), (3, None)] {
+        tally.reply(number, ms(100), &bad(code));
+    }
+    let measured = tally.measured();
+    let errors: Vec<_> = measured.errors.iter().map(|(code, count)| (code.as_str(), *count)).collect();
+    assert_eq!(errors, [("400", 2), ("none", 1)]);
+    assert_eq!((measured.succeeded, measured.tasks_per_second), (1, 10.0));
+    assert_eq!(measured.latency_ms.unwrap().max, 100.0);
+}
+
+#[test]
+fn a_second_reply_is_a_duplicate_and_one_of_nobody_is_nothing() {
+    let mut tally = tally(0, 1, 1);
+    assert!(tally.reply(0, ms(1), &good("w")));
+    assert!(!tally.reply(0, ms(2), &good("w")));
+    assert!(!tally.reply(7, ms(3), &good("w")));
+    assert_eq!(tally.answered(), 1);
+    let measured = tally.measured();
+    assert_eq!((measured.duplicates, measured.succeeded), (1, 1));
+}
+
+#[test]
+fn a_task_waits_once_it_has_been_out_for_long_enough() {
+    let mut tally = tally(0, 2, 2);
+    assert!(tally.waits_since(ms(0)));
+    tally.reply(0, ms(5), &good("w"));
+    assert!(!tally.waits_since(ms(9)));
+    assert!(tally.waits_since(ms(10)));
+}
+
+#[test]
+fn a_load_that_only_fails_has_neither_latencies_nor_rates() {
+    let mut tally = tally(0, 1, 1);
+    tally.reply(0, ms(1), &bad(Some(500)));
+    let measured = tally.measured();
+    assert_eq!((measured.latency_ms, measured.tasks_per_second), (None, 0.0));
+    assert_eq!((measured.tokens_per_second, measured.device_busy_percent), (None, None));
+}
+
+#[test]
+fn the_achieved_rate_is_that_of_the_measured_tasks_confirms() {
+    let mut tally = tally(1, 3, 5);
+    for (number, at) in [(0, 0), (1, 500), (3, 1_000), (2, 700), (4, 9_000)] {
+        tally.confirmed(number, ms(at));
+    }
+    assert_eq!(tally.measured().achieved_rate, Some(4.0));
+}

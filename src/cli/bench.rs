@@ -1,0 +1,154 @@
+//! The arguments of `sconce bench`: what a load is, in words. Parses and bounds them; decides nothing
+//! else.
+
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::{Settings, duration};
+
+/// Most words of a generated text.
+const MAX_WORDS: usize = 100_000;
+
+pub(super) const EXAMPLES: &str = "Examples:
+  sconce bench                                   how many tasks a second does the pool answer?
+  sconce bench --rate 200 --tasks 10000          how long does a task take at 200 a second?
+  sconce bench --input requests.jsonl --json > report.json
+
+Publishes to the pool's task queue, where others' tasks may wait too: mind what else reads and writes
+it. The workers run elsewhere: `sconce launch`.
+
+The load. Closed (--in-flight): a task is published for each reply, so that always as many are under
+way; the most that the pool can do. In-flight less one more tasks follow the measured ones, not counted,
+so that this holds to the end. Open (--rate): tasks come when they come, at random (Poisson), whether
+the pool keeps up or not; latency counts from the moment a task was due, also where it went out late.
+
+The report. A rate is what succeeded among the N replies behind the first W, by the time they took
+(N tasks, W warm-up). Latencies, stages and batches are those of the measured tasks that succeeded;
+batches are weighed so that each counts once. A worker's busy share is that of this load: a task of k
+inputs in a batch of n counts for k/n of its compute_ms. (More inputs a task: at most that. A task that
+spans batches tells their time together, and the size of the last.)";
+
+/// `sconce bench`.
+#[derive(Debug, Args)]
+pub struct Bench {
+    /// Where settings come from.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// The pool whose task queue to use; may be left out when there is only one
+    #[arg(long)]
+    pub pool: Option<String>,
+    /// Tasks to measure
+    #[arg(long, value_name = "N", default_value = "2000", value_parser = count)]
+    pub tasks: usize,
+    /// Tasks before them, not counted [default: 200, and with a closed loop no fewer than are in flight]
+    #[arg(long, value_name = "N")]
+    pub warmup: Option<usize>,
+    /// Closed loop: tasks under way at once
+    #[arg(long, value_name = "N", default_value = "512", value_parser = count, conflicts_with = "rate")]
+    pub in_flight: usize,
+    /// Open loop: tasks a second, whatever comes back
+    #[arg(long, value_name = "R", value_parser = rate)]
+    pub rate: Option<f64>,
+    /// Texts in a task
+    #[arg(long, value_name = "N", default_value = "1", value_parser = count, conflicts_with = "input")]
+    pub inputs: usize,
+    /// Tasks from a file as `publish` reads it, in random order, over and over; `-` is stdin
+    #[arg(long, short, value_name = "FILE")]
+    pub input: Option<PathBuf>,
+    /// Words in a generated text; most are short. By default 4 to 256 tokens, 35 on average
+    #[arg(
+        long,
+        value_name = "MIN-MAX",
+        default_value = "2-254",
+        value_parser = words,
+        conflicts_with = "input"
+    )]
+    pub words: RangeInclusive<usize>,
+    /// The same seed makes the same load
+    #[arg(long, value_name = "S", default_value_t = 1)]
+    pub seed: u64,
+    /// Longest wait for the next reply
+    #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = duration)]
+    pub timeout: Duration,
+    /// Print the report as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn count(text: &str) -> Result<usize, String> {
+    let wanted = || "expected a whole number from 1 on".to_owned();
+    text.parse().ok().filter(|count| *count > 0).ok_or_else(wanted)
+}
+
+fn rate(text: &str) -> Result<f64, String> {
+    let wanted = || "expected tasks a second, more than 0, such as 200 or 0.5".to_owned();
+    text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0).ok_or_else(wanted)
+}
+
+fn words(text: &str) -> Result<RangeInclusive<usize>, String> {
+    let range = text.split_once('-').and_then(|(min, max)| {
+        let (min, max): (usize, usize) = (min.trim().parse().ok()?, max.trim().parse().ok()?);
+        (1 <= min && min <= max && max <= MAX_WORDS).then_some(min..=max)
+    });
+    range.ok_or_else(|| format!("expected MIN-MAX, such as 5-20, from 1 to {MAX_WORDS}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::super::{Cli, Command};
+    use super::*;
+
+    fn bench(arguments: &str) -> Result<Bench, String> {
+        let words = ["sconce", "bench"].into_iter().chain(arguments.split_whitespace());
+        match Cli::try_parse_from(words).map_err(|error| error.to_string())?.command {
+            Command::Bench(bench) => Ok(bench),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn without_arguments_the_loop_is_closed_and_the_texts_are_made() {
+        let bench = bench("").unwrap();
+        assert_eq!((bench.tasks, bench.in_flight, bench.rate, bench.inputs), (2_000, 512, None, 1));
+        assert_eq!((bench.words, bench.seed), (2..=254, 1));
+    }
+
+    #[test]
+    fn what_excludes_each_other_is_refused_by_name() {
+        for (arguments, names) in [
+            ("--in-flight 4 --rate 2", ["--in-flight", "--rate"]),
+            ("--input f --inputs 2", ["--input", "--inputs"]),
+            ("--input f --words 1-2", ["--input", "--words"]),
+        ] {
+            let error = bench(arguments).unwrap_err();
+            assert!(names.iter().all(|name| error.contains(name)), "{arguments}: {error}");
+        }
+        assert!(bench("--rate 2").is_ok(), "the default of --in-flight excludes nothing");
+    }
+
+    #[test]
+    fn a_bad_number_is_shown_with_what_was_expected() {
+        for (argument, value, wanted) in [
+            ("--rate", "0", "more than 0"),
+            ("--rate", "NaN", "more than 0"),
+            ("--rate", "inf", "more than 0"),
+            ("--tasks", "0", "from 1 on"),
+            ("--in-flight", "many", "from 1 on"),
+            ("--inputs", "0", "from 1 on"),
+            ("--words", "7", "MIN-MAX"),
+            ("--words", "9-3", "MIN-MAX"),
+            ("--words", "0-3", "MIN-MAX"),
+            ("--timeout", "5", "30s"),
+        ] {
+            let error = bench(&format!("{argument} {value}")).unwrap_err();
+            for part in [argument, &format!("'{value}'"), wanted] {
+                assert!(error.contains(part), "{argument} {value}: no {part} in {error}");
+            }
+        }
+    }
+}
