@@ -29,9 +29,9 @@ def main():
             found.append(measure.round_of(scene))
         capacity = statistics.median(it["sconce"] for it in found)
         points = measure.load_curve(scene, capacity, SHARES, SECONDS)
-    table = rows.table(found, scene.tokens / scene.count)
+    table = rows.table(found, scene.workers, scene.tokens / scene.count)
     plot.draw(points, capacity, page.PLOT)
-    page.write(scene, rounds, table, points)
+    page.write(page.conditions(scene, found), table, points)
     print(table)
 
 

@@ -1,5 +1,9 @@
 """One round: each system once, one after the other, nothing else running. Returns plain numbers."""
 
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
 from . import sconce
 from .processes import children, private_megabytes
 from .scene import say
@@ -14,7 +18,7 @@ STARTS = 3
 
 def round_of(scene):
     """Measures everything once."""
-    found = {}
+    found = {"idle": _idle(scene.cores)}
     workers = scene.workers
     with sconce.Workers(scene.embedding, workers) as launch:
         found["sconce"] = _texts_per_second(scene, workers)
@@ -24,9 +28,7 @@ def round_of(scene):
         found["beyond_forward_ms"] = report["latency_ms"]["p50"] - report["compute_ms"]["p50"]
         found["forward_ms"] = report["compute_ms"]["p50"]
     found["celery"] = _ask(scene.celery)
-    found["celery_private_mb"] = _mean(
-        [private_megabytes(pid) for pid in children(scene.celery_worker.pid)]
-    )
+    found["celery_private_mb"] = _mean([private_megabytes(pid) for pid in children(scene.celery_worker.pid)])
     found["sentence_transformers"] = _ask(scene.sentence_transformers)
     found["onnx_runtime"] = _ask(scene.onnx_runtime)
     found |= _in_process(scene)
@@ -36,6 +38,24 @@ def round_of(scene):
     found |= _echo(scene)
     say(", ".join(f"{name} {value:.4g}" for name, value in found.items()))
     return found
+
+
+def _idle(cores):
+    """Which share of a second the cores do nothing, while nothing is measured: whether we are alone."""
+
+    def times():
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+        fields = {
+            line.split()[0]: [int(it) for it in line.split()[1:9]] for line in lines if line[:3] == "cpu"
+        }
+        wanted = [fields[f"cpu{core}"] for core in cores]
+        # Idle and waiting for a disk, of all.
+        return sum(it[3] + it[4] for it in wanted), sum(map(sum, wanted))
+
+    before = times()
+    time.sleep(1)
+    idle, everything = (now - then for now, then in zip(times(), before, strict=True))
+    return idle / everything
 
 
 def _texts_per_second(scene, workers):
@@ -63,14 +83,10 @@ def _echo(scene):
     many = ("--input", scene.texts, "--in-flight", IN_FLIGHT * scene.workers, "--tasks", ECHOED)
     with sconce.Workers(scene.echo, scene.workers):
         ours = scene.echo.bench(*many)["tasks_per_second"]
-    bare = sconce.bare_consumers(scene, "bench.echo", scene.workers)
-    for consumer in bare:
-        consumer.ready()
-    try:
+    with ExitStack() as stack:
+        for consumer in sconce.bare_consumers(scene, "bench.echo", scene.workers):
+            stack.enter_context(consumer).ready()
         theirs = scene.echo.bench(*many)["tasks_per_second"]
-    finally:
-        for consumer in bare:
-            consumer.__exit__()
     return {"echo": ours, "bare_consumer": theirs}
 
 
@@ -81,10 +97,12 @@ def load_curve(scene, capacity, shares, seconds):
     with sconce.Workers(scene.embedding, scene.workers):
         for share in shares:
             rate = capacity * share
-            tasks = max(100, round(rate * seconds))
-            report = scene.embedding.bench("--input", scene.texts, "--rate", f"{rate:.3f}", "--tasks", tasks)
+            tasks = ("--warmup", round(rate), "--tasks", max(100, round(rate * seconds)))
+            report = scene.embedding.bench("--input", scene.texts, "--rate", f"{rate:.3f}", *tasks)
             latency = {name: report["latency_ms"][name] for name in ("p50", "p99")}
-            points.append({"share": share, "offered": rate, "answered": report["tasks_per_second"], **latency})
+            points.append(
+                {"share": share, "offered": rate, "answered": report["tasks_per_second"], **latency}
+            )
             say(f"at {share:.0%} of {capacity:.0f} texts/s: p50 {latency['p50']:.0f} ms")
     return points
 

@@ -59,7 +59,7 @@ def embedder(folder, file, threads):
             (hidden,) = session.run(["hidden"], {"ids": ids, "mask": mask})
             sums = (hidden * mask[:, :, None]).sum(1)
             sums /= numpy.linalg.norm(sums, axis=1, keepdims=True)
-            for index, vector in zip(batch, sums):
+            for index, vector in zip(batch, sums, strict=True):
                 vectors[index] = vector
         return vectors
 

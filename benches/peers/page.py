@@ -3,7 +3,7 @@
 import platform
 import re
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,17 +26,23 @@ def _processor():
     return ", ".join(filter(None, [*words, vectors, fields.get("Hypervisor vendor")]))
 
 
-def _conditions(scene, rounds):
+def conditions(scene, rounds):
+    """Where, when, with what and how quietly it was measured."""
     rabbit = _said("dpkg-query", "--show", "--showformat=${Version}", "rabbitmq-server")
     commit = _said("git", "describe", "--always", "--dirty")
     peers = ", ".join(f"{name} {version(name)}" for name in PEERS)
     cores = ", ".join(map(str, scene.cores))
-    command = f"make bench ROUNDS={rounds} TEXTS={scene.count} CORES={cores.replace(' ', '')}"
+    command = f"make bench ROUNDS={len(rounds)} TEXTS={scene.count} CORES={cores.replace(' ', '')}"
+    idle = min(it["idle"] for it in rounds)
+    quiet = f"{idle:.0%} idle between measurements"
+    rust, python = _said("rustc", "--version"), platform.python_version()
+    tokens = f"{scene.tokens / scene.count:.1f} tokens on average"
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     return [
-        f"- {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, commit `{commit}`, `{command}`",
-        f"- {_processor()}; Linux {platform.release()}; everything on the cores {cores}",
-        f"- RabbitMQ {rabbit}; {_said('rustc', '--version')}; Python {platform.python_version()}, {peers}",
-        f"- {scene.count:,} texts of {scene.tokens / scene.count:.1f} tokens on average, all-MiniLM-L6-v2 in f32",
+        f"- {when} UTC, commit `{commit}`, `{command}`",
+        f"- {_processor()}; Linux {platform.release()}; everything on the cores {cores}, {quiet}",
+        f"- RabbitMQ {rabbit}; {rust}; Python {python}, {peers}",
+        f"- {scene.count:,} texts of {tokens}, all-MiniLM-L6-v2 in f32",
     ]
 
 
@@ -49,9 +55,9 @@ def _curve(points):
     return "\n".join(lines)
 
 
-def write(scene, rounds, table, points):
+def write(conditions, table, points):
     """Puts the run into the page."""
-    parts = ["\n".join(_conditions(scene, rounds)), table]
+    parts = ["\n".join(conditions), table]
     parts += [f"![Throughput and latency against load]({PLOT.name})", _curve(points)]
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)

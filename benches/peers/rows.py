@@ -1,8 +1,8 @@
 """The table: which numbers of a round are set against which, and what is wanted of them."""
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 FLOP_PER_TOKEN = 6 * 2 * (4 * 384 * 384 + 2 * 384 * 1536)
 """Of the linear layers alone. Attention's products, 1.5 % more at 35 tokens, are left out."""
@@ -32,13 +32,13 @@ def below(limit, unit):
 
 def _over(ours, theirs):
     def detail(n):
-        return f"{n[ours]:,.0f} / {n[theirs]:,.0f} texts/s"
+        return f"{n[ours]:,.0f} / {n[theirs]:,.0f} a second"
 
     return {"value": lambda n: n[ours] / n[theirs], "detail": detail}
 
 
-def rows(tokens_per_text):
-    """All of them, for texts of so many tokens on average."""
+def rows(workers, tokens_per_text):
+    """All of them, for so many workers and texts of so many tokens on average."""
 
     def limit(n):
         return n["products_flops"] / (FLOP_PER_TOKEN * tokens_per_text)
@@ -47,7 +47,11 @@ def rows(tokens_per_text):
         return f"{n['sconce']:,.0f} / {limit(n):,.0f} texts/s ({n['products_flops'] / 1e9:,.0f} GFLOP/s)"
 
     return [
-        Row("RabbitMQ, 2 workers : Celery + sentence-transformers", **at_least(2.5), **_over("sconce", "celery")),
+        Row(
+            f"RabbitMQ, {workers} workers : Celery + sentence-transformers, {workers} processes",
+            **at_least(2.5),
+            **_over("sconce", "celery"),
+        ),
         Row(
             "the same : sentence-transformers in process, batches of 32",
             **at_least(1.6),
@@ -66,8 +70,12 @@ def rows(tokens_per_text):
             detail=gigaflops,
         ),
         Row("the same : its own encoder without a queue", **at_least(0.95), **_over("sconce", "in_process")),
-        Row("`echo`, 2 workers : 2 bare lapin consumers", **at_least(0.8), **_over("echo", "bare_consumer")),
-        Row("2 workers : 1 worker", **at_least(1.9), **_over("sconce", "sconce_one_worker")),
+        Row(
+            f"`echo`, {workers} workers : {workers} bare lapin consumers",
+            **at_least(0.8),
+            **_over("echo", "bare_consumer"),
+        ),
+        Row(f"{workers} workers : 1 worker", **at_least(1.9), **_over("sconce", "sconce_one_worker")),
         Row(
             "a task on an idle worker, beyond its forward pass (p50)",
             **below(3, "ms"),
@@ -90,11 +98,11 @@ def rows(tokens_per_text):
     ]
 
 
-def table(rounds, tokens_per_text):
+def table(rounds, workers, tokens_per_text):
     """The rows as Markdown: medians of what each round found, with the least and the most."""
     middle = {name: statistics.median(it[name] for it in rounds) for name in rounds[0]}
     lines = ["| measured | target | median | least – most | | in numbers |", "|---|---|---|---|---|---|"]
-    for row in rows(tokens_per_text):
+    for row in rows(workers, tokens_per_text):
         values = [row.value(it) for it in rounds]
         value = statistics.median(values)
         mark = {True: "✓", False: "✗", None: ""}[row.passes(value)]

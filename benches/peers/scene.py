@@ -1,6 +1,5 @@
 """What all measurements share: cores, broker, model, texts, folder; and the peers that wait in it."""
 
-import json
 import os
 import sys
 from contextlib import ExitStack

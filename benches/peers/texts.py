@@ -26,7 +26,9 @@ def lengths(count):
         return [min(LONGEST, max(SHORTEST, size)) for size in sizes]
 
     # The cuts at both ends move the mean, so the median is searched for.
-    return min((at(MEAN * step / 200) for step in range(100, 200)), key=lambda it: abs(sum(it) - MEAN * count))
+    return min(
+        (at(MEAN * step / 200) for step in range(100, 200)), key=lambda it: abs(sum(it) - MEAN * count)
+    )
 
 
 def write(path, count, seed, tokenizer):
