@@ -1,11 +1,10 @@
 """One round: each system once, one after the other, nothing else running. Returns plain numbers."""
 
-import time
 from contextlib import ExitStack
-from pathlib import Path
 
 from . import sconce
 from .processes import children, private_megabytes
+from .quiet import Others
 from .scene import say
 
 IN_FLIGHT = 256
@@ -18,7 +17,8 @@ STARTS = 3
 
 def round_of(scene):
     """Measures everything once."""
-    found = {"idle": _idle(scene.cores)}
+    found = {}
+    others = Others(scene.cores)
     workers = scene.workers
     with sconce.Workers(scene.embedding, workers) as launch:
         found["sconce"] = _texts_per_second(scene, workers)
@@ -36,26 +36,9 @@ def round_of(scene):
         found["sconce_one_worker"] = _texts_per_second(scene, 1)
     found["ready_s"] = _median([sconce.seconds_to_ready(scene.embedding) for _ in range(STARTS)])
     found |= _echo(scene)
+    found["others"] = others.share()
     say(", ".join(f"{name} {value:.4g}" for name, value in found.items()))
     return found
-
-
-def _idle(cores):
-    """Which share of a second the cores do nothing, while nothing is measured: whether we are alone."""
-
-    def times():
-        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
-        fields = {
-            line.split()[0]: [int(it) for it in line.split()[1:9]] for line in lines if line[:3] == "cpu"
-        }
-        wanted = [fields[f"cpu{core}"] for core in cores]
-        # Idle and waiting for a disk, of all.
-        return sum(it[3] + it[4] for it in wanted), sum(map(sum, wanted))
-
-    before = times()
-    time.sleep(1)
-    idle, everything = (now - then for now, then in zip(times(), before, strict=True))
-    return idle / everything
 
 
 def _texts_per_second(scene, workers):

@@ -33,8 +33,8 @@ def conditions(scene, rounds):
     peers = ", ".join(f"{name} {version(name)}" for name in PEERS)
     cores = ", ".join(map(str, scene.cores))
     command = f"make bench ROUNDS={len(rounds)} TEXTS={scene.count} CORES={cores.replace(' ', '')}"
-    idle = min(it["idle"] for it in rounds)
-    quiet = f"{idle:.0%} idle between measurements"
+    others = max(it["others"] for it in rounds)
+    quiet = f"of which others took {others:.0%}"
     rust, python = _said("rustc", "--version"), platform.python_version()
     tokens = f"{scene.tokens / scene.count:.1f} tokens on average"
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")

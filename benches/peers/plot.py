@@ -7,7 +7,7 @@ matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "sconce"
 matplotlib.rcParams["svg.fonttype"] = "none"
 
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot, ticker  # noqa: E402
 
 
 def draw(points, capacity, path):
@@ -20,6 +20,9 @@ def draw(points, capacity, path):
     for name, color in (("p99", "tab:red"), ("p50", "tab:blue")):
         lower.plot(offered, [point[name] for point in points], marker="o", color=color, label=name)
     lower.set_yscale("log")
+    lower.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    lower.yaxis.set_major_formatter("{x:g}")
+    lower.yaxis.set_minor_formatter(ticker.NullFormatter())
     lower.set_ylabel("latency, ms")
     lower.set_xlabel("offered, texts/s")
     lower.legend()

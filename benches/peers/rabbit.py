@@ -70,7 +70,8 @@ class Rabbit:
                         return
             except OSError:
                 time.sleep(0.1)
-        raise SystemExit(f"RabbitMQ does not start; see {self.folder}/out")
+        said = (self.folder / "out").read_text(errors="replace")
+        raise SystemExit(f"RabbitMQ does not start:\n{said}")
 
     def __exit__(self, *_):
         self.keeper.stdin.close()

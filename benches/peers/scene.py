@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from . import sconce, texts
-from .processes import Asked, spawn
+from .processes import Asked, end, spawn
 from .rabbit import Rabbit
 
 MODEL = Path("models/all-MiniLM-L6-v2")
@@ -77,8 +77,7 @@ class Scene:
         celery = [sys.executable, "-m", "celery", "-A", "peers.celery_app", "worker", "--loglevel", "WARNING"]
         environment = {**self._peer_environment(), "OMP_NUM_THREADS": "1"}
         self.celery_worker = spawn([*celery, "--concurrency", self.workers], self.log("celery"), environment)
-        self.stack.callback(self.celery_worker.wait, 20)
-        self.stack.callback(self.celery_worker.terminate)
+        self.stack.callback(end, self.celery_worker)
         self.celery = self._peer("celery_client")
         self.in_process = sconce.in_process(self, self.workers, IN_PROCESS_SECONDS)
         for process in self.in_process:
