@@ -62,3 +62,30 @@ fn request(line: &[u8]) -> anyhow::Result<Option<Request>> {
         _ => bail!(wanted()),
     }))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(line: &str) -> Result<Option<(Option<String>, String)>, String> {
+        let text =
+            |request: Request| (request.custom_id, String::from_utf8_lossy(&request.body).into_owned());
+        request(line.as_bytes()).map(|found| found.map(text)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_line_is_a_text_a_body_or_a_batch_line() {
+        let task = |id: Option<&str>, body: &str| Ok(Some((id.map(str::to_owned), body.to_owned())));
+        assert_eq!(read(r#" "a" "#), task(None, r#"{"input":"a"}"#));
+        assert_eq!(read(r#"{"input": ["a"] }"#), task(None, r#"{"input": ["a"] }"#));
+        assert_eq!(read(r#"{"custom_id":"1","body":{"input":"a"}}"#), task(Some("1"), r#"{"input":"a"}"#));
+        assert_eq!(read(" \r"), Ok(None));
+    }
+
+    #[test]
+    fn a_line_that_is_no_task_is_shown() {
+        assert!(read("[1]").unwrap_err().contains("got \"[1]\""));
+        assert!(read("{").unwrap_err().contains("expected a JSON object or a JSON string"));
+        assert!(read(r#"{"custom_id":"x","body":1}"#).unwrap_err().contains("\"x\""));
+    }
+}

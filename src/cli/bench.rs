@@ -17,19 +17,21 @@ pub(super) const EXAMPLES: &str = "Examples:
   sconce bench --rate 200 --tasks 10000          how long does a task take at 200 a second?
   sconce bench --input requests.jsonl --json > report.json
 
-Publishes to the pool's task queue, where others' tasks may wait too: mind what else reads and writes
-it. The workers run elsewhere: `sconce launch`.
+The workers run elsewhere: `sconce launch`. The load goes through the pool's task queue, behind
+and among the tasks of others; mind what else writes and reads there.
 
-The load. Closed (--in-flight): a task is published for each reply, so that always as many are under
-way; the most that the pool can do. In-flight less one more tasks follow the measured ones, not counted,
-so that this holds to the end. Open (--rate): tasks come when they come, at random (Poisson), whether
-the pool keeps up or not; latency counts from the moment a task was due, also where it went out late.
+The load. Closed (--in-flight): a task is published for each reply, so that always as many are
+under way: the most that the pool can do. As many less one follow the measured tasks, not counted,
+so that the loop is full to the end. Open (--rate): tasks come at random (a Poisson process),
+whether the pool keeps up or not. Their latency counts from the moment each was due, also where it
+went out late.
 
-The report. A rate is what succeeded among the N replies behind the first W, by the time they took
-(N tasks, W warm-up). Latencies, stages and batches are those of the measured tasks that succeeded;
-batches are weighed so that each counts once. A worker's busy share is that of this load: a task of k
-inputs in a batch of n counts for k/n of its compute_ms. (More inputs a task: at most that. A task that
-spans batches tells their time together, and the size of the last.)";
+The report. Rates and busy shares are of N replies, in the order they came: those behind the first
+W (N tasks, W to warm up). All else is of the N tasks behind the first W, so that no straggler is
+left out; latencies, stages and batches of those that succeeded. A batch counts once, however many
+tasks it held. A device's busy share is of this load: a task of k inputs in a batch of n counts for
+k/n of its compute_ms. With several inputs a task it is at most that: a task that spans batches
+tells the time of all of them, and the size of the last.";
 
 /// `sconce bench`.
 #[derive(Debug, Args)]

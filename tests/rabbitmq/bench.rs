@@ -117,7 +117,7 @@ async fn errors_are_counted_by_their_status_code_and_shown_in_the_table() {
     let (code, shown) = bench(&settings, &arguments).await;
     assert_eq!(code, 0);
     let table = shown.log();
-    for part in ["10 of 30 succeeded, 20 errors", "status 400: 10", "status 500: 10", "latency", "busy"] {
+    for part in ["10 of 30 succeeded, 20 failed", "status 400: 10", "status 500: 10", "latency", "busy"] {
         assert!(table.contains(part), "no {part:?} in\n{table}");
     }
     assert_eq!(sconce.stop().await, 0);

@@ -93,7 +93,11 @@ impl fmt::Display for Report {
         writeln!(f, "load      {load}; seed {seed}, inputs a task: {inputs}")?;
         let errors: u64 = measured.errors.values().sum();
         write!(f, "tasks     {} of {tasks} succeeded", measured.succeeded)?;
-        writeln!(f, ", {errors} errors, {} duplicates; {warmup} before them", measured.duplicates)?;
+        writeln!(
+            f,
+            ", {errors} failed, {} duplicates; {warmup} before them to warm up",
+            measured.duplicates
+        )?;
         for (code, count) in &measured.errors {
             writeln!(f, "          status {code}: {count}")?;
         }
@@ -222,7 +226,7 @@ mod tests {
         for part in [
             "embed: m on cpu",
             "50 tasks/s (49.5 achieved)",
-            "9 of 10 succeeded, 1 errors",
+            "9 of 10 succeeded, 1 failed, 0 duplicates; 2 before",
             "status 400: 1",
             "45.0 tasks/s, 45.0 inputs/s in 0.20 s",
             "latency          5.2       5.0",
