@@ -7,7 +7,7 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build models demo test test-rabbitmq-4 soak fuzz lint fmt image
+.PHONY: help build models demo test test-rabbitmq-4 soak bench bench-parts fuzz lint fmt image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,13 @@ soak: ## an hour of faults, every task and reply counted: make soak SECONDS=600 
 
 test-rabbitmq-4: ## the broker tests over RabbitMQ 4, which needs docker and the image
 	SCONCE_TEST_RABBITMQ_IMAGE=rabbitmq:4-management $(CARGO) test --locked --test rabbitmq
+
+bench: ## Celery, sentence-transformers, ONNX Runtime and us: make bench ROUNDS=3 TEXTS=1000 CORES=0,1
+	benches/peers/run
+
+# One thread, as a worker on its core has.
+bench-parts: models ## forward pass, codec and batcher alone, by criterion
+	RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 $(CARGO) bench --locked
 
 lint: ## formatting, clippy, documentation; warnings are errors
 	$(CARGO) fmt --check

@@ -6,9 +6,10 @@
 use std::io::{self, IsTerminal};
 
 use tracing::{Level, Metadata};
-use tracing_subscriber::EnvFilter;
-use tracing_subscriber::filter::{FilterExt, filter_fn};
+use tracing_subscriber::filter::{FilterExt, LevelFilter, filter_fn};
+use tracing_subscriber::layer::Filter;
 use tracing_subscriber::prelude::*;
+use tracing_subscriber::{EnvFilter, Registry};
 
 /// What a service logs without `SCONCE_LOG`: our own events and the libraries' warnings. Not lapin's:
 /// what it calls an error (a closed channel, a lost connection) `broker::amqp` handles and logs once,
@@ -33,7 +34,7 @@ pub fn start(filter: Option<&str>, format: Format) -> Option<String> {
         Ok(filter) => (filter, None),
         Err(error) => (EnvFilter::new(DEFAULT_FILTER), Some(error.to_string())),
     };
-    let filter = filter.and(filter_fn(|metadata| !writes_out_frames(metadata)));
+    let filter = shown(filter);
     let lines =
         tracing_subscriber::fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
     let lines = match format {
@@ -45,8 +46,31 @@ pub fn start(filter: Option<&str>, format: Format) -> Option<String> {
     problem
 }
 
+/// What `filter` lets through, less what is never shown. Says of itself which levels it has no use for,
+/// or nobody could know: the tokenizer writes a line for each character at the lowest, and asking about
+/// each of them took longer than its work.
+fn shown(filter: EnvFilter) -> impl Filter<Registry> {
+    let least = filter.max_level_hint().unwrap_or(LevelFilter::TRACE);
+    let not_frames = filter_fn(|metadata| !writes_out_frames(metadata)).with_max_level_hint(least);
+    filter.and(not_frames)
+}
+
 /// At this level lapin writes out every frame, the one with our password included. Whatever the filter
 /// says, it is not shown.
 fn writes_out_frames(metadata: &Metadata<'_>) -> bool {
     *metadata.level() == Level::TRACE && metadata.target().starts_with("lapin")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_that_nobody_asked_for_are_not_even_looked_at() {
+        for (written, least) in
+            [(DEFAULT_FILTER, LevelFilter::INFO), ("warn,sconce=trace", LevelFilter::TRACE)]
+        {
+            assert_eq!(shown(EnvFilter::new(written)).max_level_hint(), Some(least), "{written}");
+        }
+    }
 }

@@ -1,0 +1,43 @@
+//! What forming batches costs: 10,000 inputs of mixed cost go in and come out. `make bench-parts`.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use sconce::batching::{Batcher, Device, Policy};
+
+const INPUTS: usize = 10_000;
+
+/// All at once, as after a restart with a full prefetch; or one by one with a look after each, as they
+/// come in.
+fn batches(criterion: &mut Criterion) {
+    let costs: Vec<usize> = (0..INPUTS).map(|index| 4 + index * 7_919 % 253).collect();
+    let now = Instant::now();
+    let mut group = criterion.benchmark_group("batcher");
+    group.throughput(Throughput::Elements(INPUTS as u64));
+    for max_tokens in [1_024, 32_768] {
+        let policy = Policy { max_tokens, max_requests: 512, max_delay: Duration::from_millis(2) };
+        group.bench_function(BenchmarkId::new("all_at_once", max_tokens), |bencher| {
+            bencher.iter(|| {
+                let mut batcher = Batcher::new(policy);
+                costs.iter().enumerate().for_each(|(index, cost)| batcher.push(index, *cost, now));
+                while let Some(batch) = batcher.take(now, Device::Idle, false) {
+                    black_box(batch);
+                }
+            });
+        });
+        group.bench_function(BenchmarkId::new("one_by_one", max_tokens), |bencher| {
+            bencher.iter(|| {
+                let mut batcher = Batcher::new(policy);
+                for (index, cost) in costs.iter().enumerate() {
+                    batcher.push(index, *cost, now);
+                    black_box(batcher.take(now, Device::Busy, true));
+                }
+            });
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, batches);
+criterion_main!(benches);

@@ -1,0 +1,69 @@
+//! What lies between bytes and the network: a task's body to token ids, and a vector to a reply's
+//! body, as digits and as base64. `make bench-parts`.
+
+use std::hint::black_box;
+
+use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use sconce::model::sentence::{SentenceCodec, SentenceEncoder};
+use sconce::model::{Codec as _, LoadSpec, Model as _};
+use sconce::protocol::Message;
+use serde_json::{Value, json};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Numbers in a vector.
+const WIDTH: usize = 384;
+
+fn codec() -> SentenceCodec {
+    let model = SentenceEncoder::load(&LoadSpec {
+        source: concat!(env!("CARGO_MANIFEST_DIR"), "/models/all-MiniLM-L6-v2").into(),
+        served_names: Vec::new(),
+        device: "cpu".into(),
+        max_inputs: 1_000,
+    });
+    model.expect("the real weights: make models").1
+}
+
+fn message(body: &Value) -> Message {
+    Message { body: body.to_string().into(), ..Message::default() }
+}
+
+fn prepare(criterion: &mut Criterion) {
+    let codec = codec();
+    let mut group = criterion.benchmark_group("prepare");
+    for words in [2, 33, 254] {
+        let text = "the tide carries a message to the queue ".split_inclusive(' ').cycle().take(words);
+        let task = message(&json!({ "input": text.collect::<String>() }));
+        group.throughput(Throughput::Elements(1));
+        group.bench_function(BenchmarkId::new("text", words), |bencher| {
+            bencher.iter(|| codec.prepare(black_box(&task)).expect("a task"));
+        });
+    }
+    let task = message(&json!({ "input": vec![2_000; 33] }));
+    group.bench_function("ids/33", |bencher| {
+        bencher.iter(|| codec.prepare(black_box(&task)).expect("a task"));
+    });
+    group.finish();
+}
+
+fn respond(criterion: &mut Criterion) {
+    let codec = codec();
+    // Digits as long as those of a real vector.
+    let vector: Vec<f32> = (0..WIDTH).map(|index| (index as f32 * 0.731).sin() * 0.051).collect();
+    let mut group = criterion.benchmark_group("respond");
+    group.throughput(Throughput::Elements(1));
+    for encoding in ["float", "base64"] {
+        let task = message(&json!({ "input": "a", "encoding_format": encoding }));
+        let request = codec.prepare(&task).expect("a task").request;
+        group.bench_function(encoding, |bencher| {
+            let setup = || (request.clone(), vec![vector.clone()]);
+            let routine = |(request, vectors)| codec.respond(request, vectors).expect("a body");
+            bencher.iter_batched(setup, routine, BatchSize::SmallInput);
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, prepare, respond);
+criterion_main!(benches);

@@ -1,0 +1,1 @@
+"""Sets sconce beside what people use instead; see `run`."""

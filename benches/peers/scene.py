@@ -1,0 +1,118 @@
+"""What all measurements share: cores, broker, model, texts, folder; and the peers that wait in it."""
+
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from . import sconce, texts
+from .processes import Asked, end, spawn
+from .rabbit import Rabbit
+
+MODEL = Path("models/all-MiniLM-L6-v2")
+FOLDER = Path("target/peers")
+SEED = 20261121
+IN_PROCESS_SECONDS = 5
+CHECKED = 8
+"""Texts whose vectors must be the same everywhere."""
+
+
+def say(words):
+    """Tells the person who waits."""
+    print(f"bench: {words}", file=sys.stderr, flush=True)
+
+
+def pin():
+    """Ties this process, hence all that it starts, to the cores of CORES; by default the first two."""
+    allowed = sorted(os.sched_getaffinity(0))
+    asked = os.environ.get("CORES", "")
+    cores = [int(core) for core in asked.split(",")] if asked else allowed[:2]
+    os.sched_setaffinity(0, cores)
+    return cores
+
+
+class Scene:
+    """Everything that runs during all rounds. Peers that are not being measured block on a pipe or on
+    the broker."""
+
+    def __init__(self, count):
+        self.cores = pin()
+        self.workers = len(self.cores)
+        self.logs = FOLDER / "logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for old in self.logs.iterdir():
+            old.unlink()
+        self.model = str(MODEL.resolve())
+        self.texts = str((FOLDER / f"texts-{count}.jsonl").resolve())
+        self.count = count
+        self.tokens = texts.write(self.texts, count, SEED, MODEL / "tokenizer.json")
+        self.one_text = str((FOLDER / "one-text.jsonl").resolve())
+        texts.write(self.one_text, 1, SEED, MODEL / "tokenizer.json")
+        self.environment = dict(os.environ)
+
+    def log(self, name):
+        """Where a program's stderr goes."""
+        return self.logs / f"{name}.log"
+
+    def __enter__(self):
+        self.stack = ExitStack()
+        try:
+            self._set()
+        except BaseException:
+            self.stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self.stack.close()
+
+    def _set(self):
+        say(f"starting RabbitMQ and the peers on the cores {self.cores}")
+        self.broker = self.stack.enter_context(Rabbit()).url
+        self.embedding = sconce.Pool(self, self.model, "bench.embed")
+        self.echo = sconce.Pool(self, "echo", "bench.echo", [f"pool[0].prefetch={sconce.PREFETCH}"])
+        self.sentence_transformers = self._peer("sentence_transformers_client", THREADS=self.workers)
+        onnx = (FOLDER / "minilm.onnx").resolve()
+        self.onnx_runtime = self._peer("onnx_runtime_client", THREADS=self.workers, ONNX_FILE=onnx)
+        celery = [sys.executable, "-m", "celery", "-A", "peers.celery_app", "worker", "--loglevel", "WARNING"]
+        environment = {**self._peer_environment(), "OMP_NUM_THREADS": "1"}
+        self.celery_worker = spawn([*celery, "--concurrency", self.workers], self.log("celery"), environment)
+        self.stack.callback(end, self.celery_worker)
+        self.celery = self._peer("celery_client")
+        self.in_process = sconce.in_process(self, self.workers, IN_PROCESS_SECONDS)
+        for process in self.in_process:
+            self.stack.enter_context(process).ready()
+
+    def _peer_environment(self, **more):
+        own = {"BROKER_URL": self.broker, "MODEL": self.model, "TEXTS_FILE": self.texts, **more}
+        return {name: str(value) for name, value in own.items()}
+
+    def _peer(self, module, **more):
+        command = [sys.executable, "-m", f"peers.{module}"]
+        peer = Asked(command, self.log(module), self._peer_environment(**more))
+        return self.stack.enter_context(peer).ready()
+
+    def check_vectors(self):
+        """Ends the run where somebody's vectors are others than sentence-transformers'."""
+        with sconce.Workers(self.embedding, self.workers):
+            found = {"sconce": self.embedding.vectors(self.texts, CHECKED)}
+        for name in ("celery", "onnx_runtime"):
+            found[name] = _vectors(getattr(self, name))
+        reference = _vectors(self.sentence_transformers)
+        for name, vectors in found.items():
+            worst = min(_cosine(*pair) for pair in zip(vectors, reference, strict=True))
+            if not worst > 0.9999:
+                raise SystemExit(f"the vectors of {name} are not those of sentence-transformers: {worst}")
+        say(f"vectors of {', '.join(found)} equal those of sentence-transformers")
+
+
+def _vectors(peer):
+    peer.ask(f"vectors {CHECKED}")
+    return peer.answer()["vectors"]
+
+
+def _cosine(one, other):
+    def dot(a, b):
+        return sum(x * y for x, y in zip(a, b, strict=True))
+
+    return dot(one, other) / (dot(one, one) * dot(other, other)) ** 0.5
