@@ -5,7 +5,7 @@ use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use sconce::model::sentence::{SentenceCodec, SentenceEncoder};
-use sconce::model::{Codec as _, LoadSpec, Model as _};
+use sconce::model::{Codec as _, Dtype, LoadSpec, Model as _};
 use sconce::protocol::Message;
 use serde_json::{Value, json};
 
@@ -21,6 +21,7 @@ fn codec() -> SentenceCodec {
         served_names: Vec::new(),
         device: "cpu".into(),
         max_inputs: 1_000,
+        dtype: Dtype::F32,
     });
     model.expect("the real weights: make models").1
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use sconce::model::sentence::{Sentence, SentenceEncoder};
-use sconce::model::{Codec as _, LoadSpec, Model as _};
+use sconce::model::{Codec as _, Dtype, LoadSpec, Model as _};
 use sconce::protocol::Message;
 use serde_json::json;
 
@@ -28,6 +28,7 @@ fn forward(criterion: &mut Criterion) {
         served_names: Vec::new(),
         device: "cpu".into(),
         max_inputs: 1_000,
+        dtype: Dtype::F32,
     })
     .expect("the real weights: make models");
     let mut group = criterion.benchmark_group("forward");

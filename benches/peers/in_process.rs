@@ -16,7 +16,7 @@ use candle_core::{DType, Device, Tensor};
 use sconce::batching::{self, Batcher, Policy};
 use sconce::config::{self, Assignment};
 use sconce::model::sentence::{Sentence, SentenceCodec, SentenceEncoder};
-use sconce::model::{Codec as _, Costed, LoadSpec, Model as _};
+use sconce::model::{Codec as _, Costed, Dtype, LoadSpec, Model as _};
 use sconce::protocol::Message;
 use serde_json::json;
 
@@ -41,6 +41,7 @@ fn main() -> anyhow::Result<()> {
         served_names: Vec::new(),
         device: "cpu".into(),
         max_inputs: 1,
+        dtype: Dtype::F32,
     })?;
     // Touches weights and buffers once.
     embed(&mut model, &codec, &texts, policy, Duration::from_millis(500))?;
