@@ -28,6 +28,8 @@ const FENCES: &[(&str, &str)] = &[
     ("lapin", "src/broker/amqp"),
     ("candle_core", "src/model"),
     ("candle_nn", "src/model"),
+    ("memmap2", "src/model"),
+    ("safetensors", "src/model"),
     ("tokenizers", "src/model"),
     ("hf_hub", "src/model"),
     ("clap", "src/cli"),

@@ -6,7 +6,7 @@ use candle_core::{Device, Result, Tensor};
 
 use super::config::{Family, NetworkConfig};
 use super::kernels::{FeedForward, NormParams, Published, SelfAttention, add_norm};
-use super::weights::{WORDS, Weights};
+use super::weights::{Table, WORDS, Weights};
 use crate::model::LoadError;
 
 type Loaded<T> = std::result::Result<T, LoadError>;
@@ -14,7 +14,7 @@ type Loaded<T> = std::result::Result<T, LoadError>;
 /// The network's weights on one device.
 pub struct Encoder {
     /// `[vocabulary, hidden]`.
-    words: Tensor,
+    words: Table,
     /// `[positions, hidden]`, the vector of token type 0 added.
     positions: Tensor,
     norm: NormParams,
@@ -110,7 +110,7 @@ impl Encoder {
     /// [`LoadError::File`] naming the tensor that is missing or of another shape.
     pub fn load(weights: &Weights, config: &NetworkConfig) -> Loaded<Self> {
         let hidden = config.hidden;
-        let words = weights.get(WORDS, &[config.vocabulary, hidden])?;
+        let words = weights.table(WORDS, [config.vocabulary, hidden])?;
         let name = "embeddings.position_embeddings.weight";
         let mut positions = weights.get(name, &[config.positions, hidden])?;
         if config.token_types > 0 {
@@ -119,7 +119,7 @@ impl Encoder {
             let sum = types.get(0).and_then(|first| positions.broadcast_add(&first));
             positions = weights.checked(name, sum)?;
         }
-        let no_bias = weights.checked("embeddings", words.get(0).and_then(|w| w.zeros_like()))?;
+        let no_bias = weights.checked("embeddings", positions.get(0).and_then(|row| row.zeros_like()))?;
         let names = if config.family == Family::DistilBert { DISTILBERT } else { BERT };
         let layer =
             |index| Reader { weights, config, prefix: format!("{}.{index}", names.layer) }.layer(&names);
@@ -139,10 +139,10 @@ impl Encoder {
     /// # Errors
     /// What candle or the device met.
     pub fn forward(&self, ids: Vec<u32>, lengths: &[usize]) -> Result<Tensor> {
-        let device: &Device = self.words.device();
+        let device: &Device = self.positions.device();
         let tokens = ids.len();
         let places = Tensor::from_vec(places(&ids, lengths, self.padding), tokens, device)?;
-        let words = self.words.index_select(&Tensor::from_vec(ids, tokens, device)?, 0)?;
+        let words = self.words.select(ids, device)?;
         let mut x = add_norm(words, &self.positions.index_select(&places, 0)?, &self.norm)?;
         for layer in &self.layers {
             x = layer.attention.forward(x, lengths)?;
