@@ -117,7 +117,7 @@ fn each_architecture_and_pooling_answers_as_sentence_transformers_does() {
 /// What docs/performance.md says of them, with the published model's numbers of length 1.
 #[test]
 fn half_precision_is_as_close_as_documented() {
-    for (dtype, off, cosine) in [(Dtype::F16, 1e-3, 0.999_99), (Dtype::Bf16, 6e-3, 0.999)] {
+    for (dtype, off, cosine) in [(Dtype::F16, 1e-3, 0.999_99), (Dtype::Bf16, 5e-3, 0.999_5)] {
         let mut model = try_load(&minilm_folder(), dtype).unwrap_or_else(|error| panic!("{error}"));
         let rows = expected("minilm");
         let texts: Vec<&str> = rows.iter().map(|(text, _)| &**text).collect();
@@ -134,9 +134,9 @@ fn half_precision_is_as_close_as_documented() {
 
 #[test]
 fn a_result_does_not_depend_on_its_batch_mates() {
-    for dtype in [Dtype::F32, Dtype::F16] {
+    for (dtype, tolerance) in [(Dtype::F32, 2e-6), (Dtype::F16, 2e-3), (Dtype::Bf16, 2e-2)] {
         for name in ["tiny-bert-cls", "tiny-roberta"] {
-            mates_change_nothing(&fixture(name), dtype, if dtype == Dtype::F32 { 2e-6 } else { 2e-3 });
+            mates_change_nothing(&fixture(name), dtype, tolerance);
         }
     }
 }

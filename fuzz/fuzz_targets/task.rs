@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use libfuzzer_sys::fuzz_target;
 use sconce::model::echo::{ECHO_WITH_FAULTS, Echo, EchoCodec};
 use sconce::model::sentence::{SentenceCodec, SentenceEncoder};
-use sconce::model::{Codec, LoadSpec, Model};
+use sconce::model::{Codec, Dtype, LoadSpec, Model};
 use sconce::protocol::dead_letter::{Reason, dead_letter, without_foreign_headers};
 use sconce::protocol::embeddings::{EmbeddingRequest, Text};
 use sconce::protocol::reply::reply;

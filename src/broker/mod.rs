@@ -63,7 +63,8 @@ pub trait Consumer: Send {
     fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>>;
 
     /// From now on, lets the broker send so many messages ahead of what is settled. Over AMQP it takes
-    /// effect with a consumer made anew, in order; for a moment both of them count.
+    /// effect once the former prefetch is full, with a consumer made anew, in order: what the former one
+    /// brought comes on top until it is settled.
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()>;
 
     /// Asks the broker for no more; what it had sent before still comes from `next`, then

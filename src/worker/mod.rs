@@ -16,7 +16,7 @@
 //! | `outcome` | what happened → what becomes of the message |
 //! | `settle` | publish → confirm → ack |
 //! | `report` | control lines, counters |
-//! | `prefetch` | how many messages to hold ahead
+//! | `prefetch` | how many messages to hold ahead |
 //! | `budget` | whether deliveries are held for so long that the broker may take them back |
 
 mod batches;

@@ -8,9 +8,11 @@ use std::time::{Duration, Instant};
 
 /// Quorum queues take no larger prefetch.
 const MOST: f64 = 2_000.0;
-/// Messages that an average reaches back over.
+/// Messages that an average of tokens and inputs reaches back over.
 const REMEMBERED: f64 = 256.0;
-/// Messages that must have been measured since the last change.
+/// The same of bytes: what is too large must be seen soon.
+const REMEMBERED_BYTES: f64 = 32.0;
+/// Messages that must have come since the last change.
 const MEASURED: u32 = 32;
 /// Between two changes, at least: each makes a consumer anew.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -22,17 +24,17 @@ pub(super) struct Limits {
     pub(super) tokens: usize,
     /// Inputs of a batch.
     pub(super) requests: usize,
-    /// Bytes of bodies in hand.
+    /// Bytes of bodies in hand, if they are of the average size.
     pub(super) bytes: u64,
 }
 
 /// See the module.
 pub(super) struct Prefetch {
     limits: Limits,
-    now: u16,
+    current: u16,
     changed: Instant,
-    /// Measured since then.
-    measured: u32,
+    /// Messages since then.
+    came: u32,
     tokens: Average,
     inputs: Average,
     bytes: Average,
@@ -46,8 +48,8 @@ struct Average {
 }
 
 impl Average {
-    fn add(&mut self, value: f64) {
-        self.count = (self.count + 1.0).min(REMEMBERED);
+    fn add(&mut self, value: f64, remembered: f64) {
+        self.count = (self.count + 1.0).min(remembered);
         self.value += (value - self.value) / self.count;
     }
 }
@@ -56,40 +58,43 @@ impl Prefetch {
     pub(super) fn new(limits: Limits, first: u16, now: Instant) -> Self {
         let empty = Average::default;
         let (tokens, inputs, bytes) = (empty(), empty(), empty());
-        Self { limits, now: first, changed: now, measured: 0, tokens, inputs, bytes }
+        Self { limits, current: first, changed: now, came: 0, tokens, inputs, bytes }
     }
 
     /// A message came.
     pub(super) fn came(&mut self, bytes: usize) {
-        self.bytes.add(bytes as f64);
+        self.bytes.add(bytes as f64, REMEMBERED_BYTES);
+        self.came += 1;
     }
 
     /// A message has become so many inputs.
     pub(super) fn prepared(&mut self, inputs: usize, tokens: usize) {
-        self.inputs.add(inputs as f64);
-        self.tokens.add(tokens as f64);
-        self.measured += 1;
+        self.inputs.add(inputs as f64, REMEMBERED);
+        self.tokens.add(tokens as f64, REMEMBERED);
     }
 
     /// The new prefetch, when it is worth a change.
     pub(super) fn change(&mut self, now: Instant) -> Option<NonZeroU16> {
-        if self.measured < MEASURED || now < self.changed + PAUSE {
+        if self.came < MEASURED || now < self.changed + PAUSE {
             return None;
         }
-        let (wanted, before) = (self.wanted(), f64::from(self.now));
+        let (wanted, before) = (self.wanted(), f64::from(self.current));
         if wanted < 1.5 * before && before < 1.5 * wanted {
             return None;
         }
-        (self.now, self.changed, self.measured) = (wanted as u16, now, 0);
-        NonZeroU16::new(self.now)
+        (self.current, self.changed, self.came) = (wanted as u16, now, 0);
+        NonZeroU16::new(self.current)
     }
 
     fn wanted(&self) -> f64 {
         let batch = (self.limits.tokens as f64 / self.tokens.value.max(1.0))
             .min(self.limits.requests as f64 / self.inputs.value.max(1.0))
             .max(1.0);
+        // Of messages that nothing came of, only the size is known.
+        let known = self.tokens.count >= f64::from(MEASURED);
+        let in_batches = if known { 2.0 * batch } else { f64::from(self.current) };
         let in_bytes = self.limits.bytes as f64 / self.bytes.value.max(1.0);
-        (2.0 * batch).min(in_bytes).clamp(2.0, MOST).ceil()
+        in_batches.min(in_bytes).clamp(2.0, MOST).ceil()
     }
 }
 
@@ -169,9 +174,12 @@ mod tests {
     }
 
     #[test]
-    fn large_bodies_are_bounded_in_bytes() {
+    fn large_bodies_are_bounded_in_bytes_also_when_nothing_comes_of_them() {
         let mut hand = Hand::new();
         hand.take(64, (100_000, 1, 4));
+        assert_eq!(hand.change(), Some(11));
+        let mut hand = Hand::new();
+        (0..64).for_each(|_| hand.prefetch.came(100_000));
         assert_eq!(hand.change(), Some(11));
     }
 

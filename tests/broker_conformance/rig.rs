@@ -40,6 +40,18 @@ impl Link {
         taken
     }
 
+    /// Deliveries until none has come for a while.
+    pub async fn take_all(&mut self) -> Vec<Delivery> {
+        let mut taken = Vec::new();
+        while let Ok(event) = tokio::time::timeout(SILENCE, self.consumer.next()).await {
+            match event {
+                Ok(Event::Delivery(delivery)) => taken.push(*delivery),
+                other => panic!("no delivery but {other:?}"),
+            }
+        }
+        taken
+    }
+
     /// Panics when an event comes.
     pub async fn takes_nothing(&mut self) {
         if let Ok(event) = tokio::time::timeout(SILENCE, self.consumer.next()).await {

@@ -18,6 +18,10 @@ async fn bench(settings: &Settings, arguments: &str) -> (i32, Sconce) {
 async fn report(settings: &Settings, arguments: &str) -> Value {
     let (code, bench) = bench(settings, &format!("{arguments} --json")).await;
     assert_eq!(code, 0, "{}", bench.log());
+    printed(&bench)
+}
+
+fn printed(bench: &Sconce) -> Value {
     let lines = bench.lines_from(0);
     let report = lines.iter().find_map(|line| serde_json::from_str(line).ok());
     report.unwrap_or_else(|| panic!("no report: {lines:?}"))
@@ -63,7 +67,7 @@ async fn a_closed_loop_reports_every_task_and_each_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_device_that_never_rests_is_nearly_all_busy_and_its_rate_is_that_of_its_passes() {
+async fn the_busy_share_is_that_of_the_passes_in_the_time_they_took() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("tasks.jsonl");
     fs::write(&file, "{\"input\": \"a\", \"sleep_ms\": 20}\n").expect("a file");
@@ -73,8 +77,11 @@ async fn a_device_that_never_rests_is_nearly_all_busy_and_its_rate_is_that_of_it
     let report = report(&settings, &arguments).await;
     // Four tasks each 20 ms and a little.
     let rate = number(&report, "/tasks_per_second");
-    assert!((80.0..=205.0).contains(&rate), "{report:#}");
-    assert!(number(&report, "/device_busy_percent") > 60.0, "{report:#}");
+    // At most: a busy machine is slower, never faster.
+    assert!(rate <= 205.0, "{report:#}");
+    let passes = rate / 4.0 * number(&report, "/compute_ms/mean") / 10.0;
+    let busy = number(&report, "/device_busy_percent");
+    assert!((busy - passes).abs() < 15.0, "busy {busy} %, passes {passes} %: {report:#}");
     assert!(number(&report, "/compute_ms/p50") >= 20.0);
     assert!(number(&report, "/batch/inputs/max") <= 4.0);
     assert_eq!(sconce.stop().await, 0);
@@ -127,8 +134,10 @@ async fn errors_are_counted_by_their_status_code_and_shown_in_the_table() {
 async fn a_reply_that_does_not_come_is_waited_for_no_longer_than_asked() {
     let settings = Settings::echo(Rabbit::shared().url());
     let begun = Instant::now();
-    let (code, bench) = bench(&settings, "--tasks 5 --warmup 0 --in-flight 2 --timeout 1s").await;
+    let (code, bench) = bench(&settings, "--tasks 5 --warmup 0 --in-flight 2 --timeout 1s --json").await;
     assert_eq!(code, 84, "{}", bench.log());
+    let report = printed(&bench);
+    assert_eq!((number(&report, "/unanswered"), number(&report, "/succeeded")), (2.0, 0.0), "{report:#}");
     assert!(
         bench.log().contains("no reply for 1s; 2 of 2 published tasks are not answered"),
         "{}",

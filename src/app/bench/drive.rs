@@ -24,6 +24,8 @@ use crate::shutdown::Exit;
 
 /// Publishes under way at once: some windows of the publisher.
 const PIPELINED: usize = 2_048;
+/// A task that waits in its queue for so many time-outs is dropped there.
+const KEPT: u32 = 10;
 /// Replies taken and acked together: what came while the last ones were counted.
 const BURST: usize = 512;
 
@@ -79,21 +81,26 @@ impl<'a> Drive<'a> {
         Self { way, bar, total, timeout, start, room, tally }
     }
 
-    /// Publishes all tasks and waits for all replies.
+    /// Publishes all tasks and waits for all replies. Where one does not come in time, the error says
+    /// so beside what was measured until then.
     ///
     /// # Errors
-    /// The broker refuses a task or is gone, or a reply does not come in time.
+    /// The broker refuses a task or is gone.
     pub(super) async fn run(
         self,
         bodies: Bodies,
         pace: Pace,
         replies: (&mut AmqpConsumer, &AmqpSettler),
-    ) -> anyhow::Result<Measured> {
+    ) -> anyhow::Result<(Measured, Option<anyhow::Error>)> {
         if let Pace::Closed(in_flight) = pace {
             self.room.add_permits(in_flight);
         }
-        tokio::try_join!(self.feed(bodies, pace), self.collect(replies))?;
-        Ok(self.tally.into_inner().unwrap_or_else(PoisonError::into_inner).measured())
+        let unanswered = match tokio::try_join!(self.feed(bodies, pace), self.collect(replies)) {
+            Ok(_) => None,
+            Err(error) if error.downcast_ref() == Some(&Exit::Aborted) => Some(error),
+            Err(error) => return Err(error),
+        };
+        Ok((self.tally.into_inner().unwrap_or_else(PoisonError::into_inner).measured(), unanswered))
     }
 
     async fn feed(&self, bodies: Bodies, mut pace: Pace) -> anyhow::Result<()> {
@@ -110,7 +117,10 @@ impl<'a> Drive<'a> {
             };
             self.tally().published(due, work.inputs);
             let (id, reply_to) = (format!("{run}/{number}"), Some(self.way.reply_to.to_owned()));
-            under_way.push(self.publish(number, producer::task(number as u64, id, work.body, reply_to)));
+            let mut task = producer::task(number as u64, id, work.body, reply_to);
+            // Nobody else wants it: should this run end early, it does not stay in the queue.
+            task.properties.expiration = Some((KEPT * self.timeout).as_millis().to_string());
+            under_way.push(self.publish(number, task));
         }
         while let Some(published) = under_way.next().await {
             published?;

@@ -40,7 +40,7 @@ pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
     let bodies = bodies(arguments).context(Exit::Usage)?;
     let plan = plan(arguments);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let measured = runtime.block_on(measure(arguments, (&settings, pool), plan, bodies))?;
+    let (measured, unanswered) = runtime.block_on(measure(arguments, (&settings, pool), plan, bodies))?;
     let load = match arguments.rate {
         Some(rate) => Load::Open { rate, achieved_rate: measured.achieved_rate },
         None => Load::Closed { in_flight: arguments.in_flight },
@@ -60,7 +60,7 @@ pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
         true => writeln!(io::stdout(), "{}", serde_json::to_string(&report)?)?,
         false => write!(io::stdout(), "{report}")?,
     }
-    Ok(Exit::Done)
+    unanswered.map_or(Ok(Exit::Done), Err)
 }
 
 async fn measure(
@@ -68,7 +68,7 @@ async fn measure(
     (settings, pool): (&Settings, &Pool),
     plan: Plan,
     bodies: Bodies,
-) -> anyhow::Result<Measured> {
+) -> anyhow::Result<(Measured, Option<anyhow::Error>)> {
     let connector = || Connector::new(settings.broker.clone(), "sconce bench");
     if let Some(topology) = link::topology(&settings.broker, pool) {
         declare(&connector(), &topology).await?;

@@ -54,6 +54,8 @@ pub(super) struct Measured {
     /// By status code.
     pub(super) errors: BTreeMap<String, u64>,
     pub(super) duplicates: u64,
+    /// Published tasks whose reply did not come in time, measured or not.
+    pub(super) unanswered: usize,
     pub(super) seconds: f64,
     pub(super) tasks_per_second: f64,
     pub(super) inputs_per_second: f64,
@@ -100,6 +102,9 @@ impl fmt::Display for Report {
         )?;
         for (code, count) in &measured.errors {
             writeln!(f, "          status {code}: {count}")?;
+        }
+        if measured.unanswered > 0 {
+            writeln!(f, "          without a reply: {}", measured.unanswered)?;
         }
         write!(f, "rate      {:.1} tasks/s", measured.tasks_per_second)?;
         write!(f, ", {:.1} inputs/s", measured.inputs_per_second)?;
@@ -192,6 +197,7 @@ mod tests {
                 succeeded: 9,
                 errors: BTreeMap::from([("400".into(), 1)]),
                 duplicates: 0,
+                unanswered: 0,
                 seconds: 0.2,
                 tasks_per_second: 45.0,
                 inputs_per_second: 45.0,

@@ -144,7 +144,8 @@ impl Tally {
         let OfTasks { succeeded, errors, latency_ms, stages_ms, batch_inputs, batch_tokens } = self.of_tasks;
         let measured = self.sent.iter().skip(self.warmup).take(self.tasks);
         let inputs: usize = measured.map(|sent| sent.inputs).sum();
-        let seconds = (self.of_replies.ended - self.of_replies.began).as_secs_f64();
+        let seconds = self.of_replies.ended.saturating_sub(self.of_replies.began).as_secs_f64();
+        let unanswered = self.sent.iter().filter(|sent| !sent.answered).count();
         let a_second = |count: u64| if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 };
         let [queue_ms, prepare_ms, wait_ms, compute_ms] = stages_ms.map(Summary::of);
         let workers = self.of_replies.shares(seconds);
@@ -157,6 +158,7 @@ impl Tally {
             succeeded,
             errors,
             duplicates: self.duplicates,
+            unanswered,
             seconds: rounded(seconds),
             tasks_per_second: a_second(self.of_replies.succeeded),
             inputs_per_second: a_second(self.of_replies.inputs),

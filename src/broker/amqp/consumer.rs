@@ -254,8 +254,15 @@ impl Supervisor {
                     }
                     None if resizing => {
                         resizing = false;
-                        if let Err(error) = self.consume_anew(open, session).await {
-                            break End::Lost((&error).into());
+                        match self.consume_anew(open, session).await {
+                            Ok(true) => {}
+                            // The stream has said its only end.
+                            Ok(false) => {
+                                cancelling = true;
+                                ended = true;
+                                let _ = self.events.send(Ok(Event::End)).await;
+                            }
+                            Err(error) => break End::Lost((&error).into()),
                         }
                     }
                     None => break End::Lost("the broker cancelled the consumer; was the queue deleted?".into()),
@@ -280,33 +287,34 @@ impl Supervisor {
 }
 
 impl Supervisor {
-    /// Goes on with the prefetch that is wanted now, unless a cancel came between.
-    async fn consume_anew(&mut self, open: &Open, session: &mut Session) -> Result<(), Error> {
+    /// Goes on with the prefetch that is wanted now. False: a cancel came between.
+    async fn consume_anew(&mut self, open: &Open, session: &mut Session) -> Result<bool, Error> {
         // Held from the look at the flag until the broker has the consumer: a cancel that comes
         // meanwhile waits for the consumer's name.
         let mut consumer_tag = open.consumer_tag.lock().await;
-        if !*self.cancelled.borrow() {
-            let prefetch = *self.prefetch.borrow_and_update();
-            session.consume_anew(prefetch, &self.connector).await?;
-            *consumer_tag = session.consumer.tag();
-            tracing::debug!(prefetch, "the prefetch follows the messages");
+        if *self.cancelled.borrow() {
+            return Ok(false);
         }
-        Ok(())
+        let prefetch = *self.prefetch.borrow_and_update();
+        session.consume_anew(prefetch, &self.connector).await?;
+        *consumer_tag = session.consumer.tag();
+        tracing::debug!(prefetch, "the prefetch follows the messages");
+        Ok(true)
     }
 }
 
 /// Cancels the consumer, to make it anew; false: not now.
 ///
-/// Only with a full prefetch in hand and no ack on its way. Then nothing is on its way to us either,
-/// which RabbitMQ, finding its consumer gone, would put back and deliver as if we had failed on it. And
-/// a prefetch that never fills binds nothing.
+/// Only with a full prefetch in hand, all of it from this consumer, and no ack on its way. Then nothing
+/// is on its way to us either, which RabbitMQ, finding its consumer gone, would put back and deliver as
+/// if we had failed on it; and what is in hand is never of more than two consumers. A prefetch that
+/// never fills binds nothing.
 async fn give_up(open: &Open, session: &Session) -> bool {
-    let Some(held) = open.ledger().hold(session.first_tag()) else { return false };
-    let full = held >= usize::from(session.prefetch);
+    let full = open.ledger().hold(session.first_tag(), session.prefetch.into());
     if full {
         cancel(&session.channel, session.consumer.tag()).await;
+        open.send_acks().await;
     }
-    open.send_acks().await;
     full
 }
 

@@ -31,11 +31,14 @@ impl Ledger {
         self.unsettled.insert(tag);
     }
 
-    /// Unsettled deliveries from the tag `first` on, if nobody is about to settle one: then the caller
-    /// is the sender, and no ack passes until it has called [`Ledger::take`].
-    pub(super) fn hold(&mut self, first: u64) -> Option<usize> {
-        let free = !std::mem::replace(&mut self.sending, true);
-        free.then(|| self.unsettled.range(first..).count())
+    /// Whether `full` deliveries are unsettled, none of them from before the tag `first`, and nobody is
+    /// about to settle one: then the caller is the sender, and no ack passes until it has called
+    /// [`Ledger::take`].
+    pub(super) fn hold(&mut self, first: u64, full: usize) -> bool {
+        let own = self.unsettled.first().is_some_and(|oldest| *oldest >= first);
+        let free = own && self.unsettled.len() >= full && !self.sending;
+        self.sending |= free;
+        free
     }
 
     /// A delivery went back. Called once the broker has been told: while this is under way, no
@@ -100,12 +103,14 @@ mod tests {
     #[test]
     fn while_acks_are_held_they_wait_for_who_holds_them() {
         let mut ledger = ledger(1..=5);
-        assert_eq!(ledger.hold(3), Some(3));
+        assert!(!ledger.hold(1, 6), "fewer than a full prefetch");
+        assert!(!ledger.hold(2, 4), "one is of an older consumer");
+        assert!(ledger.hold(1, 5));
         assert!(!ledger.ack(1), "somebody sends");
-        assert_eq!(ledger.hold(3), None);
+        assert!(!ledger.hold(1, 5));
         assert_eq!(ledger.take(), [Ack { tag: 1, multiple: true }]);
         assert_eq!(ledger.take(), []);
-        assert_eq!(ledger.hold(1), Some(4));
+        assert!(ledger.hold(2, 4));
     }
 
     #[test]

@@ -47,6 +47,8 @@ impl Open {
     pub(super) async fn send_acks(&self) -> bool {
         let sending = Sending(self);
         loop {
+            // The rest of a batch is being confirmed in this very moment.
+            tokio::task::yield_now().await;
             let acks = self.ledger().take();
             if acks.is_empty() {
                 // `take` has ended the sending, and somebody else may have begun one.
@@ -58,7 +60,6 @@ impl Open {
                     return false;
                 }
             }
-            tokio::task::yield_now().await;
         }
     }
 }
@@ -102,8 +103,6 @@ impl Settler for AmqpSettler {
             if !open.ledger().ack(receipt.tag) {
                 return true;
             }
-            // The rest of a batch is being confirmed in this very moment.
-            tokio::task::yield_now().await;
             open.send_acks().await
         })
     }

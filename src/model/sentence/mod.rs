@@ -8,7 +8,7 @@
 mod codec;
 mod config;
 mod encoder;
-mod kernels;
+pub mod kernels;
 mod pooling;
 mod served;
 mod settings;

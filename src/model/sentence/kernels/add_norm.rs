@@ -1,10 +1,10 @@
 //! x ← LayerNorm(x + bias + residual), row by row, in place.
 
 use candle_core::{CpuStorage, D, DType, InplaceOp2, Layout, Result, Tensor};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
 use super::product::by_blocks;
-use super::{rows_of, values};
+use super::{dispatch, rows_of, values};
 
 /// The constants of one residual step: the bias of the linear layer before it, and the norm's.
 #[derive(Debug)]
@@ -29,9 +29,14 @@ impl NormParams {
         Ok(Self { rows, host, eps })
     }
 
-    /// Adds to the bias, on the host alone.
-    pub(super) fn raise_bias(&mut self, by: &[f32]) {
+    /// The same with `by` `[width]` added to the bias.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub(super) fn with_bias_raised(mut self, by: &[f32]) -> Result<Self> {
         self.host.iter_mut().zip(by).for_each(|(bias, by)| *bias += by);
+        self.rows = Tensor::from_slice(&self.host, self.rows.shape(), self.rows.device())?;
+        Ok(self)
     }
 }
 
@@ -81,7 +86,7 @@ impl InplaceOp2 for AddNorm<'_> {
 
 /// rows ← LayerNorm(rows + bias + residual), both `[n, width]`.
 pub(super) fn norm_rows(rows: &mut [f32], residual: &[f32], params: &NormParams) {
-    Arch::new().dispatch(Rows { rows, residual, params: &params.host, eps: params.eps });
+    dispatch(Rows { rows, residual, params: &params.host, eps: params.eps });
 }
 
 struct Rows<'a> {

@@ -19,7 +19,8 @@ pub fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     /// Minimax coefficients of (e^r - 1 - r) / r², highest first.
     const POLYNOMIAL: [f32; 6] =
         [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
-    // In this order of operands x86 hands a NaN on.
+    let is_number = simd.equal_f32s(x, x);
+    let given = x;
     let x = simd.min_f32s(simd.splat_f32s(LIMIT), simd.max_f32s(simd.splat_f32s(-LIMIT), x));
     let shifted = simd.mul_add_e_f32s(x, simd.splat_f32s(std::f32::consts::LOG2_E), simd.splat_f32s(ROUNDER));
     let n = simd.sub_f32s(shifted, simd.splat_f32s(ROUNDER));
@@ -33,13 +34,18 @@ pub fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let e_r = simd.transmute_u32s_f32s(simd.add_f32s(tail, simd.splat_f32s(1.0)));
     let n = simd.transmute_u32s_f32s(shifted);
     let n = simd.wrapping_dyn_shl_u32s(n, simd.splat_u32s(23));
-    simd.transmute_f32s_u32s(simd.add_u32s(e_r, n))
+    let result = simd.transmute_f32s_u32s(simd.add_u32s(e_r, n));
+    // The least and the largest of two drop what is no number, on some CPUs.
+    simd.select_f32s(is_number, result, given)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pulp::{Arch, WithSimd};
+    use pulp::WithSimd;
+
+    use super::super::dispatch;
+    use super::super::testing::on_every_cpu;
 
     struct Exp<'a>(&'a mut [f32]);
 
@@ -58,7 +64,7 @@ mod tests {
     fn e_to_the_x_is_right_to_a_few_units_in_the_last_place() {
         let xs: Vec<f32> = (-8_600..8_600).map(|i| i as f32 * 0.010_1).collect();
         let mut ys = xs.clone();
-        Arch::new().dispatch(Exp(&mut ys));
+        dispatch(Exp(&mut ys));
         for (x, y) in xs.iter().zip(&ys) {
             let right = f64::from(*x).exp();
             assert!((f64::from(*y) / right - 1.0).abs() < 4e-7, "e^{x} = {right}, got {y}");
@@ -66,9 +72,18 @@ mod tests {
     }
 
     #[test]
+    fn not_a_number_stays_so_on_every_cpu() {
+        on_every_cpu(|| {
+            let mut ys = [f32::NAN, 0.0, f32::NEG_INFINITY];
+            dispatch(Exp(&mut ys));
+            assert!(ys[0].is_nan() && ys[1] == 1.0 && ys[2] < 2e-38, "{ys:?}");
+        });
+    }
+
+    #[test]
     fn far_below_zero_it_is_nothing_and_at_zero_one() {
         let mut ys = [f32::NEG_INFINITY, -1e9, 0.0];
-        Arch::new().dispatch(Exp(&mut ys));
+        dispatch(Exp(&mut ys));
         assert!(ys[0] < 2e-38 && ys[1] < 2e-38);
         assert_eq!(ys[2], 1.0);
     }

@@ -113,11 +113,15 @@ impl InplaceOp1 for Fused<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{difference, noise, norm_params};
+    use super::super::testing::{difference, noise, norm_params, on_every_cpu};
     use super::*;
 
     #[test]
-    fn fused_it_equals_its_steps() {
+    fn fused_it_equals_its_steps_on_every_cpu() {
+        on_every_cpu(fused_equals_its_steps);
+    }
+
+    fn fused_equals_its_steps() {
         for (rows, hidden, inner) in [(1, 32, 64), (50, 24, 40), (131, 384, 1536)] {
             let up = noise(&[inner, hidden], 0.1, 1).unwrap();
             let up_bias = noise(&[inner], 0.5, 6).unwrap();

@@ -13,8 +13,21 @@ pub use activation::Activation;
 pub use add_norm::{NormParams, add_norm};
 pub use attention::{Published, SelfAttention};
 pub use feed_forward::FeedForward;
+pub use product::{Panels, multiply_rows};
 
 use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};
+use pulp::{Arch, WithSimd};
+
+/// Runs a kernel compiled for what this CPU has: AVX-512, AVX2, NEON, or nothing of the kind.
+fn dispatch<K: WithSimd>(kernel: K) -> K::Output {
+    #[cfg(test)]
+    match testing::LANES.get() {
+        Some(1) => return kernel.with_simd(pulp::Scalar::new()),
+        Some(16) => return kernel.with_simd(pulp::Scalar512b),
+        _ => {}
+    }
+    Arch::new().dispatch(kernel)
+}
 
 /// The values of a tensor, if it is f32 on a CPU: what the kernels here are written for.
 fn host_values(tensor: &Tensor) -> Result<Option<Vec<f32>>> {
@@ -45,6 +58,22 @@ mod testing {
     use candle_core::{Device, Result, Tensor};
 
     use super::NormParams;
+
+    thread_local! {
+        /// So many numbers a register, computed one by one, in the place of what this CPU has.
+        pub static LANES: std::cell::Cell<Option<usize>> = const { std::cell::Cell::new(None) };
+    }
+
+    /// Runs `test` with what this CPU has, and as CPUs with other registers would.
+    pub fn on_every_cpu(test: impl Fn() + Send + Sync) {
+        let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+        for lanes in [None, Some(1), Some(16)] {
+            alone.install(|| {
+                LANES.set(lanes);
+                test();
+            });
+        }
+    }
 
     /// Reproducible parameters of a residual step.
     pub fn norm_params(width: usize, seed: u32) -> Result<NormParams> {

@@ -6,8 +6,10 @@
 
 use std::cell::RefCell;
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
+
+use super::dispatch;
 
 /// Registers of a row of a tile.
 pub const COLUMNS: usize = 2;
@@ -50,7 +52,8 @@ impl Rows {
         self.depth = depth;
         match Tile::of_this_cpu().rows {
             ROWS_OF_16 => interleave::<ROWS_OF_16>(rows, depth, &mut self.tiles),
-            _ => interleave::<ROWS_OF_32>(rows, depth, &mut self.tiles),
+            ROWS_OF_32 => interleave::<ROWS_OF_32>(rows, depth, &mut self.tiles),
+            other => unreachable!("tiles of {other} rows"),
         }
     }
 
@@ -58,7 +61,7 @@ impl Rows {
     /// on, times `right`. `first` is the first row of a tile.
     pub fn multiply(&self, first: usize, right: &Panels, out: &mut [f32], stride: usize) {
         let tiles = &self.tiles[first * self.depth..];
-        Arch::new().dispatch(Multiply { tiles, right, out, stride });
+        dispatch(Multiply { tiles, right, out, stride });
     }
 }
 
@@ -78,7 +81,8 @@ impl Panels {
             8 => interleave::<8>(columns, depth, &mut self.panels),
             16 => interleave::<16>(columns, depth, &mut self.panels),
             32 => interleave::<32>(columns, depth, &mut self.panels),
-            _ => interleave::<COLUMNS>(columns, depth, &mut self.panels),
+            COLUMNS => interleave::<COLUMNS>(columns, depth, &mut self.panels),
+            other => unreachable!("registers of {} numbers", other / COLUMNS),
         }
     }
 
@@ -145,11 +149,13 @@ struct Tile {
 
 impl Tile {
     fn of_this_cpu() -> Self {
-        Arch::new().dispatch(TileOf)
+        dispatch(TileOf)
     }
 
     fn of<S: Simd>() -> Self {
-        let rows = if S::REGISTER_COUNT < 32 { ROWS_OF_16 } else { ROWS_OF_32 };
+        // Registers of 16 numbers come in no smaller set.
+        let many = S::REGISTER_COUNT >= 32 || S::F32_LANES >= 16;
+        let rows = if many { ROWS_OF_32 } else { ROWS_OF_16 };
         Self { rows, columns: COLUMNS * S::F32_LANES }
     }
 }
@@ -255,7 +261,7 @@ fn store<S: Simd>(simd: S, sums: [S::f32s; COLUMNS], out: &mut [f32]) {
 mod tests {
     use candle_core::{Device, Tensor};
 
-    use super::super::testing::{difference, noise};
+    use super::super::testing::{difference, noise, on_every_cpu};
     use super::*;
 
     fn flat(tensor: &Tensor) -> Vec<f32> {
@@ -263,7 +269,11 @@ mod tests {
     }
 
     #[test]
-    fn it_equals_candles_own_product_for_any_shape() {
+    fn it_equals_candles_own_product_for_any_shape_on_every_cpu() {
+        on_every_cpu(equals_candles_own);
+    }
+
+    fn equals_candles_own() {
         for (rows, depth, width) in
             [(1, 1, 1), (5, 3, 7), (6, 16, 16), (7, 33, 15), (12, 8, 32), (13, 40, 95), (150, 384, 401)]
         {

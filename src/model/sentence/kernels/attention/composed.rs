@@ -2,7 +2,7 @@
 //! held against. Decides which texts go through a product together, padded to the longest of them:
 //! those of about one length, so that little is padding.
 
-use candle_core::{D, DType, Result, Tensor};
+use candle_core::{D, DType, Result, Tensor, bail};
 
 /// Most scores of a head that are computed at once: they are kept whole.
 const MOST_SCORES: usize = 1 << 22;
@@ -14,6 +14,10 @@ const MOST_SCORES: usize = 1 << 22;
 /// When shapes or types do not fit: a fault of the caller.
 pub fn attention(qkv: &Tensor, heads: usize, lengths: &[usize]) -> Result<Tensor> {
     let tokens = qkv.dim(0)?;
+    let of_texts: usize = lengths.iter().sum();
+    if of_texts != tokens || tokens == 0 {
+        bail!("attention over texts of {of_texts} tokens in all got {tokens} rows");
+    }
     let mut places = vec![0u32; tokens];
     let mut padded = 0;
     let mut seen = Vec::new();
@@ -75,9 +79,9 @@ impl Group {
         let d = qkv.dim(1)? / 3 / heads;
         let qkv = qkv.reshape((texts, n, 3, heads, d))?.permute((2, 0, 3, 1, 4))?;
         let part = |index| qkv.get(index)?.contiguous();
-        let scores = (part(0)?.matmul(&part(1)?.t()?)? / (d as f64).sqrt())?;
-        // Half precision has not the digits for a sum of many.
-        let scores = scores.to_dtype(DType::F32)?;
+        // Scaled before it is multiplied, and added up in f32: half precision has neither the range nor
+        // the digits.
+        let scores = (part(0)? / (d as f64).sqrt())?.matmul(&part(1)?.t()?)?.to_dtype(DType::F32)?;
         let scores = scores.broadcast_add(&Tensor::from_vec(mask, (texts, 1, 1, n), device)?)?;
         let weights = candle_nn::ops::softmax(&scores, D::Minus1)?.to_dtype(qkv.dtype())?;
         weights.matmul(&part(2)?)?.transpose(1, 2)?.reshape((texts * n, heads * d))

@@ -9,11 +9,10 @@ use std::mem;
 use std::ops::Range;
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, bail};
-use pulp::Arch;
 
 use super::super::add_norm::{NormParams, norm_rows};
 use super::super::product::{Panels, Rows, by_blocks, in_parallel, multiply_rows};
-use super::super::rows_of;
+use super::super::{dispatch, rows_of};
 use super::text::{Heads, Text, block_of_this_cpu};
 
 /// Queries of one text that are worked on together.
@@ -163,8 +162,7 @@ impl Over<'_> {
             rest = others;
             (rows, queries, out)
         });
-        let arch = Arch::new();
-        in_parallel(parts, |(rows, queries, out)| arch.dispatch(text(rows).queries(queries, out)));
+        in_parallel(parts, |(rows, queries, out)| dispatch(text(rows).queries(queries, out)));
     }
 }
 

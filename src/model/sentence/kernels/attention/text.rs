@@ -5,8 +5,9 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
+use super::super::dispatch;
 use super::super::exp::exp;
 use super::super::product::COLUMNS;
 
@@ -54,7 +55,7 @@ pub fn block_of_this_cpu() -> usize {
             COLUMNS * S::F32_LANES
         }
     }
-    Arch::new().dispatch(Block)
+    dispatch(Block)
 }
 
 struct Attend<'a> {
