@@ -3,6 +3,7 @@
 //! the session; settling works on the current session's channel and on no other, because delivery
 //! tags are a channel's own.
 
+use std::mem;
 use std::num::NonZeroU16;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -245,27 +246,15 @@ impl Supervisor {
                         }
                     }
                     Some(Err(error)) => break End::Lost((&error).into()),
-                    // The flag itself: it was raised before the broker was told, so it is up by now
-                    // even where the branch below has not seen it.
-                    None if *self.cancelled.borrow() => {
-                        cancelling = true;
-                        ended = true;
-                        let _ = self.events.send(Ok(Event::End)).await;
-                    }
-                    None if resizing => {
-                        resizing = false;
-                        match self.consume_anew(open, session).await {
-                            Ok(true) => {}
-                            // The stream has said its only end.
-                            Ok(false) => {
-                                cancelling = true;
-                                ended = true;
-                                let _ = self.events.send(Ok(Event::End)).await;
-                            }
-                            Err(error) => break End::Lost((&error).into()),
+                    None => match self.go_on(open, session, mem::take(&mut resizing)).await {
+                        Ok(true) => {}
+                        Ok(false) => {
+                            cancelling = true;
+                            ended = true;
+                            let _ = self.events.send(Ok(Event::End)).await;
                         }
-                    }
-                    None => break End::Lost("the broker cancelled the consumer; was the queue deleted?".into()),
+                        Err(lost) => break End::Lost(lost),
+                    },
                 },
                 raised = raised(&mut self.cancelled), if !cancelling => {
                     // Without its sender, the consumer was dropped: then nobody wants more.
@@ -284,19 +273,22 @@ impl Supervisor {
             }
         }
     }
-}
 
-impl Supervisor {
-    /// Goes on with the prefetch that is wanted now. False: a cancel came between.
-    async fn consume_anew(&mut self, open: &Open, session: &mut Session) -> Result<bool, Error> {
+    /// After the end of a consumer's stream, which is said once: where we gave it up for another
+    /// prefetch, consumes anew. False: the end was asked for.
+    async fn go_on(&mut self, open: &Open, session: &mut Session, resizing: bool) -> Result<bool, Lost> {
         // Held from the look at the flag until the broker has the consumer: a cancel that comes
-        // meanwhile waits for the consumer's name.
+        // meanwhile waits for the consumer's name. The flag itself: it was raised before the broker was
+        // told, so it is up by now even where nobody has seen it.
         let mut consumer_tag = open.consumer_tag.lock().await;
         if *self.cancelled.borrow() {
             return Ok(false);
         }
+        if !resizing {
+            return Err("the broker cancelled the consumer; was the queue deleted?".into());
+        }
         let prefetch = *self.prefetch.borrow_and_update();
-        session.consume_anew(prefetch, &self.connector).await?;
+        session.consume_anew(prefetch, &self.connector).await.map_err(|error| Lost::from(&error))?;
         *consumer_tag = session.consumer.tag();
         tracing::debug!(prefetch, "the prefetch follows the messages");
         Ok(true)
