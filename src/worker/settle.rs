@@ -115,7 +115,7 @@ impl Settlement {
     ) -> Result<(), WorkerError> {
         let task = &accepted.task;
         let message = task.next_attempt(accepted.deadline);
-        let words = match self.publish(&self.task_queue, Some(delay), message).await? {
+        let words = match self.publish(&self.task_queue, Some(delay), &message).await? {
             Sent::Confirmed => {
                 let delay_ms = delay.after.as_millis() as u64;
                 tracing::warn!(task.id = task.id, %error, delay_ms, "the task failed; it is tried again");
@@ -159,7 +159,7 @@ impl Settlement {
         let task = &accepted.task;
         let Some(queue) = task.reply_to().or(self.reply_queue.as_deref()) else { return Ok(()) };
         let message = reply(task, body, receipt, &self.signature, accepted.attempt());
-        let refusal = match self.publish(queue, None, message.clone()).await? {
+        let refusal = match self.publish(queue, None, &message).await? {
             Sent::Confirmed => return Ok(()),
             Sent::Unroutable => return self.park(task, message, queue).await,
             Sent::Refused(words) => words,
@@ -168,7 +168,7 @@ impl Settlement {
         tracing::warn!(task.id = task.id, error = words, "answering with an error instead");
         let error = TaskError::new(TaskErrorKind::TooLarge, words);
         let smaller = reply(task, Err(&error), receipt, &self.signature, accepted.attempt());
-        match self.publish(queue, None, smaller.clone()).await? {
+        match self.publish(queue, None, &smaller).await? {
             Sent::Confirmed => Ok(()),
             Sent::Unroutable | Sent::Refused(_) => self.park(task, smaller, queue).await,
         }
@@ -183,10 +183,10 @@ impl Settlement {
 
     async fn bury(&self, letter: Message) -> Result<(), WorkerError> {
         let queue = &self.dead_letter_queue;
-        let mut sent = self.publish(queue, None, letter.clone()).await?;
+        let mut sent = self.publish(queue, None, &letter).await?;
         if let Sent::Refused(words) = &sent {
             tracing::warn!(queue, error = words, "dead letter refused; dropping its producer's headers");
-            sent = self.publish(queue, None, without_foreign_headers(letter)).await?;
+            sent = self.publish(queue, None, &without_foreign_headers(letter)).await?;
         }
         let why = match sent {
             Sent::Confirmed => {
@@ -206,7 +206,7 @@ impl Settlement {
         &self,
         queue: &str,
         delay: Option<Delay>,
-        message: Message,
+        message: &Message,
     ) -> Result<Sent, WorkerError> {
         let mut failures = 0;
         loop {
