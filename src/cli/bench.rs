@@ -31,7 +31,9 @@ W (N tasks, W to warm up). All else is of the N tasks behind the first W, so tha
 left out; latencies, stages and batches of those that succeeded. A batch counts once, however many
 tasks it held. A device's busy share is of this load: a task of k inputs in a batch of n counts for
 k/n of its compute_ms. With several inputs a task it is at most that: a task that spans batches
-tells the time of all of them, and the size of the last.";
+tells the time of all of them, and the size of the last. When no reply has come for --timeout, what
+was measured until then is reported, with how many are missing; the exit code is 84. Tasks expire in
+their queue after ten time-outs, so that a run that ends early leaves none there for ever.";
 
 /// `sconce bench`.
 #[derive(Debug, Args)]
