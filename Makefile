@@ -41,7 +41,7 @@ bench: ## Celery, sentence-transformers, ONNX Runtime and us: make bench ROUNDS=
 	benches/peers/run
 
 # One thread, as a worker on its core has.
-bench-parts: models ## forward pass, codec and batcher alone, by criterion
+bench-parts: models ## kernels, forward pass, codec and batcher alone, by criterion
 	RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 $(CARGO) bench --locked
 
 lint: ## formatting, clippy, documentation; warnings are errors

@@ -97,6 +97,11 @@ impl Panels {
     }
 }
 
+/// Columns of a tile on this CPU.
+pub fn columns_of_this_cpu() -> usize {
+    Tile::of_this_cpu().columns
+}
+
 thread_local! {
     /// Kept from one product to the next: fresh memory costs a page fault every 4 KiB.
     static LEFT: RefCell<Rows> = RefCell::default();

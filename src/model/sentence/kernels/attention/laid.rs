@@ -11,9 +11,9 @@ use std::ops::Range;
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, bail};
 
 use super::super::add_norm::{NormParams, norm_rows};
-use super::super::product::{Panels, Rows, by_blocks, in_parallel, multiply_rows};
+use super::super::product::{Panels, Rows, by_blocks, columns_of_this_cpu, in_parallel, multiply_rows};
 use super::super::{dispatch, rows_of};
-use super::text::{Heads, Text, block_of_this_cpu};
+use super::text::{Heads, Text};
 
 /// Queries of one text that are worked on together.
 const QUERIES: usize = 64;
@@ -37,7 +37,7 @@ impl Laid {
     pub fn new([q, k, v]: [Vec<f32>; 3], q_bias: Vec<f32>, out: &[f32], heads: usize) -> Self {
         let hidden = q_bias.len();
         let d = hidden / heads;
-        let d_values = d.next_multiple_of(block_of_this_cpu());
+        let d_values = d.next_multiple_of(columns_of_this_cpu());
         let scale = 1.0 / (d as f32).sqrt();
         let scaled = |values: Vec<f32>| values.into_iter().map(move |x| x * scale);
         let mut qv: Vec<f32> = scaled(q).collect();
@@ -136,7 +136,7 @@ impl Over<'_> {
             }
         });
         // A text's last block of keys may reach over its end, the last text's over the batch's.
-        let stride = tokens + block_of_this_cpu();
+        let stride = tokens + columns_of_this_cpu();
         scratch.keys.resize(hidden * stride, 0.0);
         scratch.x.lay(x, *hidden);
         let right = &scratch.x;

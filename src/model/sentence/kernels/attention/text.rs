@@ -7,7 +7,6 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::super::dispatch;
 use super::super::exp::exp;
 use super::super::product::COLUMNS;
 
@@ -42,20 +41,6 @@ impl<'a> Text<'a> {
     pub fn queries(self, queries: Range<usize>, out: &'a mut [f32]) -> impl WithSimd<Output = ()> + 'a {
         Attend { text: self, queries, out }
     }
-}
-
-/// Keys or numbers computed together on this CPU.
-pub fn block_of_this_cpu() -> usize {
-    struct Block;
-
-    impl WithSimd for Block {
-        type Output = usize;
-
-        fn with_simd<S: Simd>(self, _: S) -> usize {
-            COLUMNS * S::F32_LANES
-        }
-    }
-    dispatch(Block)
 }
 
 struct Attend<'a> {
