@@ -60,9 +60,9 @@ async fn a_workers_confirm_waits_while_the_queue_is_full_and_its_acks_do_not() {
     broker.publish("tasks", text("task")).await;
     let mut link = open(&broker, "tasks", 1).await.unwrap();
     let held = take(&mut link).await;
-    let first = link.publisher.publish("replies", text("0")).await;
+    let first = link.publisher.publish("replies", text("0").into()).await;
     assert_eq!(first.ok(), Some(Published::Confirmed));
-    let mut second = link.publisher.publish("replies", text("1"));
+    let mut second = link.publisher.publish("replies", text("1").into());
     assert!(poll!(&mut second).is_pending());
     assert!(link.settler.ack(held.receipt).await);
     link.consumer.close().await;
@@ -106,10 +106,10 @@ async fn publishes_given_up_half_way_do_not_clog_the_pipeline() {
     let link = open(&broker, "tasks", 1).await.unwrap();
     for _ in 0..40 {
         // More than the socket takes at once: some are dropped at each stage of being sent.
-        let all = (0..100).map(|_| link.publisher.publish("replies", text("reply")));
+        let all = (0..100).map(|_| link.publisher.publish("replies", text("reply").into()));
         assert!(poll!(futures_util::future::join_all(all)).is_pending());
     }
-    let last = tokio::time::timeout(PATIENCE, link.publisher.publish("replies", text("last"))).await;
+    let last = tokio::time::timeout(PATIENCE, link.publisher.publish("replies", text("last").into())).await;
     assert_eq!(last.unwrap().ok(), Some(Published::Confirmed));
 }
 
@@ -140,13 +140,13 @@ async fn when_the_launcher_ends_a_waiting_publish_and_consumer_fail_and_settling
     let mut link = open(&broker, "tasks", 1).await.unwrap();
     let held = take(&mut link).await;
     let publisher = link.publisher.clone();
-    let mut waiting = publisher.publish("replies", text("reply"));
+    let mut waiting = publisher.publish("replies", text("reply").into());
     assert!(poll!(&mut waiting).is_pending());
     tokio::time::timeout(PATIENCE, broker.shutdown()).await.unwrap();
     assert!(matches!(waiting.await, Err(BrokerError::Unreachable { .. })));
     assert!(matches!(link.consumer.next().await, Err(BrokerError::Unreachable { .. })));
     assert!(!link.settler.ack(held.receipt).await);
-    let late = link.publisher.publish("replies", text("late")).await;
+    let late = link.publisher.publish("replies", text("late").into()).await;
     assert!(matches!(late, Err(BrokerError::Unreachable { .. })));
 }
 
@@ -154,7 +154,7 @@ async fn when_the_launcher_ends_a_waiting_publish_and_consumer_fail_and_settling
 async fn more_publishes_at_once_than_the_pipeline_holds_are_all_confirmed() {
     let (broker, _folder) = broker(&[spec("tasks", 10), spec("replies", 10_000)]);
     let link = open(&broker, "tasks", 1).await.unwrap();
-    let all = (0..5_000).map(|_| link.publisher.publish("replies", text("reply")));
+    let all = (0..5_000).map(|_| link.publisher.publish("replies", text("reply").into()));
     let answers = tokio::time::timeout(PATIENCE, futures_util::future::join_all(all)).await.unwrap();
     assert!(answers.iter().all(|answer| matches!(answer, Ok(Published::Confirmed))));
     assert_eq!(broker.stats("replies").unwrap().ready, 5_000);
@@ -166,13 +166,13 @@ async fn a_message_over_the_limit_is_refused_and_the_connection_lives() {
     let link = open(&broker, "tasks", 1).await.unwrap();
     let large = Message { body: vec![0; MAX_MESSAGE].into(), ..Message::default() };
     assert!(matches!(broker.publish("tasks", large.clone()).await, Published::Refused(_)));
-    let refused = link.publisher.publish("tasks", large).await;
+    let refused = link.publisher.publish("tasks", large.into()).await;
     assert!(matches!(refused, Ok(Published::Refused(_))));
     let mut bad = text("expires when?");
     bad.properties.expiration = Some("soon".to_owned());
-    let refused = link.publisher.publish("tasks", bad).await;
+    let refused = link.publisher.publish("tasks", bad.into()).await;
     assert!(matches!(refused, Ok(Published::Refused(reason)) if reason.contains("soon")));
-    let fine = link.publisher.publish("tasks", text("fine")).await;
+    let fine = link.publisher.publish("tasks", text("fine").into()).await;
     assert_eq!(fine.ok(), Some(Published::Confirmed));
 }
 
@@ -225,7 +225,7 @@ async fn with_workers_crashing_at_random_every_task_is_still_finished() {
                 for _ in 0..(worker + life * 7) % 23 + 1 {
                     let delivery = take(&mut link).await;
                     let reply = delivery.message.clone();
-                    let published = link.publisher.publish("replies", reply).await;
+                    let published = link.publisher.publish("replies", reply.into()).await;
                     assert_eq!(published.ok(), Some(Published::Confirmed));
                     link.settler.ack(delivery.receipt).await;
                 }

@@ -28,7 +28,7 @@ pub(super) fn task(number: u64, message_id: String, body: Bytes, reply_to: Optio
 /// Publishes until the broker has the message in the queue.
 pub(super) async fn publish(publisher: &AmqpPublisher, queue: &str, message: Message) -> anyhow::Result<()> {
     let refused = |reason| BrokerError::Refused { broker: format!("queue {queue:?}"), reason };
-    match publisher.publish(queue, message).await? {
+    match publisher.publish(queue, message.into()).await? {
         Published::Confirmed => Ok(()),
         Published::Unroutable => bail!(refused("it does not exist".into())),
         Published::Nacked => bail!(refused("a negative confirm; is it full?".into())),

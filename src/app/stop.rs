@@ -37,7 +37,7 @@ pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
                 ..Properties::default()
             };
             let sentinel = Message { properties, body: "null".into() };
-            match publisher.publish(queue, sentinel).await? {
+            match publisher.publish(queue, sentinel.into()).await? {
                 Published::Confirmed => {}
                 Published::Unroutable => bail!(refused("it does not exist: no worker has run yet".into())),
                 Published::Nacked => bail!(refused("a negative confirm; is it full?".into())),

@@ -18,7 +18,7 @@ use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
 use crate::worker::{Control, Ended, KnownDeaths, Reporter, WorkerError};
 
-/// Of the thread that takes messages. See `launcher::child` for the others.
+/// Of the threads that take messages. See `launcher::child` for lapin's.
 const STACK: usize = 64 << 20;
 /// How long the last control line may take.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -40,15 +40,17 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             (by_hand(arguments)?, Patience::SecondAborts)
         }
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = runtime.worker_threads(2).thread_stack_size(STACK).enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
     let control = Control { reporter: reporter.clone(), deaths: deaths.clone() };
-    let work = async {
+    let runner = registry.runner(&assignment.pool.model);
+    let work = async move {
         listen(stop.clone(), patience)?;
         if patience == Patience::Drain {
             follow_commands(stop.clone(), deaths)?;
         }
-        let ended = registry.runner(&assignment.pool.model)(&assignment, stop.clone(), &control).await;
+        let ended = runner(&assignment, stop.clone(), &control).await;
         let cause = match &ended {
             Ok(_) => stop.cause().unwrap_or_default(),
             Err(error) => error.to_string(),
@@ -61,12 +63,9 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
         let _ = tokio::time::timeout(FAREWELL, farewell).await;
         anyhow::Ok(ended)
     };
-    // Not on the main thread, whose stack is the shell's to limit: messages may nest deeply.
-    let ended = thread::scope(|scope| {
-        let worker = thread::Builder::new().name("worker".into()).stack_size(STACK);
-        let worker = worker.spawn_scoped(scope, || runtime.block_on(work))?;
-        worker.join().unwrap_or_else(|_| bail!("the worker panicked"))
-    })?;
+    // On the runtime's threads, not on this one: its stack is the shell's to limit, and messages may
+    // nest deeply. What hands tasks to each other there need not wake another thread.
+    let ended = runtime.block_on(runtime.spawn(work)).context("the worker panicked")??;
     // Whatever still runs (a forward pass after an abort) ends with the process.
     runtime.shutdown_background();
     Ok(exit_of(ended))

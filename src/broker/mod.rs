@@ -127,7 +127,7 @@ pub trait Publisher: Send + Sync {
     fn publish<'a>(
         &'a self,
         queue: &'a str,
-        message: Message,
+        message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>>;
 
     /// Publishes to a queue by name, where the message is to be after the delay. Confirmed: it waits
@@ -139,7 +139,7 @@ pub trait Publisher: Send + Sync {
         &'a self,
         queue: &'a str,
         delay: Delay,
-        message: Message,
+        message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>>;
 
     /// Closes the connection in order.

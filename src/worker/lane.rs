@@ -1,5 +1,6 @@
-//! A dedicated thread for work that computes but needs no device: preparing tasks, writing replies.
-//! Bounded; a panic in one piece of work is its caller's error and the thread goes on.
+//! Work that computes but needs no device: preparing tasks, writing replies. What may take long has a
+//! thread for it, so that the connections' tasks go on meanwhile; what is over before another thread
+//! would have woken is done by the caller. A panic in one piece of work is its caller's error.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,7 +13,26 @@ use super::forward::panic_words;
 /// Work that waits for the thread.
 const WAITING: usize = 64;
 
+/// A message so short, in bytes, of so few inputs, is prepared and answered in a tenth of a
+/// millisecond or so.
+const SHORT: usize = 4 << 10;
+const FEW: usize = 4;
+
 type Work = Box<dyn FnOnce() + Send>;
+
+/// How long a piece of work may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Effort {
+    Brief,
+    Long,
+}
+
+impl Effort {
+    /// To read a message of so many bytes, or to answer it for so many inputs.
+    pub(super) fn of(bytes: usize, inputs: usize) -> Self {
+        if bytes <= SHORT && inputs <= FEW { Self::Brief } else { Self::Long }
+    }
+}
 
 /// A thread that does one thing after the other.
 #[derive(Clone)]
@@ -36,23 +56,28 @@ impl Lane {
         Ok(Self { work })
     }
 
-    /// Runs `work` on the thread.
+    /// Runs `work`, on the thread unless it is brief.
     ///
     /// # Errors
     /// Its panic, in words.
     pub(super) async fn run<T: Send + 'static>(
         &self,
+        effort: Effort,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, String> {
+        if effort == Effort::Brief {
+            return attempt(work);
+        }
         let (result, received) = oneshot::channel();
-        let work = Box::new(move || {
-            let caught = catch_unwind(AssertUnwindSafe(work));
-            let _ = result.send(caught.map_err(|panic| panic_words(panic.as_ref())));
-        });
+        let work = Box::new(move || drop(result.send(attempt(work))));
         let ended = || "the thread has ended".to_owned();
         self.work.send(work).await.map_err(|_| ended())?;
         received.await.map_err(|_| ended())?
     }
+}
+
+fn attempt<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(work)).map_err(|panic| panic_words(panic.as_ref()))
 }
 
 #[cfg(test)]
@@ -62,7 +87,18 @@ mod tests {
     #[tokio::test]
     async fn a_panic_is_the_callers_error_and_the_next_work_proceeds() {
         let lane = Lane::start("test").unwrap();
-        assert_eq!(lane.run(|| -> u8 { panic!("bad {}", 1) }).await, Err("bad 1".into()));
-        assert_eq!(lane.run(|| 2).await, Ok(2));
+        for effort in [Effort::Brief, Effort::Long] {
+            assert_eq!(lane.run(effort, || -> u8 { panic!("bad {}", 1) }).await, Err("bad 1".into()));
+            assert_eq!(lane.run(effort, || 2).await, Ok(2));
+        }
+    }
+
+    #[tokio::test]
+    async fn what_may_take_long_leaves_the_callers_thread() {
+        let lane = Lane::start("test").unwrap();
+        let thread_of = |effort| lane.run(effort, || thread::current().name().map(str::to_owned));
+        assert_eq!(thread_of(Effort::of(SHORT + 1, 1)).await, Ok(Some("test".into())));
+        assert_eq!(thread_of(Effort::of(1, FEW + 1)).await, Ok(Some("test".into())));
+        assert_ne!(thread_of(Effort::of(SHORT, FEW)).await, Ok(Some("test".into())));
     }
 }

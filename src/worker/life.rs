@@ -11,7 +11,7 @@ use super::WorkerError;
 use super::batches::{Submission, expiry};
 use super::deaths::KnownDeaths;
 use super::engine::Item;
-use super::lane::Lane;
+use super::lane::{Effort, Lane};
 use super::outcome::Outcome;
 use super::prefetch::Live;
 use super::quarantine::Quarantine;
@@ -98,7 +98,7 @@ impl<C: Codec> Shared<C> {
 
     async fn work(
         &self,
-        task: &Task,
+        task: &Arc<Task>,
         ticket: &Arc<Ticket<C::Output>>,
         suspect: bool,
         receipt: &mut Receipt,
@@ -107,9 +107,10 @@ impl<C: Codec> Shared<C> {
         task.deadline()?;
         self.check(task, ticket.deadline)?;
         let began = Instant::now();
-        let (codec, message) = (self.codec.clone(), task.message.clone());
-        let preparation = move || codec.prepare(&message);
-        let prepared = self.beside_others(suspect, self.prepare.run(preparation)).await;
+        let (codec, own) = (self.codec.clone(), task.clone());
+        let preparation = move || codec.prepare(&own.message);
+        let effort = Effort::of(task.message.body.len(), 1);
+        let prepared = self.beside_others(suspect, self.prepare.run(effort, preparation)).await;
         let Prepared { request, inputs } = prepared.map_err(internal)??;
         receipt.prepare_ms = ms(began);
         if inputs.is_empty() {
@@ -118,6 +119,7 @@ impl<C: Codec> Shared<C> {
         self.prefetch.prepared(inputs.len(), inputs.iter().map(|input| input.tokens).sum());
         let prepared = Instant::now();
         let computed = ticket.expect(inputs.len());
+        let effort = Effort::of(task.message.body.len(), inputs.len());
         let items = inputs.into_iter().enumerate().map(|(index, costed)| Item {
             input: costed.input,
             tokens: costed.tokens,
@@ -136,7 +138,7 @@ impl<C: Codec> Shared<C> {
         receipt.batch_tokens = computed.last.tokens as i64;
         let (codec, outputs) = (self.codec.clone(), computed.outputs?);
         let response = move || codec.respond(request, outputs);
-        self.beside_others(suspect, self.respond.run(response)).await.map_err(internal)?
+        self.beside_others(suspect, self.respond.run(effort, response)).await.map_err(internal)?
     }
 
     /// Does something of a task on a lane: while no other is in quarantine, if it is not there itself.

@@ -37,7 +37,7 @@ pub(super) struct Settlement {
 
 /// A task with its delivery.
 pub(super) struct Accepted {
-    pub(super) task: Task,
+    pub(super) task: Arc<Task>,
     pub(super) delivery: DeliveryReceipt,
     /// Earlier deliveries of this message, as the broker counts them: where it knows only that there
     /// were some, 1.
@@ -51,7 +51,7 @@ pub(super) struct Accepted {
 impl Accepted {
     pub(super) fn new(task: Task, delivery: DeliveryReceipt, redeliveries: i64) -> Self {
         let deadline = task.deadline().ok().flatten();
-        Self { task, delivery, redeliveries, deadline, deaths: None }
+        Self { task: Arc::new(task), delivery, redeliveries, deadline, deaths: None }
     }
 
     /// Which attempt this is, for the reply: those that failed, and those that a worker died in.
@@ -115,7 +115,7 @@ impl Settlement {
     ) -> Result<(), WorkerError> {
         let task = &accepted.task;
         let message = task.next_attempt(accepted.deadline);
-        let words = match self.publish(&self.task_queue, Some(delay), &message).await? {
+        let words = match self.publish(&self.task_queue, Some(delay), &Arc::new(message)).await? {
             Sent::Confirmed => {
                 let delay_ms = delay.after.as_millis() as u64;
                 tracing::warn!(task.id = task.id, %error, delay_ms, "the task failed; it is tried again");
@@ -158,7 +158,7 @@ impl Settlement {
     ) -> Result<(), WorkerError> {
         let task = &accepted.task;
         let Some(queue) = task.reply_to().or(self.reply_queue.as_deref()) else { return Ok(()) };
-        let message = reply(task, body, receipt, &self.signature, accepted.attempt());
+        let message = Arc::new(reply(task, body, receipt, &self.signature, accepted.attempt()));
         let refusal = match self.publish(queue, None, &message).await? {
             Sent::Confirmed => return Ok(()),
             Sent::Unroutable => return self.park(task, message, queue).await,
@@ -167,7 +167,7 @@ impl Settlement {
         let words = format!("the broker refuses the reply of {} bytes: {refusal}", message.body.len());
         tracing::warn!(task.id = task.id, error = words, "answering with an error instead");
         let error = TaskError::new(TaskErrorKind::TooLarge, words);
-        let smaller = reply(task, Err(&error), receipt, &self.signature, accepted.attempt());
+        let smaller = Arc::new(reply(task, Err(&error), receipt, &self.signature, accepted.attempt()));
         match self.publish(queue, None, &smaller).await? {
             Sent::Confirmed => Ok(()),
             Sent::Unroutable | Sent::Refused(_) => self.park(task, smaller, queue).await,
@@ -175,18 +175,21 @@ impl Settlement {
     }
 
     /// A reply that has nowhere to go.
-    async fn park(&self, task: &Task, reply: Message, queue: &str) -> Result<(), WorkerError> {
+    async fn park(&self, task: &Task, reply: Arc<Message>, queue: &str) -> Result<(), WorkerError> {
         let error = format!("reply queue {queue:?} does not exist or takes no message");
         tracing::warn!(task.id = task.id, error, "parking the reply among the dead letters");
+        let reply = Arc::unwrap_or_clone(reply);
         self.bury(parked(reply, &task.id, Reason::Unroutable, &error, &self.signature.worker)).await
     }
 
     async fn bury(&self, letter: Message) -> Result<(), WorkerError> {
         let queue = &self.dead_letter_queue;
+        let letter = Arc::new(letter);
         let mut sent = self.publish(queue, None, &letter).await?;
         if let Sent::Refused(words) = &sent {
             tracing::warn!(queue, error = words, "dead letter refused; dropping its producer's headers");
-            sent = self.publish(queue, None, &without_foreign_headers(letter)).await?;
+            let letter = without_foreign_headers(Arc::unwrap_or_clone(letter));
+            sent = self.publish(queue, None, &Arc::new(letter)).await?;
         }
         let why = match sent {
             Sent::Confirmed => {
@@ -206,7 +209,7 @@ impl Settlement {
         &self,
         queue: &str,
         delay: Option<Delay>,
-        message: &Message,
+        message: &Arc<Message>,
     ) -> Result<Sent, WorkerError> {
         let mut failures = 0;
         loop {

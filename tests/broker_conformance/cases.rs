@@ -201,7 +201,7 @@ pub async fn a_publisher_outlives_its_closed_consumer(rig: &impl Rig) {
     let replies = rig.fresh_queue().await;
     let mut link = rig.open(&queue, 2).await;
     link.consumer.close().await;
-    let published = link.publisher.publish(&replies, text("late")).await;
+    let published = link.publisher.publish(&replies, text("late").into()).await;
     assert_eq!(published.ok(), Some(Published::Confirmed));
     link.publisher.close().await;
     rig.ready_becomes(&replies, 1).await;
@@ -214,7 +214,7 @@ pub async fn exactly_the_publishes_to_missing_queues_are_unroutable(rig: &impl R
     let link = rig.open(&queue, 1).await;
     let publishes = (0..200).map(|n| {
         let to = if n % 7 == 0 { &missing } else { &replies };
-        link.publisher.publish(to, text(n.to_string()))
+        link.publisher.publish(to, text(n.to_string()).into())
     });
     let mut routed = 0;
     for (n, published) in join_all(publishes).await.into_iter().enumerate() {
@@ -294,7 +294,7 @@ pub async fn properties_of_every_type_survive_unchanged<R: Rig>(rig: &R) {
     let mut link = rig.open(&queue, 10).await;
     // Once by the rig, once by the link: both ways into the broker.
     rig.publish(&queue, sent.clone()).await;
-    let published = link.publisher.publish(&queue, sent.clone()).await;
+    let published = link.publisher.publish(&queue, sent.clone().into()).await;
     assert_eq!(published.ok(), Some(Published::Confirmed));
     for delivery in link.take_many(2).await {
         assert_eq!(delivery.message, sent);
@@ -307,7 +307,7 @@ pub async fn empty_and_large_bodies_survive(rig: &impl Rig) {
     let large: Vec<u8> = (0..5usize << 20).map(|n| (n * 31 % 251) as u8).collect();
     for body in [Vec::new(), large] {
         let sent = Message { body: body.into(), ..Message::default() };
-        let published = link.publisher.publish(&queue, sent.clone()).await;
+        let published = link.publisher.publish(&queue, sent.clone().into()).await;
         assert_eq!(published.ok(), Some(Published::Confirmed));
         let delivery = link.take().await;
         assert!(delivery.message == sent, "{} bytes came back changed", sent.body.len());
@@ -322,7 +322,7 @@ pub async fn a_message_put_off_comes_after_its_delay_and_holds_up_nobody(rig: &i
     let begun = Instant::now();
     for (queue, outcome) in [(queue.as_str(), Published::Confirmed), ("nowhere", Published::Unroutable)] {
         let delay = Delay { after, ceiling: CEILING };
-        let published = link.publisher.publish_later(queue, delay, text("later")).await;
+        let published = link.publisher.publish_later(queue, delay, text("later").into()).await;
         assert_eq!(published.expect("an answer"), outcome);
     }
     rig.publish(&queue, text("now")).await;

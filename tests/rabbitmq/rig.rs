@@ -87,7 +87,7 @@ impl Common {
     }
 
     async fn publish(&self, queue: &str, message: Message) {
-        let published = bounded("a confirm", self.publisher.publish(queue, message)).await;
+        let published = bounded("a confirm", self.publisher.publish(queue, message.into())).await;
         assert_eq!(published.ok(), Some(Published::Confirmed));
     }
 
@@ -178,7 +178,7 @@ async fn a_message_over_which_the_broker_closes_the_connection_is_refused_and_it
         Message { properties: Properties { headers, ..Properties::default() }, body: "{}".into() }
     };
     let numbers = [1.0, f64::INFINITY, 2.0];
-    let publishes = numbers.map(|number| rig.0.publisher.publish(&queue, message(number)));
+    let publishes = numbers.map(|number| rig.0.publisher.publish(&queue, message(number).into()));
     let answers = bounded("three answers", join_all(publishes)).await;
     for (number, answer) in numbers.into_iter().zip(answers) {
         match answer.expect("an answer") {

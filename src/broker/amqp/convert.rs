@@ -28,23 +28,23 @@ pub(super) fn properties_from(lapin: &BasicProperties) -> Properties {
 
 /// What we publish. Texts over AMQP's 255 bytes are cut: they can only come from the embedded
 /// queue's producers, since no broker delivers them.
-pub(super) fn properties_to(ours: Properties) -> BasicProperties {
+pub(super) fn properties_to(ours: &Properties) -> BasicProperties {
     let mut lapin = BasicProperties::default();
-    let mut text = |value: Option<String>, set: fn(BasicProperties, ShortString) -> BasicProperties| {
+    let mut text = |value: &Option<String>, set: fn(BasicProperties, ShortString) -> BasicProperties| {
         if let Some(value) = value {
-            lapin = set(std::mem::take(&mut lapin), short(&value));
+            lapin = set(std::mem::take(&mut lapin), short(value));
         }
     };
-    text(ours.content_type, BasicProperties::with_content_type);
-    text(ours.content_encoding, BasicProperties::with_content_encoding);
-    text(ours.correlation_id, BasicProperties::with_correlation_id);
-    text(ours.reply_to, BasicProperties::with_reply_to);
-    text(ours.expiration, BasicProperties::with_expiration);
-    text(ours.message_id, BasicProperties::with_message_id);
-    text(ours.kind, BasicProperties::with_type);
-    text(ours.user_id, BasicProperties::with_user_id);
-    text(ours.app_id, BasicProperties::with_app_id);
-    text(ours.cluster_id, BasicProperties::with_cluster_id);
+    text(&ours.content_type, BasicProperties::with_content_type);
+    text(&ours.content_encoding, BasicProperties::with_content_encoding);
+    text(&ours.correlation_id, BasicProperties::with_correlation_id);
+    text(&ours.reply_to, BasicProperties::with_reply_to);
+    text(&ours.expiration, BasicProperties::with_expiration);
+    text(&ours.message_id, BasicProperties::with_message_id);
+    text(&ours.kind, BasicProperties::with_type);
+    text(&ours.user_id, BasicProperties::with_user_id);
+    text(&ours.app_id, BasicProperties::with_app_id);
+    text(&ours.cluster_id, BasicProperties::with_cluster_id);
     if let Some(mode) = ours.delivery_mode {
         lapin = lapin.with_delivery_mode(mode);
     }
@@ -54,7 +54,7 @@ pub(super) fn properties_to(ours: Properties) -> BasicProperties {
     if let Some(timestamp) = ours.timestamp {
         lapin = lapin.with_timestamp(timestamp);
     }
-    if ours.headers.is_empty() { lapin } else { lapin.with_headers(table_to(ours.headers)) }
+    if ours.headers.is_empty() { lapin } else { lapin.with_headers(table_to(&ours.headers)) }
 }
 
 /// A short string of at most 255 bytes.
@@ -67,10 +67,10 @@ fn headers_from(table: &FieldTable) -> Headers {
     table.inner().iter().map(|(name, value)| (name.as_str().to_owned(), value_from(value))).collect()
 }
 
-fn table_to(headers: Headers) -> FieldTable {
+fn table_to(headers: &Headers) -> FieldTable {
     let mut table = FieldTable::default();
     for (name, value) in headers {
-        table.insert(short(&name), value_to(value));
+        table.insert(short(name), value_to(value));
     }
     table
 }
@@ -98,25 +98,27 @@ fn value_from(value: &AMQPValue) -> Value {
     }
 }
 
-fn value_to(value: Value) -> AMQPValue {
+fn value_to(value: &Value) -> AMQPValue {
     match value {
         Value::Void => AMQPValue::Void,
-        Value::Bool(it) => AMQPValue::Boolean(it),
-        Value::I8(it) => AMQPValue::ShortShortInt(it),
-        Value::U8(it) => AMQPValue::ShortShortUInt(it),
-        Value::I16(it) => AMQPValue::ShortInt(it),
-        Value::U16(it) => AMQPValue::ShortUInt(it),
-        Value::I32(it) => AMQPValue::LongInt(it),
-        Value::U32(it) => AMQPValue::LongUInt(it),
-        Value::I64(it) => AMQPValue::LongLongInt(it),
-        Value::F32(it) => AMQPValue::Float(it),
-        Value::F64(it) => AMQPValue::Double(it),
-        Value::Decimal { scale, value } => AMQPValue::DecimalValue(DecimalValue { scale, value }),
-        Value::Text(it) => AMQPValue::LongString(LongString::from(it)),
-        Value::Bytes(it) => AMQPValue::ByteArray(ByteArray::from(it)),
-        Value::Timestamp(it) => AMQPValue::Timestamp(it),
+        Value::Bool(it) => AMQPValue::Boolean(*it),
+        Value::I8(it) => AMQPValue::ShortShortInt(*it),
+        Value::U8(it) => AMQPValue::ShortShortUInt(*it),
+        Value::I16(it) => AMQPValue::ShortInt(*it),
+        Value::U16(it) => AMQPValue::ShortUInt(*it),
+        Value::I32(it) => AMQPValue::LongInt(*it),
+        Value::U32(it) => AMQPValue::LongUInt(*it),
+        Value::I64(it) => AMQPValue::LongLongInt(*it),
+        Value::F32(it) => AMQPValue::Float(*it),
+        Value::F64(it) => AMQPValue::Double(*it),
+        Value::Decimal { scale, value } => {
+            AMQPValue::DecimalValue(DecimalValue { scale: *scale, value: *value })
+        }
+        Value::Text(it) => AMQPValue::LongString(LongString::from(it.as_slice())),
+        Value::Bytes(it) => AMQPValue::ByteArray(ByteArray::from(it.as_slice())),
+        Value::Timestamp(it) => AMQPValue::Timestamp(*it),
         Value::Array(it) => {
-            AMQPValue::FieldArray(FieldArray::from(it.into_iter().map(value_to).collect::<Vec<_>>()))
+            AMQPValue::FieldArray(FieldArray::from(it.iter().map(value_to).collect::<Vec<_>>()))
         }
         Value::Table(it) => AMQPValue::FieldTable(table_to(it)),
     }

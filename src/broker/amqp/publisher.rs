@@ -41,7 +41,7 @@ type Answer = Result<Published, BrokerError>;
 
 struct Request {
     queue: String,
-    message: Message,
+    message: Arc<Message>,
     offences: u32,
     answer: oneshot::Sender<Answer>,
 }
@@ -67,7 +67,7 @@ impl AmqpPublisher {
 }
 
 impl Publisher for AmqpPublisher {
-    fn publish<'a>(&'a self, queue: &'a str, message: Message) -> BoxFuture<'a, Answer> {
+    fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> BoxFuture<'a, Answer> {
         Box::pin(async move {
             let gone = || BrokerError::Unreachable { seconds: 0, reason: "the publisher is closed".into() };
             let (answer, answered) = oneshot::channel();
@@ -82,9 +82,9 @@ impl Publisher for AmqpPublisher {
         &'a self,
         queue: &'a str,
         delay: Delay,
-        mut message: Message,
+        mut message: Arc<Message>,
     ) -> BoxFuture<'a, Answer> {
-        message.properties.expiration = Some(delay.after.as_millis().to_string());
+        Arc::make_mut(&mut message).properties.expiration = Some(delay.after.as_millis().to_string());
         Box::pin(async move { self.publish(&retry_queue(queue, delay.ceiling), message).await })
     }
 
@@ -131,6 +131,14 @@ impl Windows {
                 }
                 closed = closing.recv() => closed,
             };
+            // The rest of a batch is being published in this very moment. A window costs the broker a
+            // write to disk, whatever is in it.
+            tokio::task::yield_now().await;
+            while window.len() < WINDOW
+                && let Ok(request) = queued.try_recv()
+            {
+                window.push(request);
+            }
             if let Some(closed) = closed {
                 self.say_goodbye().await;
                 let _ = closed.send(());
@@ -310,7 +318,7 @@ async fn unless_stuck<T>(work: impl Future<Output = T>, limit: Duration, blocked
 async fn publish_and_confirm(channel: &Channel, window: &[Request]) -> Result<Vec<Published>, Error> {
     let mut confirms: Vec<PublisherConfirm> = Vec::with_capacity(window.len());
     for request in window {
-        let properties = properties_to(request.message.properties.clone());
+        let properties = properties_to(&request.message.properties);
         // RabbitMQ 4.0 returns a mandatory message to a direct reply-to even as it delivers it.
         let mandatory = !request.queue.starts_with(DIRECT_REPLY_TO);
         let options = BasicPublishOptions { mandatory, immediate: false };

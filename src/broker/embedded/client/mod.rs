@@ -128,7 +128,7 @@ impl Wire {
         &self,
         queue: &str,
         delay: Option<Duration>,
-        message: Message,
+        message: Arc<Message>,
     ) -> Result<Published, BrokerError> {
         if let Some(reason) = too_long(&message) {
             return Ok(Published::Refused(reason));
@@ -136,7 +136,7 @@ impl Wire {
         // Never closed, so the error does not occur.
         let permit = self.pipeline.clone().acquire_owned().await.map_err(|_| self.gone())?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let Message { properties, body } = message;
+        let Message { properties, body } = Arc::unwrap_or_clone(message);
         let properties = Box::new(properties);
         let request = Request::Publish { id, queue: queue.to_owned(), properties, delay };
         let frame = self.frame(&request, body)?;
@@ -156,7 +156,7 @@ impl Publisher for Wire {
     fn publish<'a>(
         &'a self,
         queue: &'a str,
-        message: Message,
+        message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>> {
         self.put(queue, None, message).boxed()
     }
@@ -165,7 +165,7 @@ impl Publisher for Wire {
         &'a self,
         queue: &'a str,
         delay: Delay,
-        message: Message,
+        message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>> {
         self.put(queue, Some(delay.after), message).boxed()
     }

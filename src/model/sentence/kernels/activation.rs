@@ -1,9 +1,8 @@
-//! x ← activation(x + bias), row by row, in place. Decides how the error function is approximated.
+//! activation(x + bias). Decides how the error function is approximated.
 
 use candle_core::{Result, Tensor};
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 
-use super::dispatch;
 use super::exp::exp;
 
 /// What stands between the two halves of a feed-forward block.
@@ -30,56 +29,19 @@ pub fn bias_activation(x: &Tensor, bias: &Tensor, activation: Activation) -> Res
     }
 }
 
-/// rows ← activation(rows + bias) of `rows` `[n, width]` and `bias` `[width]`; within 1e-6 of the
-/// exact value.
-pub(super) fn activate(rows: &mut [f32], bias: &[f32], activation: Activation) {
-    dispatch(Rows { rows, bias, activation });
-}
-
-struct Rows<'a> {
-    rows: &'a mut [f32],
-    bias: &'a [f32],
-    activation: Activation,
-}
-
-impl WithSimd for Rows<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Self { rows, bias, activation } = self;
-        match activation {
-            Activation::Gelu => each::<S, Gelu>(simd, rows, bias),
-            Activation::GeluTanh => each::<S, GeluTanh>(simd, rows, bias),
-            Activation::Relu => each::<S, Relu>(simd, rows, bias),
-        }
-    }
-}
-
 /// A function of a register, lane by lane. Not a closure: one that is not inlined is compiled
 /// without the vector instructions, and forty times slower.
-trait Lanes {
+pub trait Lanes {
+    /// The function's value; within 1e-6 of the exact one.
     fn apply<S: Simd>(simd: S, x: S::f32s) -> S::f32s;
 }
 
-struct Gelu;
-struct GeluTanh;
-struct Relu;
-
-#[inline(always)]
-fn each<S: Simd, F: Lanes>(simd: S, rows: &mut [f32], bias: &[f32]) {
-    let (bias_head, bias_tail) = S::as_simd_f32s(bias);
-    for row in rows.chunks_exact_mut(bias.len()) {
-        let (head, tail) = S::as_mut_simd_f32s(row);
-        for (x, b) in head.iter_mut().zip(bias_head) {
-            *x = F::apply(simd, simd.add_f32s(*x, *b));
-        }
-        if !tail.is_empty() {
-            let x = simd.add_f32s(simd.partial_load_f32s(tail), simd.partial_load_f32s(bias_tail));
-            simd.partial_store_f32s(tail, F::apply(simd, x));
-        }
-    }
-}
+/// See [`Activation`].
+pub struct Gelu;
+/// See [`Activation`].
+pub struct GeluTanh;
+/// See [`Activation`].
+pub struct Relu;
 
 /// max(x, 0) - ½|x|·erfc(|x|/√2): the form without cancellation on either side of zero.
 ///
@@ -126,9 +88,50 @@ impl Lanes for Relu {
 #[cfg(test)]
 mod tests {
     use candle_core::Device;
+    use pulp::WithSimd;
 
+    use super::super::dispatch;
     use super::super::testing::{difference, noise, on_every_cpu};
     use super::*;
+
+    fn activate(rows: &mut [f32], bias: &[f32], activation: Activation) {
+        dispatch(Rows { rows, bias, activation });
+    }
+
+    struct Rows<'a> {
+        rows: &'a mut [f32],
+        bias: &'a [f32],
+        activation: Activation,
+    }
+
+    impl WithSimd for Rows<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) {
+            let Self { rows, bias, activation } = self;
+            match activation {
+                Activation::Gelu => each::<S, Gelu>(simd, rows, bias),
+                Activation::GeluTanh => each::<S, GeluTanh>(simd, rows, bias),
+                Activation::Relu => each::<S, Relu>(simd, rows, bias),
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn each<S: Simd, F: Lanes>(simd: S, rows: &mut [f32], bias: &[f32]) {
+        let (bias_head, bias_tail) = S::as_simd_f32s(bias);
+        for row in rows.chunks_exact_mut(bias.len()) {
+            let (head, tail) = S::as_mut_simd_f32s(row);
+            for (x, b) in head.iter_mut().zip(bias_head) {
+                *x = F::apply(simd, simd.add_f32s(*x, *b));
+            }
+            if !tail.is_empty() {
+                let x = simd.add_f32s(simd.partial_load_f32s(tail), simd.partial_load_f32s(bias_tail));
+                simd.partial_store_f32s(tail, F::apply(simd, x));
+            }
+        }
+    }
 
     const ALL: [Activation; 3] = [Activation::Gelu, Activation::GeluTanh, Activation::Relu];
 

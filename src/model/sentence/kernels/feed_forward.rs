@@ -6,9 +6,9 @@ use std::cell::RefCell;
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor};
 
-use super::activation::{Activation, activate, bias_activation};
+use super::activation::{Activation, bias_activation};
 use super::add_norm::{NormParams, add_norm, norm_rows};
-use super::product::{Panels, Rows, by_blocks};
+use super::product::{Panels, RUN, Rows, by_blocks};
 use super::{host_values, rows_of};
 
 /// One feed-forward half.
@@ -38,9 +38,10 @@ impl FeedForward {
         activation: Activation,
     ) -> Result<Self> {
         let weights = match (host_values(up)?, host_values(&up_bias)?, host_values(down)?) {
-            (Some(up), Some(up_bias), Some(down)) => {
+            (Some(up), Some(mut up_bias), Some(down)) => {
                 let hidden = up.len() / up_bias.len();
                 let down = Panels::new(&down, up_bias.len());
+                up_bias.resize(up_bias.len().next_multiple_of(RUN), 0.0);
                 Weights::Laid { up: Panels::new(&up, hidden), up_bias, down }
             }
             _ => Weights::Plain { up: up.t()?.contiguous()?, up_bias, down: down.t()?.contiguous()? },
@@ -79,7 +80,7 @@ struct Fused<'a> {
 #[derive(Default)]
 struct Scratch {
     rows: Rows,
-    inner: Vec<f32>,
+    inner: Rows,
     out: Vec<f32>,
 }
 
@@ -94,16 +95,13 @@ impl InplaceOp1 for Fused<'_> {
     }
 
     fn cpu_fwd(&self, x: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        let (hidden, inner) = (self.up.depth(), self.up.width());
+        let hidden = self.up.depth();
         by_blocks(rows_of(x, layout, hidden)?, hidden, |_, x| {
             let mut scratch = SCRATCH.take();
-            scratch.inner.resize(x.len() / hidden * inner, 0.0);
             scratch.out.resize(x.len(), 0.0);
             scratch.rows.lay(x, hidden);
-            scratch.rows.multiply(0, self.up, &mut scratch.inner, inner);
-            activate(&mut scratch.inner, self.up_bias, self.activation);
-            scratch.rows.lay(&scratch.inner, inner);
-            scratch.rows.multiply(0, self.down, &mut scratch.out, hidden);
+            scratch.rows.multiply_activated(self.up, (self.up_bias, self.activation), &mut scratch.inner);
+            scratch.inner.multiply(0, self.down, &mut scratch.out, hidden);
             norm_rows(x, &scratch.out, self.norm);
             SCRATCH.set(scratch);
         });

@@ -1,0 +1,147 @@
+//! How the matrices of a product lie in memory. Owns what it laid.
+
+use super::super::activation::Activation;
+use super::super::dispatch;
+use super::lines::Lines;
+use super::tile::{COLUMNS, Multiply, ROWS_OF_16, ROWS_OF_32, RowByRow, Tile, activated};
+
+/// Numbers of a row that lie together in a tile: a line of the cache, copied as it is.
+pub const RUN: usize = 16;
+
+/// The left matrix of a product, `[count, depth]`, tile by tile.
+#[derive(Default)]
+pub struct Rows {
+    /// `[count rounded up / rows of a tile, depth rounded up / RUN, rows of a tile, RUN]`; zeros beyond
+    /// the count and the depth.
+    tiles: Lines,
+    depth: usize,
+}
+
+/// The right matrix of a product, `[depth, width]`, panel by panel.
+#[derive(Default)]
+pub struct Panels {
+    /// `[width rounded up / columns of a tile, depth rounded up to RUN, columns of a tile]`; zeros beyond
+    /// the width and the depth.
+    panels: Lines,
+    depth: usize,
+    width: usize,
+}
+
+impl Rows {
+    /// Lays out `rows` `[count, depth]`.
+    pub fn new(rows: &[f32], depth: usize) -> Self {
+        let mut laid = Self::default();
+        laid.lay(rows, depth);
+        laid
+    }
+
+    /// Lays out `rows` `[count, depth]` in the place of what was here.
+    pub fn lay(&mut self, rows: &[f32], depth: usize) {
+        self.depth = depth;
+        match Tile::of_this_cpu().rows {
+            ROWS_OF_16 => lay_tiles::<ROWS_OF_16>(rows, depth, &mut self.tiles),
+            ROWS_OF_32 => lay_tiles::<ROWS_OF_32>(rows, depth, &mut self.tiles),
+            other => unreachable!("tiles of {other} rows"),
+        }
+    }
+
+    /// `out` `[count, stride]`, of which the first `width` columns ← these rows, from the row `first`
+    /// on, times `right`. `first` is the first row of a tile.
+    pub fn multiply(&self, first: usize, right: &Panels, out: &mut [f32], stride: usize) {
+        let tiles = &self.tiles[first * self.depth.next_multiple_of(RUN)..];
+        dispatch(Multiply { tiles, right, to: RowByRow { out, stride, width: right.width } });
+    }
+
+    /// `to` ← activation(these rows times `right` + `bias`), laid out for the next product. `bias` has
+    /// zeros behind its last number, up to a whole run.
+    pub fn multiply_activated(&self, right: &Panels, bias: (&[f32], Activation), to: &mut Rows) {
+        let rows = self.tiles.len() / self.depth.next_multiple_of(RUN);
+        to.depth = right.width;
+        to.tiles.set_len(rows * to.depth.next_multiple_of(RUN));
+        activated(&self.tiles, right, bias, &mut to.tiles);
+    }
+}
+
+impl Panels {
+    /// Lays out a matrix given by its columns, `[width, depth]`: how a linear layer's weights are
+    /// published.
+    pub fn new(columns: &[f32], depth: usize) -> Self {
+        let mut laid = Self::default();
+        laid.lay(columns, depth);
+        laid
+    }
+
+    /// Lays out a matrix given by its columns, `[width, depth]`, in the place of what was here.
+    pub fn lay(&mut self, columns: &[f32], depth: usize) {
+        (self.depth, self.width) = (depth, columns.len() / depth);
+        match Tile::of_this_cpu().columns {
+            8 => lay_panels::<8>(columns, depth, &mut self.panels),
+            16 => lay_panels::<16>(columns, depth, &mut self.panels),
+            32 => lay_panels::<32>(columns, depth, &mut self.panels),
+            COLUMNS => lay_panels::<COLUMNS>(columns, depth, &mut self.panels),
+            other => unreachable!("registers of {} numbers", other / COLUMNS),
+        }
+    }
+
+    /// Numbers in a column.
+    pub fn depth(&self) -> usize {
+        self.depth
+    }
+
+    /// Columns.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// The numbers, panel by panel.
+    pub(super) fn panels(&self) -> &[f32] {
+        &self.panels
+    }
+
+    /// Runs in a column.
+    pub(super) fn runs(&self) -> usize {
+        self.depth.div_ceil(RUN)
+    }
+}
+
+/// Puts `ROWS` rows side by side, run by run; zeros in the place of those that a last tile lacks.
+fn lay_tiles<const ROWS: usize>(rows: &[f32], depth: usize, to: &mut Lines) {
+    let tile = ROWS * depth.next_multiple_of(RUN);
+    to.set_len((rows.len() / depth).div_ceil(ROWS) * tile);
+    for (rows, to) in rows.chunks(ROWS * depth).zip(to.chunks_exact_mut(tile)) {
+        if rows.len() < tile {
+            to.fill(0.0);
+        }
+        let to = to.as_chunks_mut::<RUN>().0;
+        for (place, row) in rows.chunks_exact(depth).enumerate() {
+            let (runs, rest) = row.as_chunks::<RUN>();
+            let mut to = to[place..].iter_mut().step_by(ROWS);
+            for (run, to) in runs.iter().zip(&mut to) {
+                *to = *run;
+            }
+            if let Some(to) = to.next() {
+                to[..rest.len()].copy_from_slice(rest);
+            }
+        }
+    }
+}
+
+/// Puts `SIDE` columns side by side, number by number; zeros in the place of those that a last panel
+/// lacks.
+fn lay_panels<const SIDE: usize>(columns: &[f32], depth: usize, to: &mut Lines) {
+    let panel = SIDE * depth.next_multiple_of(RUN);
+    to.set_len((columns.len() / depth).div_ceil(SIDE) * panel);
+    for (columns, to) in columns.chunks(SIDE * depth).zip(to.chunks_exact_mut(panel)) {
+        if columns.len() < panel {
+            to.fill(0.0);
+        }
+        // A few lines of the cache at a time, which are complete before the next ones are begun.
+        for (index, to) in to.as_chunks_mut::<SIDE>().0.chunks_exact_mut(RUN).enumerate() {
+            for (place, column) in columns.chunks_exact(depth).enumerate() {
+                for (to, x) in to.iter_mut().zip(&column[index * RUN..]) {
+                    to[place] = *x;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! Numbers that begin where a line of the cache does.
+
+use std::ops::{Deref, DerefMut};
+
+/// Bytes of a line, and of the widest register: one that is read across two lines costs twice.
+const LINE: usize = 64;
+/// Numbers that are skipped at most.
+const SKIPPED: usize = LINE / size_of::<f32>() - 1;
+
+/// See the module. Derefs to the numbers.
+#[derive(Default)]
+pub struct Lines {
+    /// As many as were ever wanted, and those that may have to be skipped.
+    room: Vec<f32>,
+    len: usize,
+}
+
+impl Lines {
+    /// Makes room for `len` numbers, whose values are what was there.
+    pub fn set_len(&mut self, len: usize) {
+        self.len = len;
+        if self.room.len() < len + SKIPPED {
+            self.room.resize(len + SKIPPED, 0.0);
+        }
+    }
+
+    fn start(&self) -> usize {
+        self.room.as_ptr().align_offset(LINE).min(self.room.len() - self.len)
+    }
+}
+
+impl Deref for Lines {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        &self.room[self.start()..][..self.len]
+    }
+}
+
+impl DerefMut for Lines {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        let start = self.start();
+        &mut self.room[start..][..self.len]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn they_begin_with_a_line_whatever_their_number() {
+        let mut lines = Lines::default();
+        assert!(lines.is_empty());
+        for len in [1, 16, 1_000, 3] {
+            lines.set_len(len);
+            assert_eq!(lines.len(), len);
+            assert_eq!(lines.as_ptr().align_offset(LINE), 0, "{len} numbers");
+            lines[len - 1] = 1.0;
+        }
+    }
+}
