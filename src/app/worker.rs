@@ -18,7 +18,7 @@ use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
 use crate::worker::{Control, Ended, KnownDeaths, Reporter, WorkerError};
 
-/// Of the threads that take messages. See `launcher::child` for lapin's.
+/// Of the thread that takes messages. See `launcher::child` for lapin's.
 const STACK: usize = 64 << 20;
 /// How long the last control line may take.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -40,8 +40,10 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             (by_hand(arguments)?, Patience::SecondAborts)
         }
     };
+    // One thread: its tasks hand messages to each other, and waking another thread for that costs more
+    // than what is done with them. What computes for long has threads of its own.
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
-    let runtime = runtime.worker_threads(2).thread_stack_size(STACK).enable_all().build()?;
+    let runtime = runtime.worker_threads(1).thread_stack_size(STACK).enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
     let control = Control { reporter: reporter.clone(), deaths: deaths.clone() };
     let runner = registry.runner(&assignment.pool.model);
@@ -63,8 +65,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
         let _ = tokio::time::timeout(FAREWELL, farewell).await;
         anyhow::Ok(ended)
     };
-    // On the runtime's threads, not on this one: its stack is the shell's to limit, and messages may
-    // nest deeply. What hands tasks to each other there need not wake another thread.
+    // Not on this thread: its stack is the shell's to limit, and messages may nest deeply.
     let ended = runtime.block_on(runtime.spawn(work)).context("the worker panicked")??;
     // Whatever still runs (a forward pass after an abort) ends with the process.
     runtime.shutdown_background();

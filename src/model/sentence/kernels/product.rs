@@ -14,11 +14,12 @@ use rayon::prelude::*;
 
 pub use layout::{Panels, RUN, Rows};
 pub use tile::COLUMNS;
-use tile::{ROWS_OF_32, Tile};
+use tile::Tile;
 
-/// Most rows that go through one step together, whole tiles: so many that reading the weights anew
-/// for each block costs little, few enough that the caches still hold them for the next step.
-const BLOCK: usize = 192;
+/// Most tiles of rows that go through one step together: so many that reading the weights anew for
+/// each block costs little, few enough that the caches still hold them for the next step. CPUs with
+/// more registers, hence higher tiles, have larger caches too.
+const TILES: usize = 32;
 
 /// Columns of a tile on this CPU.
 pub fn columns_of_this_cpu() -> usize {
@@ -54,7 +55,8 @@ pub fn multiply_rows(
 pub fn by_blocks(out: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32]) + Send + Sync) {
     let threads = rayon::current_num_threads();
     let share = (out.len() / width.max(1)).div_ceil(threads);
-    let block = share.next_multiple_of(ROWS_OF_32).clamp(1, BLOCK);
+    let tile = Tile::of_this_cpu().rows;
+    let block = share.next_multiple_of(tile).clamp(1, TILES * tile);
     let blocks = out.chunks_mut(block * width).enumerate().map(|(index, rows)| (index * block, rows));
     in_parallel(blocks, |(first, rows)| work(first, rows));
 }
