@@ -32,6 +32,7 @@ const FENCES: &[(&str, &str)] = &[
     ("safetensors", "src/model"),
     ("tokenizers", "src/model"),
     ("hf_hub", "src/model"),
+    ("nvml_wrapper", "src/launcher/gpus"),
     ("clap", "src/cli"),
     ("indicatif", "src/app"),
     ("anyhow", "src/app"),

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use sconce::config::{self, Assignment, Launcher};
-use sconce::launcher::{self, Host, plan};
+use sconce::launcher::gpus::{Gpu, Gpus};
+use sconce::launcher::{self, Cuda, Host, plan};
 use sconce::shutdown::{Exit, Phase, Stop};
 use serde_json::{Value, json};
 
@@ -27,14 +28,20 @@ impl Stage {
     /// `slots` workers that run `script`. There, `$slot` is the slot's index and `$start` the first
     /// command; `life` numbers the lives of a slot from 1. `trace` writes a line to the slot's trace.
     fn new(slots: usize, script: &str) -> Self {
+        let host = Host { name: "host".into(), cores: 1, gpus: Gpus::default(), cuda: None };
+        Self::on(&host, &vec!["cpu"; slots], script)
+    }
+
+    /// A slot for each of the devices, on a host that has them.
+    fn on(host: &Host, devices: &[&str], script: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("script"), script.to_owned() + "\n").unwrap();
         let stub = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/stub-worker.sh");
         std::os::unix::fs::symlink(stub, folder.path().join("worker.sh")).unwrap();
-        let devices = format!("[{}]", vec!["\"cpu\""; slots].join(","));
+        let listed = serde_json::to_string(devices).unwrap();
         let set = |path: &str, value: &str| (path.to_owned(), value.to_owned());
         let flags = [
-            set("pool[0].devices", &devices),
+            set("pool[0].devices", &listed),
             set("broker.url", "amqp://user:s3cr3t@nowhere/%2f"),
             set("launcher.restart_delay", "100ms"),
             set("launcher.restart_delay_max", "1s"),
@@ -42,9 +49,8 @@ impl Stage {
             set("launcher.shutdown_grace", "5s"),
         ];
         let settings = config::load(&[], [], &flags).unwrap().settings;
-        let host = Host { name: "host".into(), cores: 1 };
-        let assignments = plan(&settings, &host).unwrap();
-        assert_eq!(assignments.len(), slots);
+        let assignments = plan(&settings, host).unwrap();
+        assert_eq!(assignments.len(), devices.len());
         Self { folder, assignments, policy: settings.launcher, stop: Stop::default() }
     }
 
@@ -119,6 +125,42 @@ async fn a_slot_whose_device_never_opens_is_given_up_with_growing_delays_while_t
     let gaps: Vec<_> = born.windows(2).map(|pair| (pair[1] - pair[0]) / 1_000_000).collect();
     // 100, 200, 400 ms, each with jitter that takes up to a half.
     assert!(gaps[0] >= 50 && gaps[1] >= 100 && gaps[2] >= 200, "{gaps:?}");
+}
+
+/// A host with two GPUs, and a launcher that was built for them.
+fn host_with_gpus() -> Host {
+    let gpu = |uuid: &str| Gpu { uuid: uuid.into(), ..Gpu::default() };
+    let gpus = Gpus { gpus: vec![gpu("GPU-a"), gpu("GPU-b")], ..Gpus::default() };
+    let cuda = Some(Cuda { version: (13, 0), compute_capability: (8, 0) });
+    Host { name: "host".into(), cores: 2, gpus, cuda }
+}
+
+#[tokio::test]
+async fn a_worker_is_shown_its_own_device_alone() {
+    let ready = r#"echo "{\"event\":\"ready\",\"device\":\"${CUDA_VISIBLE_DEVICES:-cpu}\",\"load_ms\":1}""#;
+    let script = format!("trace \"<$CUDA_VISIBLE_DEVICES> $CUDA_DEVICE_ORDER\"\n{ready}\nexit 80");
+    let stage = Stage::on(&host_with_gpus(), &["cuda:1", "GPU-a", "cpu"], &script);
+    assert_eq!(stage.run().await, Exit::Done);
+    let shown: Vec<_> = (0..3).flat_map(|slot| stage.lines(&format!("trace-{slot}"))).collect();
+    assert_eq!(shown, ["<GPU-b> PCI_BUS_ID", "<GPU-a> PCI_BUS_ID", "<> PCI_BUS_ID"]);
+}
+
+#[tokio::test]
+async fn a_worker_that_holds_another_device_is_killed_while_the_others_work_on() {
+    let ready = r#"echo '{"event":"ready","device":"GPU-b","load_ms":1}'"#;
+    let script = format!("{ready}\nwhile read -r line; do trace \"$line\"; exit 0; done");
+    let stage = Stage::on(&host_with_gpus(), &["GPU-a", "GPU-b"], &script);
+    let meanwhile = async {
+        stage.wait_for_lines("born-0", 4).await;
+        while stage.lives(0) {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        assert!(stage.lives(1) && stage.lines("born-1").len() == 1);
+        stage.drain();
+    };
+    assert_eq!(stage.run_and(meanwhile).await, Exit::DeviceFailed);
+    assert!(stage.lines("trace-0").is_empty(), "it was told to drain instead");
+    assert_eq!(stage.lines("trace-1"), [r#"{"command":"drain"}"#]);
 }
 
 #[tokio::test]

@@ -4,6 +4,7 @@
 pub mod batch_file;
 mod bench;
 mod check_config;
+mod devices;
 mod launch;
 mod link;
 mod producer;
@@ -48,6 +49,7 @@ pub fn main(registry: &Registry) -> ExitCode {
         Command::Stop(arguments) => stop::run(&arguments),
         Command::RunBatch(arguments) => run_batch::run(&arguments),
         Command::CheckConfig(arguments) => check_config::run(&arguments),
+        Command::Devices(arguments) => devices::run(&arguments),
     };
     let exit = ended.unwrap_or_else(|error| {
         eprintln_error(&error);

@@ -72,6 +72,15 @@ command resumes behind the last finished line.")]
 
 Secrets are masked. All problems are reported together; the exit code is then 78.")]
     CheckConfig(CheckConfig),
+    /// Show this host's devices, who computes on them, and which workers would run where
+    #[command(after_help = "Examples:
+  sconce devices
+  sconce devices --config production.toml --json
+
+GPUs are shown as `devices` of a pool names them: by number (cuda:0, in the order of their PCI bus ids)
+or by UUID. The driver is asked through NVML; nothing is opened. The exit code is 78 where the settings
+name a device that is not here or that this build cannot compute on.")]
+    Devices(Devices),
 }
 
 /// Where settings come from.
@@ -170,6 +179,17 @@ pub struct RunBatch {
     /// The devices: `auto`, or a list such as `cpu,cpu`
     #[arg(long)]
     pub devices: Option<String>,
+}
+
+/// `sconce devices`.
+#[derive(Debug, Args)]
+pub struct Devices {
+    /// Where settings come from.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// Print it as JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `sconce check-config`.

@@ -66,6 +66,10 @@ impl Worker {
             .env("RAYON_NUM_THREADS", &threads)
             .env("CANDLE_NUM_THREADS", &threads)
             .env("RUST_MIN_STACK", STACK)
+            // All that CUDA shows it is its own device, as number 0; a CPU worker sees none. By UUID:
+            // an index that is not there would hide every later one, and no error.
+            .env("CUDA_VISIBLE_DEVICES", if assignment.device == "cpu" { "" } else { &assignment.device })
+            .env("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -4,6 +4,7 @@
 //!
 //! | file | decides |
 //! |---|---|
+//! | `gpus` | which GPUs there are, and what a `devices` entry means |
 //! | `plan` | which slots there are |
 //! | `slot` | what happens with one of them over time |
 //! | `child` | how a worker process is spawned and spoken to |
@@ -14,6 +15,7 @@
 
 mod child;
 mod deaths;
+pub mod gpus;
 mod last_words;
 mod logs;
 mod plan;
@@ -28,22 +30,23 @@ use crate::config::{Assignment, Launcher};
 use crate::shutdown::{Exit, Stop};
 use slot::{Slot, SlotEnd};
 
-pub use plan::{Host, plan};
+pub use plan::{Cuda, Host, plan};
 pub use restart::{Death, Verdict, judge};
 
 /// Why nothing was launched.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
     /// A device that is not here. There is no fall-back to another.
-    #[error(
-        "pool {pool:?}: device {device:?} cannot be used: this build of sconce has no CUDA; \
-         devices here: \"cpu\" (as often as workers are wanted), or devices = \"auto\""
-    )]
+    #[error("pool {pool:?}: device {device:?} cannot be used: {reason}; devices here: {here}")]
     Device {
         /// The pool.
         pool: String,
         /// Its `devices` entry.
         device: String,
+        /// Why not, and what to do.
+        reason: String,
+        /// What there is.
+        here: String,
     },
 }
 

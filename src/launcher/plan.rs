@@ -1,9 +1,10 @@
 //! Plans the slots: pools × devices × workers. Pure: what the host has is passed in. Never opens a
-//! device.
+//! device, and never takes another than the one that was asked for.
 
 use std::collections::HashMap;
 
 use super::LaunchError;
+use super::gpus::Gpus;
 use crate::config::{Assignment, Devices, Pool, Settings};
 
 /// Most CPU workers that `devices = "auto"` makes; with more cores than this, each gets several.
@@ -18,16 +19,67 @@ pub struct Host {
     pub name: String,
     /// Cores that this process may use.
     pub cores: usize,
+    /// Its GPUs.
+    pub gpus: Gpus,
+    /// The CUDA in this program; none: it computes on CPUs only.
+    pub cuda: Option<Cuda>,
+}
+
+/// For which drivers and cards this program was built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cuda {
+    /// Its version of CUDA, which the driver has to know.
+    pub version: (i32, i32),
+    /// The oldest architecture of cards that it has code for.
+    pub compute_capability: (i32, i32),
+}
+
+impl Cuda {
+    /// What `scripts/build-cuda` built.
+    pub fn of_this_build() -> Option<Self> {
+        let capability: i32 = option_env!("CUDA_COMPUTE_CAP").and_then(|it| it.parse().ok()).unwrap_or(80);
+        let compute_capability = (capability / 10, capability % 10);
+        cfg!(feature = "cuda").then_some(Self { version: (13, 0), compute_capability })
+    }
 }
 
 impl Host {
-    /// This host: cores by affinity and cgroup quota.
+    /// This host: cores by affinity and cgroup quota, GPUs by NVML.
     pub fn here() -> Self {
         let name = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
         Self {
             name: name.unwrap_or_else(|| "localhost".into()),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
+            gpus: Gpus::here(),
+            cuda: Cuda::of_this_build(),
         }
+    }
+
+    /// Why this program cannot compute on a GPU, if it cannot.
+    fn refuses(&self, uuid: &str) -> Option<String> {
+        let Some(cuda) = self.cuda else {
+            return Some("this build of sconce has no CUDA; `make cuda` makes one that has".to_owned());
+        };
+        let written = |(major, minor): (i32, i32)| format!("{major}.{minor}");
+        let known = self.gpus.cuda.as_deref().and_then(version);
+        if let Some(known) = known.filter(|known| *known < cuda.version) {
+            let driver = self.gpus.driver.as_deref().unwrap_or("unknown");
+            return Some(format!(
+                "the driver {driver} knows CUDA {}, this build needs {}: update the driver to 580 or later",
+                written(known),
+                written(cuda.version),
+            ));
+        }
+        let found = self.gpus.gpu_of(uuid)?.compute_capability?;
+        (found < cuda.compute_capability).then(|| {
+            let (major, minor) = found;
+            format!(
+                "its compute capability is {}, this build has code for {} and later: \
+                 CUDA_COMPUTE_CAP={major}{minor} make cuda",
+                written(found),
+                written(cuda.compute_capability),
+            )
+        })
     }
 }
 
@@ -40,7 +92,7 @@ pub fn plan(settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchE
     let share = (host.cores / automatic.max(1)).clamp(1, MOST_CPU_WORKERS);
     let mut planned = Vec::new();
     for pool in &settings.pools {
-        for device in devices_of(pool, share)? {
+        for device in devices_of(pool, host, share)? {
             for _ in 0..pool.workers_per_device {
                 planned.push((pool, device.clone()));
             }
@@ -65,29 +117,95 @@ pub fn plan(settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchE
     Ok(assignments)
 }
 
-fn devices_of(pool: &Pool, share: usize) -> Result<Vec<String>, LaunchError> {
+/// `13.0`.
+fn version(text: &str) -> Option<(i32, i32)> {
+    let (major, minor) = text.split_once('.')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
+}
+
+fn devices_of(pool: &Pool, host: &Host, share: usize) -> Result<Vec<String>, LaunchError> {
+    let refused = |device: &str, reason: String| LaunchError::Device {
+        pool: pool.name.clone(),
+        device: device.to_owned(),
+        reason,
+        here: host.gpus.in_words(),
+    };
     let listed = match &pool.devices {
-        Devices::Auto => return Ok(vec![CPU.to_owned(); share]),
+        Devices::Auto => return automatic(host, share).map_err(|(device, why)| refused(&device, why)),
         Devices::List(listed) => listed,
     };
-    listed
-        .iter()
-        .map(|device| match device.as_str() {
-            CPU => Ok(CPU.to_owned()),
-            other => Err(LaunchError::Device { pool: pool.name.clone(), device: other.to_owned() }),
-        })
-        .collect()
+    let mut devices: Vec<String> = Vec::with_capacity(listed.len());
+    for entry in listed {
+        if entry == CPU {
+            devices.push(CPU.to_owned());
+            continue;
+        }
+        let uuid = host.gpus.resolve(entry).map_err(|why| refused(entry, why))?;
+        if let Some(why) = host.refuses(uuid) {
+            return Err(refused(entry, why));
+        }
+        if devices.iter().any(|device| device == uuid) {
+            let why = format!("it is {uuid}, which is there already; workers_per_device runs several on one");
+            return Err(refused(entry, why));
+        }
+        devices.push(uuid.to_owned());
+    }
+    Ok(devices)
+}
+
+/// Every GPU; where there is none, a share of the cores.
+fn automatic(host: &Host, share: usize) -> Result<Vec<String>, (String, String)> {
+    let usable = host.gpus.usable();
+    if host.gpus.gpus.is_empty() {
+        return Ok(vec![CPU.to_owned(); share]);
+    }
+    if host.cuda.is_none() {
+        // Not a fall-back: this program never computes on anything else.
+        tracing::warn!(gpus = usable.len(), "this build of sconce has no CUDA and leaves the GPUs alone");
+        return Ok(vec![CPU.to_owned(); share]);
+    }
+    if usable.is_empty() {
+        return Err(("auto".to_owned(), "none of the GPUs can be used".to_owned()));
+    }
+    match usable.iter().find_map(|uuid| Some(((*uuid).to_owned(), host.refuses(uuid)?))) {
+        Some(refused) => Err(refused),
+        None => Ok(usable.into_iter().map(str::to_owned).collect()),
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::gpus::Gpu;
     use super::*;
     use crate::config;
 
-    fn planned(cores: usize, flags: &[(&str, &str)]) -> Result<Vec<Assignment>, LaunchError> {
+    const CUDA: Cuda = Cuda { version: (13, 0), compute_capability: (8, 0) };
+
+    fn planned_on(host: &Host, flags: &[(&str, &str)]) -> Result<Vec<Assignment>, LaunchError> {
         let flags: Vec<_> = flags.iter().map(|(path, value)| ((*path).into(), (*value).into())).collect();
         let settings = config::load(&[], [], &flags).unwrap().settings;
-        plan(&settings, &Host { name: "host".into(), cores })
+        plan(&settings, host)
+    }
+
+    fn planned(cores: usize, flags: &[(&str, &str)]) -> Result<Vec<Assignment>, LaunchError> {
+        planned_on(&Host { name: "host".into(), cores, gpus: Gpus::default(), cuda: None }, flags)
+    }
+
+    /// A host with two cards, and a program for them.
+    fn with_gpus() -> Host {
+        let gpu = |uuid: &str| Gpu { uuid: uuid.into(), compute_capability: Some((8, 6)), ..Gpu::default() };
+        let gpus = Gpus {
+            gpus: vec![gpu("GPU-a"), gpu("GPU-b")],
+            driver: Some("580.65.06".into()),
+            cuda: Some("13.0".into()),
+            unknown: None,
+        };
+        Host { name: "host".into(), cores: 8, gpus, cuda: Some(CUDA) }
+    }
+
+    fn devices(host: &Host, listed: &str) -> Result<Vec<String>, String> {
+        let slots = planned_on(host, &[("pool[0].devices", listed)]).map_err(|error| error.to_string())?;
+        Ok(slots.into_iter().map(|slot| slot.device).collect())
     }
 
     #[test]
@@ -109,8 +227,48 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_not_here_is_an_error_that_names_it() {
-        let error = planned(4, &[("pool[0].devices", "cpu,cuda:1")]).unwrap_err().to_string();
+    fn auto_takes_every_gpu_by_its_uuid_and_cpus_only_where_there_is_none() {
+        let mut host = with_gpus();
+        assert_eq!(devices(&host, "auto").unwrap(), ["GPU-a", "GPU-b"]);
+        host.gpus.gpus[0].fault = Some("GPU is lost".into());
+        assert_eq!(devices(&host, "auto").unwrap(), ["GPU-b"]);
+        host.gpus.gpus[1].fault = Some("GPU is lost".into());
+        let error = devices(&host, "auto").unwrap_err();
+        assert!(error.contains("none of the GPUs") && error.contains("GPU is lost"), "{error}");
+        host.gpus.gpus.clear();
+        assert_eq!(devices(&host, "auto").unwrap(), ["cpu"; 8]);
+    }
+
+    #[test]
+    fn a_program_without_cuda_computes_on_cpus_and_refuses_a_gpu_by_name() {
+        let host = Host { cuda: None, ..with_gpus() };
+        assert_eq!(devices(&host, "auto").unwrap(), ["cpu"; 8]);
+        let error = devices(&host, "cpu,cuda:1").unwrap_err();
         assert!(error.contains("\"embed\"") && error.contains("\"cuda:1\""), "{error}");
+        assert!(error.contains("make cuda") && error.contains("cuda:0 = GPU-a"), "{error}");
+    }
+
+    #[test]
+    fn a_list_is_resolved_to_uuids_and_names_each_gpu_once() {
+        let host = with_gpus();
+        assert_eq!(devices(&host, "cuda:1,cpu,GPU-a").unwrap(), ["GPU-b", "cpu", "GPU-a"]);
+        let error = devices(&host, "cuda:0,GPU-a").unwrap_err();
+        assert!(error.contains("GPU-a") && error.contains("workers_per_device"), "{error}");
+        let error = devices(&host, "cuda:2").unwrap_err();
+        assert!(error.contains("there are 2 GPUs") && error.contains("cuda:1 = GPU-b"), "{error}");
+    }
+
+    #[test]
+    fn a_card_or_driver_that_is_too_old_is_refused_with_what_to_do() {
+        let mut host = with_gpus();
+        host.gpus.gpus[1].compute_capability = Some((7, 5));
+        assert_eq!(devices(&host, "cuda:0").unwrap(), ["GPU-a"]);
+        for listed in ["cuda:1", "auto"] {
+            let error = devices(&host, listed).unwrap_err();
+            assert!(error.contains("7.5") && error.contains("CUDA_COMPUTE_CAP=75 make cuda"), "{error}");
+        }
+        host.gpus.cuda = Some("12.8".into());
+        let error = devices(&host, "cuda:0").unwrap_err();
+        assert!(error.contains("580.65.06") && error.contains("CUDA 12.8"), "{error}");
     }
 }

@@ -123,7 +123,11 @@ impl Slot<'_> {
         let status = loop {
             tokio::select! {
                 sign = worker.next() => match sign {
-                    Ok(Sign::Event(line)) => life.hear(self, note(slot, &line)),
+                    Ok(Sign::Event(line)) => {
+                        if life.hear(self, note(slot, &line)).is_err() {
+                            worker.kill();
+                        }
+                    }
                     Ok(Sign::Log(line)) => life.log.push(&re_emit(slot, &line)),
                     Ok(Sign::Ended(status)) => break Some(status),
                     Err(error) => {
@@ -167,19 +171,31 @@ struct Sight {
     on_device: Vec<TaskName>,
     /// In quarantine.
     alone: Option<TaskName>,
+    /// It was killed for the device that it holds.
+    wrong_device: bool,
     log: LogTail,
 }
+
+/// A worker reported another device than its own.
+struct WrongDevice;
 
 impl Sight {
     fn new(accused: Option<Accused>) -> Self {
         let death = Death { exit: None, was_ready: false, lived: Duration::ZERO, worked: false };
         let (on_device, alone, log) = (Vec::new(), None, LogTail::default());
-        Self { ready: None, death, found_poison: false, accused, on_device, alone, log }
+        Self { ready: None, death, found_poison: false, accused, on_device, alone, wrong_device: false, log }
     }
 
-    fn hear(&mut self, slot: &Slot<'_>, event: Option<Event>) {
+    /// Fails when the worker holds a device that is not its own.
+    fn hear(&mut self, slot: &Slot<'_>, event: Option<Event>) -> Result<(), WrongDevice> {
         match event {
-            Some(Event::Ready { .. }) => {
+            Some(Event::Ready { device, .. }) => {
+                let own = &slot.assignment.device;
+                if device != *own {
+                    tracing::error!(slot = slot.assignment.slot, device, own, "not its device; killing it");
+                    self.wrong_device = true;
+                    return Err(WrongDevice);
+                }
                 self.death.was_ready = true;
                 self.ready = Some(Instant::now());
                 // The device is well: whatever was on it when it failed is to blame.
@@ -194,12 +210,16 @@ impl Sight {
             Some(Event::Stats(stats)) => self.death.worked |= stats.batches > 0,
             _ => {}
         }
+        Ok(())
     }
 
     /// The worker has ended; `asked`: the launcher told it to.
     fn end(mut self, slot: &Slot<'_>, status: Option<ExitStatus>, asked: bool) -> Life {
         self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
         self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
+        if self.wrong_device {
+            self.death.exit = Some(Exit::DeviceFailed);
+        }
         log_death(&slot.assignment.slot, status, &self.death);
         let end = asked.then_some(match self.death.exit {
             Some(Exit::StoppedOnRequest) => SlotEnd::StoppedOnRequest,

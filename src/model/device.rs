@@ -1,21 +1,39 @@
 //! Opens the device that was asked for, or fails (`device-or-fail`); sorts candle's errors by who
 //! must act. Owns no state; never falls back to another device.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use candle_core::{Device, Error};
 
 use super::{ForwardError, LoadError};
 
-/// Opens `device`: `cpu`, or a GPU in a build that has CUDA.
+/// Opens `device`: `cpu`, or a GPU by its UUID in a build that has CUDA. Returns with it what was really
+/// opened: `cpu`, or the UUID that the driver names.
 ///
 /// # Errors
-/// [`LoadError::Device`] for a device that this build or machine does not have.
-pub fn open(device: &str) -> Result<Device, LoadError> {
-    let fault = |reason: &str| LoadError::Device { device: device.into(), reason: reason.into() };
+/// [`LoadError::Device`] for a device that this build or machine does not have, and where another one was
+/// opened than was asked for.
+pub fn open(device: &str) -> Result<(Device, String), LoadError> {
+    let fault = |reason: String| LoadError::Device { device: device.into(), reason };
     match device {
-        "cpu" => Ok(Device::Cpu),
-        "" => Err(fault("no device was named; write \"cpu\" to compute on the CPU")),
-        _ => Err(fault("this build has no CUDA; it opens \"cpu\" only")),
+        "cpu" => Ok((Device::Cpu, device.to_owned())),
+        "" => Err(fault("no device was named; write \"cpu\" to compute on the CPU".into())),
+        _ => match open_gpu(device).map_err(fault)? {
+            (_, found) if found != device => Err(fault(format!(
+                "CUDA shows this process {found} in its place; is CUDA_VISIBLE_DEVICES set?"
+            ))),
+            opened => Ok(opened),
+        },
     }
+}
+
+#[cfg(feature = "cuda")]
+use cuda::open as open_gpu;
+
+#[cfg(not(feature = "cuda"))]
+fn open_gpu(_: &str) -> Result<(Device, String), String> {
+    Err("this build has no CUDA; it opens \"cpu\" only".into())
 }
 
 /// What a failure of candle means for the worker.
@@ -43,7 +61,7 @@ mod tests {
             let error = open(device).expect_err(device).to_string();
             assert!(error.contains(&format!("{device:?}")), "{error}");
         }
-        assert!(open("cpu").is_ok_and(|device| device.is_cpu()));
+        assert!(open("cpu").is_ok_and(|(device, name)| device.is_cpu() && name == "cpu"));
     }
 
     #[test]

@@ -92,7 +92,7 @@ impl Model for Echo {
     type Codec = EchoCodec;
 
     fn load(spec: &LoadSpec) -> Result<(Self, EchoCodec), LoadError> {
-        device::open(&spec.device)?;
+        let (_, device) = device::open(&spec.device)?;
         let suffix = spec.source.strip_prefix(ECHO_WITH_FAULTS);
         let broken = suffix.and_then(|suffix| suffix.strip_prefix('=')).map(PathBuf::from);
         let faults = suffix == Some("") || broken.is_some();
@@ -101,7 +101,7 @@ impl Model for Echo {
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
         }
         let codec = EchoCodec { faults, max_inputs: spec.max_inputs };
-        Ok((Self { device: spec.device.clone(), broken }, codec))
+        Ok((Self { device, broken }, codec))
     }
 
     fn device(&self) -> String {

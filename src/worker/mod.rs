@@ -176,6 +176,10 @@ async fn load<M: Model>(
     };
     let loaded =
         loaded.map_err(|_| WorkerError::Internal("the model thread died while loading".into()))??;
+    if loaded.device != assignment.device {
+        let words = format!("opened {} in the place of {}", loaded.device, assignment.device);
+        return Err(WorkerError::Device(words));
+    }
     let load_ms = born.elapsed().as_millis() as u64;
     tracing::debug!(device = loaded.device, model = assignment.pool.model, load_ms, "model loaded");
     reporter.send(&Event::Ready { device: loaded.device.clone(), load_ms }).await;

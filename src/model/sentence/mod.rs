@@ -43,7 +43,7 @@ impl Model for SentenceEncoder {
     type Codec = SentenceCodec;
 
     fn load(spec: &LoadSpec) -> Result<(Self, SentenceCodec), LoadError> {
-        let device = device::open(&spec.device)?;
+        let (device, opened) = device::open(&spec.device)?;
         let files = ModelFiles::locate(&spec.source)?;
         let config = NetworkConfig::read(&files, &spec.source)?;
         let settings = SentenceSettings::read(&files, &spec.source)?;
@@ -61,7 +61,7 @@ impl Model for SentenceEncoder {
             max_inputs: spec.max_inputs,
         };
         let (pooling, hidden) = (settings.pooling, config.hidden);
-        Ok((Self { encoder, pooling, hidden, device: spec.device.clone() }, codec))
+        Ok((Self { encoder, pooling, hidden, device: opened }, codec))
     }
 
     fn device(&self) -> String {

@@ -1,0 +1,89 @@
+//! `sconce devices`: what this host has, who is on it, and what would run where.
+
+use std::io::Write;
+
+use indicatif::HumanBytes;
+use serde_json::json;
+
+use super::load;
+use crate::cli::Devices;
+use crate::config::Assignment;
+use crate::launcher::gpus::{Gpu, Memory};
+use crate::launcher::{Host, plan};
+use crate::shutdown::Exit;
+
+/// Prints the devices, and then the plan; where settings name what is not here, that is the error.
+pub(super) fn run(arguments: &Devices) -> anyhow::Result<Exit> {
+    let settings = load(&arguments.settings, &[])?.settings;
+    let host = Host::here();
+    let planned = plan(&settings, &host);
+    let mut out = std::io::stdout().lock();
+    if arguments.json {
+        let slots: Vec<_> = planned.iter().flatten().map(slot_json).collect();
+        let error = planned.as_ref().err().map(ToString::to_string);
+        let report = json!({
+            "host": host.name, "cores": host.cores, "nvidia": host.gpus, "slots": slots, "error": error
+        });
+        writeln!(out, "{report:#}")?;
+    } else {
+        devices(&mut out, &host)?;
+        for slot in planned.iter().flatten() {
+            let Assignment { slot, device, threads, pool, .. } = slot;
+            writeln!(out, "{slot:<16} {device:<42} {}, {threads} threads", pool.model)?;
+        }
+    }
+    planned?;
+    Ok(Exit::Done)
+}
+
+fn slot_json(slot: &Assignment) -> serde_json::Value {
+    let Assignment { slot, device, threads, pool, .. } = slot;
+    json!({"slot": slot, "device": device, "threads": threads, "model": pool.model, "pool": pool.name})
+}
+
+fn devices(out: &mut impl Write, host: &Host) -> anyhow::Result<()> {
+    writeln!(out, "cpu              {} cores", host.cores)?;
+    let gpus = &host.gpus;
+    for (index, gpu) in gpus.gpus.iter().enumerate() {
+        writeln!(out, "cuda:{index:<11} {:<42} {}", gpu.uuid, in_words(gpu))?;
+        for part in gpu.parts.iter().flatten() {
+            writeln!(out, "{:16} {:<42} {}", "", part.uuid, part.memory.map(free).unwrap_or_default())?;
+        }
+        for process in &gpu.processes {
+            let held = process.memory.map_or_else(String::new, |bytes| HumanBytes(bytes).to_string());
+            writeln!(out, "{:16} process {:<34} {held}", "", process.pid)?;
+        }
+    }
+    match (&gpus.unknown, &gpus.driver, &gpus.cuda) {
+        (Some(why), ..) => writeln!(out, "no GPUs: {why}")?,
+        (None, driver, cuda) => {
+            let known = |version: &Option<String>| version.clone().unwrap_or_else(|| "unknown".into());
+            writeln!(out, "driver {}, CUDA up to {}", known(driver), known(cuda))?;
+        }
+    }
+    match host.cuda {
+        None => writeln!(out, "this build has no CUDA: CPU workers only (`make cuda` makes one that has)")?,
+        Some(cuda) => {
+            let ((major, minor), (from_major, from_minor)) = (cuda.version, cuda.compute_capability);
+            writeln!(
+                out,
+                "this build has CUDA {major}.{minor}, for compute capability {from_major}.{from_minor} and later"
+            )?;
+        }
+    }
+    Ok(writeln!(out)?)
+}
+
+fn in_words(gpu: &Gpu) -> String {
+    let capability =
+        gpu.compute_capability.map(|(major, minor)| format!("compute capability {major}.{minor}"));
+    let near = gpu.numa_node.map(|node| format!("NUMA node {node}"));
+    let fault = gpu.fault.as_ref().map(|fault| format!("OUT OF ORDER: {fault}"));
+    let divided = gpu.parts.as_ref().map(|parts| format!("divided by MIG into {}", parts.len()));
+    let words = [Some(gpu.name.clone()), gpu.memory.map(free), capability, near, divided, fault];
+    words.into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
+fn free(memory: Memory) -> String {
+    format!("{} of {} free", HumanBytes(memory.free), HumanBytes(memory.total))
+}

@@ -1,0 +1,210 @@
+//! The GPUs of this host, as NVML shows them: what a `devices` entry means, and which GPU can take a
+//! worker. Pure but for `nvml`, which asks the driver. Never opens CUDA: a process that has may hold a
+//! context on each device.
+
+mod nvml;
+
+use serde::Serialize;
+
+/// What NVML says of this host.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Gpus {
+    /// In the order of their PCI bus ids: `cuda:0` is the first.
+    pub gpus: Vec<Gpu>,
+    /// The driver's version, such as 580.65.06.
+    pub driver: Option<String>,
+    /// The newest CUDA that the driver knows, such as 13.0.
+    pub cuda: Option<String>,
+    /// Why nothing is known, where NVML could not be asked.
+    pub unknown: Option<String>,
+}
+
+/// One GPU.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Gpu {
+    /// `GPU-…`.
+    pub uuid: String,
+    /// The card's name.
+    pub name: String,
+    /// Such as 00000000:17:00.0.
+    pub pci: Option<String>,
+    /// Major and minor.
+    pub compute_capability: Option<(i32, i32)>,
+    /// In bytes.
+    pub memory: Option<Memory>,
+    /// The memory node of the host that it is near to, where there are several.
+    pub numa_node: Option<u32>,
+    /// Who computes on it.
+    pub processes: Vec<Process>,
+    /// With MIG, its parts, which are what can be used then.
+    pub parts: Option<Vec<Part>>,
+    /// Why it cannot be used, in the driver's words.
+    pub fault: Option<String>,
+}
+
+/// A MIG device.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Part {
+    /// `MIG-…`.
+    pub uuid: String,
+    /// In bytes.
+    pub memory: Option<Memory>,
+}
+
+/// A device's memory, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Memory {
+    /// In all.
+    pub total: u64,
+    /// That nobody holds.
+    pub free: u64,
+}
+
+/// A process on a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Process {
+    /// Its id, as the host counts them: in a container it may be another.
+    pub pid: u32,
+    /// What it holds, in bytes, where the driver says so.
+    pub memory: Option<u64>,
+}
+
+impl Gpus {
+    /// Asks NVML; without a driver there are none, and `unknown` says why.
+    pub fn here() -> Self {
+        nvml::ask()
+    }
+
+    /// UUIDs of all that can be used: GPUs, or their parts where they are divided.
+    pub fn usable(&self) -> Vec<&str> {
+        let well = self.gpus.iter().filter(|gpu| gpu.fault.is_none());
+        well.flat_map(|gpu| match &gpu.parts {
+            None => vec![gpu.uuid.as_str()],
+            Some(parts) => parts.iter().map(|part| part.uuid.as_str()).collect(),
+        })
+        .collect()
+    }
+
+    /// The UUID that a `devices` entry means: `cuda:1`, or a UUID or its beginning.
+    ///
+    /// # Errors
+    /// Why it means none, in words.
+    pub fn resolve(&self, entry: &str) -> Result<&str, String> {
+        if let Some(why) = &self.unknown {
+            return Err(why.clone());
+        }
+        let uuid = if let Some(index) = entry.strip_prefix("cuda:") {
+            let index: usize = index.parse().map_err(|_| "after `cuda:` comes a number, from 0 on")?;
+            let gpu = self.gpus.get(index).ok_or_else(|| format!("there are {} GPUs", self.gpus.len()))?;
+            gpu.uuid.as_str()
+        } else if entry.starts_with("GPU-") || entry.starts_with("MIG-") {
+            let mut meant = self.uuids().filter(|uuid| uuid.starts_with(entry));
+            let first = meant.next().ok_or("there is none of this name")?;
+            if let Some(other) = meant.next() {
+                return Err(format!("{first} and {other} both begin so"));
+            }
+            first
+        } else {
+            return Err("a device is \"cpu\", \"cuda:0\", \"GPU-…\" or \"MIG-…\"".to_owned());
+        };
+        match self.gpus.iter().find(|gpu| gpu.uuid == uuid || gpu.has_part(uuid)) {
+            Some(Gpu { fault: Some(fault), .. }) => Err(format!("the driver says: {fault}")),
+            Some(Gpu { parts: Some(_), uuid: whole, .. }) if whole == uuid => {
+                Err("it is divided by MIG; name one of its parts".to_owned())
+            }
+            _ => Ok(uuid),
+        }
+    }
+
+    /// A device's memory.
+    pub fn memory_of(&self, uuid: &str) -> Option<Memory> {
+        self.gpus.iter().find_map(|gpu| {
+            let part = gpu.parts.iter().flatten().find(|part| part.uuid == uuid);
+            part.map_or_else(|| gpu.memory.filter(|_| gpu.uuid == uuid), |part| part.memory)
+        })
+    }
+
+    /// The GPU that a device is, or is a part of.
+    pub fn gpu_of(&self, uuid: &str) -> Option<&Gpu> {
+        self.gpus.iter().find(|gpu| gpu.uuid == uuid || gpu.has_part(uuid))
+    }
+
+    /// What there is, for an error message: entries that would do.
+    pub fn in_words(&self) -> String {
+        let gpu = |(index, gpu): (usize, &Gpu)| match (&gpu.fault, &gpu.parts) {
+            (Some(fault), _) => format!("cuda:{index} = {} (out of order: {fault})", gpu.uuid),
+            (None, None) => format!("cuda:{index} = {}", gpu.uuid),
+            (None, Some(parts)) => parts.iter().map(|part| part.uuid.as_str()).collect::<Vec<_>>().join(", "),
+        };
+        let mut words = vec!["cpu".to_owned()];
+        words.extend(self.gpus.iter().enumerate().map(gpu).filter(|words| !words.is_empty()));
+        words.join(", ")
+    }
+
+    fn uuids(&self) -> impl Iterator<Item = &str> {
+        self.gpus.iter().flat_map(|gpu| {
+            let parts = gpu.parts.iter().flatten().map(|part| part.uuid.as_str());
+            std::iter::once(gpu.uuid.as_str()).chain(parts)
+        })
+    }
+}
+
+impl Gpu {
+    fn has_part(&self, uuid: &str) -> bool {
+        self.parts.iter().flatten().any(|part| part.uuid == uuid)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(uuid: &str) -> Gpu {
+        Gpu { uuid: uuid.into(), ..Gpu::default() }
+    }
+
+    fn host() -> Gpus {
+        let part = |uuid: &str| Part { uuid: uuid.into(), memory: None };
+        let divided = Gpu { parts: Some(vec![part("MIG-1"), part("MIG-2")]), ..gpu("GPU-c") };
+        let broken = Gpu { fault: Some("GPU is lost".into()), ..gpu("GPU-dead") };
+        Gpus { gpus: vec![gpu("GPU-aa1"), gpu("GPU-aa2"), divided, broken], ..Gpus::default() }
+    }
+
+    #[test]
+    fn every_whole_gpu_and_every_part_of_a_divided_one_can_be_used_and_a_broken_one_cannot() {
+        assert_eq!(host().usable(), ["GPU-aa1", "GPU-aa2", "MIG-1", "MIG-2"]);
+    }
+
+    #[test]
+    fn an_entry_is_a_number_or_a_uuid_or_its_beginning() {
+        let host = host();
+        for (entry, uuid) in
+            [("cuda:1", "GPU-aa2"), ("GPU-aa1", "GPU-aa1"), ("MIG-2", "MIG-2"), ("GPU-aa2", "GPU-aa2")]
+        {
+            assert_eq!(host.resolve(entry), Ok(uuid), "{entry}");
+        }
+    }
+
+    #[test]
+    fn what_means_no_device_or_two_says_why() {
+        let host = host();
+        for (entry, why) in [
+            ("cuda:4", "there are 4 GPUs"),
+            ("cuda:x", "number"),
+            ("cuda:-1", "number"),
+            ("GPU-aa", "GPU-aa1 and GPU-aa2"),
+            ("GPU-z", "none of this name"),
+            ("MIG-", "MIG-1 and MIG-2"),
+            ("cuda:2", "divided by MIG"),
+            ("GPU-c", "divided by MIG"),
+            ("cuda:3", "GPU is lost"),
+            ("gpu", "a device is"),
+            ("", "a device is"),
+        ] {
+            let said = host.resolve(entry).unwrap_err();
+            assert!(said.contains(why), "{entry:?}: {said}");
+        }
+        let without = Gpus { unknown: Some("no driver".into()), ..Gpus::default() };
+        assert_eq!(without.resolve("cuda:0"), Err("no driver".into()));
+    }
+}

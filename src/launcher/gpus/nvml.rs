@@ -1,0 +1,157 @@
+//! Asks the NVIDIA driver through NVML, whose library is opened at run time. What it cannot say of one
+//! GPU is that GPU's fault and hides no other.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::Path;
+
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::{Device, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
+
+use super::{Gpu, Gpus, Memory, Part, Process};
+
+/// The driver's own file comes with every driver; the name without a number only with its development
+/// files.
+const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
+
+/// What the driver says.
+pub(super) fn ask() -> Gpus {
+    let nvml = match open() {
+        Ok(nvml) => nvml,
+        Err(error) => return Gpus { unknown: Some(in_words(&error)), ..Gpus::default() },
+    };
+    let count = match nvml.device_count() {
+        Ok(count) => count,
+        Err(error) => return Gpus { unknown: Some(in_words(&error)), ..Gpus::default() },
+    };
+    let mut gpus: Vec<Gpu> = (0..count).map(|index| gpu(&nvml, index)).collect();
+    // As CUDA counts them under CUDA_DEVICE_ORDER=PCI_BUS_ID; one that does not say comes last.
+    gpus.sort_by_key(|gpu| (gpu.pci.is_none(), gpu.pci.clone()));
+    let cuda = nvml.sys_cuda_driver_version().ok();
+    Gpus {
+        gpus,
+        driver: nvml.sys_driver_version().ok(),
+        cuda: cuda.map(|it| format!("{}.{}", cuda_driver_version_major(it), cuda_driver_version_minor(it))),
+        unknown: None,
+    }
+}
+
+fn open() -> Result<Nvml, NvmlError> {
+    let mut opened = Nvml::builder().lib_path(OsStr::new(LIBRARIES[0])).init();
+    if matches!(opened, Err(NvmlError::LibloadingError(_))) {
+        opened = Nvml::builder().lib_path(OsStr::new(LIBRARIES[1])).init();
+    }
+    opened
+}
+
+/// An error, with what to do.
+fn in_words(error: &NvmlError) -> String {
+    match error {
+        NvmlError::LibloadingError(_) => {
+            "no NVIDIA driver here (libnvidia-ml.so.1 is not found); install one, and in a container give \
+             it the GPUs (docker run --gpus all)"
+                .to_owned()
+        }
+        NvmlError::DriverNotLoaded => {
+            "the NVIDIA driver is installed but not loaded (modprobe nvidia; see dmesg)".to_owned()
+        }
+        NvmlError::NoPermission => {
+            "this user may not talk to the NVIDIA driver (/dev/nvidia* and /dev/nvidiactl)".to_owned()
+        }
+        NvmlError::LibRmVersionMismatch => {
+            "the loaded NVIDIA driver is of another version than its libraries; reboot after an update"
+                .to_owned()
+        }
+        other => format!("NVML: {other}"),
+    }
+}
+
+fn gpu(nvml: &Nvml, index: u32) -> Gpu {
+    let device = match nvml.device_by_index(index) {
+        Ok(device) => device,
+        Err(error) => {
+            let (uuid, fault) = (format!("number {index} of NVML"), Some(error.to_string()));
+            return Gpu { uuid, fault, ..Gpu::default() };
+        }
+    };
+    let (uuid, fault) = match device.uuid() {
+        Ok(uuid) => (uuid, lost(&device)),
+        Err(error) => (format!("number {index} of NVML"), Some(error.to_string())),
+    };
+    let pci = device.pci_info().ok().map(|pci| pci.bus_id);
+    Gpu {
+        uuid,
+        name: device.name().unwrap_or_default(),
+        numa_node: pci.as_deref().and_then(|pci| near(Path::new("/sys"), pci)),
+        pci,
+        compute_capability: device.cuda_compute_capability().ok().map(|it| (it.major, it.minor)),
+        memory: memory(&device),
+        processes: processes(&device),
+        parts: parts(&device),
+        fault,
+    }
+}
+
+/// The memory node that the kernel names for a PCI device; none on a host with one only. (NVML has a
+/// function of that name, which means GPUs that are nodes themselves.)
+fn near(sys: &Path, pci: &str) -> Option<u32> {
+    // NVML writes the domain with eight digits, the kernel with four.
+    let address = pci.get(pci.len().checked_sub("0000:00:00.0".len())?..)?.to_lowercase();
+    let node = fs::read_to_string(sys.join("bus/pci/devices").join(address).join("numa_node")).ok()?;
+    node.trim().parse().ok()
+}
+
+/// Whether it has fallen off the bus: then the driver still knows its name, and nothing else.
+fn lost(device: &Device<'_>) -> Option<String> {
+    match device.memory_info() {
+        Err(error @ (NvmlError::GpuLost | NvmlError::Unknown)) => Some(error.to_string()),
+        _ => None,
+    }
+}
+
+fn memory(device: &Device<'_>) -> Option<Memory> {
+    device.memory_info().ok().map(|info| Memory { total: info.total, free: info.free })
+}
+
+fn processes(device: &Device<'_>) -> Vec<Process> {
+    let known = device.running_compute_processes().unwrap_or_default();
+    let process = |it: nvml_wrapper::struct_wrappers::device::ProcessInfo| Process {
+        pid: it.pid,
+        memory: match it.used_gpu_memory {
+            UsedGpuMemory::Used(bytes) => Some(bytes),
+            UsedGpuMemory::Unavailable => None,
+        },
+    };
+    known.into_iter().map(process).collect()
+}
+
+/// Its MIG devices, if it is divided.
+fn parts(device: &Device<'_>) -> Option<Vec<Part>> {
+    const DIVIDED: u32 = 1;
+    device.mig_mode().ok().filter(|mode| mode.current == DIVIDED)?;
+    let places = 0..device.mig_device_count().unwrap_or(0);
+    // Places without a device answer with an error.
+    let found = places.filter_map(|place| device.mig_device_by_index(place).ok());
+    Some(found.filter_map(|part| Some(Part { uuid: part.uuid().ok()?, memory: memory(&part) })).collect())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a folder that cannot be made fails its test")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernel_says_which_memory_is_near() {
+        let sys = tempfile::tempdir().unwrap();
+        for (address, node) in [("0000:17:00.0", "1\n"), ("0000:ca:00.0", "-1\n")] {
+            let folder = sys.path().join("bus/pci/devices").join(address);
+            fs::create_dir_all(&folder).unwrap();
+            fs::write(folder.join("numa_node"), node).unwrap();
+        }
+        assert_eq!(near(sys.path(), "00000000:17:00.0"), Some(1));
+        assert_eq!(near(sys.path(), "00000000:CA:00.0"), None, "a host with one node");
+        assert_eq!(near(sys.path(), "00000000:99:00.0"), None);
+        assert_eq!(near(sys.path(), ""), None);
+    }
+}

@@ -1,0 +1,42 @@
+//! Opens the one GPU that this process is shown (`CUDA_VISIBLE_DEVICES`), and asks the driver which it
+//! is. CUDA's libraries are opened at run time; what is missing is said, and not found out by a panic.
+
+use std::panic::catch_unwind;
+
+use candle_core::Device;
+use candle_core::cuda_backend::cudarc;
+
+/// Libraries without which nothing is computed, and what to do where they are not.
+const NEEDED: [(&str, &str); 3] = [
+    ("cuda", "no NVIDIA driver here; install one, and in a container give it the GPUs"),
+    ("cublas", "CUDA 13's cuBLAS is not here; install CUDA's runtime libraries, or use an image with them"),
+    ("curand", "CUDA 13's cuRAND is not here; install CUDA's runtime libraries, or use an image with them"),
+];
+
+/// The device, and its UUID in the driver's words.
+///
+/// # Errors
+/// Why it cannot be opened.
+pub(super) fn open(asked: &str) -> Result<(Device, String), String> {
+    for (library, missing) in NEEDED {
+        if !is_here(library) {
+            return Err(format!("lib{library} is not found: {missing}"));
+        }
+    }
+    // Its own search for libraries panics, and it looks for further ones.
+    let opened =
+        catch_unwind(|| Device::new_cuda(0)).map_err(|_| "CUDA cannot be started here".to_owned())?;
+    let device = opened.map_err(|error| error.to_string())?;
+    let cuda = device.as_cuda_device().map_err(|error| error.to_string())?;
+    let uuid = cuda.cuda_stream().context().uuid().map_err(|error| format!("no UUID: {error}"))?;
+    let kind = if asked.starts_with("MIG-") { "MIG" } else { "GPU" };
+    let uuid = uuid::Uuid::from_bytes(uuid.bytes.map(|byte| byte.cast_unsigned()));
+    Ok((device, format!("{kind}-{uuid}")))
+}
+
+#[expect(unsafe_code, reason = "opening a library runs its initialisers; these are the driver's own")]
+fn is_here(library: &str) -> bool {
+    let mut names = cudarc::get_lib_name_candidates(library).into_iter();
+    // SAFETY: NVIDIA's libraries may be opened by any thread at any time; candle does so next.
+    names.any(|name| unsafe { libloading::Library::new(name) }.is_ok())
+}
