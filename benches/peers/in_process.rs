@@ -84,6 +84,7 @@ fn policy() -> anyhow::Result<Policy> {
     let assignment = Assignment {
         slot: String::new(),
         worker: String::new(),
+        numa_node: None,
         device: "cpu".into(),
         threads: 1,
         pool,

@@ -5,18 +5,18 @@ use std::io::Write;
 use indicatif::HumanBytes;
 use serde_json::json;
 
-use super::load;
+use super::{Registry, load};
 use crate::cli::Devices;
 use crate::config::Assignment;
+use crate::launcher::Host;
 use crate::launcher::gpus::{Gpu, Memory};
-use crate::launcher::{Host, plan};
 use crate::shutdown::Exit;
 
 /// Prints the devices, and then the plan; where settings name what is not here, that is the error.
-pub(super) fn run(arguments: &Devices) -> anyhow::Result<Exit> {
+pub(super) fn run(arguments: &Devices, registry: &Registry) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     let host = Host::here();
-    let planned = plan(&settings, &host);
+    let planned = registry.plan(&settings, &host);
     let mut out = std::io::stdout().lock();
     if arguments.json {
         let slots: Vec<_> = planned.iter().flatten().map(slot_json).collect();

@@ -2,17 +2,17 @@
 
 use anyhow::Context;
 
-use super::{load, start_logging};
+use super::{Registry, load, start_logging};
 use crate::cli::Settings;
 use crate::config::redact_url;
-use crate::launcher::{self, Host, plan};
+use crate::launcher::{self, Host};
 use crate::shutdown::{Exit, Patience, Stop, listen};
 
 /// Runs the service.
-pub(super) fn run(arguments: &Settings) -> anyhow::Result<Exit> {
+pub(super) fn run(arguments: &Settings, registry: &Registry) -> anyhow::Result<Exit> {
     let settings = load(arguments, &[])?.settings;
     start_logging(None);
-    let assignments = plan(&settings, &Host::here())?;
+    let assignments = registry.plan(&settings, &Host::here())?;
     let program = std::env::current_exe().context("where is this program?")?;
     for url in &settings.broker.urls {
         tracing::info!(broker = redact_url(url.expose()), pools = settings.pools.len(), "settings read");

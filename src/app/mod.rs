@@ -7,6 +7,7 @@ mod check_config;
 mod devices;
 mod launch;
 mod link;
+mod numa;
 mod producer;
 mod progress;
 mod publish;
@@ -42,14 +43,14 @@ pub fn main(registry: &Registry) -> ExitCode {
         }
     };
     let ended = match cli.command {
-        Command::Launch(settings) => launch::run(&settings),
+        Command::Launch(settings) => launch::run(&settings, registry),
         Command::Worker(arguments) => worker::run(&arguments, registry),
         Command::Publish(arguments) => publish::run(arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Stop(arguments) => stop::run(&arguments),
-        Command::RunBatch(arguments) => run_batch::run(&arguments),
+        Command::RunBatch(arguments) => run_batch::run(&arguments, registry),
         Command::CheckConfig(arguments) => check_config::run(&arguments),
-        Command::Devices(arguments) => devices::run(&arguments),
+        Command::Devices(arguments) => devices::run(&arguments, registry),
     };
     let exit = ended.unwrap_or_else(|error| {
         eprintln_error(&error);

@@ -6,20 +6,37 @@ use std::collections::BTreeMap;
 use futures_util::future::BoxFuture;
 
 use super::link;
-use crate::config::Assignment;
-use crate::model::Model;
+use crate::config::{Assignment, Settings};
+use crate::launcher::{Host, LaunchError, Needs, fit, plan};
 use crate::model::echo::Echo;
 use crate::model::sentence::SentenceEncoder;
+use crate::model::{Footprint, LoadSpec, Model};
 use crate::shutdown::Stop;
-use crate::worker::{self, Control, Ended, WorkerError};
+use crate::worker::{self, Control, Ended, WorkerError, load_spec};
 
 /// Runs a worker of one model type.
 pub(super) type Runner =
     for<'a> fn(&'a Assignment, Stop, &'a Control) -> BoxFuture<'a, Result<Ended, WorkerError>>;
 
+/// What a worker of one model type takes of its device.
+type Estimate = fn(&LoadSpec, usize) -> Option<Footprint>;
+
 /// The models that this program serves.
 pub struct Registry {
-    named: BTreeMap<String, Runner>,
+    named: BTreeMap<String, Served>,
+}
+
+/// One model type.
+#[derive(Clone, Copy)]
+struct Served {
+    run: Runner,
+    footprint: Estimate,
+}
+
+impl Served {
+    fn of<M: Model>() -> Self {
+        Self { run: run::<M>, footprint: M::footprint }
+    }
 }
 
 impl Default for Registry {
@@ -34,14 +51,29 @@ impl Registry {
     /// whole setting reaches [`Model::load`] as `LoadSpec::source`.
     #[must_use]
     pub fn with<M: Model>(mut self, name: &str) -> Self {
-        self.named.insert(name.to_owned(), run::<M>);
+        self.named.insert(name.to_owned(), Served::of::<M>());
         self
     }
 
     /// Who serves `model`.
     pub(super) fn runner(&self, model: &str) -> Runner {
+        self.served(model).run
+    }
+
+    /// The slots that settings mean on a host, if they fit it.
+    pub(super) fn plan(&self, settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchError> {
+        let slots = plan(settings, host)?;
+        fit(&slots, &host.gpus, |slot| {
+            let estimate = self.served(&slot.pool.model).footprint;
+            let Footprint { weights, working } = estimate(&load_spec(slot), slot.max_tokens())?;
+            Some(Needs { weights, working })
+        })?;
+        Ok(slots)
+    }
+
+    fn served(&self, model: &str) -> Served {
         let name = model.split([':', '?']).next().unwrap_or(model);
-        self.named.get(name).copied().unwrap_or(run::<SentenceEncoder>)
+        self.named.get(name).copied().unwrap_or_else(Served::of::<SentenceEncoder>)
     }
 }
 

@@ -18,12 +18,12 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
 use super::batch_file::{InputLine, InputLines, MAX_LINE, OrderedWriter, ResumePoint, claim};
-use super::{load, pool_named, progress, start_logging};
+use super::{Registry, load, pool_named, progress, start_logging};
 use crate::broker::Published;
 use crate::broker::embedded::{DeliveryLimit, EmbeddedBroker, LocalConsumer, QueueSpec};
 use crate::cli::RunBatch;
 use crate::config::{Pool, Secret, Settings};
-use crate::launcher::{self, Host, plan};
+use crate::launcher::{self, Host};
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
 use crate::protocol::reply::error_body;
 use crate::protocol::task::{SHUTDOWN, URL};
@@ -37,7 +37,7 @@ const WINDOW: usize = 4_096;
 const MAX_READY: usize = 1_024;
 
 /// Runs the file.
-pub(super) fn run(arguments: &RunBatch) -> anyhow::Result<Exit> {
+pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Exit> {
     let (settings, pool) = settings(arguments)?;
     start_logging(Some(QUIET));
     let (output, point) = files(arguments).context(Exit::Usage)?;
@@ -49,7 +49,7 @@ pub(super) fn run(arguments: &RunBatch) -> anyhow::Result<Exit> {
 
     let folder = std::env::temp_dir().join(format!("sconce-{}", uuid::Uuid::new_v4().simple()));
     let socket = folder.join("queue");
-    let mut assignments = plan(&settings, &Host::here())?;
+    let mut assignments = registry.plan(&settings, &Host::here())?;
     for assignment in &mut assignments {
         assignment.broker.urls = vec![Secret::new(format!("embedded:{}", socket.display()))];
     }

@@ -9,7 +9,7 @@ use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::Signal;
 
 use super::registry::Registry;
-use super::{load, pool_named, start_logging};
+use super::{load, numa, pool_named, start_logging};
 use crate::cli::Worker;
 use crate::config::Assignment;
 use crate::launcher::Host;
@@ -40,6 +40,9 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             (by_hand(arguments)?, Patience::SecondAborts)
         }
     };
+    if let Some(node) = assignment.numa_node {
+        numa::bind_near(node);
+    }
     // One thread: its tasks hand messages to each other, and waking another thread for that costs more
     // than what is done with them. What computes for long has threads of its own.
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
@@ -121,6 +124,7 @@ fn by_hand(arguments: &Worker) -> anyhow::Result<Assignment> {
         worker: format!("{}/{slot}", host.name),
         slot,
         device: arguments.device.clone(),
+        numa_node: None,
         threads: pool.threads.unwrap_or(host.cores),
         pool: pool.clone(),
         broker: settings.broker,

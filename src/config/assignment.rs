@@ -22,8 +22,11 @@ pub struct Assignment {
     pub slot: String,
     /// host/pool/index, as in replies.
     pub worker: String,
-    /// `cpu`, or the GPU.
+    /// `cpu`, or the GPU's UUID.
     pub device: String,
+    /// The memory node that the device is near to, on a host with several.
+    #[serde(default)]
+    pub numa_node: Option<u32>,
     /// Compute threads.
     pub threads: usize,
     /// The pool.

@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `gpus` | which GPUs there are, and what a `devices` entry means |
 //! | `plan` | which slots there are |
+//! | `fit` | whether they fit their devices' memory |
 //! | `slot` | what happens with one of them over time |
 //! | `child` | how a worker process is spawned and spoken to |
 //! | `deaths` | which tasks kill workers |
@@ -15,6 +16,7 @@
 
 mod child;
 mod deaths;
+mod fit;
 pub mod gpus;
 mod last_words;
 mod logs;
@@ -30,6 +32,7 @@ use crate::config::{Assignment, Launcher};
 use crate::shutdown::{Exit, Stop};
 use slot::{Slot, SlotEnd};
 
+pub use fit::{Needs, fit};
 pub use plan::{Cuda, Host, plan};
 pub use restart::{Death, Verdict, judge};
 
@@ -47,6 +50,24 @@ pub enum LaunchError {
         reason: String,
         /// What there is.
         here: String,
+    },
+    /// Its workers would not fit.
+    #[error(
+        "device {device:?}: too many copies: {workers} need {needed} together, and {free} of {total} are \
+         free; lower workers_per_device or batch.max_tokens, take pool.dtype = \"f16\", or see `sconce \
+         devices` for who holds the rest"
+    )]
+    Memory {
+        /// Its UUID.
+        device: String,
+        /// What each worker needs.
+        workers: String,
+        /// All of them.
+        needed: String,
+        /// What nobody holds.
+        free: String,
+        /// What the device has.
+        total: String,
     },
 }
 

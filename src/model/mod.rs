@@ -115,6 +115,13 @@ pub trait Model: Sized + 'static {
     /// [`LoadError`] ends the worker with the code for its variant.
     fn load(spec: &LoadSpec) -> Result<(Self, Self::Codec), LoadError>;
 
+    /// What a worker takes of its device's memory when it computes so many tokens at once, found without
+    /// loading anything. None: not known.
+    fn footprint(spec: &LoadSpec, tokens: usize) -> Option<Footprint> {
+        let _ = (spec, tokens);
+        None
+    }
+
     /// The device that was really opened: `cpu`, or the GPU's UUID.
     fn device(&self) -> String;
 
@@ -125,6 +132,15 @@ pub trait Model: Sized + 'static {
     /// # Errors
     /// [`ForwardError`] for what concerns the batch or the device rather than one input.
     fn forward(&mut self, inputs: &[&InputOf<Self>]) -> Result<Steps<Self>, ForwardError>;
+}
+
+/// Memory on a device, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Footprint {
+    /// Of the weights.
+    pub weights: u64,
+    /// Of the largest forward pass.
+    pub working: u64,
 }
 
 /// What a model is loaded from.

@@ -41,6 +41,16 @@ impl ModelFiles {
         Ok(Self { place: Place::Hub(Hub::open(source)?) })
     }
 
+    /// The same, where all files are on this host already; asks no network.
+    pub fn at_hand(source: &str) -> Option<Self> {
+        let files = Self::locate(source).ok()?;
+        let complete = match &files.place {
+            Place::Folder(_) => true,
+            Place::Hub(hub) => hub.is_cached(),
+        };
+        complete.then_some(files)
+    }
+
     /// The path of a file that the model cannot do without.
     ///
     /// # Errors

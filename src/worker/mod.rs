@@ -186,7 +186,8 @@ async fn load<M: Model>(
     Ok(Some((engine, loaded)))
 }
 
-fn load_spec(assignment: &Assignment) -> LoadSpec {
+/// What the model of an assignment is loaded from.
+pub fn load_spec(assignment: &Assignment) -> LoadSpec {
     let pool = &assignment.pool;
     LoadSpec {
         source: pool.model.clone(),

@@ -8,6 +8,7 @@
 mod codec;
 mod config;
 mod encoder;
+mod footprint;
 pub mod kernels;
 mod pooling;
 mod served;
@@ -27,7 +28,7 @@ use self::settings::SentenceSettings;
 use self::tokenize::TextTokenizer;
 use self::weights::Weights;
 use super::source::ModelFiles;
-use super::{Dtype, ForwardError, LoadError, LoadSpec, Model, Step, Steps, device};
+use super::{Dtype, Footprint, ForwardError, LoadError, LoadSpec, Model, Step, Steps, device};
 use crate::protocol::{TaskError, TaskErrorKind};
 
 /// A sentence-embedding model on one device.
@@ -62,6 +63,10 @@ impl Model for SentenceEncoder {
         };
         let (pooling, hidden) = (settings.pooling, config.hidden);
         Ok((Self { encoder, pooling, hidden, device: opened }, codec))
+    }
+
+    fn footprint(spec: &LoadSpec, tokens: usize) -> Option<Footprint> {
+        footprint::footprint(spec, tokens)
     }
 
     fn device(&self) -> String {

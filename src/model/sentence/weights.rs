@@ -53,6 +53,11 @@ impl Weights {
         Ok(Self { path, bytes, data, metadata, prefix, device: device.clone(), dtype })
     }
 
+    /// Numbers in all tensors.
+    pub fn numbers(&self) -> usize {
+        self.metadata.tensors().values().map(|tensor| tensor.shape.iter().product::<usize>()).sum()
+    }
+
     /// The tensor `name`; its shape must be `shape`.
     ///
     /// # Errors

@@ -85,13 +85,18 @@ impl Hub {
         if let Some(path) = self.cached(name) {
             return Ok(Some(path));
         }
-        if self.cached(LAST).is_some() {
+        if self.is_cached() {
             return Ok(None);
         }
         if self.offline {
             return Err(self.failed("is not in the cache, and HF_HUB_OFFLINE is set"));
         }
         self.fetch(name)
+    }
+
+    /// The cache holds all files.
+    pub fn is_cached(&self) -> bool {
+        self.cached(LAST).is_some()
     }
 
     fn cached(&self, name: &str) -> Option<PathBuf> {

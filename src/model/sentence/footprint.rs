@@ -1,0 +1,62 @@
+//! What a worker takes of its device's memory, from the model's files alone: for the launcher, which
+//! loads nothing.
+
+use candle_core::Device;
+
+use super::candle_dtype;
+use super::config::NetworkConfig;
+use super::weights::Weights;
+use crate::model::source::ModelFiles;
+use crate::model::{Footprint, LoadSpec};
+
+/// Of a forward pass over so many tokens; none where the model's files are not on this host yet or are
+/// not what they should be, which the worker finds out and says.
+pub(super) fn footprint(spec: &LoadSpec, tokens: usize) -> Option<Footprint> {
+    let files = ModelFiles::at_hand(&spec.source)?;
+    let config = NetworkConfig::read(&files, &spec.source).ok()?;
+    let path = files.required("model.safetensors").ok()?;
+    let dtype = candle_dtype(spec.dtype);
+    let weights = Weights::read(path, config.family.base(), &Device::Cpu, dtype).ok()?;
+    Some(Footprint {
+        weights: (weights.numbers() * dtype.size_in_bytes()) as u64,
+        working: (tokens * numbers_a_token(&config) * size_of::<f32>()) as u64,
+    })
+}
+
+/// Numbers that live at once for each token, at most, when candle's operations compute a layer on a
+/// device, of which each makes a new tensor: of attention the rows, queries, keys, values and two rounds
+/// of scores with the longest text, of the feed-forward half the rows and the inner ones before and
+/// after the activation. Counted as f32, in which candle computes where it matters.
+fn numbers_a_token(config: &NetworkConfig) -> usize {
+    let attention = 6 * config.hidden + 2 * config.heads * config.positions;
+    let feed_forward = 3 * config.hidden + 3 * config.inner;
+    attention.max(feed_forward)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a fixture that cannot be read fails its test")]
+mod tests {
+    use super::*;
+    use crate::config::Dtype;
+
+    fn of(source: &str, dtype: Dtype, tokens: usize) -> Option<Footprint> {
+        let (source, device) = (source.to_owned(), "GPU-a".to_owned());
+        footprint(&LoadSpec { source, served_names: Vec::new(), device, max_inputs: 1, dtype }, tokens)
+    }
+
+    #[test]
+    fn half_precision_halves_the_weights_and_a_batch_takes_room_by_its_tokens() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tiny-bert-cls");
+        let full = of(folder, Dtype::F32, 1_000).unwrap();
+        let half = of(folder, Dtype::F16, 2_000).unwrap();
+        let file = std::fs::metadata(format!("{folder}/model.safetensors")).unwrap().len();
+        assert!(full.weights <= file && full.weights > file * 3 / 4, "{full:?} of a file of {file} bytes");
+        assert_eq!((half.weights, half.working), (full.weights / 2, 2 * full.working));
+    }
+
+    #[test]
+    fn of_a_model_that_is_not_here_nothing_is_known() {
+        assert_eq!(of("/no/such/folder", Dtype::F32, 1), None);
+        assert_eq!(of("nobody/no-such-model-of-sconce", Dtype::F32, 1), None);
+    }
+}
