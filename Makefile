@@ -7,13 +7,16 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build models demo test test-rabbitmq-4 soak bench bench-parts fuzz lint fmt image
+.PHONY: help build cuda models demo test test-rabbitmq-4 soak bench bench-parts fuzz lint fmt image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 build: ## the program: target/release/sconce
 	$(CARGO) build --release --locked
+
+cuda: ## with CUDA in it, without a toolkit: target/cuda/release/sconce; CUDA_COMPUTE_CAP=80
+	scripts/build-cuda
 
 models: ## fetch the default model into models/
 	scripts/fetch-model

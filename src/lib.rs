@@ -21,7 +21,7 @@
 //! | 2 | [`model`] | loading on a device, preparing a task, the forward pass |
 //! | 2 | [`broker`] | deliver, publish with confirm, settle, reconnect |
 //! | 3 | [`worker`] | intake → prepare → batch → forward → settle; the drain |
-//! | 3 | [`launcher`] | plan slots, spawn, watch, restart, stop |
+//! | 3 | [`launcher`] | discover devices, plan slots, spawn, watch, restart, stop |
 //! | 4 | [`cli`], [`app`] | the command line; the wiring of concrete types |
 //!
 //! `worker` and `launcher` never import each other: control lines are all they share.

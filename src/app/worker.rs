@@ -1,6 +1,7 @@
 //! `sconce worker`: under a launcher, with the assignment from its stdin; or by hand.
 
 use std::io::{self, BufRead, Read};
+use std::os::unix::process::CommandExt;
 use std::thread;
 use std::time::Duration;
 
@@ -18,6 +19,8 @@ use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
 use crate::worker::{Control, Ended, KnownDeaths, Reporter, WorkerError};
 
+/// What CUDA shows a process.
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// Of the thread that takes messages. See `launcher::child` for lapin's.
 const STACK: usize = 64 << 20;
 /// How long the last control line may take.
@@ -119,16 +122,32 @@ fn by_hand(arguments: &Worker) -> anyhow::Result<Assignment> {
     let settings = load(&arguments.settings, &[])?.settings;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let host = Host::here();
+    let device = own_device(&arguments.device, &pool.name, &host)?;
     let slot = arguments.slot.clone().unwrap_or_else(|| format!("{}/by-hand", pool.name));
     Ok(Assignment {
         worker: format!("{}/{slot}", host.name),
         slot,
-        device: arguments.device.clone(),
-        numa_node: None,
+        numa_node: host.gpus.gpu_of(&device).and_then(|gpu| gpu.numa_node),
+        device,
         threads: pool.threads.unwrap_or(host.cores),
         pool: pool.clone(),
         broker: settings.broker,
     })
+}
+
+/// The device of a worker by hand. A GPU's is started anew, to be shown that GPU alone, as a launcher does.
+fn own_device(asked: &str, pool: &str, host: &Host) -> anyhow::Result<String> {
+    if asked == "cpu" {
+        return Ok(asked.to_owned());
+    }
+    let uuid = host.device(asked, pool)?;
+    if std::env::var(VISIBLE).as_deref() != Ok(&uuid) {
+        let program = std::env::current_exe().context("where is this program?")?;
+        let mut anew = std::process::Command::new(program);
+        anew.args(std::env::args_os().skip(1)).env(VISIBLE, &uuid).env("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
+        return Err(anew.exec()).context("starting the worker anew, to be shown its own GPU alone");
+    }
+    Ok(uuid)
 }
 
 /// Follows the launcher's commands, on a thread of its own: stdin blocks, and when the launcher is

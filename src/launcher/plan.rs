@@ -55,6 +55,23 @@ impl Host {
         }
     }
 
+    /// The UUID of the GPU that a `devices` entry of a pool means.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`] for one that is not here, or that this program cannot compute on.
+    pub fn device(&self, entry: &str, pool: &str) -> Result<String, LaunchError> {
+        let uuid = self.gpus.resolve(entry).map_err(|why| self.refused(entry, pool, why))?;
+        match self.refuses(uuid) {
+            Some(why) => Err(self.refused(entry, pool, why)),
+            None => Ok(uuid.to_owned()),
+        }
+    }
+
+    fn refused(&self, device: &str, pool: &str, reason: String) -> LaunchError {
+        let (device, pool) = (device.to_owned(), pool.to_owned());
+        LaunchError::Device { pool, device, reason, here: self.gpus.in_words() }
+    }
+
     /// Why this program cannot compute on a GPU, if it cannot.
     fn refuses(&self, uuid: &str) -> Option<String> {
         let Some(cuda) = self.cuda else {
@@ -125,12 +142,7 @@ fn version(text: &str) -> Option<(i32, i32)> {
 }
 
 fn devices_of(pool: &Pool, host: &Host, share: usize) -> Result<Vec<String>, LaunchError> {
-    let refused = |device: &str, reason: String| LaunchError::Device {
-        pool: pool.name.clone(),
-        device: device.to_owned(),
-        reason,
-        here: host.gpus.in_words(),
-    };
+    let refused = |device: &str, reason: String| host.refused(device, &pool.name, reason);
     let listed = match &pool.devices {
         Devices::Auto => return automatic(host, share).map_err(|(device, why)| refused(&device, why)),
         Devices::List(listed) => listed,
@@ -141,15 +153,12 @@ fn devices_of(pool: &Pool, host: &Host, share: usize) -> Result<Vec<String>, Lau
             devices.push(CPU.to_owned());
             continue;
         }
-        let uuid = host.gpus.resolve(entry).map_err(|why| refused(entry, why))?;
-        if let Some(why) = host.refuses(uuid) {
-            return Err(refused(entry, why));
-        }
-        if devices.iter().any(|device| device == uuid) {
+        let uuid = host.device(entry, &pool.name)?;
+        if devices.contains(&uuid) {
             let why = format!("it is {uuid}, which is there already; workers_per_device runs several on one");
             return Err(refused(entry, why));
         }
-        devices.push(uuid.to_owned());
+        devices.push(uuid);
     }
     Ok(devices)
 }
