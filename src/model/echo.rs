@@ -146,6 +146,10 @@ impl Codec for EchoCodec {
         Some(Message { body: "{}".into(), ..Message::default() })
     }
 
+    fn is_brief(&self, bytes: usize, _: usize) -> bool {
+        bytes <= 4 << 10
+    }
+
     fn prepare(&self, message: &Message) -> Result<Prepared<Self>, TaskError> {
         let (body, whole) = decode(&message.body)?;
         let sleep = body.sleep_ms.unwrap_or(0);

@@ -9,8 +9,8 @@
 //! - the [`Model`] owns weights and device. It is made on the thread that will run it and stays
 //!   there for life, so it need not be `Send`; nothing of it is global or inherited.
 //! - its [`Codec`] holds what turns bytes into inputs and outputs into bytes (a tokenizer, an image
-//!   decoder). It is shared by the prepare and respond threads, which work on the next and the last
-//!   batch while the model computes this one.
+//!   decoder). It is shared by the threads that work on the next and the last batch while the model
+//!   computes this one.
 //!
 //! **Inputs that are not text.** `prepare` gets the whole message: body, content type and headers.
 //! A model of images lists `image/png` in [`Codec::content_types`] and decodes the body; its
@@ -50,8 +50,7 @@ pub struct Prepared<C: Codec + ?Sized> {
     pub inputs: Vec<Costed<C::Input>>,
 }
 
-/// Turns messages into inputs and outputs into reply bodies. Runs beside the model, on the worker's
-/// prepare and respond threads.
+/// Turns messages into inputs and outputs into reply bodies. Runs beside the model, on other threads.
 pub trait Codec: Send + Sync + 'static {
     /// What `respond` needs of a task: its encoding, its dimensions.
     type Request: Send + 'static;
@@ -74,6 +73,14 @@ pub trait Codec: Send + Sync + 'static {
     /// worker ends instead of answering tasks with errors. None: no such proof, and inputs are blamed.
     fn known_input(&self) -> Option<Message> {
         None
+    }
+
+    /// Whether a body of so many bytes, with so many inputs, is prepared and answered in a fraction of a
+    /// millisecond. Then that is done where the worker's messages come and go, which for so long have to
+    /// wait; what takes longer has threads of its own, and waits until those have woken.
+    fn is_brief(&self, bytes: usize, inputs: usize) -> bool {
+        let _ = (bytes, inputs);
+        false
     }
 
     /// Decodes a task and makes its inputs.

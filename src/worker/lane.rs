@@ -13,25 +13,13 @@ use super::forward::panic_words;
 /// Work that waits for the thread.
 const WAITING: usize = 64;
 
-/// A message so short, in bytes, of so few inputs, is prepared and answered in a tenth of a
-/// millisecond or so.
-const SHORT: usize = 4 << 10;
-const FEW: usize = 4;
-
 type Work = Box<dyn FnOnce() + Send>;
 
-/// How long a piece of work may take.
+/// How long a piece of work takes; [`Codec::is_brief`](crate::model::Codec::is_brief) says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Effort {
     Brief,
     Long,
-}
-
-impl Effort {
-    /// To read a message of so many bytes, or to answer it for so many inputs.
-    pub(super) fn of(bytes: usize, inputs: usize) -> Self {
-        if bytes <= SHORT && inputs <= FEW { Self::Brief } else { Self::Long }
-    }
 }
 
 /// A thread that does one thing after the other.
@@ -97,8 +85,7 @@ mod tests {
     async fn what_may_take_long_leaves_the_callers_thread() {
         let lane = Lane::start("test").unwrap();
         let thread_of = |effort| lane.run(effort, || thread::current().name().map(str::to_owned));
-        assert_eq!(thread_of(Effort::of(SHORT + 1, 1)).await, Ok(Some("test".into())));
-        assert_eq!(thread_of(Effort::of(1, FEW + 1)).await, Ok(Some("test".into())));
-        assert_ne!(thread_of(Effort::of(SHORT, FEW)).await, Ok(Some("test".into())));
+        assert_eq!(thread_of(Effort::Long).await, Ok(Some("test".into())));
+        assert_ne!(thread_of(Effort::Brief).await, Ok(Some("test".into())));
     }
 }

@@ -109,7 +109,7 @@ impl<C: Codec> Shared<C> {
         let began = Instant::now();
         let (codec, own) = (self.codec.clone(), task.clone());
         let preparation = move || codec.prepare(&own.message);
-        let effort = Effort::of(task.message.body.len(), 1);
+        let effort = self.effort(task, 1);
         let prepared = self.beside_others(suspect, self.prepare.run(effort, preparation)).await;
         let Prepared { request, inputs } = prepared.map_err(internal)??;
         receipt.prepare_ms = ms(began);
@@ -119,7 +119,7 @@ impl<C: Codec> Shared<C> {
         self.prefetch.prepared(inputs.len(), inputs.iter().map(|input| input.tokens).sum());
         let prepared = Instant::now();
         let computed = ticket.expect(inputs.len());
-        let effort = Effort::of(task.message.body.len(), inputs.len());
+        let effort = self.effort(task, inputs.len());
         let items = inputs.into_iter().enumerate().map(|(index, costed)| Item {
             input: costed.input,
             tokens: costed.tokens,
@@ -139,6 +139,10 @@ impl<C: Codec> Shared<C> {
         let (codec, outputs) = (self.codec.clone(), computed.outputs?);
         let response = move || codec.respond(request, outputs);
         self.beside_others(suspect, self.respond.run(effort, response)).await.map_err(internal)?
+    }
+
+    fn effort(&self, task: &Task, inputs: usize) -> Effort {
+        if self.codec.is_brief(task.message.body.len(), inputs) { Effort::Brief } else { Effort::Long }
     }
 
     /// Does something of a task on a lane: while no other is in quarantine, if it is not there itself.
