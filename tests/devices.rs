@@ -24,14 +24,11 @@ fn driver() -> tempfile::TempDir {
     folder
 }
 
-fn sconce(libraries: Option<&Path>, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
+fn sconce(libraries: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));
     command.args(arguments).env_remove("SCONCE_CONFIG").env_remove("AMQP_URL");
     command.envs(variables.iter().copied());
-    if let Some(folder) = libraries {
-        command.env("LD_LIBRARY_PATH", folder);
-    }
-    command.output().unwrap()
+    command.env("LD_LIBRARY_PATH", libraries).output().unwrap()
 }
 
 fn report(output: &Output) -> Value {
@@ -45,7 +42,7 @@ fn said(output: &Output) -> String {
 #[test]
 fn gpus_are_counted_by_their_bus_with_their_parts_and_what_is_wrong_with_them() {
     let driver = driver();
-    let output = sconce(Some(driver.path()), &["devices", "--json"], &[]);
+    let output = sconce(driver.path(), &["devices", "--json"], &[]);
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     let nvidia = &report(&output)["nvidia"];
     let column = |name: &str| -> Vec<Value> {
@@ -64,7 +61,7 @@ fn gpus_are_counted_by_their_bus_with_their_parts_and_what_is_wrong_with_them() 
 #[test]
 fn a_person_reads_the_same() {
     let driver = driver();
-    let output = sconce(Some(driver.path()), &["devices"], &[]);
+    let output = sconce(driver.path(), &["devices"], &[]);
     let text = String::from_utf8(output.stdout).unwrap();
     for words in [
         "cuda:0",
@@ -96,13 +93,28 @@ fn a_launcher_refuses_what_is_no_device_here_and_lists_what_is() {
         ("tpu", "a device is"),
     ] {
         let devices = format!("pool[0].devices=[\"{entry}\"]");
-        let output = sconce(Some(driver.path()), &["launch", "--set", &devices], &[]);
+        let output = sconce(driver.path(), &["launch", "--set", &devices], &[]);
         let said = said(&output);
         assert_eq!(output.status.code(), Some(78), "{said}");
         for words in [why, &format!("{entry:?}"), &format!("cuda:0 = {WHOLE}"), PARTS[0]] {
             assert!(said.contains(words), "{entry}: {words:?} is not in {said}");
         }
     }
+}
+
+/// Files of these names that are no libraries, so that a driver of this machine is not found either.
+#[test]
+fn a_machine_without_a_driver_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["libnvidia-ml.so.1", "libnvidia-ml.so"] {
+        std::fs::write(folder.path().join(name), "").unwrap();
+    }
+    let output = sconce(folder.path(), &["devices"], &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    assert!(String::from_utf8(output.stdout).unwrap().contains("no NVIDIA driver here"));
+    let output = sconce(folder.path(), &["launch", "--set", "pool[0].devices=[\"cuda:0\"]"], &[]);
+    assert_eq!(output.status.code(), Some(78));
+    assert!(said(&output).contains("no NVIDIA driver here"), "{}", said(&output));
 }
 
 /// Error numbers of nvml.h.
@@ -113,7 +125,7 @@ fn each_way_to_have_no_driver_has_its_own_words() {
     for (number, why) in
         [("9", "not loaded"), ("4", "may not talk"), ("18", "reboot after an update"), ("999", "NVML")]
     {
-        let output = sconce(Some(folder.path()), &asked, &[("NVML_FAILS", number)]);
+        let output = sconce(folder.path(), &asked, &[("NVML_FAILS", number)]);
         assert_eq!(output.status.code(), Some(78));
         let unknown = report(&output)["nvidia"]["unknown"].to_string();
         assert!(unknown.contains(why), "{number}: {unknown}");

@@ -89,7 +89,7 @@ mod tests {
         let gpu = Gpu { uuid: "GPU-a".into(), memory, ..Gpu::default() };
         let gpus = Gpus { gpus: vec![gpu], ..Gpus::default() };
         let cuda = Some(Cuda { version: (13, 0), compute_capability: (8, 0) });
-        let host = Host { name: "host".into(), cores: 4, gpus, cuda };
+        let host = Host { name: "host".into(), cores: 4, gpus, visible: None, cuda };
         let flags = [("pool[0].devices", "cuda:0,cpu"), ("pool[0].workers_per_device", workers)];
         let flags = flags.map(|(path, value)| (path.to_owned(), value.to_owned()));
         let settings = config::load(&[], [], &flags).unwrap().settings;
@@ -114,7 +114,7 @@ mod tests {
             Gpus { gpus: vec![gpu], ..Gpus::default() }
         };
         let cuda = Some(Cuda { version: (13, 0), compute_capability: (8, 0) });
-        let host = Host { name: "host".into(), cores: 1, gpus: known(CONTEXT), cuda };
+        let host = Host { name: "host".into(), cores: 1, gpus: known(CONTEXT), visible: None, cuda };
         let flags = [("pool[0].devices".to_owned(), "cuda:0".to_owned())];
         let assignments = plan(&config::load(&[], [], &flags).unwrap().settings, &host).unwrap();
         assert!(fit(&assignments, &host.gpus, |_| None).is_ok());

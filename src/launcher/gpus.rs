@@ -6,6 +6,9 @@ mod nvml;
 
 use serde::Serialize;
 
+/// A GPU on which MIG is switched on, and no part made.
+const WITHOUT_PARTS: &str = "MIG is on and it has no parts";
+
 /// What NVML says of this host.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Gpus {
@@ -17,6 +20,8 @@ pub struct Gpus {
     pub cuda: Option<String>,
     /// Why nothing is known, where NVML could not be asked.
     pub unknown: Option<String>,
+    /// A driver is installed, though it may not answer.
+    pub installed: bool,
 }
 
 /// One GPU.
@@ -90,14 +95,14 @@ impl Gpus {
     /// # Errors
     /// Why it means none, in words.
     pub fn resolve(&self, entry: &str) -> Result<&str, String> {
-        if let Some(why) = &self.unknown {
-            return Err(why.clone());
-        }
+        let known = || self.unknown.as_ref().map_or(Ok(()), |why| Err(why.clone()));
         let uuid = if let Some(index) = entry.strip_prefix("cuda:") {
             let index: usize = index.parse().map_err(|_| "after `cuda:` comes a number, from 0 on")?;
+            known()?;
             let gpu = self.gpus.get(index).ok_or_else(|| format!("there are {} GPUs", self.gpus.len()))?;
             gpu.uuid.as_str()
         } else if entry.starts_with("GPU-") || entry.starts_with("MIG-") {
+            known()?;
             let mut meant = self.uuids().filter(|uuid| uuid.starts_with(entry));
             let first = meant.next().ok_or("there is none of this name")?;
             if let Some(other) = meant.next() {
@@ -109,9 +114,10 @@ impl Gpus {
         };
         match self.gpus.iter().find(|gpu| gpu.uuid == uuid || gpu.has_part(uuid)) {
             Some(Gpu { fault: Some(fault), .. }) => Err(format!("the driver says: {fault}")),
-            Some(Gpu { parts: Some(_), uuid: whole, .. }) if whole == uuid => {
-                Err("it is divided by MIG; name one of its parts".to_owned())
-            }
+            Some(Gpu { parts: Some(parts), uuid: whole, .. }) if whole == uuid => Err(match parts[..] {
+                [] => format!("{WITHOUT_PARTS}: make some (nvidia-smi mig -cgi … -C), or end MIG (-mig 0)"),
+                _ => "it is divided by MIG; name one of its parts".to_owned(),
+            }),
             _ => Ok(uuid),
         }
     }
@@ -134,10 +140,13 @@ impl Gpus {
         let gpu = |(index, gpu): (usize, &Gpu)| match (&gpu.fault, &gpu.parts) {
             (Some(fault), _) => format!("cuda:{index} = {} (out of order: {fault})", gpu.uuid),
             (None, None) => format!("cuda:{index} = {}", gpu.uuid),
+            (None, Some(parts)) if parts.is_empty() => {
+                format!("cuda:{index} = {} ({WITHOUT_PARTS})", gpu.uuid)
+            }
             (None, Some(parts)) => parts.iter().map(|part| part.uuid.as_str()).collect::<Vec<_>>().join(", "),
         };
         let mut words = vec!["cpu".to_owned()];
-        words.extend(self.gpus.iter().enumerate().map(gpu).filter(|words| !words.is_empty()));
+        words.extend(self.gpus.iter().enumerate().map(gpu));
         words.join(", ")
     }
 
@@ -166,8 +175,9 @@ mod tests {
     fn host() -> Gpus {
         let part = |uuid: &str| Part { uuid: uuid.into(), memory: None };
         let divided = Gpu { parts: Some(vec![part("MIG-1"), part("MIG-2")]), ..gpu("GPU-c") };
+        let bare = Gpu { parts: Some(Vec::new()), ..gpu("GPU-bare") };
         let broken = Gpu { fault: Some("GPU is lost".into()), ..gpu("GPU-dead") };
-        Gpus { gpus: vec![gpu("GPU-aa1"), gpu("GPU-aa2"), divided, broken], ..Gpus::default() }
+        Gpus { gpus: vec![gpu("GPU-aa1"), gpu("GPU-aa2"), divided, broken, bare], ..Gpus::default() }
     }
 
     #[test]
@@ -189,7 +199,7 @@ mod tests {
     fn what_means_no_device_or_two_says_why() {
         let host = host();
         for (entry, why) in [
-            ("cuda:4", "there are 4 GPUs"),
+            ("cuda:5", "there are 5 GPUs"),
             ("cuda:x", "number"),
             ("cuda:-1", "number"),
             ("GPU-aa", "GPU-aa1 and GPU-aa2"),
@@ -199,6 +209,7 @@ mod tests {
             ("GPU-c", "divided by MIG"),
             ("cuda:3", "GPU is lost"),
             ("gpu", "a device is"),
+            ("GPU-bare", "no parts"),
             ("", "a device is"),
         ] {
             let said = host.resolve(entry).unwrap_err();
@@ -206,5 +217,6 @@ mod tests {
         }
         let without = Gpus { unknown: Some("no driver".into()), ..Gpus::default() };
         assert_eq!(without.resolve("cuda:0"), Err("no driver".into()));
+        assert!(without.resolve("cup").unwrap_err().contains("a device is"), "the entry first");
     }
 }

@@ -1,5 +1,4 @@
-//! Plans the slots: pools × devices × workers. Pure: what the host has is passed in. Never opens a
-//! device, and never takes another than the one that was asked for.
+//! Plans the slots: pools × devices × workers. What the host has is passed in. Never opens a device, and never takes another than the one that was asked for.
 
 use std::collections::HashMap;
 
@@ -21,6 +20,8 @@ pub struct Host {
     pub cores: usize,
     /// Its GPUs.
     pub gpus: Gpus,
+    /// `CUDA_VISIBLE_DEVICES`, where somebody has set it for this launcher: what `auto` may take.
+    pub visible: Option<String>,
     /// The CUDA in this program; none: it computes on CPUs only.
     pub cuda: Option<Cuda>,
 }
@@ -51,6 +52,7 @@ impl Host {
             name: name.unwrap_or_else(|| "localhost".into()),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             gpus: Gpus::here(),
+            visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
             cuda: Cuda::of_this_build(),
         }
     }
@@ -65,6 +67,19 @@ impl Host {
             Some(why) => Err(self.refused(entry, pool, why)),
             None => Ok(uuid.to_owned()),
         }
+    }
+
+    /// What `CUDA_VISIBLE_DEVICES` names: numbers or UUIDs.
+    fn shown(&self, visible: &str) -> Result<Vec<String>, (String, String)> {
+        let entries = visible.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+        let uuid = |entry: &str| {
+            let number = entry.bytes().all(|byte| byte.is_ascii_digit());
+            let entry = if number { format!("cuda:{entry}") } else { entry.to_owned() };
+            let refused = |why| (format!("auto, of CUDA_VISIBLE_DEVICES={visible}"), why);
+            let uuid = self.gpus.resolve(&entry).map_err(refused)?;
+            self.refuses(uuid).map_or(Ok(uuid.to_owned()), |why| Err(refused(why)))
+        };
+        entries.map(uuid).collect()
     }
 
     fn refused(&self, device: &str, pool: &str, reason: String) -> LaunchError {
@@ -166,16 +181,33 @@ fn devices_of(pool: &Pool, host: &Host, share: usize) -> Result<Vec<String>, Lau
 /// Every GPU; where there is none, a share of the cores.
 fn automatic(host: &Host, share: usize) -> Result<Vec<String>, (String, String)> {
     let usable = host.gpus.usable();
-    if host.gpus.gpus.is_empty() {
-        return Ok(vec![CPU.to_owned(); share]);
-    }
+    let cpus = || vec![CPU.to_owned(); share];
     if host.cuda.is_none() {
-        // Not a fall-back: this program never computes on anything else.
-        tracing::warn!(gpus = usable.len(), "this build of sconce has no CUDA and leaves the GPUs alone");
-        return Ok(vec![CPU.to_owned(); share]);
+        if !host.gpus.gpus.is_empty() {
+            // Not a fall-back: this program never computes on anything else.
+            tracing::warn!(gpus = usable.len(), "this build of sconce has no CUDA and leaves the GPUs alone");
+        }
+        return Ok(cpus());
     }
-    if usable.is_empty() {
-        return Err(("auto".to_owned(), "none of the GPUs can be used".to_owned()));
+    if let Some(visible) = &host.visible {
+        return host.shown(visible).map(|shown| if shown.is_empty() { cpus() } else { shown });
+    }
+    match &host.gpus.unknown {
+        Some(why) if host.gpus.installed => return Err(("auto".to_owned(), why.clone())),
+        Some(why) => {
+            tracing::warn!(why, "no GPUs; computing on CPUs");
+            return Ok(cpus());
+        }
+        None if host.gpus.gpus.is_empty() => return Ok(cpus()),
+        None if usable.is_empty() => {
+            return Err(("auto".to_owned(), "none of the GPUs can be used".to_owned()));
+        }
+        None => {}
+    }
+    for gpu in &host.gpus.gpus {
+        if let Some(fault) = &gpu.fault {
+            tracing::warn!(device = gpu.uuid, fault, "a GPU is out of order and left out");
+        }
     }
     match usable.iter().find_map(|uuid| Some(((*uuid).to_owned(), host.refuses(uuid)?))) {
         Some(refused) => Err(refused),
@@ -198,7 +230,10 @@ mod tests {
     }
 
     fn planned(cores: usize, flags: &[(&str, &str)]) -> Result<Vec<Assignment>, LaunchError> {
-        planned_on(&Host { name: "host".into(), cores, gpus: Gpus::default(), cuda: None }, flags)
+        planned_on(
+            &Host { name: "host".into(), cores, gpus: Gpus::default(), visible: None, cuda: None },
+            flags,
+        )
     }
 
     /// A host with two cards, and a program for them.
@@ -209,8 +244,9 @@ mod tests {
             driver: Some("580.65.06".into()),
             cuda: Some("13.0".into()),
             unknown: None,
+            installed: true,
         };
-        Host { name: "host".into(), cores: 8, gpus, cuda: Some(CUDA) }
+        Host { name: "host".into(), cores: 8, gpus, visible: None, cuda: Some(CUDA) }
     }
 
     fn devices(host: &Host, listed: &str) -> Result<Vec<String>, String> {
@@ -247,6 +283,26 @@ mod tests {
         assert!(error.contains("none of the GPUs") && error.contains("GPU is lost"), "{error}");
         host.gpus.gpus.clear();
         assert_eq!(devices(&host, "auto").unwrap(), ["cpu"; 8]);
+    }
+
+    #[test]
+    fn auto_is_an_error_where_a_driver_is_there_and_does_not_answer() {
+        let unknown = Some("reboot after an update".to_owned());
+        let mut host = with_gpus();
+        host.gpus = Gpus { unknown, installed: true, ..Gpus::default() };
+        assert!(devices(&host, "auto").unwrap_err().contains("reboot"));
+        host.gpus.installed = false;
+        assert_eq!(devices(&host, "auto").unwrap(), ["cpu"; 8]);
+    }
+
+    #[test]
+    fn auto_takes_no_more_than_the_launcher_is_shown() {
+        let shown = |visible: &str| devices(&Host { visible: Some(visible.into()), ..with_gpus() }, "auto");
+        assert_eq!(shown("1").unwrap(), ["GPU-b"]);
+        assert_eq!(shown("GPU-b, 0").unwrap(), ["GPU-b", "GPU-a"]);
+        assert_eq!(shown("").unwrap(), ["cpu"; 8]);
+        let error = shown("7").unwrap_err();
+        assert!(error.contains("CUDA_VISIBLE_DEVICES=7") && error.contains("there are 2 GPUs"), "{error}");
     }
 
     #[test]

@@ -229,7 +229,7 @@ impl Sight {
         let mut tasks = self.on_device;
         let others = tasks.iter().any(|task| self.alone.as_ref() != Some(task));
         tasks.extend(self.alone.take().filter(|task| !tasks.contains(task)));
-        if !asked && !tasks.is_empty() {
+        if !asked && !self.wrong_device && !tasks.is_empty() {
             let accused = Accused { tasks, alone: !others, last: self.log.at_the_end(status) };
             match self.death.exit {
                 None | Some(Exit::Internal) => self.found_poison |= slot.blame(&accused),

@@ -21,7 +21,7 @@ pub fn open(device: &str) -> Result<(Device, String), LoadError> {
         "" => Err(fault("no device was named; write \"cpu\" to compute on the CPU".into())),
         _ => match open_gpu(device).map_err(fault)? {
             (_, found) if found != device => Err(fault(format!(
-                "CUDA shows this process {found} in its place; is CUDA_VISIBLE_DEVICES set?"
+                "CUDA shows this process {found} in its place; does something else set CUDA_VISIBLE_DEVICES?"
             ))),
             opened => Ok(opened),
         },

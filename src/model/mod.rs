@@ -1,6 +1,6 @@
 //! Models: how one is loaded on a device, how a task becomes inputs (`Codec::prepare`), what a
 //! forward pass does (`Model::forward`), and how its outputs become a reply (`Codec::respond`).
-//! Everything here blocks; the worker gives it threads. Knows neither broker nor tokio nor acks.
+//! Everything here blocks, and the worker decides where. Knows neither broker nor tokio nor acks.
 //!
 //! # Implementing a model
 //!
@@ -158,7 +158,8 @@ pub struct LoadSpec {
     pub source: String,
     /// Further names that requests may call the model by.
     pub served_names: Vec<String>,
-    /// The device to open: `cpu`, or `cuda:0` where one GPU is visible.
+    /// The device to open: `cpu`, or a GPU's UUID. CUDA shows this process that GPU alone, as number 0;
+    /// [`device::open`] opens it.
     pub device: String,
     /// Most inputs one task may carry.
     pub max_inputs: usize,

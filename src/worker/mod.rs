@@ -12,7 +12,7 @@
 //! | `deaths` | which tasks workers died of, as the launcher knows it |
 //! | `engine` | the model thread |
 //! | `forward` | what a failed batch means: a bad input, or a bad device |
-//! | `lane` | the threads beside it |
+//! | `lane` | which work beside it has a thread of its own |
 //! | `outcome` | what happened → what becomes of the message |
 //! | `settle` | publish → confirm → ack |
 //! | `report` | control lines, counters |
@@ -177,7 +177,8 @@ async fn load<M: Model>(
     let loaded =
         loaded.map_err(|_| WorkerError::Internal("the model thread died while loading".into()))??;
     if loaded.device != assignment.device {
-        let words = format!("opened {} in the place of {}", loaded.device, assignment.device);
+        let (found, own) = (&loaded.device, &assignment.device);
+        let words = format!("the model says it is on {found} (`Model::device`), and its device is {own}");
         return Err(WorkerError::Device(words));
     }
     let load_ms = born.elapsed().as_millis() as u64;

@@ -19,11 +19,14 @@ const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 pub(super) fn ask() -> Gpus {
     let nvml = match open() {
         Ok(nvml) => nvml,
-        Err(error) => return Gpus { unknown: Some(in_words(&error)), ..Gpus::default() },
+        Err(error) => {
+            let installed = !matches!(error, NvmlError::LibloadingError(_));
+            return Gpus { unknown: Some(in_words(&error)), installed, ..Gpus::default() };
+        }
     };
     let count = match nvml.device_count() {
         Ok(count) => count,
-        Err(error) => return Gpus { unknown: Some(in_words(&error)), ..Gpus::default() },
+        Err(error) => return Gpus { unknown: Some(in_words(&error)), installed: true, ..Gpus::default() },
     };
     let mut gpus: Vec<Gpu> = (0..count).map(|index| gpu(&nvml, index)).collect();
     // As CUDA counts them under CUDA_DEVICE_ORDER=PCI_BUS_ID; one that does not say comes last.
@@ -34,6 +37,7 @@ pub(super) fn ask() -> Gpus {
         driver: nvml.sys_driver_version().ok(),
         cuda: cuda.map(|it| format!("{}.{}", cuda_driver_version_major(it), cuda_driver_version_minor(it))),
         unknown: None,
+        installed: true,
     }
 }
 
@@ -102,7 +106,7 @@ fn near(sys: &Path, pci: &str) -> Option<u32> {
     node.trim().parse().ok()
 }
 
-/// Whether it has fallen off the bus: then the driver still knows its name, and nothing else.
+/// Whether it has fallen off the bus: then the driver still knows its UUID, and little else.
 fn lost(device: &Device<'_>) -> Option<String> {
     match device.memory_info() {
         Err(error @ (NvmlError::GpuLost | NvmlError::Unknown)) => Some(error.to_string()),

@@ -24,8 +24,10 @@ pub(super) fn open(asked: &str) -> Result<(Device, String), String> {
         }
     }
     // Its own search for libraries panics, and it looks for further ones.
-    let opened =
-        catch_unwind(|| Device::new_cuda(0)).map_err(|_| "CUDA cannot be started here".to_owned())?;
+    let opened = catch_unwind(|| Device::new_cuda(0)).map_err(|panic| {
+        let words = panic.downcast_ref::<String>().cloned().unwrap_or_default();
+        format!("CUDA cannot be started; are the libraries of CUDA 13 here? {words}")
+    })?;
     let device = opened.map_err(|error| error.to_string())?;
     let cuda = device.as_cuda_device().map_err(|error| error.to_string())?;
     let uuid = cuda.cuda_stream().context().uuid().map_err(|error| format!("no UUID: {error}"))?;

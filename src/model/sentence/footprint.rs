@@ -5,6 +5,7 @@ use candle_core::Device;
 
 use super::candle_dtype;
 use super::config::NetworkConfig;
+use super::kernels::MOST_SCORES;
 use super::weights::Weights;
 use crate::model::source::ModelFiles;
 use crate::model::{Footprint, LoadSpec};
@@ -19,18 +20,23 @@ pub(super) fn footprint(spec: &LoadSpec, tokens: usize) -> Option<Footprint> {
     let weights = Weights::read(path, config.family.base(), &Device::Cpu, dtype).ok()?;
     Some(Footprint {
         weights: (weights.numbers() * dtype.size_in_bytes()) as u64,
-        working: (tokens * numbers_a_token(&config) * size_of::<f32>()) as u64,
+        working: numbers(&config, tokens).saturating_mul(size_of::<f32>()) as u64,
     })
 }
 
-/// Numbers that live at once for each token, at most, when candle's operations compute a layer on a
-/// device, of which each makes a new tensor: of attention the rows, queries, keys, values and two rounds
-/// of scores with the longest text, of the feed-forward half the rows and the inner ones before and
-/// after the activation. Counted as f32, in which candle computes where it matters.
-fn numbers_a_token(config: &NetworkConfig) -> usize {
-    let attention = 6 * config.hidden + 2 * config.heads * config.positions;
-    let feed_forward = 3 * config.hidden + 3 * config.inner;
-    attention.max(feed_forward)
+/// Numbers that live at once, at most, when candle's operations compute a layer on a device, each making
+/// a new tensor. Of attention the rows, queries, keys and values before and after they are put in order,
+/// and the scores of a group of texts with their mask and in four steps of the softmax; of the
+/// feed-forward half the rows, and the inner ones before and after the activation. Counted as f32, in
+/// which candle computes where it matters.
+fn numbers(config: &NetworkConfig, tokens: usize) -> usize {
+    let longest = config.positions;
+    // A text that is longer than the batch may be goes alone.
+    let tokens = tokens.max(longest);
+    let scores = tokens.saturating_mul(longest).min(MOST_SCORES).max(longest.saturating_mul(longest));
+    let attention =
+        tokens.saturating_mul(10 * config.hidden).saturating_add(scores.saturating_mul(5 * config.heads));
+    attention.max(tokens.saturating_mul(3 * config.hidden + 3 * config.inner))
 }
 
 #[cfg(test)]
@@ -45,13 +51,16 @@ mod tests {
     }
 
     #[test]
-    fn half_precision_halves_the_weights_and_a_batch_takes_room_by_its_tokens() {
+    fn half_precision_halves_the_weights_and_a_larger_batch_takes_more_room() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tiny-bert-cls");
         let full = of(folder, Dtype::F32, 1_000).unwrap();
         let half = of(folder, Dtype::F16, 2_000).unwrap();
         let file = std::fs::metadata(format!("{folder}/model.safetensors")).unwrap().len();
         assert!(full.weights <= file && full.weights > file * 3 / 4, "{full:?} of a file of {file} bytes");
-        assert_eq!((half.weights, half.working), (full.weights / 2, 2 * full.working));
+        assert_eq!(half.weights, full.weights / 2);
+        assert!(half.working > full.working, "{half:?}");
+        assert_eq!(of(folder, Dtype::F32, 1), of(folder, Dtype::F32, 2), "one long text, in both cases");
+        assert!(of(folder, Dtype::F32, usize::MAX).is_some());
     }
 
     #[test]

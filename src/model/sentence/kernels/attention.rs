@@ -11,6 +11,7 @@ mod composed;
 mod laid;
 mod text;
 
+pub use composed::MOST_SCORES;
 use composed::attention;
 use laid::Laid;
 

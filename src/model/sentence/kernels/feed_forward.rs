@@ -1,6 +1,6 @@
 //! The feed-forward half of a block: LayerNorm(activation(x·U + bias)·D + bias + x). Decides in which
 //! form its weights are kept, and owns them. On a CPU it goes block by block of rows, so that what
-//! stands between the two products never leaves the core's own cache.
+//! stands between the two products is still in a near cache.
 
 use std::cell::RefCell;
 

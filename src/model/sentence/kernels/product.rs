@@ -74,6 +74,7 @@ pub fn in_parallel<T: Send>(items: impl Iterator<Item = T>, work: impl Fn(T) + S
 mod tests {
     use candle_core::{Device, Tensor};
 
+    use super::super::activation::Activation;
     use super::super::testing::{difference, noise, on_every_cpu};
     use super::*;
 
@@ -110,6 +111,30 @@ mod tests {
         let mut out = [f32::NAN; 3];
         rows.multiply(0, &panels, &mut out, 3);
         assert_eq!(out, [11.0, 17.0, 23.0]);
+    }
+
+    #[test]
+    fn activated_rows_are_those_of_the_next_product_whatever_was_there_before() {
+        on_every_cpu(|| {
+            for width in [5, 16, 40, 100] {
+                let (rows, bias) = (Rows::new(&[1.0, 2.0, 3.0, 4.0], 2), vec![-0.5; 112]);
+                let bias = &bias[..usize::next_multiple_of(width, RUN)];
+                let panels = Panels::new(&vec![1.0; width * 2], 2);
+                let mut inner = Rows::new(&vec![f32::NAN; 40 * 128], 128);
+                rows.multiply_activated(&panels, (bias, Activation::Relu), &mut inner);
+                let mut out = [f32::NAN; 2];
+                inner.multiply(0, &Panels::new(&vec![1.0; width], width), &mut out, 1);
+                assert_eq!(out, [2.5 * width as f32, 6.5 * width as f32], "{width} columns");
+            }
+        });
+    }
+
+    #[test]
+    fn a_block_is_multiplied_and_no_row_behind_it() {
+        let rows = Rows::new(&[2.0; 100], 1);
+        let mut out = [0.0; 7];
+        rows.multiply(24, &Panels::new(&[3.0], 1), &mut out, 1);
+        assert_eq!(out, [6.0; 7]);
     }
 
     #[test]

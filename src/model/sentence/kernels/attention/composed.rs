@@ -4,8 +4,8 @@
 
 use candle_core::{D, DType, Result, Tensor, bail};
 
-/// Most scores of a head that are computed at once: they are kept whole.
-const MOST_SCORES: usize = 1 << 22;
+/// Most scores of a head that are computed at once, unless one text alone has more: they are kept whole.
+pub const MOST_SCORES: usize = 1 << 22;
 
 /// softmax(Q·Kᵀ/√d)·V for each text and head. `qkv` is `[tokens, 3·heads·d]`, the three products side
 /// by side; `lengths` are the texts' tokens, which add up to `tokens`. Gives `[tokens, heads·d]`.

@@ -12,7 +12,7 @@ pub const RUN: usize = 16;
 #[derive(Default)]
 pub struct Rows {
     /// `[count rounded up / rows of a tile, depth rounded up / RUN, rows of a tile, RUN]`; zeros beyond
-    /// the count and the depth.
+    /// the depth, any numbers beyond the count.
     tiles: Lines,
     depth: usize,
 }
@@ -48,7 +48,10 @@ impl Rows {
     /// `out` `[count, stride]`, of which the first `width` columns ← these rows, from the row `first`
     /// on, times `right`. `first` is the first row of a tile.
     pub fn multiply(&self, first: usize, right: &Panels, out: &mut [f32], stride: usize) {
-        let tiles = &self.tiles[first * self.depth.next_multiple_of(RUN)..];
+        let row = self.depth.next_multiple_of(RUN);
+        let tiles = &self.tiles[first * row..];
+        let wanted = (out.len() / stride).next_multiple_of(Tile::of_this_cpu().rows) * row;
+        let tiles = &tiles[..wanted.min(tiles.len())];
         dispatch(Multiply { tiles, right, to: RowByRow { out, stride, width: right.width } });
     }
 
@@ -58,6 +61,10 @@ impl Rows {
         let rows = self.tiles.len() / self.depth.next_multiple_of(RUN);
         to.depth = right.width;
         to.tiles.set_len(rows * to.depth.next_multiple_of(RUN));
+        if !to.depth.is_multiple_of(RUN) {
+            // What no panel reaches is read all the same, and what was there may be no number.
+            to.tiles.fill(0.0);
+        }
         activated(&self.tiles, right, bias, &mut to.tiles);
     }
 }

@@ -16,7 +16,7 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// Makes room for `len` numbers, whose values are what was there.
+    /// Makes room for `len` numbers, of any value.
     pub fn set_len(&mut self, len: usize) {
         self.len = len;
         if self.room.len() < len + SKIPPED {
