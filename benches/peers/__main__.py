@@ -2,6 +2,7 @@
 
 ROUNDS (3): how often each system is measured, in turn. TEXTS (1000): how many texts each embeds. CORES:
 the cores that everything runs on, such as `0,1`; by default the first two that this process may use.
+BROKER_CORES: others for RabbitMQ and the clients, as if they were on another host.
 """
 
 import os

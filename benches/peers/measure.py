@@ -18,7 +18,7 @@ STARTS = 3
 def round_of(scene):
     """Measures everything once."""
     found = {}
-    others = Others(scene.cores)
+    others = Others(scene.all_cores)
     workers = scene.workers
     with sconce.Workers(scene.embedding, workers) as launch:
         found["sconce"] = _texts_per_second(scene, workers)

@@ -33,6 +33,11 @@ def conditions(scene, rounds):
     peers = ", ".join(f"{name} {version(name)}" for name in PEERS)
     cores = ", ".join(map(str, scene.cores))
     command = f"make bench ROUNDS={len(rounds)} TEXTS={scene.count} CORES={cores.replace(' ', '')}"
+    place = f"everything on the cores {cores}"
+    if scene.broker_cores != scene.cores:
+        others = ",".join(map(str, scene.broker_cores))
+        command += f" BROKER_CORES={others}"
+        place = f"RabbitMQ and clients on the cores {others}, everything else on {cores}"
     others = max(it["others"] for it in rounds)
     quiet = f"of which others took {others:.0%}"
     rust, python = _said("rustc", "--version"), platform.python_version()
@@ -40,7 +45,7 @@ def conditions(scene, rounds):
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     return [
         f"- {when} UTC, commit `{commit}`, `{command}`",
-        f"- {_processor()}; Linux {platform.release()}; everything on the cores {cores}, {quiet}",
+        f"- {_processor()}; Linux {platform.release()}; {place}, {quiet}",
         f"- RabbitMQ {rabbit}; {rust}; Python {python}, {peers}",
         f"- {scene.count:,} texts of {tokens}, all-MiniLM-L6-v2 in f32",
     ]

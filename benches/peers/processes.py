@@ -14,12 +14,15 @@ PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def _tie_to_parent():
+def _tie_to_parent(cores):
+    if cores:
+        os.sched_setaffinity(0, cores)
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def spawn(command, log, environment=None, **pipes):
-    """Starts a process that ends with us. Its stderr, and stdout where not piped, go to `log`.
+def spawn(command, log, environment=None, cores=None, **pipes):
+    """Starts a process that ends with us, on our cores or on others. Its stderr, and stdout where not
+    piped, go to `log`.
 
     It has a session of its own: Ctrl-C reaches us alone, and we end the others in order.
     """
@@ -32,7 +35,7 @@ def spawn(command, log, environment=None, **pipes):
             stderr=file,
             text=True,
             start_new_session=True,
-            preexec_fn=_tie_to_parent,
+            preexec_fn=lambda: _tie_to_parent(cores),
         )
 
 
@@ -62,10 +65,10 @@ def private_megabytes(pid):
 class Asked:
     """A process that answers each line with a line of JSON, and blocks on its stdin in between."""
 
-    def __init__(self, command, log, environment=None):
+    def __init__(self, command, log, environment=None, cores=None):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.log = log
-        self.process = spawn(command, log, environment, **pipes)
+        self.process = spawn(command, log, environment, cores, **pipes)
 
     def ready(self):
         """Waits for its first line."""

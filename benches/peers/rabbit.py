@@ -31,7 +31,10 @@ def free_ports(count):
 
 
 class Rabbit:
-    """Runs within a `with`; `url` is its address."""
+    """Runs within a `with`, on the given cores; `url` is its address."""
+
+    def __init__(self, cores):
+        self.cores = cores
 
     def __enter__(self):
         port, distribution = free_ports(2)
@@ -56,7 +59,11 @@ class Rabbit:
         }
         environment = {**os.environ, **{name: str(value) for name, value in environment.items()}}
         self.keeper = subprocess.Popen(
-            ["sh", "-c", KEEPER, str(BIN)], env=environment, stdin=subprocess.PIPE, start_new_session=True
+            ["sh", "-c", KEEPER, str(BIN)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, self.cores),
         )
         self._wait(port)
         return self

@@ -22,13 +22,16 @@ def say(words):
     print(f"bench: {words}", file=sys.stderr, flush=True)
 
 
+def _asked(name):
+    return [int(core) for core in os.environ.get(name, "").split(",") if core]
+
+
 def pin():
-    """Ties this process, hence all that it starts, to the cores of CORES; by default the first two."""
-    allowed = sorted(os.sched_getaffinity(0))
-    asked = os.environ.get("CORES", "")
-    cores = [int(core) for core in asked.split(",")] if asked else allowed[:2]
+    """Ties this process, hence all that it starts, to the cores of CORES; by default the first two.
+    Returns them, and those of RabbitMQ and the clients: the same, or BROKER_CORES."""
+    cores = _asked("CORES") or sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, cores)
-    return cores
+    return cores, _asked("BROKER_CORES") or cores
 
 
 class Scene:
@@ -36,7 +39,8 @@ class Scene:
     the broker."""
 
     def __init__(self, count):
-        self.cores = pin()
+        self.cores, self.broker_cores = pin()
+        self.all_cores = sorted({*self.cores, *self.broker_cores})
         self.workers = len(self.cores)
         self.logs = FOLDER / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -68,7 +72,7 @@ class Scene:
 
     def _set(self):
         say(f"starting RabbitMQ and the peers on the cores {self.cores}")
-        self.broker = self.stack.enter_context(Rabbit()).url
+        self.broker = self.stack.enter_context(Rabbit(self.broker_cores)).url
         self.embedding = sconce.Pool(self, self.model, "bench.embed")
         self.echo = sconce.Pool(self, "echo", "bench.echo", [f"pool[0].prefetch={sconce.PREFETCH}"])
         self.sentence_transformers = self._peer("sentence_transformers_client", THREADS=self.workers)
@@ -78,7 +82,7 @@ class Scene:
         environment = {**self._peer_environment(), "OMP_NUM_THREADS": "1"}
         self.celery_worker = spawn([*celery, "--concurrency", self.workers], self.log("celery"), environment)
         self.stack.callback(end, self.celery_worker)
-        self.celery = self._peer("celery_client")
+        self.celery = self._peer("celery_client", self.broker_cores)
         self.in_process = sconce.in_process(self, self.workers, IN_PROCESS_SECONDS)
         for process in self.in_process:
             self.stack.enter_context(process).ready()
@@ -87,9 +91,9 @@ class Scene:
         own = {"BROKER_URL": self.broker, "MODEL": self.model, "TEXTS_FILE": self.texts, **more}
         return {name: str(value) for name, value in own.items()}
 
-    def _peer(self, module, **more):
+    def _peer(self, module, cores=None, **more):
         command = [sys.executable, "-m", f"peers.{module}"]
-        peer = Asked(command, self.log(module), self._peer_environment(**more))
+        peer = Asked(command, self.log(module), self._peer_environment(**more), cores)
         return self.stack.enter_context(peer).ready()
 
     def check_vectors(self):

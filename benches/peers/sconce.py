@@ -1,6 +1,7 @@
 """The programs of this repository, as they are measured: `sconce` itself, and the two beside it."""
 
 import json
+import os
 import subprocess
 import time
 
@@ -29,7 +30,14 @@ class Pool:
         command = [PROGRAM, "bench", *self.settings, "--json", *map(str, arguments)]
         environment = {**self.scene.environment, **self.environment}
         with open(self.scene.log("bench"), "ab") as log:
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=log, check=False)
+            done = subprocess.run(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                check=False,
+                preexec_fn=lambda: os.sched_setaffinity(0, self.scene.broker_cores),
+            )
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed; see {log.name}")
         report = json.loads(done.stdout)
