@@ -140,7 +140,7 @@ fn own_device(asked: &str, pool: &str, host: &Host) -> anyhow::Result<String> {
     if asked == "cpu" {
         return Ok(asked.to_owned());
     }
-    let uuid = host.device(asked, pool)?;
+    let uuid = host.device(asked, pool).map_err(|error| WorkerError::Device(error.to_string()))?;
     if std::env::var(VISIBLE).as_deref() != Ok(&uuid) {
         let program = std::env::current_exe().context("where is this program?")?;
         let mut anew = std::process::Command::new(program);
