@@ -13,8 +13,15 @@ use sconce::launcher::{self, Cuda, Host, plan};
 use sconce::shutdown::{Exit, Phase, Stop};
 use serde_json::{Value, json};
 
+#[path = "support/wait.rs"]
+#[allow(dead_code, reason = "each test crate uses a part of it")]
+mod wait;
+use wait::until;
+
 const PATIENCE: Duration = Duration::from_secs(60);
 const READY: &str = r#"echo '{"event":"ready","device":"cpu","load_ms":1}'"#;
+/// Works on until the first slot has had as many workers as it may have.
+const UNTIL_FOUR_FIRST: &str = "while [ $(wc -l < born-0) -lt 4 ]; do sleep 0.02; done; exit 80";
 
 /// A launcher over a script, in a folder in which the script leaves its traces.
 struct Stage {
@@ -78,11 +85,8 @@ impl Stage {
 
     /// Waits until a file of the stage holds `count` lines.
     async fn wait_for_lines(&self, name: &str, count: usize) {
-        let begun = Instant::now();
-        while self.lines(name).len() < count {
-            assert!(begun.elapsed() < PATIENCE, "{name} never has {count} lines: {:?}", self.lines(name));
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        let what = format!("{name} has {count} lines");
+        until(&what, || async { (self.lines(name).len() >= count).then_some(()) }).await;
     }
 
     fn drain(&self) {
@@ -108,19 +112,11 @@ async fn workers_stopped_on_request_are_not_started_again_and_the_launcher_is_do
 
 #[tokio::test]
 async fn a_slot_whose_device_never_opens_is_given_up_with_growing_delays_while_the_others_work_on() {
-    let script =
-        format!("[ $slot = 0 ] && exit 83\n{READY}\nwhile read -r line; do trace \"$line\"; exit 0; done");
+    let script = format!("[ $slot = 0 ] && exit 83\n{READY}\n{UNTIL_FOUR_FIRST}");
     let stage = Stage::new(2, &script);
-    let meanwhile = async {
-        stage.wait_for_lines("born-0", 4).await;
-        // Longer than any delay: it is not tried a fifth time, and the other lives.
-        tokio::time::sleep(Duration::from_millis(1500)).await;
-        assert_eq!(stage.lines("born-0").len(), 4);
-        assert!(stage.lives(1) && stage.lines("born-1").len() == 1);
-        stage.drain();
-    };
-    assert_eq!(stage.run_and(meanwhile).await, Exit::DeviceFailed);
-    assert_eq!(stage.lines("trace-1"), [r#"{"command":"drain"}"#]);
+    // It ends by itself, so no slot is tried again.
+    assert_eq!(stage.run().await, Exit::DeviceFailed);
+    assert_eq!((stage.lines("born-0").len(), stage.lines("born-1").len()), (4, 1));
     let born: Vec<u128> = stage.lines("born-0").iter().map(|line| line.parse().unwrap()).collect();
     let gaps: Vec<_> = born.windows(2).map(|pair| (pair[1] - pair[0]) / 1_000_000).collect();
     // 100, 200, 400 ms, each with jitter that takes up to a half.
@@ -148,10 +144,9 @@ async fn a_worker_is_shown_its_own_device_alone() {
 #[tokio::test]
 async fn a_worker_that_holds_another_device_is_killed_while_the_others_work_on() {
     let ready = r#"echo '{"event":"ready","device":"GPU-b","load_ms":1}'"#;
-    // The other ends of itself, once there have been as many of the first as there may be.
-    let wait = "while [ $(wc -l < born-0) -lt 4 ]; do sleep 0.02; done; exit 80";
-    let script =
-        format!("{ready}\n[ $slot = 1 ] && {{ {wait}; }}\nwhile read -r line; do trace \"$line\"; done");
+    let script = format!(
+        "{ready}\n[ $slot = 1 ] && {{ {UNTIL_FOUR_FIRST}; }}\nwhile read -r line; do trace \"$line\"; done"
+    );
     let stage = Stage::on(&host_with_gpus(), &["GPU-a", "GPU-b"], &script);
     assert_eq!(stage.run().await, Exit::DeviceFailed);
     assert_eq!((stage.lines("born-0").len(), stage.lines("born-1").len()), (4, 1));
@@ -238,11 +233,8 @@ async fn a_stop_between_two_lives_of_a_worker_ends_the_slot_at_once() {
     (stage.policy.restart_delay, stage.policy.restart_delay_max) = (PATIENCE * 4, PATIENCE * 4);
     let meanwhile = async {
         stage.wait_for_lines("start-0", 1).await;
-        let begun = Instant::now();
-        while Path::new("/proc").join(&stage.lines("pid-0")[0]).exists() {
-            assert!(begun.elapsed() < PATIENCE, "the launcher does not see the worker's end");
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        let process = Path::new("/proc").join(&stage.lines("pid-0")[0]);
+        until("the worker's end is seen", || async { (!process.exists()).then_some(()) }).await;
         // It has reaped the worker. What it does then is done in its next turn of this one thread.
         tokio::time::sleep(Duration::from_millis(20)).await;
         stage.drain();

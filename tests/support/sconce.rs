@@ -148,11 +148,8 @@ impl Sconce {
 
     /// Waits until `times` lines contain `words`.
     pub async fn wait_for_log_times(&self, words: &str, times: usize) {
-        let begun = std::time::Instant::now();
-        while self.logged(words) < times {
-            assert!(begun.elapsed() < PATIENCE, "no {times} × {words:?} in the log:\n{}", self.log());
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        let what = format!("{times} × {words:?} in the log");
+        until(&what, || async { (self.logged(words) >= times).then_some(()) }).await;
     }
 
     /// The worker processes, oldest first.
