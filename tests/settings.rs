@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Batch, Broker, Devices, Dtype, Launcher, Loaded, Pool, Retry, Secret, Settings, Tls, load, redact_url,
+    Admin, Batch, Broker, Devices, Dtype, Launcher, Loaded, Pool, Retry, Secret, Settings, Tls, load,
+    redact_url,
 };
 
 struct Folder(tempfile::TempDir);
@@ -69,7 +70,12 @@ fn without_anything_written_the_documented_defaults_are_in_force() {
             prefetch_bytes: 64 * 1024 * 1024,
             max_body: 8 * 1024 * 1024,
             max_inputs: 2048,
-            batch: Batch { max_tokens: None, max_requests: 512, max_delay: Duration::from_millis(2) },
+            batch: Batch {
+                max_tokens: None,
+                max_requests: 512,
+                max_delay: Duration::from_millis(2),
+                timeout: Duration::from_secs(300),
+            },
             retry: Retry {
                 max_attempts: 3,
                 delay: Duration::from_secs(1),
@@ -83,6 +89,13 @@ fn without_anything_written_the_documented_defaults_are_in_force() {
             quick_failure: Duration::from_secs(10),
             max_quick_failures: 5,
             poison_deaths: 3,
+            recycle_tasks: None,
+            recycle_age: None,
+            recycle_memory: None,
+        },
+        admin: Admin {
+            listen: Some(([127, 0, 0, 1], 9464).into()),
+            control_exchange: Some("sconce.control".to_owned()),
         },
     };
     assert_eq!(loaded.settings, expected);

@@ -17,7 +17,7 @@ use crate::launcher::Host;
 use crate::protocol::control::{Command, Event, MAX_LINE, decode};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
-use crate::worker::{Control, Ended, KnownDeaths, Reporter, WorkerError};
+use crate::worker::{Control, Dials, Ended, KnownDeaths, Reporter, WorkerError};
 
 /// What CUDA shows a process.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
@@ -31,12 +31,12 @@ const ORPHANED: Duration = Duration::from_secs(3);
 /// Runs one worker.
 pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exit> {
     let stop = Stop::default();
-    let deaths = KnownDeaths::default();
+    let (deaths, dials) = (KnownDeaths::default(), Dials::default());
     let (assignment, patience) = match arguments.launched_by {
         Some(launcher) => {
             telemetry::start(std::env::var("SCONCE_LOG").ok().as_deref(), Format::Json);
             tie_to(launcher)?;
-            (assigned(&deaths)?, Patience::Drain)
+            (assigned(&deaths, &dials)?, Patience::Drain)
         }
         None => {
             start_logging(None);
@@ -51,12 +51,12 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime.worker_threads(1).thread_stack_size(STACK).enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
-    let control = Control { reporter: reporter.clone(), deaths: deaths.clone() };
+    let control = Control { reporter: reporter.clone(), deaths, dials };
     let runner = registry.runner(&assignment.pool.model);
     let work = async move {
         listen(stop.clone(), patience)?;
         if patience == Patience::Drain {
-            follow_commands(stop.clone(), deaths)?;
+            follow_commands(stop.clone(), control.clone())?;
         }
         let ended = runner(&assignment, stop.clone(), &control).await;
         let cause = match &ended {
@@ -101,15 +101,16 @@ fn tie_to(launcher: u32) -> anyhow::Result<()> {
 }
 
 /// Reads the first control line.
-fn assigned(known: &KnownDeaths) -> anyhow::Result<Assignment> {
+fn assigned(known: &KnownDeaths, dials: &Dials) -> anyhow::Result<Assignment> {
     let mut line = String::new();
     io::stdin().lock().take(MAX_LINE as u64).read_line(&mut line).context("no assignment on stdin")?;
     if line.len() == MAX_LINE {
         bail!("the assignment is longer than a control line may be ({MAX_LINE} bytes)");
     }
     match decode(line.trim_end())? {
-        Command::Start { assignment, deaths } => {
+        Command::Start { assignment, deaths, paused } => {
             known.learn(deaths);
+            dials.pause(paused);
             // Its words would repeat the value, and the values hold a password.
             serde_json::from_value(assignment)
                 .map_err(|_| anyhow!("the assignment is not as this version writes it"))
@@ -152,7 +153,7 @@ fn own_device(asked: &str, pool: &str, host: &Host) -> anyhow::Result<String> {
 
 /// Follows the launcher's commands, on a thread of its own: stdin blocks, and when the launcher is
 /// gone this thread ends the process even if nothing else in it moves any more.
-fn follow_commands(stop: Stop, deaths: KnownDeaths) -> io::Result<()> {
+fn follow_commands(stop: Stop, control: Control) -> io::Result<()> {
     thread::Builder::new().name("commands".into()).spawn(move || {
         let mut lines = io::stdin().lock();
         loop {
@@ -160,10 +161,7 @@ fn follow_commands(stop: Stop, deaths: KnownDeaths) -> io::Result<()> {
             match lines.by_ref().take(MAX_LINE as u64).read_line(&mut line) {
                 Ok(0) | Err(_) => break,
                 Ok(_) => match decode(line.trim_end()) {
-                    Ok(Command::Drain) => drop(stop.advance(Phase::Returning, "launcher")),
-                    Ok(Command::Abort) => drop(stop.advance(Phase::Aborting, "launcher")),
-                    Ok(Command::Deaths { tasks }) => deaths.learn(tasks),
-                    Ok(Command::Start { .. }) => tracing::warn!("already started"),
+                    Ok(command) => obey(command, &stop, &control),
                     Err(error) => tracing::warn!(%error, "unreadable command"),
                 },
             }
@@ -173,6 +171,23 @@ fn follow_commands(stop: Stop, deaths: KnownDeaths) -> io::Result<()> {
         end_process();
     })?;
     Ok(())
+}
+
+fn obey(command: Command, stop: &Stop, control: &Control) {
+    match command {
+        Command::Finish => drop(stop.advance(Phase::Finishing, "launcher")),
+        Command::Drain => drop(stop.advance(Phase::Returning, "launcher")),
+        Command::Abort => drop(stop.advance(Phase::Aborting, "launcher")),
+        Command::Deaths { tasks } => control.deaths.learn(tasks),
+        Command::Pause => control.dials.pause(true),
+        Command::Resume => control.dials.pause(false),
+        Command::SetBatch(change) => control.dials.set_batch(change),
+        Command::LogLevel { filter } => match telemetry::set_filter(&filter) {
+            Ok(()) => tracing::info!(filter, "logging by another filter"),
+            Err(problem) => tracing::warn!(filter, problem, "not a log filter"),
+        },
+        Command::Start { .. } => tracing::warn!("already started"),
+    }
 }
 
 #[expect(clippy::disallowed_methods, reason = "an orphan must end even when its main thread cannot")]

@@ -58,6 +58,11 @@ impl<T> Batcher<T> {
         self.policy.max_tokens = most;
     }
 
+    /// From now on, batches within these bounds.
+    pub fn set_policy(&mut self, policy: Policy) {
+        self.policy = policy;
+    }
+
     /// Inputs that wait.
     pub fn len(&self) -> usize {
         self.waiting.len()

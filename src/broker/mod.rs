@@ -83,6 +83,8 @@ pub trait Settler: Send + Sync {
     fn requeue(&self, receipt: Receipt) -> BoxFuture<'_, bool>;
     /// Waits until the broker can be taken to have acted on all that was settled before.
     fn flush(&self) -> BoxFuture<'_, ()>;
+    /// There is a session now.
+    fn is_connected(&self) -> bool;
 }
 
 /// A broker's three faces, as one worker holds them.

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::files::BUILT_IN;
 use super::redact::redact_url;
-use super::settings::{Broker, Devices, Launcher, Pool, Settings};
+use super::settings::{Admin, Broker, Devices, Launcher, Pool, Settings};
 use super::text::{quoted, quoted_list, without_controls};
 use super::units::{show_duration, show_size};
 
@@ -18,6 +18,7 @@ pub(super) fn render(settings: &Settings, origins: &BTreeMap<String, String>) ->
         pool(&mut page, index, settings);
     }
     launcher(&mut page, &settings.launcher);
+    admin(&mut page, &settings.admin);
     page.end_section();
     page.text
 }
@@ -114,6 +115,7 @@ fn pool(page: &mut Page<'_>, index: usize, pool: &Pool) {
     page.line("max_tokens", number_or_auto(pool.batch.max_tokens));
     page.line("max_requests", pool.batch.max_requests.to_string());
     page.line("max_delay", quoted(&show_duration(pool.batch.max_delay)));
+    page.line("timeout", quoted(&show_duration(pool.batch.timeout)));
 
     page.section("[pool.retry]", format!("pool[{index}].retry"));
     page.line("max_attempts", pool.retry.max_attempts.to_string());
@@ -129,6 +131,19 @@ fn launcher(page: &mut Page<'_>, launcher: &Launcher) {
     page.line("quick_failure", quoted(&show_duration(launcher.quick_failure)));
     page.line("max_quick_failures", launcher.max_quick_failures.to_string());
     page.line("poison_deaths", launcher.poison_deaths.to_string());
+    let never = || quoted("never");
+    let tasks = launcher.recycle_tasks.map_or_else(never, |tasks| tasks.to_string());
+    let age = launcher.recycle_age.map_or_else(never, |age| quoted(&show_duration(age)));
+    let memory = launcher.recycle_memory.map_or_else(never, |bytes| quoted(&show_size(bytes)));
+    page.line("recycle_tasks", tasks);
+    page.line("recycle_age", age);
+    page.line("recycle_memory", memory);
+}
+
+fn admin(page: &mut Page<'_>, admin: &Admin) {
+    page.section("[admin]", "admin".to_owned());
+    page.line("listen", quoted(&admin.listen.map(|it| it.to_string()).unwrap_or_default()));
+    page.line("control_exchange", quoted(admin.control_exchange.as_deref().unwrap_or("")));
 }
 
 fn number_or_auto(number: Option<impl ToString>) -> String {

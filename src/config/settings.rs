@@ -2,6 +2,7 @@
 //! program works with. They cross to the worker in the `start` control line, hence serde.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -41,6 +42,8 @@ pub struct Settings {
     pub pools: Vec<Pool>,
     /// How the launcher treats its workers.
     pub launcher: Launcher,
+    /// How the launcher is watched and controlled.
+    pub admin: Admin,
 }
 
 /// `[broker]`.
@@ -166,6 +169,8 @@ pub struct Batch {
     pub max_requests: usize,
     /// Longest wait of a batch's first input for others to join, while any are on their way.
     pub max_delay: Duration,
+    /// Longest forward pass: a worker that computes longer is stuck.
+    pub timeout: Duration,
 }
 
 /// `[pool.retry]`.
@@ -208,4 +213,19 @@ pub struct Launcher {
     pub max_quick_failures: u32,
     /// Deaths of workers that computed one task alone after which that task is not tried again.
     pub poison_deaths: u32,
+    /// Tasks after which a worker is replaced by a new one; none: never for that.
+    pub recycle_tasks: Option<u64>,
+    /// Age at which it is.
+    pub recycle_age: Option<Duration>,
+    /// Growth of its memory, in bytes since it was ready, at which it is.
+    pub recycle_memory: Option<u64>,
+}
+
+/// `[admin]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Admin {
+    /// Where metrics and health are served over HTTP; none: nowhere.
+    pub listen: Option<SocketAddr>,
+    /// The exchange by which launchers are controlled; none: they are not.
+    pub control_exchange: Option<String>,
 }

@@ -59,6 +59,7 @@ impl Worker {
         program: &Path,
         assignment: &Assignment,
         deaths: Vec<control::Deaths>,
+        paused: bool,
     ) -> io::Result<Self> {
         let threads = assignment.threads.to_string();
         let mut child = Command::new(program)
@@ -85,7 +86,7 @@ impl Worker {
             child,
         };
         let assignment = serde_json::to_value(assignment)?;
-        worker.tell(&control::Command::Start { assignment, deaths }).await;
+        worker.tell(&control::Command::Start { assignment, deaths, paused }).await;
         Ok(worker)
     }
 

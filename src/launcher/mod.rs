@@ -7,30 +7,47 @@
 //! | `gpus` | which GPUs there are, and what a `devices` entry means |
 //! | `plan` | which slots there are |
 //! | `fit` | whether they fit their devices' memory |
+//! | `fleet` | which of them run, and who is meant by an order |
 //! | `slot` | what happens with one of them over time |
+//! | `replace` | when its worker is replaced by a new one |
+//! | `running` | one worker process, from its spawn to its end |
+//! | `sight` | what is seen of it, and what its death means |
+//! | `leave` | how it is brought to its end |
 //! | `child` | how a worker process is spawned and spoken to |
+//! | `board` | what is known of every slot |
+//! | `order` | what a running launcher can be asked |
 //! | `deaths` | which tasks kill workers |
 //! | `last_words` | what is kept of a worker's log |
 //! | `restart` | what follows a worker's end |
 //! | `logs` | how a worker's log lines appear in ours |
 
+pub mod board;
 mod child;
 mod deaths;
 mod fit;
+mod fleet;
 pub mod gpus;
 mod last_words;
+mod leave;
 mod logs;
+pub mod order;
 mod plan;
+mod replace;
 mod restart;
+mod running;
+mod sight;
 mod slot;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use futures_util::future::join_all;
+use tokio::sync::{Semaphore, mpsc, watch};
 
 use crate::config::{Assignment, Launcher};
 use crate::shutdown::{Exit, Stop};
-use slot::{Slot, SlotEnd};
+use board::Board;
+use fleet::Fleet;
+use order::{Ask, Handle};
 
 pub use fit::{Needs, fit};
 pub use plan::{Cuda, Host, plan};
@@ -71,23 +88,60 @@ pub enum LaunchError {
     },
 }
 
-/// Runs one worker for each assignment until all have ended, by spawning `program`. Call it on a
-/// runtime whose thread lives as long as the process: see `child`.
+/// What all slots share.
+struct Launch {
+    program: PathBuf,
+    /// Written when settings are loaded again, read by every slot.
+    policy: watch::Receiver<Launcher>,
+    stop: Stop,
+    deaths: deaths::Register,
+    board: Arc<Board>,
+    /// One slot at a time changes its worker for a new one.
+    turn: Arc<Semaphore>,
+}
+
+/// A launcher that has not begun: what shows it, and by which it is asked, are there already.
+pub struct Launching {
+    launch: Arc<Launch>,
+    policy: watch::Sender<Launcher>,
+    asks: mpsc::Receiver<Ask>,
+    handle: Handle,
+}
+
+impl Launching {
+    /// One that spawns `program`, treats its workers by `policy`, and ends with `stop`.
+    pub fn new(program: &Path, policy: &Launcher, stop: &Stop) -> Self {
+        let (sender, policy) = watch::channel(policy.clone());
+        let (handle, asks) = Handle::new();
+        let deaths = deaths::Register::new(policy.borrow().poison_deaths);
+        let (program, stop, turn) = (program.to_owned(), stop.clone(), Arc::new(Semaphore::new(1)));
+        let launch = Launch { program, policy, stop, deaths, board: Arc::default(), turn };
+        Self { launch: Arc::new(launch), policy: sender, asks, handle }
+    }
+
+    /// What is known of its slots.
+    pub fn board(&self) -> Arc<Board> {
+        self.launch.board.clone()
+    }
+
+    /// By which it is asked.
+    pub fn handle(&self) -> Handle {
+        self.handle.clone()
+    }
+
+    /// Runs one worker for each assignment until all have ended. Call it on a runtime whose thread
+    /// lives as long as the process: see `child`.
+    pub async fn run(self, assignments: &[Assignment]) -> Exit {
+        tracing::info!(slots = assignments.len(), "launching");
+        // Held: without it there would be nobody left to ask, which an order is never to see.
+        let Self { launch, policy, asks, handle: _handle } = self;
+        let exit = Fleet::new(launch, policy, assignments).run(asks).await;
+        tracing::info!(exit = exit.code(), "all workers have ended");
+        exit
+    }
+}
+
+/// As [`Launching::run`], for a launcher that nobody looks at or asks.
 pub async fn run(program: &Path, assignments: &[Assignment], policy: &Launcher, stop: &Stop) -> Exit {
-    tracing::info!(slots = assignments.len(), "launching");
-    let deaths = deaths::Register::new(policy.poison_deaths);
-    let keep = |assignment| Slot { program, assignment, policy, stop, deaths: &deaths }.keep();
-    let slots = assignments.iter().map(keep);
-    let ends = join_all(slots).await;
-    let given_up = ends.iter().find_map(|end| match end {
-        SlotEnd::GivenUp(exit) => Some(*exit),
-        _ => None,
-    });
-    let exit = match given_up {
-        Some(exit) => exit,
-        None if ends.contains(&SlotEnd::Aborted) => Exit::Aborted,
-        None => Exit::Done,
-    };
-    tracing::info!(exit = exit.code(), "all workers have ended");
-    exit
+    Launching::new(program, policy, stop).run(assignments).await
 }

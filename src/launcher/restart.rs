@@ -65,6 +65,9 @@ mod tests {
             quick_failure: Duration::from_secs(10),
             max_quick_failures: 5,
             poison_deaths: 3,
+            recycle_tasks: None,
+            recycle_age: None,
+            recycle_memory: None,
         }
     }
 

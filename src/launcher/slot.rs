@@ -1,30 +1,31 @@
-//! Keeps one slot filled: spawns its worker, watches it, restarts it by the policy, stops it with
-//! the launcher. Owns the worker process and the count of quick failures.
+//! Keeps one slot filled: spawns its worker, restarts it by the policy, replaces it, obeys orders,
+//! stops it with the launcher. Owns the worker that fills it, the one that is to come after it, those
+//! that are leaving, and the count of quick failures.
 
-use std::path::Path;
-use std::process::ExitStatus;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::time::sleep_until;
+use futures_util::StreamExt;
+use futures_util::future::BoxFuture;
+use futures_util::stream::FuturesUnordered;
+use tokio::sync::mpsc;
 
-use super::child::{Sign, Worker};
-use super::deaths::Register;
-use super::last_words::LogTail;
-use super::logs::re_emit;
-use super::restart::{Death, Verdict, judge};
-use crate::config::{Assignment, Launcher};
-use crate::protocol::control::{Command, Event, LastWords, TaskName, decode};
-use crate::shutdown::{Exit, Phase, Stop};
-
-/// Ids that a log line shows.
-const SHOWN: usize = 8;
-/// From the abort command to the kill.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+use super::Launch;
+use super::board::Entry;
+use super::order::{Order, Ordered};
+use super::replace::{Successor, Why, next_of};
+use super::restart::{Verdict, judge};
+use super::running::{Running, Wishes};
+use super::sight::{Accused, Remains, Sight};
+use crate::config::Assignment;
+use crate::protocol::admin::State;
+use crate::protocol::control::{BatchChange, Command};
+use crate::shutdown::{Exit, Phase};
 
 /// How a slot ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SlotEnd {
-    /// Its worker was stopped by a sentinel.
+    /// Its worker was stopped by a sentinel, or on an operator's order.
     StoppedOnRequest,
     /// It drained with the launcher.
     Drained,
@@ -34,292 +35,345 @@ pub(super) enum SlotEnd {
     GivenUp(Exit),
 }
 
-/// A slot, with all that it needs of the launcher.
-pub(super) struct Slot<'a> {
-    pub(super) program: &'a Path,
-    pub(super) assignment: &'a Assignment,
-    pub(super) policy: &'a Launcher,
-    pub(super) stop: &'a Stop,
-    pub(super) deaths: &'a Register,
+/// What comes after a worker's end, or after a wait.
+enum Then {
+    /// As its death is judged.
+    Judge,
+    /// A new worker, at once.
+    Start,
+    /// Nothing, until somebody orders something.
+    Hold,
+    End(SlotEnd),
 }
 
-/// One worker's life.
-struct Life {
-    death: Death,
-    /// The slot's end, when the launcher's stop ended this life.
-    end: Option<SlotEnd>,
-    /// A task was found to be poison by it.
-    found_poison: bool,
-    accused: Option<Accused>,
+/// See the module.
+pub(super) struct Slot {
+    pub(super) launch: Arc<Launch>,
+    pub(super) assignment: Assignment,
+    /// Written by the fleet, read here. Bound: those beyond are refused.
+    orders: mpsc::Receiver<Ordered>,
+    pub(super) wishes: Wishes,
+    /// Workers that were replaced and are finishing.
+    pub(super) leaving: FuturesUnordered<BoxFuture<'static, ()>>,
+    quick_failures: u32,
+    found_in_a_row: u32,
+    /// Not before this is it tried again to replace a worker that is spent.
+    pub(super) next_turn: Option<Instant>,
 }
 
-/// The tasks that a worker had when it died. After a fault of its device they are blamed once the
-/// next worker has found the device well; otherwise the device was to blame.
-struct Accused {
-    tasks: Vec<TaskName>,
-    /// There was but one, and no other on any way.
-    alone: bool,
-    last: LastWords,
-}
-
-impl Slot<'_> {
-    /// Keeps the slot filled until its end.
-    pub(super) async fn keep(self) -> SlotEnd {
-        let (slot, policy) = (self.assignment.slot.as_str(), self.policy);
-        let (mut quick_failures, mut found_in_a_row) = (0, 0);
-        let mut accused = None;
-        while self.stop.phase() < Phase::Returning {
-            let life = self.live(accused.take()).await;
-            if let Some(end) = life.end {
-                return end;
-            }
-            accused = life.accused;
-            if !life.death.is_quick_failure(policy) {
-                (quick_failures, found_in_a_row) = (0, 0);
-            } else if life.found_poison && found_in_a_row < policy.max_quick_failures {
-                // The failures had a cause, which is out of the way. Not without end: where every
-                // task seems to be poison, it is the slot that is broken, and it must not drain the
-                // queue.
-                (quick_failures, found_in_a_row) = (0, found_in_a_row + 1);
-            } else {
-                quick_failures += 1;
-            }
-            match judge(&life.death, quick_failures, policy, rand::random()) {
-                Verdict::StoppedOnRequest => {
-                    tracing::info!(slot, "stopped on request");
-                    return SlotEnd::StoppedOnRequest;
-                }
-                Verdict::GiveUp(exit) => {
-                    tracing::error!(slot, exit = exit.code(), quick_failures, "slot given up");
-                    return SlotEnd::GivenUp(exit);
-                }
-                Verdict::Restart(delay) => {
-                    tracing::warn!(slot, delay_ms = delay.as_millis() as u64, "starting the worker again");
-                    tokio::select! {
-                        () = tokio::time::sleep(delay) => {}
-                        () = self.stop.reached(Phase::Returning) => {}
-                    }
-                }
-            }
+impl Slot {
+    pub(super) fn new(launch: Arc<Launch>, assignment: Assignment, orders: mpsc::Receiver<Ordered>) -> Self {
+        Self {
+            launch,
+            assignment,
+            orders,
+            wishes: Wishes::default(),
+            leaving: FuturesUnordered::new(),
+            quick_failures: 0,
+            found_in_a_row: 0,
+            next_turn: None,
         }
-        SlotEnd::Drained
     }
 
-    /// Starts a worker and watches it to its end.
-    async fn live(&self, accused: Option<Accused>) -> Life {
-        let slot = self.assignment.slot.as_str();
-        let mut known = self.deaths.known();
-        let told_of = known.borrow_and_update().clone();
-        let mut life = Sight::new(accused);
-        let mut worker = match Worker::spawn(self.program, self.assignment, told_of).await {
-            Ok(worker) => worker,
-            Err(error) => {
-                tracing::error!(slot, program = %self.program.display(), %error, "cannot spawn a worker");
-                return Life { death: life.death, end: None, found_poison: false, accused: life.accused };
+    /// Keeps the slot filled until its end.
+    pub(super) async fn keep(mut self) -> SlotEnd {
+        let mut accused = None;
+        let end = loop {
+            if self.launch.stop.phase() >= Phase::Returning {
+                break SlotEnd::Drained;
+            }
+            let (remains, then) = self.live(accused.take()).await;
+            let then = match then {
+                Then::Judge => self.judge(remains, &mut accused).await,
+                then => then,
+            };
+            let then = match then {
+                Then::Hold => {
+                    self.show(State::Stopped);
+                    self.rest(None).await
+                }
+                then => then,
+            };
+            if let Then::End(end) = then {
+                self.show_end(end);
+                break end;
             }
         };
-        tracing::info!(slot, pid = worker.pid(), device = self.assignment.device, "worker spawned");
-        let mut next = Step::Drain;
-        let status = loop {
+        while self.leaving.next().await.is_some() {}
+        end
+    }
+
+    /// What follows the end of a worker that nobody had asked for.
+    async fn judge(&mut self, remains: Remains, accused: &mut Option<Accused>) -> Then {
+        let policy = self.launch.policy.borrow().clone();
+        let (slot, death) = (self.assignment.slot.clone(), remains.death);
+        *accused = remains.accused;
+        if !death.is_quick_failure(&policy) {
+            (self.quick_failures, self.found_in_a_row) = (0, 0);
+        } else if remains.found_poison && self.found_in_a_row < policy.max_quick_failures {
+            // The failures had a cause, which is out of the way. Not without end: where every task
+            // seems to be poison, it is the slot that is broken, and it must not drain the queue.
+            (self.quick_failures, self.found_in_a_row) = (0, self.found_in_a_row + 1);
+        } else {
+            self.quick_failures += 1;
+        }
+        match judge(&death, self.quick_failures, &policy, rand::random()) {
+            Verdict::StoppedOnRequest => {
+                tracing::info!(slot, "stopped on request");
+                Then::End(SlotEnd::StoppedOnRequest)
+            }
+            Verdict::GiveUp(exit) => {
+                let quick_failures = self.quick_failures;
+                tracing::error!(slot, exit = exit.code(), quick_failures, "slot given up");
+                self.show_failure(State::Quarantined, &remains.words);
+                Then::End(SlotEnd::GivenUp(exit))
+            }
+            Verdict::Restart(delay) => {
+                tracing::warn!(slot, delay_ms = delay.as_millis() as u64, "starting the worker again");
+                self.show_failure(State::Failed, &remains.words);
+                self.count_restart(remains.reason);
+                self.rest(Some(delay)).await
+            }
+        }
+    }
+
+    /// Waits without a worker, for so long or until somebody orders something.
+    async fn rest(&mut self, delay: Option<Duration>) -> Then {
+        let until = delay.map(|delay| tokio::time::Instant::now() + delay);
+        loop {
             tokio::select! {
-                sign = worker.next() => match sign {
-                    Ok(Sign::Event(line)) => {
-                        if life.hear(self, note(slot, &line)).is_err() {
-                            worker.kill();
+                () = tokio::time::sleep_until(until.unwrap_or_else(tokio::time::Instant::now)), if until.is_some() => {
+                    return Then::Start;
+                }
+                () = self.launch.stop.reached(Phase::Returning) => return Then::End(SlotEnd::Drained),
+                Some(()) = self.leaving.next() => {}
+                Some(ordered) = self.orders.recv() => match self.obey_at_rest(ordered) {
+                    Some(Then::Hold) => {
+                        self.show(State::Stopped);
+                        return Box::pin(self.rest(None)).await;
+                    }
+                    Some(then) => return then,
+                    None => {}
+                },
+            }
+        }
+    }
+
+    fn obey_at_rest(&mut self, ordered: Ordered) -> Option<Then> {
+        let (order, answer) = match ordered {
+            Ordered::Order(order, answer) => (order, answer),
+            Ordered::Replace(assignment, _permit, answer) => {
+                self.take_on(*assignment);
+                let _ = answer.send(Ok(()));
+                return None;
+            }
+        };
+        let (then, done) = match order {
+            Order::Resume => {
+                self.wishes.paused = false;
+                (Some(Then::Start), "starting a worker")
+            }
+            Order::Restart => {
+                self.quick_failures = 0;
+                (Some(Then::Start), "starting a worker")
+            }
+            Order::Drain => (Some(Then::Hold), "there is no worker, and none is started"),
+            Order::Shutdown => (Some(Then::End(SlotEnd::StoppedOnRequest)), "the slot is done"),
+            order => (None, self.remember(&order)),
+        };
+        let _ = answer.send(Ok(done));
+        then
+    }
+
+    /// Keeps in mind what the next worker is to be told.
+    fn remember(&mut self, order: &Order) -> &'static str {
+        match order {
+            Order::Pause => {
+                self.wishes.paused = true;
+                "pausing"
+            }
+            Order::Resume => {
+                self.wishes.paused = false;
+                "resuming"
+            }
+            Order::SetBatch(change) => {
+                self.wishes.batch = change.over(self.wishes.batch);
+                let (batch, board) = (self.wishes.batch, &self.launch.board);
+                board.change(&self.assignment.slot, |entry| {
+                    entry.report.batch = batch.over(entry.report.batch)
+                });
+                "batches have other bounds"
+            }
+            Order::LogLevel(filter) => {
+                self.wishes.log = Some(filter.clone());
+                "logging by another filter"
+            }
+            Order::Drain | Order::Shutdown | Order::Restart => "finishing",
+        }
+    }
+
+    /// Starts a worker and watches it, and those that take its place, to the end of the last.
+    async fn live(&mut self, accused: Option<Accused>) -> (Remains, Then) {
+        let launch = self.launch.clone();
+        let mut known = launch.deaths.known();
+        let told_of = known.borrow_and_update().clone();
+        self.show(State::Starting);
+        let assignment = self.assignment.clone();
+        let mut current = match Running::spawn(&launch, assignment, (told_of, &self.wishes), accused).await {
+            Ok(current) => current,
+            Err(error) => return (self.not_spawned(&error), Then::Judge),
+        };
+        self.show_worker(&mut current);
+        let mut successor: Option<Successor> = None;
+        let mut then = Then::Judge;
+        loop {
+            tokio::select! {
+                happening = current.next(&launch) => {
+                    let Some(status) = current.act(happening, &launch).await else {
+                        self.recycle(&current, &mut successor).await;
+                        continue;
+                    };
+                    let asked = current.is_leaving();
+                    let remains = current.remains(status, &launch);
+                    launch.board.change(&self.assignment.slot, Entry::vacate);
+                    match successor.take() {
+                        Some(next) if !asked => current = self.succeed_the_dead(next, &remains),
+                        _ => {
+                            let then = if asked { self.after_order(then, remains.death.exit) } else { Then::Judge };
+                            return (remains, then);
                         }
                     }
-                    Ok(Sign::Log(line)) => life.log.push(&re_emit(slot, &line)),
-                    Ok(Sign::Ended(status)) => break Some(status),
-                    Err(error) => {
-                        tracing::error!(slot, %error, "lost sight of the worker");
-                        break None;
+                }
+                happening = next_of(&mut successor, &launch) => {
+                    if let Some((next, permit)) = self.watch_successor(&mut successor, happening).await {
+                        let old = std::mem::replace(&mut current, next);
+                        self.see_off(old, permit).await;
                     }
-                },
+                }
                 Ok(()) = known.changed() => {
                     let tasks = known.borrow_and_update().clone();
-                    worker.tell(&Command::Deaths { tasks }).await;
+                    current.tell(&Command::Deaths { tasks }).await;
                 }
-                () = next.is_due(self.stop) => next = next.take(&mut worker, self.policy.shutdown_grace).await,
+                Some(()) = self.leaving.next() => {}
+                Some(ordered) = self.orders.recv() => {
+                    self.obey(ordered, (&mut current, &mut successor), &mut then).await;
+                }
+            }
+        }
+    }
+
+    /// Obeys while there is a worker.
+    async fn obey(
+        &mut self,
+        ordered: Ordered,
+        (current, successor): (&mut Running, &mut Option<Successor>),
+        then: &mut Then,
+    ) {
+        let (order, answer) = match ordered {
+            Ordered::Order(order, answer) => (order, answer),
+            Ordered::Replace(assignment, permit, answer) if current.is_leaving() => {
+                // Whoever starts next starts with these.
+                self.take_on(*assignment);
+                drop((permit, answer.send(Ok(()))));
+                return;
+            }
+            Ordered::Replace(assignment, permit, answer) => {
+                let why = Why { reason: "reloaded", permit, answer: Some(answer) };
+                return self.prepare_successor(*assignment, why, successor).await;
             }
         };
-        life.end(self, status, next != Step::Drain)
-    }
-
-    /// A worker died of one of these tasks. True: one of them is known as poison now.
-    fn blame(&self, Accused { tasks, alone, last }: &Accused) -> bool {
-        let ids: Vec<&str> = tasks.iter().take(SHOWN).map(|task| task.id.as_str()).collect();
-        let slot = &self.assignment.slot;
-        tracing::warn!(
-            slot,
-            tasks = tasks.len(),
-            alone,
-            ?ids,
-            exit = last.exit,
-            "at its end it had these tasks"
-        );
-        self.deaths.died(tasks, *alone, last)
-    }
-}
-
-/// What is seen of one worker.
-struct Sight {
-    ready: Option<Instant>,
-    death: Death,
-    found_poison: bool,
-    accused: Option<Accused>,
-    /// In the forward pass, by its last word.
-    on_device: Vec<TaskName>,
-    /// In quarantine.
-    alone: Option<TaskName>,
-    /// It was killed for the device that it holds.
-    wrong_device: bool,
-    log: LogTail,
-}
-
-/// A worker reported another device than its own.
-struct WrongDevice;
-
-impl Sight {
-    fn new(accused: Option<Accused>) -> Self {
-        let death = Death { exit: None, was_ready: false, lived: Duration::ZERO, worked: false };
-        let (on_device, alone, log) = (Vec::new(), None, LogTail::default());
-        Self { ready: None, death, found_poison: false, accused, on_device, alone, wrong_device: false, log }
-    }
-
-    /// Fails when the worker holds a device that is not its own.
-    fn hear(&mut self, slot: &Slot<'_>, event: Option<Event>) -> Result<(), WrongDevice> {
-        match event {
-            Some(Event::Ready { device, .. }) => {
-                let own = &slot.assignment.device;
-                if device != *own {
-                    tracing::error!(slot = slot.assignment.slot, device, own, "not its device; killing it");
-                    self.wrong_device = true;
-                    return Err(WrongDevice);
-                }
-                self.death.was_ready = true;
-                self.ready = Some(Instant::now());
-                // The device is well: whatever was on it when it failed is to blame.
-                self.found_poison |= self.accused.take().is_some_and(|it| slot.blame(&it));
+        let grace = self.launch.policy.borrow().shutdown_grace;
+        let outcome = self.remember(&order);
+        let command = match order {
+            Order::Pause => Command::Pause,
+            Order::Resume => Command::Resume,
+            Order::SetBatch(change) => Command::SetBatch(change),
+            Order::LogLevel(filter) => Command::LogLevel { filter },
+            Order::Drain | Order::Shutdown | Order::Restart => {
+                *then = match order {
+                    Order::Drain => Then::Hold,
+                    Order::Shutdown => Then::End(SlotEnd::StoppedOnRequest),
+                    _ => Then::Start,
+                };
+                // Whoever was to take its place is not wanted now.
+                *successor = None;
+                current.finish(grace).await;
+                self.show(State::Draining);
+                drop(answer.send(Ok(outcome)));
+                return;
             }
-            Some(Event::Alone { task }) => {
-                if let Some(survivor) = std::mem::replace(&mut self.alone, task) {
-                    slot.deaths.survived(&survivor);
-                }
-            }
-            Some(Event::Forward { tasks }) => self.on_device = tasks,
-            Some(Event::Stats(stats)) => self.death.worked |= stats.batches > 0,
-            _ => {}
+        };
+        current.tell(&command).await;
+        if let Some(next) = successor {
+            next.running.tell(&command).await;
         }
-        Ok(())
+        drop(answer.send(Ok(outcome)));
     }
 
-    /// The worker has ended; `asked`: the launcher told it to.
-    fn end(mut self, slot: &Slot<'_>, status: Option<ExitStatus>, asked: bool) -> Life {
-        self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
-        self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
-        if self.wrong_device {
-            self.death.exit = Some(Exit::DeviceFailed);
+    /// What follows the end of a worker that had been told to end.
+    fn after_order(&mut self, then: Then, exit: Option<Exit>) -> Then {
+        let stopping = self.launch.stop.phase() >= Phase::Returning;
+        match (then, exit) {
+            (_, Some(Exit::StoppedOnRequest)) => Then::End(SlotEnd::StoppedOnRequest),
+            (Then::Start, _) if !stopping => {
+                self.count_restart("requested");
+                Then::Start
+            }
+            (then @ (Then::Hold | Then::End(_)), _) if !stopping => then,
+            (_, Some(Exit::Done)) => Then::End(SlotEnd::Drained),
+            _ => Then::End(SlotEnd::Aborted),
         }
-        log_death(&slot.assignment.slot, status, &self.death);
-        let end = asked.then_some(match self.death.exit {
-            Some(Exit::StoppedOnRequest) => SlotEnd::StoppedOnRequest,
-            Some(Exit::Done) => SlotEnd::Drained,
-            _ => SlotEnd::Aborted,
+    }
+
+    fn not_spawned(&self, error: &std::io::Error) -> Remains {
+        let (slot, program) = (&self.assignment.slot, self.launch.program.display());
+        tracing::error!(slot, %program, %error, "cannot spawn a worker");
+        Sight::new(None).end(None, false, (&self.launch, slot))
+    }
+
+    /// Works by another assignment from now on.
+    pub(super) fn take_on(&mut self, assignment: Assignment) {
+        self.launch.board.assign(&assignment);
+        self.assignment = assignment;
+        // What was set by hand goes with the settings that it changed.
+        self.wishes.batch = BatchChange::default();
+    }
+
+    pub(super) fn show(&self, state: State) {
+        self.launch.board.change(&self.assignment.slot, |entry| entry.turn(state));
+    }
+
+    /// From now on, the board shows this worker.
+    pub(super) fn show_worker(&self, running: &mut Running) {
+        running.shown = true;
+        let (pid, is_ready) = (running.pid(), running.sight.is_ready());
+        self.launch.board.change(&self.assignment.slot, |entry| {
+            entry.vacate();
+            entry.report.pid = pid;
+            if is_ready {
+                entry.is_ready();
+            }
+            entry.turn(if is_ready { State::Ready } else { State::Starting });
         });
-        let mut tasks = self.on_device;
-        let others = tasks.iter().any(|task| self.alone.as_ref() != Some(task));
-        tasks.extend(self.alone.take().filter(|task| !tasks.contains(task)));
-        if !asked && !self.wrong_device && !tasks.is_empty() {
-            let accused = Accused { tasks, alone: !others, last: self.log.at_the_end(status) };
-            match self.death.exit {
-                None | Some(Exit::Internal) => self.found_poison |= slot.blame(&accused),
-                Some(Exit::DeviceFailed) => self.accused = Some(accused),
-                // A worker's own account of its end, and no task is to blame.
-                Some(_) => {}
-            }
-        }
-        Life { death: self.death, end, found_poison: self.found_poison, accused: self.accused }
     }
-}
 
-/// What is done next to end a worker with its launcher.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
-    /// Tell it to drain, when the launcher's stop says so.
-    Drain,
-    /// Tell it to abort: when the grace is over, or the stop is pressed.
-    Abort(Instant),
-    /// Kill it, if it has not ended by then.
-    Kill(Instant),
-    /// Wait for its end.
-    Wait,
-}
+    fn show_failure(&self, state: State, words: &str) {
+        self.launch.board.change(&self.assignment.slot, |entry| {
+            entry.report.last_failure = Some(words.to_owned());
+            entry.turn(state);
+        });
+    }
 
-impl Step {
-    async fn is_due(self, stop: &Stop) {
-        match self {
-            Step::Drain => stop.reached(Phase::Returning).await,
-            Step::Abort(deadline) => tokio::select! {
-                () = sleep_until(deadline.into()) => {}
-                () = stop.reached(Phase::Aborting) => {}
-            },
-            Step::Kill(deadline) => sleep_until(deadline.into()).await,
-            Step::Wait => std::future::pending().await,
+    fn show_end(&self, end: SlotEnd) {
+        match end {
+            SlotEnd::GivenUp(_) => {}
+            SlotEnd::StoppedOnRequest | SlotEnd::Drained | SlotEnd::Aborted => self.show(State::Stopped),
         }
     }
 
-    /// Does it; returns the next.
-    async fn take(self, worker: &mut Worker, grace: Duration) -> Step {
-        match self {
-            Step::Drain => {
-                worker.tell(&Command::Drain).await;
-                Step::Abort(Instant::now() + grace)
-            }
-            Step::Abort(_) => {
-                worker.tell(&Command::Abort).await;
-                Step::Kill(Instant::now() + LAST_WORDS)
-            }
-            Step::Kill(_) | Step::Wait => {
-                worker.kill();
-                Step::Wait
-            }
-        }
-    }
-}
-
-/// Reads an event, and logs it.
-fn note(slot: &str, line: &str) -> Option<Event> {
-    let event = decode::<Event>(line);
-    match &event {
-        Ok(Event::Ready { device, load_ms }) => tracing::info!(slot, device, load_ms, "worker ready"),
-        Ok(Event::Alone { task }) => {
-            tracing::debug!(slot, task = task.as_ref().map(|task| &task.id), "working on one task alone");
-        }
-        Ok(Event::Forward { tasks }) => tracing::trace!(slot, tasks = tasks.len(), "forward pass"),
-        Ok(Event::Loading) => tracing::debug!(slot, "worker loading"),
-        Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
-        Ok(Event::Stopped { cause }) => tracing::info!(slot, cause, "worker stopped"),
-        Ok(Event::Stats(stats)) => tracing::info!(
-            slot,
-            succeeded = stats.succeeded,
-            failed = stats.failed,
-            retried = stats.retried,
-            requeued = stats.requeued,
-            batches = stats.batches,
-            tokens = stats.tokens,
-            busy_percent = 100 * stats.busy_ms / stats.span_ms.max(1),
-            "work"
-        ),
-        Err(error) => tracing::warn!(slot, %error, "unreadable event"),
-    }
-    event.ok()
-}
-
-fn log_death(slot: &str, status: Option<ExitStatus>, death: &Death) {
-    let lived_ms = death.lived.as_millis() as u64;
-    let status = status.map_or_else(|| "unknown".into(), |status| status.to_string());
-    match death.exit {
-        Some(Exit::Done | Exit::StoppedOnRequest) => tracing::info!(slot, status, lived_ms, "worker ended"),
-        _ => tracing::error!(slot, status, lived_ms, "worker died"),
+    pub(super) fn count_restart(&self, reason: &str) {
+        self.launch.board.change(&self.assignment.slot, |entry| {
+            *entry.report.restarts.entry(reason.to_owned()).or_default() += 1;
+        });
     }
 }

@@ -4,6 +4,7 @@
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::error::Category;
 
+use super::stats::Stats;
 use super::{Task, shorten};
 
 /// Longest line that is read, in bytes. The longest written is `start`, with the settings.
@@ -21,17 +22,69 @@ pub enum Command {
         /// Tasks that were on a device when their worker died.
         #[serde(default)]
         deaths: Vec<Deaths>,
+        /// Load, and consume only once told to.
+        #[serde(default)]
+        paused: bool,
     },
     /// Workers died since `start`.
     Deaths {
         /// What is known now of the tasks that were on their devices.
         tasks: Vec<Deaths>,
     },
+    /// Take no more, finish what was taken, and wait.
+    Pause,
+    /// Consume again.
+    Resume,
+    /// Form batches by other bounds from now on.
+    SetBatch(BatchChange),
+    /// Log by another filter from now on.
+    LogLevel {
+        /// As in `SCONCE_LOG`.
+        filter: String,
+    },
+    /// Take no more, finish what was taken, exit.
+    Finish,
     /// Finish what is on the device, hand the rest back, exit.
     Drain,
     /// Exit now.
     Abort,
 }
+
+/// Bounds of batches to be changed; those that are absent stay.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct BatchChange {
+    /// Most tokens.
+    pub max_tokens: Option<usize>,
+    /// Most inputs.
+    pub max_requests: Option<usize>,
+    /// Longest wait of an idle device, in milliseconds.
+    pub max_delay_ms: Option<f64>,
+}
+
+impl BatchChange {
+    /// This, and where it says nothing what `before` said.
+    #[must_use]
+    pub fn over(self, before: Self) -> Self {
+        Self {
+            max_tokens: self.max_tokens.or(before.max_tokens),
+            max_requests: self.max_requests.or(before.max_requests),
+            max_delay_ms: self.max_delay_ms.or(before.max_delay_ms),
+        }
+    }
+
+    /// What of it cannot be, with what was expected; the bounds are those of the settings.
+    pub fn problem(&self) -> Option<String> {
+        if self.max_tokens == Some(0) || self.max_requests == Some(0) {
+            return Some("max_tokens and max_requests: expected whole numbers from 1".to_owned());
+        }
+        let delay = self.max_delay_ms.filter(|ms| !(0.0..=LONGEST_DELAY_MS).contains(ms))?;
+        Some(format!("max_delay_ms = {delay}: expected 0 to {LONGEST_DELAY_MS} ms"))
+    }
+}
+
+/// As `batch.max_delay` in the settings.
+const LONGEST_DELAY_MS: f64 = 60_000.0;
 
 /// What a worker tells its launcher.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -57,8 +110,12 @@ pub enum Event {
         /// The tasks on the device; none: it has fallen idle.
         tasks: Vec<TaskName>,
     },
-    /// What was done since the last such line.
-    Stats(Stats),
+    /// What was done since the last such line, and where the worker stands.
+    Stats(Box<Stats>),
+    /// It takes tasks, from now on or again.
+    Consuming,
+    /// It has been told to pause, and has nothing in hand any more.
+    Paused,
     /// No more intake; accepted work is being ended.
     Draining {
         /// What asked for it.
@@ -108,39 +165,6 @@ pub struct LastWords {
     pub log: String,
 }
 
-/// Work done in a span of time.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Stats {
-    /// Tasks answered with a result.
-    pub succeeded: u64,
-    /// Tasks answered with an error.
-    pub failed: u64,
-    /// Messages dead-lettered.
-    pub dead_lettered: u64,
-    /// Deliveries handed back.
-    pub requeued: u64,
-    /// Tasks put off to be tried again.
-    pub retried: u64,
-    /// Forward passes.
-    pub batches: u64,
-    /// Inputs computed.
-    pub inputs: u64,
-    /// Tokens computed.
-    pub tokens: u64,
-    /// Milliseconds that the device computed.
-    pub busy_ms: u64,
-    /// Milliseconds that the span lasted.
-    pub span_ms: u64,
-}
-
-impl Stats {
-    /// Nothing was done.
-    pub fn is_idle(&self) -> bool {
-        Self { span_ms: 0, ..*self } == Self::default()
-    }
-}
-
 /// Why a line is no control line. Says where it fails and never what it holds: `start` holds a
 /// password, and what serde says of a value repeats the value.
 #[derive(Debug, thiserror::Error)]
@@ -185,7 +209,8 @@ mod tests {
         let events = [
             Event::Loading,
             Event::Ready { device: "cpu".into(), load_ms: 3 },
-            Event::Stats(Stats { tokens: 7, ..Stats::default() }),
+            Event::Stats(Box::new(Stats { tokens: 7, ..Stats::default() })),
+            Event::Paused,
             Event::Forward { tasks: vec![TaskName { id: "a\nb".into(), fingerprint: "0".into() }] },
             Event::Draining { cause: "a\nb".into() },
             Event::Stopped { cause: "x".into() },

@@ -2,12 +2,14 @@
 //! sentinels, control lines, batch lines. Pure: bytes in, values out, and back. Owns no state and
 //! never does I/O; knows neither broker nor model nor clock.
 
+pub mod admin;
 pub mod batch_line;
 pub mod control;
 pub mod dead_letter;
 pub mod embeddings;
 pub mod message;
 pub mod reply;
+pub mod stats;
 pub mod task;
 pub mod task_error;
 

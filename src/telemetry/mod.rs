@@ -4,12 +4,13 @@
 //! Constant field names: `slot`, `device`, `task.id`, `batch.size`, `duration_ms`.
 
 use std::io::{self, IsTerminal};
+use std::sync::OnceLock;
 
 use tracing::{Level, Metadata};
 use tracing_subscriber::filter::{FilterExt, LevelFilter, filter_fn};
 use tracing_subscriber::layer::Filter;
 use tracing_subscriber::prelude::*;
-use tracing_subscriber::{EnvFilter, Registry};
+use tracing_subscriber::{EnvFilter, Registry, reload};
 
 /// What a service logs without `SCONCE_LOG`: our own events and the libraries' warnings. Not lapin's:
 /// what it calls an error (a closed channel, a lost connection) `broker::amqp` handles and logs once,
@@ -34,7 +35,7 @@ pub fn start(filter: Option<&str>, format: Format) -> Option<String> {
         Ok(filter) => (filter, None),
         Err(error) => (EnvFilter::new(DEFAULT_FILTER), Some(error.to_string())),
     };
-    let filter = shown(filter);
+    let (filter, handle) = reload::Layer::new(shown(filter));
     let lines =
         tracing_subscriber::fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
     let lines = match format {
@@ -42,14 +43,39 @@ pub fn start(filter: Option<&str>, format: Format) -> Option<String> {
         Format::Json => lines.json().with_filter(filter).boxed(),
     };
     // A second call, as in tests, changes nothing.
-    let _ = tracing_subscriber::registry().with(lines).try_init();
+    if tracing_subscriber::registry().with(lines).try_init().is_ok() {
+        let _ = FILTER.set(Box::new(move |filter| handle.reload(shown(filter)).is_ok()));
+    }
     problem
+}
+
+/// Takes another filter in the place of the one before. Written once, by [`start`].
+static FILTER: OnceLock<Box<dyn Fn(EnvFilter) -> bool + Send + Sync>> = OnceLock::new();
+
+/// Logs by another filter from now on, spelled as in `SCONCE_LOG`.
+///
+/// # Errors
+/// It is none: what is wrong with it. The one before goes on.
+pub fn set_filter(filter: &str) -> Result<(), String> {
+    let parsed = EnvFilter::try_new(filter).map_err(|error| error.to_string())?;
+    match FILTER.get() {
+        Some(replace) if replace(parsed) => Ok(()),
+        _ => Err("logging has not been started".to_owned()),
+    }
+}
+
+/// Whether it is a filter as in `SCONCE_LOG`.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn check_filter(filter: &str) -> Result<(), String> {
+    EnvFilter::try_new(filter).map(drop).map_err(|error| error.to_string())
 }
 
 /// What `filter` lets through, less what is never shown. Says of itself which levels it has no use for,
 /// or nobody could know: the tokenizer writes a line for each character at the lowest, and asking about
 /// each of them took longer than its work.
-fn shown(filter: EnvFilter) -> impl Filter<Registry> {
+fn shown(filter: EnvFilter) -> impl Filter<Registry> + Send + Sync + 'static {
     let least = filter.max_level_hint().unwrap_or(LevelFilter::TRACE);
     let not_frames = filter_fn(|metadata| !writes_out_frames(metadata)).with_max_level_hint(least);
     filter.and(not_frames)

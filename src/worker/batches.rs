@@ -6,15 +6,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Instant, SystemTime};
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::WorkerError;
+use super::dials::changed;
 use super::engine::{Done, Item};
 use super::quarantine::Quarantine;
 use super::report::Counters;
 use super::suspects::Suspects;
-use crate::batching::{Batch, Batcher, Device};
+use crate::batching::{Batch, Batcher, Device, Policy};
 use crate::model::Codec;
+use crate::protocol::control::BatchChange;
 use crate::protocol::{TaskError, TaskErrorKind};
 
 /// Batches of a reduced size until a larger one is tried.
@@ -33,6 +35,10 @@ pub(super) struct BatchFormer<C: Codec> {
     pub(super) batcher: Batcher<Item<C>>,
     /// What limits the batches' size, beside the policy.
     pub(super) sizing: Sizing,
+    /// The settings' bounds, which wishes change.
+    pub(super) policy: Policy,
+    /// Other bounds of batches. Written by who reads the launcher's commands.
+    pub(super) wishes: watch::Receiver<BatchChange>,
     /// Tasks that go alone; see there. They go first: most came first.
     pub(super) suspects: Suspects<C>,
     /// While it is occupied, no other batch begins.
@@ -70,7 +76,7 @@ impl<C: Codec> BatchFormer<C> {
                 done = self.done.recv() => match done {
                     Some(Done::Computed { inputs, tokens, took, too_large }) => {
                         under_way -= 1;
-                        self.counters.batch(inputs, tokens, took);
+                        self.counters.count(|stats| stats.batch(inputs, tokens, took.as_secs_f64()));
                         if let Some(most) = self.sizing.learn(too_large) {
                             self.batcher.limit_tokens(most);
                             self.suspects.limit_tokens(most);
@@ -88,9 +94,21 @@ impl<C: Codec> BatchFormer<C> {
                     }
                 },
                 () = self.quarantine.left() => {}
+                Ok(()) = self.wishes.changed() => self.grant(),
                 () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now).into()), if due.is_some() => {}
             }
         }
+    }
+
+    /// Goes by the bounds that are wished, for what waits too.
+    fn grant(&mut self) {
+        let wish = *self.wishes.borrow_and_update();
+        let policy = changed(self.policy, wish);
+        let Policy { max_tokens, max_requests, max_delay } = policy;
+        tracing::info!(max_tokens, max_requests, ?max_delay, "batches have other bounds from now on");
+        self.sizing = Sizing::new(max_tokens);
+        self.batcher.set_policy(policy);
+        self.suspects.set_policy(policy);
     }
 
     fn accept(&mut self, submission: Submission<C>, now: Instant) {

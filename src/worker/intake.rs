@@ -12,6 +12,7 @@ use tokio::task::{AbortHandle, JoinError, JoinSet};
 
 use super::WorkerError;
 use super::budget::Watched;
+use super::dials::Dials;
 use super::life::Shared;
 use super::settle::Accepted;
 use super::ticket::Ticket;
@@ -36,6 +37,14 @@ pub enum Ended {
     Aborted,
 }
 
+/// How a stint of consuming ended.
+pub(super) enum StintEnd {
+    /// With the worker.
+    Worker(Ended),
+    /// The launcher asked for a pause; everything is settled or handed back.
+    Paused,
+}
+
 struct Living<C: Codec> {
     /// None for what is settled without the model.
     ticket: Option<Arc<Ticket<C::Output>>>,
@@ -47,6 +56,7 @@ pub(super) struct Intake<'a, C: Codec> {
     shared: Arc<Shared<C>>,
     consumer: &'a mut dyn Consumer,
     stop: Stop,
+    dials: Dials,
     /// Accepted and not yet settled, by delivery.
     living: BTreeMap<Receipt, Living<C>>,
     lives: JoinSet<(Receipt, Result<(), WorkerError>)>,
@@ -61,13 +71,14 @@ impl<'a, C: Codec> Intake<'a, C> {
     pub(super) fn new(
         shared: Arc<Shared<C>>,
         consumer: &'a mut dyn Consumer,
-        stop: Stop,
+        (stop, dials): (Stop, Dials),
         budget: Watched,
     ) -> Self {
         Self {
             shared,
             consumer,
             stop,
+            dials,
             living: BTreeMap::new(),
             lives: JoinSet::new(),
             sentinel: None,
@@ -81,18 +92,20 @@ impl<'a, C: Codec> Intake<'a, C> {
     /// # Errors
     /// [`WorkerError`]: this process cannot go on; what is unsettled goes back to the broker with
     /// the session.
-    pub(super) async fn run(self, fault: &mut mpsc::Receiver<WorkerError>) -> Result<Ended, WorkerError> {
+    pub(super) async fn run(self, fault: &mut mpsc::Receiver<WorkerError>) -> Result<StintEnd, WorkerError> {
         let stop = self.stop.clone();
         tokio::select! {
             ended = self.work(fault) => ended,
             // Whatever is under way, a wait for the broker included.
-            () = stop.reached(Phase::Aborting) => Ok(Ended::Aborted),
+            () = stop.reached(Phase::Aborting) => Ok(StintEnd::Worker(Ended::Aborted)),
         }
     }
 
-    async fn work(mut self, fault: &mut mpsc::Receiver<WorkerError>) -> Result<Ended, WorkerError> {
+    async fn work(mut self, fault: &mut mpsc::Receiver<WorkerError>) -> Result<StintEnd, WorkerError> {
         let mut more = true;
         while more || !self.lives.is_empty() {
+            let held = self.living.len() as u64;
+            self.shared.settlement.counters.count(|stats| stats.now.held = held);
             tokio::select! {
                 event = self.consumer.next(), if more => match event? {
                     Event::Delivery(delivery) => self.take(*delivery).await,
@@ -105,19 +118,26 @@ impl<'a, C: Codec> Intake<'a, C> {
                     let ended = || WorkerError::Internal("the batch former has ended".into());
                     return Err(error.unwrap_or_else(ended));
                 }
+                () = self.dials.paused(), if self.phase == Phase::Running => self.finish("pause").await,
+                () = self.stop.reached(Phase::Finishing), if self.phase == Phase::Running => {
+                    self.finish("launcher").await;
+                }
                 () = self.stop.reached(Phase::Returning), if self.phase < Phase::Returning => {
                     self.hand_back().await;
                 }
             }
         }
-        if self.stop.phase() == Phase::Running {
+        if self.stop.phase() == Phase::Running && self.phase == Phase::Running {
             return Err(WorkerError::Internal("the broker's deliveries ended without being asked to".into()));
         }
         self.shared.settlement.settler.flush().await;
-        let Some(sentinel) = self.sentinel else { return Ok(Ended::Drained) };
+        if self.stop.phase() == Phase::Running {
+            return Ok(StintEnd::Paused);
+        }
+        let Some(sentinel) = self.sentinel else { return Ok(StintEnd::Worker(Ended::Drained)) };
         // The last ack of all: whoever dies before it leaves the sentinel to another worker.
         if self.shared.settlement.settler.ack(sentinel).await {
-            Ok(Ended::OnRequest)
+            Ok(StintEnd::Worker(Ended::OnRequest))
         } else {
             Err(WorkerError::SentinelLost)
         }
@@ -131,6 +151,9 @@ impl<'a, C: Codec> Intake<'a, C> {
         let made_id = || uuid::Uuid::new_v4().to_string();
         let receipt = delivery.receipt;
         let redeliveries = delivery.delivery_count.max(delivery.redelivered.into()) as i64;
+        if redeliveries > 0 {
+            self.shared.settlement.counters.count(|stats| stats.redelivered += 1);
+        }
         self.budget.note(|budget, now| budget.taken(receipt, now));
         if let Some(prefetch) = self.shared.prefetch.came(delivery.message.body.len()) {
             self.budget.note(|budget, _| budget.set_prefetch(prefetch));
@@ -173,6 +196,13 @@ impl<'a, C: Codec> Intake<'a, C> {
         self.stop.advance(Phase::Finishing, "sentinel");
     }
 
+    /// Takes no more, and finishes what was taken.
+    async fn finish(&mut self, cause: &str) {
+        tracing::info!(cause, unsettled = self.living.len(), "taking no more; finishing what was taken");
+        self.phase = Phase::Finishing;
+        self.consumer.cancel().await;
+    }
+
     /// Hands back what is not on the device, then the sentinel if there is one: both in delivery
     /// order, which some queues keep. What arrives from now on is behind them.
     async fn hand_back(&mut self) {
@@ -208,7 +238,7 @@ impl<'a, C: Codec> Intake<'a, C> {
     }
 
     async fn requeue(&mut self, receipt: Receipt) {
-        self.shared.settlement.counters.requeued.fetch_add(1, Ordering::Relaxed);
+        self.shared.settlement.counters.count(|stats| stats.requeued += 1);
         self.shared.settlement.settler.requeue(receipt).await;
     }
 

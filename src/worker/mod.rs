@@ -4,11 +4,13 @@
 //! | file | decides |
 //! |---|---|
 //! | `intake` | what a delivery is; what is handed back; when the worker has ended |
+//! | `station` | what stays while links to the broker come and go: a pause ends one |
 //! | `life` | the steps of one task |
 //! | `ticket` | whether a task is answered or handed back |
 //! | `batches` | when the device gets its next batch (by the rules in `batching`) |
 //! | `quarantine` | which task is worked on alone, because it may have killed a worker |
 //! | `suspects` | that it is alone on the device too |
+//! | `dials` | what can be set from outside while it runs |
 //! | `deaths` | which tasks workers died of, as the launcher knows it |
 //! | `engine` | the model thread |
 //! | `forward` | what a failed batch means: a bad input, or a bad device |
@@ -22,6 +24,7 @@
 mod batches;
 mod budget;
 mod deaths;
+mod dials;
 mod engine;
 mod forward;
 mod intake;
@@ -32,13 +35,14 @@ mod prefetch;
 mod quarantine;
 mod report;
 mod settle;
+mod station;
 mod suspects;
 mod ticket;
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize};
-use std::time::{Duration, Instant};
+use std::sync::atomic::AtomicUsize;
+use std::time::Instant;
 
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
@@ -52,15 +56,15 @@ use crate::protocol::control::Event;
 use crate::shutdown::{Exit, Phase, Stop};
 
 use engine::{Engine, Loaded};
+use intake::StintEnd;
 
 pub use deaths::KnownDeaths;
+pub use dials::Dials;
 pub use intake::Ended;
 pub use report::Reporter;
 
 /// Prepared tasks that may wait for the batch former: it only moves them on.
 const SUBMISSIONS: usize = 256;
-/// Longest wait for the broker to hear that we leave.
-const FAREWELL: Duration = Duration::from_secs(5);
 
 /// Why this process cannot go on. What it holds goes back to the broker.
 #[derive(Debug, thiserror::Error)]
@@ -116,6 +120,8 @@ pub struct Control {
     pub reporter: Reporter,
     /// What it told the worker of tasks that kill.
     pub deaths: KnownDeaths,
+    /// What it has set.
+    pub dials: Dials,
 }
 
 /// Runs one worker to its end. `open` connects to the broker once the model is loaded, so that a
@@ -134,29 +140,36 @@ pub async fn run<M: Model>(
         // Nothing has been accepted: there is nothing to drain.
         return Ok(Ended::Drained);
     };
-    let mut link = open(assignment).await?;
     let counters = Arc::new(report::Counters::default());
-    let (shared, former, mut fault) =
-        assemble(assignment, engine, loaded, &link, (counters.clone(), control))?;
-    let budget = budget::Watched::new(assignment.prefetch(), assignment.broker.delivery_timeout());
+    let (station, former, mut fault) = assemble(assignment, engine, loaded, (counters.clone(), control))?;
     let helpers = [
         tokio::spawn(former.run()),
-        tokio::spawn(budget.clone().watch()),
-        tokio::spawn(report::every(report::STATS_EVERY, counters.clone(), reporter.clone())),
+        tokio::spawn(report::every(counters.clone(), reporter.clone())),
         tokio::spawn(report::draining(stop.clone(), reporter.clone())),
     ];
-    let since = Instant::now();
-    let (shared, consumer) = (Arc::new(shared), &mut *link.consumer);
-    let intake = intake::Intake::new(shared, consumer, stop, budget);
-    let ended = intake.run(&mut fault).await;
+    let ended = loop {
+        if control.dials.is_paused() {
+            reporter.send(&Event::Paused).await;
+        }
+        if !control.dials.may_consume(&stop).await {
+            break Ok(Ended::Drained);
+        }
+        let link = match open(assignment).await {
+            Ok(link) => link,
+            Err(error) => break Err(error.into()),
+        };
+        reporter.send(&Event::Consuming).await;
+        match station.consume(link, &stop, &mut fault).await {
+            Ok(StintEnd::Paused) => {}
+            Ok(StintEnd::Worker(ended)) => break Ok(ended),
+            Err(error) => break Err(error),
+        }
+    };
     for helper in helpers {
         helper.abort();
     }
-    reporter.mention(&Event::Stats(counters.take(since)));
-    if !matches!(ended, Ok(Ended::Aborted)) {
-        // Closing tells the broker that what is unsettled is its own again; acks sent before are read.
-        let _ = tokio::time::timeout(FAREWELL, link.publisher.close()).await;
-        link.consumer.close().await;
+    if let Some(stats) = counters.take(|_| true) {
+        reporter.mention(&Event::Stats(Box::new(stats)));
     }
     ended
 }
@@ -199,26 +212,14 @@ pub fn load_spec(assignment: &Assignment) -> LoadSpec {
     }
 }
 
-/// Follows the messages, where the user has not set it.
-fn live_prefetch(assignment: &Assignment, policy: Policy) -> prefetch::Live {
-    let limits = prefetch::Limits {
-        tokens: policy.max_tokens,
-        requests: policy.max_requests,
-        bytes: assignment.pool.prefetch_bytes,
-    };
-    let first = prefetch::Prefetch::new(limits, assignment.prefetch(), Instant::now());
-    prefetch::Live::new(assignment.pool.prefetch.is_none().then_some(first))
-}
+type Assembled<C> = (station::Station<C>, batches::BatchFormer<C>, mpsc::Receiver<WorkerError>);
 
-type Assembled<C> = (life::Shared<C>, batches::BatchFormer<C>, mpsc::Receiver<WorkerError>);
-
-/// Puts the worker's parts together: what the tasks share, the batch former, and the way by which it
+/// Puts the worker's parts together: what its tasks share, the batch former, and the way by which that
 /// tells of a device fault.
 fn assemble<C: Codec>(
     assignment: &Assignment,
     engine: Engine<C>,
     loaded: Loaded<C>,
-    link: &Link,
     (counters, control): (Arc<report::Counters>, &Control),
 ) -> Result<Assembled<C>, WorkerError> {
     let pool = &assignment.pool;
@@ -237,6 +238,8 @@ fn assemble<C: Codec>(
         sizing: batches::Sizing::new(policy.max_tokens),
         quarantine: quarantine.clone(),
         suspects: suspects::Suspects::new(policy),
+        policy,
+        wishes: control.dials.batch(),
         submissions,
         batches: engine.batches,
         done: engine.done,
@@ -244,33 +247,22 @@ fn assemble<C: Codec>(
         counters: counters.clone(),
         fault: fault_in,
     };
-    let settlement = settle::Settlement {
-        settler: link.settler.clone(),
-        publisher: link.publisher.clone(),
+    let station = station::Station {
+        assignment: assignment.clone(),
+        policy,
         signature: Signature {
             worker: assignment.worker.clone(),
             device: loaded.device,
             model: load_spec(assignment).model_name().to_owned(),
         },
-        reply_queue: pool.reply_queue.clone(),
-        dead_letter_queue: pool.dead_letter_queue.clone(),
-        task_queue: pool.task_queue.clone(),
-        retry: pool.retry,
-        counters,
-        lost: AtomicU64::new(0),
-    };
-    let shared = life::Shared {
         codec: Arc::new(loaded.codec),
         prepare: lane::Lane::start("prepare")?,
         respond: lane::Lane::start("respond")?,
         submit,
         preparing,
-        settlement,
         quarantine,
-        deaths: control.deaths.clone(),
-        prefetch: live_prefetch(assignment, policy),
-        max_body: pool.max_body,
-        max_deliveries: assignment.broker.delivery_limit.into(),
+        counters,
+        control: control.clone(),
     };
-    Ok((shared, former, fault))
+    Ok((station, former, fault))
 }

@@ -1,18 +1,21 @@
 //! What a worker tells its launcher: control lines on stdout, and the counters behind `stats`.
 
 use std::io::Write;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
 
-use crate::protocol::control::{Event, Stats, TaskName, encode};
+use crate::broker::Settler;
+use crate::protocol::control::{Event, TaskName, encode};
+use crate::protocol::stats::{Standing, Stats};
 use crate::shutdown::{Phase, Stop};
 
-/// How often `stats` is sent while there is something to say.
-pub(super) const STATS_EVERY: Duration = Duration::from_secs(5);
+/// How often `stats` may be sent.
+const STATS_EVERY: Duration = Duration::from_secs(1);
+/// How often it is in any case.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
 
 enum Line {
     Event(Vec<u8>),
@@ -84,15 +87,29 @@ fn write(out: &Mutex<dyn Write + Send>, line: &[u8]) {
     drop(out.write_all(line).and_then(|()| out.flush()));
 }
 
-/// Sends `stats` now and then, when there is something to say.
-pub(super) async fn every(period: Duration, counters: Arc<Counters>, reporter: Reporter) {
+/// Sends `stats` while there is something new to say; now and then in any case, which shows that the
+/// worker lives.
+pub(super) async fn every(counters: Arc<Counters>, reporter: Reporter) {
+    let mut silent = Duration::ZERO;
+    let mut stood = Standing::default();
     loop {
-        let since = Instant::now();
-        tokio::time::sleep(period).await;
-        let stats = counters.take(since);
-        if !stats.is_idle() {
-            reporter.mention(&Event::Stats(stats));
+        tokio::time::sleep(STATS_EVERY).await;
+        silent += STATS_EVERY;
+        if let Some(stats) = counters.take(|stats| {
+            let moved = (stats.now.held, stats.now.connected) != (stood.held, stood.connected);
+            moved || silent >= SIGN_OF_LIFE || !stats.is_idle()
+        }) {
+            (silent, stood) = (Duration::ZERO, stats.now);
+            reporter.mention(&Event::Stats(Box::new(stats)));
         }
+    }
+}
+
+/// Follows whether there is a session with the broker.
+pub(super) async fn connection(settler: Arc<dyn Settler>, counters: Arc<Counters>) {
+    loop {
+        counters.count(|stats| stats.now.connected = settler.is_connected());
+        tokio::time::sleep(STATS_EVERY / 4).await;
     }
 }
 
@@ -102,43 +119,68 @@ pub(super) async fn draining(stop: Stop, reporter: Reporter) {
     reporter.send(&Event::Draining { cause: stop.cause().unwrap_or_default() }).await;
 }
 
-/// Counts of what was done. Written by the task futures and the batch former; taken by `stats`.
-#[derive(Default)]
-pub(super) struct Counters {
-    pub(super) succeeded: AtomicU64,
-    pub(super) failed: AtomicU64,
-    pub(super) dead_lettered: AtomicU64,
-    pub(super) requeued: AtomicU64,
-    pub(super) retried: AtomicU64,
-    batches: AtomicU64,
-    inputs: AtomicU64,
-    tokens: AtomicU64,
-    busy_us: AtomicU64,
+/// What was done since the last `stats`. Written by the task futures, the intake and the batch former,
+/// taken for `stats`. Held for arithmetic only.
+pub(super) struct Counters(Mutex<Span>);
+
+struct Span {
+    stats: Stats,
+    since: Instant,
+}
+
+impl Default for Counters {
+    fn default() -> Self {
+        Self(Mutex::new(Span { stats: Stats::default(), since: Instant::now() }))
+    }
 }
 
 impl Counters {
-    /// Counts one forward pass.
-    pub(super) fn batch(&self, inputs: usize, tokens: usize, took: Duration) {
-        self.batches.fetch_add(1, Ordering::Relaxed);
-        self.inputs.fetch_add(inputs as u64, Ordering::Relaxed);
-        self.tokens.fetch_add(tokens as u64, Ordering::Relaxed);
-        self.busy_us.fetch_add(took.as_micros() as u64, Ordering::Relaxed);
+    /// Counts something.
+    pub(super) fn count(&self, count: impl FnOnce(&mut Stats)) {
+        count(&mut self.lock().stats);
     }
 
-    /// The counts since the last call, which was at `since`.
-    pub(super) fn take(&self, since: Instant) -> Stats {
-        let take = |counter: &AtomicU64| counter.swap(0, Ordering::Relaxed);
-        Stats {
-            succeeded: take(&self.succeeded),
-            failed: take(&self.failed),
-            dead_lettered: take(&self.dead_lettered),
-            requeued: take(&self.requeued),
-            retried: take(&self.retried),
-            batches: take(&self.batches),
-            inputs: take(&self.inputs),
-            tokens: take(&self.tokens),
-            busy_ms: take(&self.busy_us) / 1_000,
-            span_ms: since.elapsed().as_millis() as u64,
+    /// The counts since the last time, if they are `wanted`.
+    pub(super) fn take(&self, wanted: impl FnOnce(&Stats) -> bool) -> Option<Stats> {
+        let mut span = self.lock();
+        span.stats.now.resident = resident();
+        span.stats.span_ms = span.since.elapsed().as_millis() as u64;
+        if !wanted(&span.stats) {
+            return None;
         }
+        span.since = Instant::now();
+        let next = Stats { now: span.stats.now, ..Stats::default() };
+        Some(std::mem::replace(&mut span.stats, next))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Span> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Bytes of memory in use that are this process's alone: the weights are mapped, and in the page cache
+/// once for all workers. 0 where the system does not say.
+fn resident() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let anonymous = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kilobytes = anonymous.and_then(|text| text.trim().strip_suffix(" kB")?.parse().ok());
+    1_024 * kilobytes.unwrap_or(0_u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_are_given_once_and_where_the_worker_stands_each_time() {
+        let counters = Counters::default();
+        counters.count(|stats| (stats.retried, stats.now.held) = (2, 7));
+        assert_eq!(counters.take(|_| false), None);
+        let first = counters.take(|stats| !stats.is_idle()).unwrap();
+        assert_eq!((first.retried, first.now.held), (2, 7));
+        assert!(first.now.resident > 100_000, "{first:?}");
+        let second = counters.take(|_| true).unwrap();
+        assert_eq!((second.retried, second.now.held), (0, 7));
+        assert!(second.is_idle());
     }
 }

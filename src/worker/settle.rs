@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use super::WorkerError;
 use super::outcome::{Disposition, Outcome, Tries, disposition};
@@ -15,6 +15,7 @@ use crate::config::Retry;
 use crate::protocol::control::Deaths;
 use crate::protocol::dead_letter::{Reason, dead_letter, parked, with_deaths, without_foreign_headers};
 use crate::protocol::reply::reply;
+use crate::protocol::stats::{Stage, Stats};
 use crate::protocol::{Message, Receipt, Signature, Task, TaskError, TaskErrorKind};
 
 /// Between two attempts to publish into a queue that takes nothing.
@@ -84,14 +85,10 @@ impl Settlement {
             jitter: rand::random(),
         };
         match disposition(outcome, tries) {
-            Disposition::ReplyAndAck(body) => {
-                self.answer(accepted, Ok(body), receipt).await?;
-                self.counters.succeeded.fetch_add(1, Ordering::Relaxed);
-            }
+            Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), receipt).await?,
             Disposition::ReplyErrorAndAck(error) => {
                 tracing::debug!(task.id = accepted.task.id, %error, "answering with an error");
                 self.answer(accepted, Err(&error), receipt).await?;
-                self.counters.failed.fetch_add(1, Ordering::Relaxed);
             }
             Disposition::Retry(delay, error) => self.put_off(accepted, delay, &error, receipt).await?,
             Disposition::DeadLetter(reason, error) => {
@@ -119,7 +116,7 @@ impl Settlement {
             Sent::Confirmed => {
                 let delay_ms = delay.after.as_millis() as u64;
                 tracing::warn!(task.id = task.id, %error, delay_ms, "the task failed; it is tried again");
-                self.counters.retried.fetch_add(1, Ordering::Relaxed);
+                self.counters.count(|stats| stats.retried += 1);
                 return Ok(());
             }
             Sent::Unroutable => "there is no queue to wait in for another attempt".to_owned(),
@@ -143,14 +140,42 @@ impl Settlement {
             Some(deaths) => with_deaths(letter, deaths),
             None => letter,
         };
-        self.bury(letter).await?;
-        self.answer(accepted, Err(error), receipt).await?;
-        self.counters.failed.fetch_add(1, Ordering::Relaxed);
+        self.bury(letter, reason).await?;
+        self.answer(accepted, Err(error), receipt).await
+    }
+
+    /// Answers the task, and counts it.
+    async fn answer(
+        &self,
+        accepted: &Accepted,
+        body: Result<Vec<u8>, &TaskError>,
+        receipt: &Receipt,
+    ) -> Result<(), WorkerError> {
+        let (status, reason) = match &body {
+            Ok(_) => ("succeeded", ""),
+            Err(error) => {
+                let (status, _, _, code) = error.kind.wire();
+                (status, code)
+            }
+        };
+        let began = Instant::now();
+        self.reply(accepted, body, receipt).await?;
+        self.counters.count(|stats| {
+            stats.answered(status, reason, 1);
+            stats.took(Stage::Queue, receipt.queue_ms as f64 / 1e3);
+            stats.took(Stage::Prepare, receipt.prepare_ms / 1e3);
+            stats.took(Stage::Publish, began.elapsed().as_secs_f64());
+            // What never was on the device has not waited for it either.
+            if receipt.batch_size > 0 {
+                stats.took(Stage::Wait, receipt.wait_ms / 1e3);
+                stats.took(Stage::Compute, receipt.compute_ms / 1e3);
+            }
+        });
         Ok(())
     }
 
     /// Publishes the reply, if anybody wants one.
-    async fn answer(
+    async fn reply(
         &self,
         accepted: &Accepted,
         body: Result<Vec<u8>, &TaskError>,
@@ -179,10 +204,11 @@ impl Settlement {
         let error = format!("reply queue {queue:?} does not exist or takes no message");
         tracing::warn!(task.id = task.id, error, "parking the reply among the dead letters");
         let reply = Arc::unwrap_or_clone(reply);
-        self.bury(parked(reply, &task.id, Reason::Unroutable, &error, &self.signature.worker)).await
+        let letter = parked(reply, &task.id, Reason::Unroutable, &error, &self.signature.worker);
+        self.bury(letter, Reason::Unroutable).await
     }
 
-    async fn bury(&self, letter: Message) -> Result<(), WorkerError> {
+    async fn bury(&self, letter: Message, reason: Reason) -> Result<(), WorkerError> {
         let queue = &self.dead_letter_queue;
         let letter = Arc::new(letter);
         let mut sent = self.publish(queue, None, &letter).await?;
@@ -193,7 +219,10 @@ impl Settlement {
         }
         let why = match sent {
             Sent::Confirmed => {
-                self.counters.dead_lettered.fetch_add(1, Ordering::Relaxed);
+                let count = |stats: &mut Stats| {
+                    *stats.dead_lettered.entry(reason.as_str().to_owned()).or_default() += 1;
+                };
+                self.counters.count(count);
                 return Ok(());
             }
             Sent::Unroutable => "it does not exist".to_owned(),

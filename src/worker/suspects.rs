@@ -37,6 +37,11 @@ impl<C: Codec> Suspects<C> {
         self.current.limit_tokens(most);
     }
 
+    /// From now on, batches within these bounds.
+    pub(super) fn set_policy(&mut self, policy: Policy) {
+        self.current.set_policy(policy);
+    }
+
     /// The next batch of a suspect. Call it only while the device is idle.
     pub(super) fn next(&mut self) -> Option<Batch<Item<C>>> {
         if self.current.is_empty() {

@@ -130,4 +130,8 @@ impl Settler for AmqpSettler {
             }
         })
     }
+
+    fn is_connected(&self) -> bool {
+        current(&self.current).is_some()
+    }
 }

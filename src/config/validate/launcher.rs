@@ -6,7 +6,7 @@ use super::super::settings::Launcher;
 use super::super::units::show_duration;
 use super::WAIT;
 use super::section::Section;
-use super::values::{duration, whole};
+use super::values::{duration, never, size, whole};
 
 /// Reads `[launcher]`.
 pub(super) fn launcher(mut section: Section<'_>) -> Option<Launcher> {
@@ -16,6 +16,9 @@ pub(super) fn launcher(mut section: Section<'_>) -> Option<Launcher> {
     let quick_failure = section.read("quick_failure", duration(WAIT));
     let max_quick_failures = section.read("max_quick_failures", whole(1..=u64::from(u32::MAX)));
     let poison_deaths = section.read("poison_deaths", whole(1..=u64::from(u32::MAX)));
+    let recycle_tasks = section.read("recycle_tasks", never(whole(1..=i64::MAX as u64)));
+    let recycle_age = section.read("recycle_age", never(duration(WAIT)));
+    let recycle_memory = section.read("recycle_memory", never(size(1..=u64::MAX)));
     refuse_low_ceiling(
         &mut section,
         ("restart_delay", restart_delay),
@@ -29,6 +32,9 @@ pub(super) fn launcher(mut section: Section<'_>) -> Option<Launcher> {
         quick_failure: quick_failure?,
         max_quick_failures: max_quick_failures?,
         poison_deaths: poison_deaths?,
+        recycle_tasks: recycle_tasks?,
+        recycle_age: recycle_age?,
+        recycle_memory: recycle_memory?,
     })
 }
 

@@ -1,9 +1,10 @@
 //! Merged settings → validated [`Settings`]. Decides what each setting may be, and goes on after a
 //! mistake so that all are reported together. Never fills in a default: the layers did.
 //!
-//! `section` walks the keys, `values` and `urls` read single values, `broker`, `pool` and
-//! `launcher` hold the rules of their sections.
+//! `section` walks the keys, `values` and `urls` read single values, `broker`, `pool`, `launcher`
+//! and `admin` hold the rules of their sections.
 
+mod admin;
 mod broker;
 mod launcher;
 mod pool;
@@ -29,8 +30,9 @@ pub(super) fn settings(merged: Value, report: &mut Report) -> Option<Settings> {
     let broker = root.section("broker").and_then(broker::broker);
     let pools = pool::pools(&mut root);
     let launcher = root.section("launcher").and_then(launcher::launcher);
+    let admin = root.section("admin").and_then(admin::admin);
     root.finish();
-    let settings = Settings { broker: broker?, pools: pools?, launcher: launcher? };
+    let settings = Settings { broker: broker?, pools: pools?, launcher: launcher?, admin: admin? };
     report.problems.is_empty().then_some(settings)
 }
 
@@ -85,6 +87,13 @@ mod tests {
             ("launcher.restart_delay", "soon", "a duration with its unit"),
             ("launcher.max_quick_failures", "0", "a whole number from 1"),
             ("launcher.poison_deaths", "0", "a whole number from 1"),
+            ("launcher.recycle_tasks", "0", "\"never\" or a whole number"),
+            ("launcher.recycle_age", "0s", "\"never\" or a duration from 1ms"),
+            ("launcher.recycle_memory", "0B", "\"never\" or a size from 1B"),
+            ("admin.listen", "9464", "an address and a port"),
+            ("admin.listen", "localhost:9464", "an address and a port"),
+            ("admin.control_exchange", "amq.topic", "a name that does not start with `amq.`"),
+            ("pool[0].batch.timeout", "0s", "a duration from 1ms"),
             ("pool[0].retry.max_attempts", "101", "a whole number from 1 to 100"),
             ("pool[0].retry.delay", "0s", "a duration from 1ms"),
             ("pool[0].retry.delay_max", "999ms", "at least pool[0].retry.delay = \"1s\""),
@@ -113,6 +122,11 @@ mod tests {
             ("pool[0].max_body", "512MiB"),
             ("pool[0].batch.max_tokens", "auto"),
             ("pool[0].batch.max_delay", "0ms"),
+            ("admin.listen", ""),
+            ("admin.listen", "[::]:0"),
+            ("admin.control_exchange", ""),
+            ("launcher.recycle_tasks", "never"),
+            ("launcher.recycle_memory", "1GiB"),
         ] {
             assert_eq!(complaints(&[(path, value)]), Vec::<String>::new());
         }

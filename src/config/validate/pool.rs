@@ -142,8 +142,14 @@ fn batch(mut section: Section<'_>) -> Option<Batch> {
     let max_tokens = section.read("max_tokens", auto(whole(TOKENS)));
     let max_requests = section.read("max_requests", whole(COUNT));
     let max_delay = section.read("max_delay", duration(BATCH_DELAY));
+    let timeout = section.read("timeout", duration(WAIT));
     section.finish();
-    Some(Batch { max_tokens: max_tokens?, max_requests: max_requests?, max_delay: max_delay? })
+    Some(Batch {
+        max_tokens: max_tokens?,
+        max_requests: max_requests?,
+        max_delay: max_delay?,
+        timeout: timeout?,
+    })
 }
 
 fn refuse_short_prefetch(section: &mut Section<'_>, prefetch: u16, max_requests: usize) {

@@ -75,6 +75,16 @@ pub(super) fn auto<T>(
     }
 }
 
+/// `"never"` for none, or what `read` takes.
+pub(super) fn never<T>(
+    read: impl Fn(&Value) -> Result<T, Expected>,
+) -> impl Fn(&Value) -> Result<Option<T>, Expected> {
+    move |value| match &value.kind {
+        ValueKind::String(text) if text == "never" => Ok(None),
+        _ => read(value).map(Some).map_err(|expected| format!("\"never\" or {expected}")),
+    }
+}
+
 /// A duration within the range.
 pub(super) fn duration(range: RangeInclusive<Duration>) -> impl Fn(&Value) -> Result<Duration, Expected> {
     move |value| {

@@ -121,6 +121,11 @@ impl Settler for Wire {
     fn flush(&self) -> BoxFuture<'_, ()> {
         std::future::ready(()).boxed()
     }
+
+    /// Once made, it lasts as long as the launcher.
+    fn is_connected(&self) -> bool {
+        true
+    }
 }
 
 impl Wire {

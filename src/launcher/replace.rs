@@ -1,0 +1,153 @@
+//! A new worker in the place of one that runs: for other settings, or because the old one is spent.
+//! The new one is ready before the old one drains; one that never is leaves all as it was. Decides
+//! when a worker is replaced, and sees the old one off.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+
+use super::Launch;
+use super::running::{Happening, Running};
+use super::sight::Remains;
+use super::slot::Slot;
+use crate::config::Assignment;
+use crate::protocol::admin::State;
+
+/// Before it is tried again to replace a worker that is spent.
+const ANOTHER_TURN: Duration = Duration::from_secs(300);
+
+/// Why a worker is replaced.
+pub(super) struct Why {
+    /// As a name, for counting.
+    pub(super) reason: &'static str,
+    /// While it is held, no other slot replaces its worker.
+    pub(super) permit: OwnedSemaphorePermit,
+    /// Who waits to hear of it.
+    pub(super) answer: Option<oneshot::Sender<Result<(), String>>>,
+}
+
+/// A worker that is to take the place of the one that runs.
+pub(super) struct Successor {
+    pub(super) running: Running,
+    why: Why,
+}
+
+/// The next thing that happens with it; never, when there is none. Safe to cancel.
+pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) -> Happening {
+    match successor {
+        Some(next) => next.running.next(launch).await,
+        None => std::future::pending().await,
+    }
+}
+
+impl Slot {
+    /// Has a new worker made ready, where the one that runs is spent and no other slot is at it.
+    pub(super) async fn recycle(&mut self, current: &Running, successor: &mut Option<Successor>) {
+        let too_soon = self.next_turn.is_some_and(|at| Instant::now() < at);
+        if successor.is_some() || current.is_leaving() || self.wishes.paused || too_soon {
+            return;
+        }
+        let Some(words) = current.sight.is_spent(&self.launch) else { return };
+        let Ok(permit) = self.launch.turn.clone().try_acquire_owned() else { return };
+        tracing::info!(slot = self.assignment.slot, reason = words, "the worker is to be replaced");
+        let why = Why { reason: "recycled", permit, answer: None };
+        self.prepare_successor(self.assignment.clone(), why, successor).await;
+    }
+
+    /// Spawns the worker that is to follow.
+    pub(super) async fn prepare_successor(
+        &mut self,
+        assignment: Assignment,
+        why: Why,
+        successor: &mut Option<Successor>,
+    ) {
+        let known = self.launch.deaths.known().borrow().clone();
+        match Running::spawn(&self.launch, assignment, (known, &self.wishes), None).await {
+            Ok(running) => *successor = Some(Successor { running, why }),
+            Err(error) => self.give_up_successor(why, &spawn_failed(&self.launch, &error)),
+        }
+    }
+
+    /// Takes in what happens with the successor. Some: it is ready, and takes over.
+    pub(super) async fn watch_successor(
+        &mut self,
+        successor: &mut Option<Successor>,
+        happening: Happening,
+    ) -> Option<(Running, OwnedSemaphorePermit)> {
+        let mut next = successor.take()?;
+        let launch = self.launch.clone();
+        if let Some(status) = next.running.act(happening, &launch).await {
+            let remains = next.running.remains(status, &launch);
+            self.give_up_successor(
+                next.why,
+                &format!("the new worker ended before it was ready: {}", remains.words),
+            );
+            return None;
+        }
+        if !next.running.sight.is_ready() {
+            *successor = Some(next);
+            return None;
+        }
+        Some(self.install(next))
+    }
+
+    /// The worker before has died meanwhile: its successor takes over as it is.
+    pub(super) fn succeed_the_dead(&mut self, next: Successor, remains: &Remains) -> Running {
+        tracing::warn!(slot = self.assignment.slot, "the worker died while a new one was being made ready");
+        self.count_restart(remains.reason);
+        self.install(next).0
+    }
+
+    fn install(&mut self, next: Successor) -> (Running, OwnedSemaphorePermit) {
+        let Successor { mut running, why } = next;
+        tracing::info!(slot = self.assignment.slot, reason = why.reason, "a new worker takes over");
+        self.count_restart(why.reason);
+        if running.assignment != self.assignment {
+            self.take_on(running.assignment.clone());
+        }
+        self.show_worker(&mut running);
+        if let Some(answer) = why.answer {
+            let _ = answer.send(Ok(()));
+        }
+        (running, why.permit)
+    }
+
+    fn give_up_successor(&mut self, why: Why, words: &str) {
+        tracing::error!(
+            slot = self.assignment.slot,
+            reason = why.reason,
+            error = words,
+            "the worker stays: it cannot be replaced"
+        );
+        self.next_turn = Some(Instant::now() + ANOTHER_TURN);
+        if let Some(answer) = why.answer {
+            let _ = answer.send(Err(words.to_owned()));
+        }
+    }
+
+    /// Has a worker that was replaced finish what it has, beside its successor.
+    pub(super) async fn see_off(&mut self, mut old: Running, permit: OwnedSemaphorePermit) {
+        let grace = self.launch.policy.borrow().shutdown_grace;
+        old.shown = false;
+        old.finish(grace).await;
+        let launch = self.launch.clone();
+        self.leaving.push(Box::pin(async move {
+            let status = loop {
+                let happening = old.next(&launch).await;
+                if let Some(status) = old.act(happening, &launch).await {
+                    break status;
+                }
+            };
+            old.remains(status, &launch);
+            drop(permit);
+        }));
+        if self.wishes.paused {
+            self.show(State::Paused);
+        }
+    }
+}
+
+fn spawn_failed(launch: &Launch, error: &io::Error) -> String {
+    format!("cannot spawn {}: {error}", launch.program.display())
+}

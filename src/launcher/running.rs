@@ -1,0 +1,173 @@
+//! One worker process of a slot, from its spawn to its end: listened to, kept in time, ended step by
+//! step. Owns the process, what is seen of it, and how far its end has gone.
+
+use std::io;
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+use tokio::time::sleep_until;
+
+use super::Launch;
+use super::child::{Sign, Worker};
+use super::leave::Step;
+use super::logs::re_emit;
+use super::sight::{Accused, Remains, Sight};
+use crate::config::Assignment;
+use crate::protocol::control::{BatchChange, Command, Deaths, Event, decode};
+
+/// What a new worker is told beside its assignment.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Wishes {
+    /// Not to consume.
+    pub(super) paused: bool,
+    /// Other bounds of batches.
+    pub(super) batch: BatchChange,
+    /// Another log filter.
+    pub(super) log: Option<String>,
+}
+
+/// See the module.
+pub(super) struct Running {
+    worker: Worker,
+    pub(super) sight: Sight,
+    step: Step,
+    /// When it is killed for being stuck.
+    kill_at: Option<Instant>,
+    pub(super) assignment: Assignment,
+    /// The board shows it.
+    pub(super) shown: bool,
+}
+
+/// What happens with a worker.
+pub(super) enum Happening {
+    Sign(Sign),
+    /// The next step of its end is due.
+    Step,
+    /// It says nothing, or computes, for longer than it may.
+    Overdue,
+    /// Nobody can see it any more.
+    Lost(io::Error),
+}
+
+impl Running {
+    /// Spawns one, and tells it all there is to tell.
+    ///
+    /// # Errors
+    /// The program cannot be started.
+    pub(super) async fn spawn(
+        launch: &Launch,
+        assignment: Assignment,
+        (deaths, wishes): (Vec<Deaths>, &Wishes),
+        accused: Option<Accused>,
+    ) -> io::Result<Self> {
+        let mut worker = Worker::spawn(&launch.program, &assignment, deaths, wishes.paused).await?;
+        if wishes.batch != BatchChange::default() {
+            worker.tell(&Command::SetBatch(wishes.batch)).await;
+        }
+        if let Some(filter) = &wishes.log {
+            worker.tell(&Command::LogLevel { filter: filter.clone() }).await;
+        }
+        tracing::info!(
+            slot = assignment.slot,
+            pid = worker.pid(),
+            device = assignment.device,
+            "worker spawned"
+        );
+        let (sight, step) = (Sight::new(accused), Step::Drain);
+        Ok(Self { worker, sight, step, kill_at: None, assignment, shown: false })
+    }
+
+    /// Its process id, while it lives.
+    pub(super) fn pid(&self) -> Option<u32> {
+        self.worker.pid()
+    }
+
+    /// Whether its end has been asked for.
+    pub(super) fn is_leaving(&self) -> bool {
+        self.step.is_begun()
+    }
+
+    /// Tells it something.
+    pub(super) async fn tell(&mut self, command: &Command) {
+        self.worker.tell(command).await;
+    }
+
+    /// Tells it to finish what it has and to end, within the grace.
+    pub(super) async fn finish(&mut self, grace: Duration) {
+        self.step.finish(&mut self.worker, grace).await;
+    }
+
+    /// The next thing that happens with it. Safe to cancel.
+    pub(super) async fn next(&mut self, launch: &Launch) -> Happening {
+        let bound = self.kill_at.or_else(|| self.sight.bound(&self.assignment).map(|(at, _)| at));
+        tokio::select! {
+            sign = self.worker.next() => sign.map_or_else(Happening::Lost, Happening::Sign),
+            () = self.step.is_due(&launch.stop) => Happening::Step,
+            () = sleep_until(bound.unwrap_or_else(Instant::now).into()), if bound.is_some() => Happening::Overdue,
+        }
+    }
+
+    /// Acts on what has happened. Some: that was its end, with how it ended where that is known.
+    pub(super) async fn act(&mut self, happening: Happening, launch: &Launch) -> Option<Option<ExitStatus>> {
+        let grace = launch.policy.borrow().shutdown_grace;
+        match happening {
+            Happening::Sign(Sign::Event(line)) => self.hear(&line, launch),
+            Happening::Sign(Sign::Log(line)) => self.sight.log.push(&re_emit(&self.assignment.slot, &line)),
+            Happening::Sign(Sign::Ended(status)) => return Some(Some(status)),
+            Happening::Step => self.step = self.step.take(&mut self.worker, grace).await,
+            Happening::Overdue => self.be_overdue(launch),
+            Happening::Lost(error) => {
+                tracing::error!(slot = self.assignment.slot, %error, "lost sight of the worker");
+                return Some(None);
+            }
+        }
+        None
+    }
+
+    fn hear(&mut self, line: &str, launch: &Launch) {
+        let Some(event) = note(&self.assignment.slot, line) else { return };
+        if self.sight.hear(event, (launch, &self.assignment), self.shown).is_err() {
+            self.worker.kill();
+        }
+        if self.kill_at.is_some() && self.sight.recovers(&self.assignment, launch) {
+            self.kill_at = None;
+        }
+    }
+
+    /// First said, then done: in between it may yet move.
+    fn be_overdue(&mut self, launch: &Launch) {
+        if self.kill_at.is_none() {
+            let Some((_, fault)) = self.sight.bound(&self.assignment) else { return };
+            self.kill_at = Some(self.sight.give_up(fault, (launch, &self.assignment.slot)));
+        } else {
+            self.worker.kill();
+            self.kill_at = Some(Instant::now() + Duration::from_secs(10));
+        }
+    }
+
+    /// After its end.
+    pub(super) fn remains(self, status: Option<ExitStatus>, launch: &Launch) -> Remains {
+        let asked = self.step.is_begun();
+        self.sight.end(status, asked, (launch, &self.assignment.slot))
+    }
+}
+
+/// Reads an event, and logs it.
+fn note(slot: &str, line: &str) -> Option<Event> {
+    let event = decode::<Event>(line);
+    match &event {
+        Ok(Event::Ready { device, load_ms }) => tracing::info!(slot, device, load_ms, "worker ready"),
+        Ok(Event::Alone { task }) => {
+            tracing::debug!(slot, task = task.as_ref().map(|task| &task.id), "working on one task alone");
+        }
+        Ok(Event::Forward { tasks }) => tracing::trace!(slot, tasks = tasks.len(), "forward pass"),
+        Ok(Event::Loading) => tracing::debug!(slot, "worker loading"),
+        Ok(Event::Consuming) => tracing::debug!(slot, "worker consuming"),
+        Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
+        Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
+        Ok(Event::Stopped { cause }) => tracing::info!(slot, cause, "worker stopped"),
+        Ok(Event::Stats(_)) => {}
+        Err(error) => tracing::warn!(slot, %error, "unreadable event"),
+    }
+    event.ok()
+}

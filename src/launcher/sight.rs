@@ -1,0 +1,327 @@
+//! What is seen of one worker by its control lines, its log and its end: whether it is ready, what is
+//! on its device, whether it moves. Decides what its death means for the tasks it had. Owns what is
+//! known of this one process; what is known of its slot stands on the board.
+
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+use super::Launch;
+use super::board::Entry;
+use super::last_words::LogTail;
+use super::restart::Death;
+use crate::config::Assignment;
+use crate::protocol::admin::State;
+use crate::protocol::control::{Event, LastWords, TaskName};
+use crate::protocol::stats::Stats;
+use crate::shutdown::Exit;
+
+/// Ids that a log line shows, and that the board holds.
+const SHOWN: usize = 8;
+/// A worker that is well says something more often than this, once it is ready.
+const SILENCE: Duration = Duration::from_secs(60);
+/// From the time that a worker is seen to be stuck to its end: those who watch are to see it too.
+const STUCK: Duration = Duration::from_secs(10);
+
+/// The tasks that a worker had when it died. After a fault of its device they are blamed once the
+/// next worker has found the device well; otherwise the device was to blame.
+#[derive(Debug)]
+pub(super) struct Accused {
+    tasks: Vec<TaskName>,
+    /// There was but one, and no other on any way.
+    alone: bool,
+    last: LastWords,
+}
+
+/// Why the launcher ends a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// It reported another device than its own.
+    WrongDevice,
+    /// A forward pass lasts longer than it may.
+    Stuck,
+    /// It says nothing any more.
+    Silent,
+}
+
+impl Fault {
+    fn name(self) -> &'static str {
+        match self {
+            Self::WrongDevice => "wrong_device",
+            Self::Stuck => "stuck",
+            Self::Silent => "silent",
+        }
+    }
+}
+
+/// See the module.
+pub(super) struct Sight {
+    ready: Option<Instant>,
+    death: Death,
+    found_poison: bool,
+    accused: Option<Accused>,
+    /// In the forward pass, by its last word.
+    on_device: Vec<TaskName>,
+    computing_since: Option<Instant>,
+    /// In quarantine.
+    alone: Option<TaskName>,
+    heard: Instant,
+    /// Why it was killed.
+    fault: Option<Fault>,
+    /// Work that the log has not told of yet.
+    untold: Stats,
+    /// Tasks it has answered.
+    answered: u64,
+    /// Bytes of memory when it was ready, and now.
+    resident: Option<(u64, u64)>,
+    pub(super) log: LogTail,
+}
+
+/// What remains of a worker.
+pub(super) struct Remains {
+    pub(super) death: Death,
+    /// A task was found to be poison by it.
+    pub(super) found_poison: bool,
+    pub(super) accused: Option<Accused>,
+    /// Its end in words.
+    pub(super) words: String,
+    /// The same as a name, for counting.
+    pub(super) reason: &'static str,
+}
+
+impl Sight {
+    pub(super) fn new(accused: Option<Accused>) -> Self {
+        let death = Death { exit: None, was_ready: false, lived: Duration::ZERO, worked: false };
+        Self {
+            ready: None,
+            death,
+            found_poison: false,
+            accused,
+            on_device: Vec::new(),
+            computing_since: None,
+            alone: None,
+            heard: Instant::now(),
+            fault: None,
+            untold: Stats::default(),
+            answered: 0,
+            resident: None,
+            log: LogTail::default(),
+        }
+    }
+
+    /// It has said `ready`.
+    pub(super) fn is_ready(&self) -> bool {
+        self.ready.is_some()
+    }
+
+    /// Takes in what it says. `shown`: the board shows this worker of the slot.
+    ///
+    /// # Errors
+    /// It has to be ended for that.
+    pub(super) fn hear(
+        &mut self,
+        event: Event,
+        (launch, assignment): (&Launch, &Assignment),
+        shown: bool,
+    ) -> Result<(), Fault> {
+        self.heard = Instant::now();
+        let slot = &assignment.slot;
+        match &event {
+            Event::Ready { device, .. } => {
+                let own = &assignment.device;
+                if device != own {
+                    tracing::error!(slot, device, own, "not its device; killing it");
+                    self.fault = Some(Fault::WrongDevice);
+                    return Err(Fault::WrongDevice);
+                }
+                self.death.was_ready = true;
+                self.ready = Some(Instant::now());
+                // The device is well: whatever was on it when it failed is to blame.
+                self.found_poison |= self.accused.take().is_some_and(|it| blame(&it, launch, slot));
+            }
+            Event::Alone { task } => {
+                if let Some(survivor) = std::mem::replace(&mut self.alone, task.clone()) {
+                    launch.deaths.survived(&survivor);
+                }
+            }
+            Event::Forward { tasks } => {
+                self.computing_since = (!tasks.is_empty()).then(Instant::now);
+                self.on_device.clone_from(tasks);
+            }
+            Event::Stats(stats) => self.account(stats, slot),
+            _ => {}
+        }
+        launch.board.change(slot, |entry| post(entry, event, shown));
+        Ok(())
+    }
+
+    fn account(&mut self, stats: &Stats, slot: &str) {
+        self.death.worked |= stats.inputs > 0;
+        self.answered += stats.tasks();
+        let first = self.resident.map_or(stats.now.resident, |(first, _)| first);
+        self.resident = Some((first, stats.now.resident));
+        self.untold.add(stats);
+        tell_of_work(&mut self.untold, slot);
+    }
+
+    /// When it counts as stuck unless it moves, with what it is then.
+    pub(super) fn bound(&self, assignment: &Assignment) -> Option<(Instant, Fault)> {
+        let computing =
+            self.computing_since.map(|since| (since + assignment.pool.batch.timeout, Fault::Stuck));
+        let silent = self.ready.map(|_| (self.heard + SILENCE, Fault::Silent));
+        computing.into_iter().chain(silent).min_by_key(|(at, _)| *at)
+    }
+
+    /// It is past its bound. When to kill it for that, if nothing moves.
+    pub(super) fn give_up(&mut self, fault: Fault, (launch, slot): (&Launch, &str)) -> Instant {
+        tracing::error!(slot, reason = fault.name(), "the worker is stuck; it will be killed");
+        self.fault = Some(fault);
+        launch.board.change(slot, |entry| entry.stuck_since = Some(Instant::now()));
+        Instant::now() + STUCK
+    }
+
+    /// Whether it moves again after all.
+    pub(super) fn recovers(&mut self, assignment: &Assignment, launch: &Launch) -> bool {
+        let moves = self.bound(assignment).is_none_or(|(at, _)| at > Instant::now());
+        if moves {
+            tracing::warn!(slot = assignment.slot, "the worker moves again");
+            self.fault = None;
+            launch.board.change(&assignment.slot, |entry| entry.stuck_since = None);
+        }
+        moves
+    }
+
+    /// Why it is time for a new worker in its place, if it is.
+    pub(super) fn is_spent(&self, launch: &Launch) -> Option<String> {
+        let policy = launch.policy.borrow();
+        let since = self.ready?;
+        let grown = self.resident.map_or(0, |(first, now)| now.saturating_sub(first));
+        if policy.recycle_tasks.is_some_and(|most| self.answered >= most) {
+            return Some(format!("it has answered {} tasks", self.answered));
+        }
+        if policy.recycle_age.is_some_and(|most| since.elapsed() >= most) {
+            return Some(format!("it has worked for {} s", since.elapsed().as_secs()));
+        }
+        let memory = policy.recycle_memory.is_some_and(|most| grown >= most);
+        memory.then(|| format!("its memory has grown by {} MiB", grown >> 20))
+    }
+
+    /// The worker has ended; `asked`: the launcher told it to.
+    pub(super) fn end(
+        mut self,
+        status: Option<ExitStatus>,
+        asked: bool,
+        (launch, slot): (&Launch, &str),
+    ) -> Remains {
+        self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
+        self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
+        if self.fault == Some(Fault::WrongDevice) {
+            self.death.exit = Some(Exit::DeviceFailed);
+        }
+        log_death(slot, status, &self.death);
+        let reason = self.fault.map_or_else(|| reason(&self.death, status), Fault::name);
+        let mut tasks = std::mem::take(&mut self.on_device);
+        let others = tasks.iter().any(|task| self.alone.as_ref() != Some(task));
+        tasks.extend(self.alone.take().filter(|task| !tasks.contains(task)));
+        let last = self.log.at_the_end(status);
+        let words = last.exit.clone();
+        if !asked && self.fault != Some(Fault::WrongDevice) && !tasks.is_empty() {
+            let accused = Accused { tasks, alone: !others, last };
+            match self.death.exit {
+                None | Some(Exit::Internal) => self.found_poison |= blame(&accused, launch, slot),
+                Some(Exit::DeviceFailed) => self.accused = Some(accused),
+                // A worker's own account of its end, and no task is to blame.
+                Some(_) => {}
+            }
+        }
+        Remains { death: self.death, found_poison: self.found_poison, accused: self.accused, words, reason }
+    }
+}
+
+/// A worker died of one of these tasks. True: one of them is known as poison now.
+fn blame(Accused { tasks, alone, last }: &Accused, launch: &Launch, slot: &str) -> bool {
+    let ids: Vec<&str> = tasks.iter().take(SHOWN).map(|task| task.id.as_str()).collect();
+    tracing::warn!(slot, tasks = tasks.len(), alone, ?ids, exit = last.exit, "at its end it had these tasks");
+    launch.deaths.died(tasks, *alone, last)
+}
+
+/// Writes what a worker says on the board.
+fn post(entry: &mut Entry, event: Event, shown: bool) {
+    if let Event::Stats(stats) = &event {
+        let mut stats = stats.clone();
+        if let Some(sums) = &mut entry.report.stats {
+            if !shown {
+                stats.now = sums.now;
+            }
+            sums.add(&stats);
+        }
+    }
+    if !shown {
+        return;
+    }
+    match event {
+        Event::Loading => entry.turn(State::Loading),
+        Event::Ready { .. } => {
+            entry.is_ready();
+            entry.turn(State::Ready);
+        }
+        Event::Consuming => entry.turn(State::Ready),
+        Event::Paused => entry.turn(State::Paused),
+        Event::Draining { .. } => entry.turn(State::Draining),
+        Event::Forward { tasks } => {
+            let busy = !tasks.is_empty();
+            entry.computing_since = busy.then(Instant::now);
+            entry.report.in_flight = tasks.len() as u64;
+            entry.report.active = tasks.into_iter().take(SHOWN).map(|task| task.id).collect();
+            if entry.report.state.works() {
+                entry.turn(if busy { State::Busy } else { State::Ready });
+            }
+        }
+        Event::Alone { .. } | Event::Stats(_) | Event::Stopped { .. } => {}
+    }
+}
+
+/// Milliseconds of work that one log line tells of, at least.
+const WORTH_TELLING_MS: u64 = 5_000;
+
+fn tell_of_work(untold: &mut Stats, slot: &str) {
+    if untold.span_ms < WORTH_TELLING_MS {
+        return;
+    }
+    let stats = std::mem::take(untold);
+    if stats.is_idle() {
+        return;
+    }
+    tracing::info!(
+        slot,
+        succeeded = stats.of_status("succeeded"),
+        failed = stats.tasks() - stats.of_status("succeeded"),
+        retried = stats.retried,
+        requeued = stats.requeued,
+        batches = stats.batch_seconds.count(),
+        tokens = stats.tokens,
+        busy_percent = stats.busy_percent(),
+        "work"
+    );
+}
+
+/// What a worker died of, as a name.
+fn reason(death: &Death, status: Option<ExitStatus>) -> &'static str {
+    match death.exit {
+        Some(Exit::BrokerLost) => "broker_lost",
+        Some(Exit::ModelFailed) => "model_failed",
+        Some(Exit::DeviceFailed) => "device_failed",
+        Some(Exit::Config | Exit::Usage) => "bad_configuration",
+        Some(Exit::Internal) => "internal_error",
+        None if status.is_some_and(|status| status.code().is_none()) => "killed",
+        _ => "other",
+    }
+}
+
+fn log_death(slot: &str, status: Option<ExitStatus>, death: &Death) {
+    let lived_ms = death.lived.as_millis() as u64;
+    let status = status.map_or_else(|| "unknown".into(), |status| status.to_string());
+    match death.exit {
+        Some(Exit::Done | Exit::StoppedOnRequest) => tracing::info!(slot, status, lived_ms, "worker ended"),
+        _ => tracing::error!(slot, status, lived_ms, "worker died"),
+    }
+}

@@ -1,0 +1,248 @@
+//! Remote control as it crosses the broker: requests to launchers, addressed by routing key, and
+//! their answers. Any AMQP client can speak it. Pure.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::control::BatchChange;
+use super::stats::Stats;
+
+/// What is asked of a launcher: the body of a request.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "kebab-case")]
+pub enum Request {
+    /// Who is there, and in which state.
+    Ping,
+    /// What was counted since the launcher started.
+    Stats,
+    /// Which tasks are on the devices now.
+    Active,
+    /// Take no more tasks, finish what was taken, keep the model loaded.
+    Pause,
+    /// Consume again; a drained slot gets a new worker.
+    Resume,
+    /// Finish what was taken and end the worker; the slot stays empty.
+    Drain,
+    /// Finish what was taken and end the worker for good. A launcher ends with its last slot.
+    Shutdown,
+    /// Finish what was taken, end the worker, start a new one. Also a slot that was given up.
+    Restart,
+    /// Other bounds of batches, until the settings are loaded again.
+    SetBatch(BatchChange),
+    /// Another log filter, until the launcher ends.
+    LogLevel {
+        /// As in `SCONCE_LOG`.
+        filter: String,
+    },
+}
+
+/// Whom a request is for: its routing key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// Every slot of every launcher.
+    All,
+    /// The slots of a host.
+    Host(String),
+    /// The slots of a pool, on all hosts.
+    Pool(String),
+    /// One slot, named as replies name its worker: host/pool/index.
+    Slot(String),
+}
+
+impl Target {
+    /// The routing key, on the control exchange.
+    pub fn routing_key(&self) -> String {
+        match self {
+            Self::All => "all".to_owned(),
+            Self::Host(host) => format!("host.{host}"),
+            Self::Pool(pool) => format!("pool.{pool}"),
+            Self::Slot(worker) => format!("slot.{worker}"),
+        }
+    }
+
+    /// The target that a routing key means, if it means one.
+    pub fn of_routing_key(key: &str) -> Option<Self> {
+        let (kind, name) = key.split_once('.').unwrap_or((key, ""));
+        match (kind, name) {
+            ("all", "") => Some(Self::All),
+            (_, "") => None,
+            ("host", name) => Some(Self::Host(name.to_owned())),
+            ("pool", name) => Some(Self::Pool(name.to_owned())),
+            ("slot", name) => Some(Self::Slot(name.to_owned())),
+            _ => None,
+        }
+    }
+
+    /// Whether a slot of this host and pool, with this worker, is meant.
+    pub fn means(&self, host: &str, pool: &str, worker: &str) -> bool {
+        match self {
+            Self::All => true,
+            Self::Host(name) => name == host,
+            Self::Pool(name) => name == pool,
+            Self::Slot(name) => name == worker,
+        }
+    }
+}
+
+/// What a slot is doing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// Its process is being started.
+    #[default]
+    Starting,
+    /// Its model is being loaded.
+    Loading,
+    /// It waits for tasks.
+    Ready,
+    /// It computes.
+    Busy,
+    /// It takes no tasks until it is resumed.
+    Paused,
+    /// It finishes what it has taken, and then ends.
+    Draining,
+    /// It was asked to end, and has.
+    Stopped,
+    /// It ended otherwise, and is started again after a delay.
+    Failed,
+    /// It failed too often: it is not started again until it is restarted by hand.
+    Quarantined,
+}
+
+impl State {
+    /// All, with their names.
+    pub const ALL: [(Self, &str); 9] = [
+        (Self::Starting, "starting"),
+        (Self::Loading, "loading"),
+        (Self::Ready, "ready"),
+        (Self::Busy, "busy"),
+        (Self::Paused, "paused"),
+        (Self::Draining, "draining"),
+        (Self::Stopped, "stopped"),
+        (Self::Failed, "failed"),
+        (Self::Quarantined, "quarantined"),
+    ];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(state, _)| *state == self).map_or("", |(_, name)| *name)
+    }
+
+    /// It takes tasks.
+    pub fn works(self) -> bool {
+        matches!(self, Self::Ready | Self::Busy)
+    }
+}
+
+/// One slot, as its launcher sees it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SlotReport {
+    /// pool/index.
+    pub slot: String,
+    /// host/pool/index, as in replies.
+    pub worker: String,
+    /// The pool.
+    pub pool: String,
+    /// Where its tasks come from.
+    pub queue: String,
+    /// `cpu`, or the GPU's UUID.
+    pub device: String,
+    /// The model, as the settings name it.
+    pub model: String,
+    /// What it is doing.
+    pub state: State,
+    /// Milliseconds since it began that.
+    pub state_ms: u64,
+    /// Its process.
+    pub pid: Option<u32>,
+    /// When its worker was ready, in milliseconds since 1970.
+    pub ready_at_ms: Option<u64>,
+    /// Bounds of its batches.
+    pub batch: BatchChange,
+    /// Ids of the tasks on its device.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub active: Vec<String>,
+    /// Milliseconds that they have been there.
+    pub active_ms: Option<u64>,
+    /// How many tasks are on its device.
+    pub in_flight: u64,
+    /// How often its worker was started again, by reason.
+    pub restarts: BTreeMap<String, u64>,
+    /// Why its last worker ended otherwise than asked to.
+    pub last_failure: Option<String>,
+    /// What its workers counted; only where asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stats: Option<Box<Stats>>,
+    /// What became of the request, for this slot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub done: Option<String>,
+    /// Why nothing did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub refused: Option<String>,
+}
+
+/// A launcher's answer.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Answer {
+    /// Its host.
+    pub host: String,
+    /// Its process.
+    pub pid: u32,
+    /// Its version of sconce.
+    pub version: String,
+    /// Milliseconds since it started.
+    pub uptime_ms: u64,
+    /// The slots that were meant.
+    pub slots: Vec<SlotReport>,
+    /// Why the request was refused as a whole.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_target_is_read_back_from_its_routing_key_and_means_what_it_names() {
+        let worker = "gpu1.example.com/embed/0";
+        for (target, means) in [
+            (Target::All, true),
+            (Target::Host("gpu1.example.com".into()), true),
+            (Target::Host("gpu1".into()), false),
+            (Target::Pool("embed".into()), true),
+            (Target::Slot(worker.into()), true),
+            (Target::Slot("gpu1.example.com/embed/1".into()), false),
+        ] {
+            assert_eq!(Target::of_routing_key(&target.routing_key()), Some(target.clone()));
+            assert_eq!(target.means("gpu1.example.com", "embed", worker), means, "{target:?}");
+        }
+        for none in ["", "host.", "host", "everything", "all.of.it"] {
+            assert_eq!(Target::of_routing_key(none), None, "{none}");
+        }
+    }
+
+    #[test]
+    fn requests_are_plain_json() {
+        for (json, request) in [
+            (r#"{"command":"ping"}"#, Request::Ping),
+            (
+                r#"{"command":"set-batch","max_tokens":64}"#,
+                Request::SetBatch(BatchChange { max_tokens: Some(64), ..BatchChange::default() }),
+            ),
+            (r#"{"command":"log-level","filter":"debug"}"#, Request::LogLevel { filter: "debug".into() }),
+        ] {
+            assert_eq!(serde_json::from_str::<Request>(json).unwrap(), request);
+        }
+    }
+
+    #[test]
+    fn every_state_has_the_name_that_json_gives_it() {
+        for (state, name) in State::ALL {
+            assert_eq!(serde_json::to_value(state).unwrap(), name);
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! What a worker counts, as its control lines carry it: sums since the line before, distributions,
+//! and where it stands now. Sums add up ([`Stats::add`]), so that the launcher can count for a slot
+//! through all the lives of its workers. Pure.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// Upper bounds of durations, in seconds.
+pub const SECONDS: [f64; 19] = [
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+    25.0, 50.0, 100.0,
+];
+/// Upper bounds of the inputs of a batch.
+pub const INPUTS: [f64; 12] = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1_024.0, 2_048.0];
+/// Upper bounds of the tokens of a batch.
+pub const TOKENS: [f64; 13] =
+    [16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1_024.0, 2_048.0, 4_096.0, 8_192.0, 16_384.0, 32_768.0, 65_536.0];
+
+/// Observations, counted by the first upper bound that they do not exceed; the last count is of those
+/// above all bounds. Empty as long as there are none.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Histogram {
+    counts: Vec<u64>,
+    sum: f64,
+}
+
+impl Histogram {
+    /// Counts one observation.
+    pub fn observe(&mut self, bounds: &[f64], value: f64) {
+        self.counts.resize(bounds.len() + 1, 0);
+        let at = bounds.iter().position(|bound| value <= *bound).unwrap_or(bounds.len());
+        self.counts[at] += 1;
+        self.sum += value;
+    }
+
+    /// Adds what another has counted over the same bounds.
+    pub fn add(&mut self, other: &Self) {
+        if self.counts.len() < other.counts.len() {
+            self.counts.resize(other.counts.len(), 0);
+        }
+        for (own, more) in self.counts.iter_mut().zip(&other.counts) {
+            *own += more;
+        }
+        self.sum += other.sum;
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// What they add up to.
+    pub fn sum(&self) -> f64 {
+        self.sum
+    }
+
+    /// How many fell under each of `bounds`, and above the one before; last, those above all.
+    pub fn counts(&self, bounds: &[f64]) -> Vec<u64> {
+        let mut counts = self.counts.clone();
+        counts.resize(bounds.len() + 1, 0);
+        counts
+    }
+
+    /// The value that the share `rank` (0 to 1) of all does not exceed, taken as evenly spread between
+    /// two bounds; none without observations. Above all bounds it is the last of them.
+    pub fn quantile(&self, bounds: &[f64], rank: f64) -> Option<f64> {
+        let wanted = rank * self.count() as f64;
+        let (mut below, mut floor) = (0.0, 0.0);
+        for (count, bound) in self.counts.iter().zip(bounds) {
+            let count = *count as f64;
+            if count > 0.0 && below + count >= wanted {
+                return Some(floor + (bound - floor) * (wanted - below) / count);
+            }
+            (below, floor) = (below + count, *bound);
+        }
+        (self.count() > 0).then_some(floor)
+    }
+}
+
+/// What a task waits for, or what is done with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// From its publication to its preparation.
+    Queue,
+    /// Decoding and tokenising.
+    Prepare,
+    /// From there to its first forward pass.
+    Wait,
+    /// Its forward passes.
+    Compute,
+    /// Its reply, until the broker has confirmed it.
+    Publish,
+}
+
+impl Stage {
+    /// All, in a task's order, with their names.
+    pub const ALL: [(Self, &str); 5] = [
+        (Self::Queue, "queue"),
+        (Self::Prepare, "prepare"),
+        (Self::Wait, "wait"),
+        (Self::Compute, "compute"),
+        (Self::Publish, "publish"),
+    ];
+}
+
+/// Tasks that were answered alike.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Answer {
+    /// The reply's `status`.
+    pub status: String,
+    /// The error's code; empty for a result.
+    pub reason: String,
+    /// How many.
+    pub count: u64,
+}
+
+/// Work done in a span of time, and where the worker stands at its end.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Stats {
+    /// Tasks that were answered.
+    pub answers: Vec<Answer>,
+    /// Messages dead-lettered, by reason.
+    pub dead_lettered: BTreeMap<String, u64>,
+    /// Deliveries that the broker had made before.
+    pub redelivered: u64,
+    /// Deliveries handed back.
+    pub requeued: u64,
+    /// Tasks put off to be tried again.
+    pub retried: u64,
+    /// Inputs computed.
+    pub inputs: u64,
+    /// Tokens computed.
+    pub tokens: u64,
+    /// Microseconds that the device computed.
+    pub busy_us: u64,
+    /// Milliseconds that the span lasted.
+    pub span_ms: u64,
+    /// How long the stages of tasks took, in the order of [`Stage::ALL`]; over [`SECONDS`].
+    pub stages: [Histogram; Stage::ALL.len()],
+    /// How long forward passes took; over [`SECONDS`].
+    pub batch_seconds: Histogram,
+    /// Their inputs; over [`INPUTS`].
+    pub batch_inputs: Histogram,
+    /// Their tokens; over [`TOKENS`].
+    pub batch_tokens: Histogram,
+    /// Where it stands.
+    pub now: Standing,
+}
+
+/// Where a worker stands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Standing {
+    /// Tasks in hand: delivered and not yet settled.
+    pub held: u64,
+    /// It has a session with the broker.
+    pub connected: bool,
+    /// Bytes of memory that the process has to itself and in use.
+    pub resident: u64,
+}
+
+impl Stats {
+    /// Nothing was done.
+    pub fn is_idle(&self) -> bool {
+        Self { span_ms: 0, now: Standing::default(), ..self.clone() } == Self::default()
+    }
+
+    /// Counts a task that was answered with `status`, and with the error `reason`.
+    pub fn answered(&mut self, status: &str, reason: &str, count: u64) {
+        match self.answers.iter_mut().find(|it| it.status == status && it.reason == reason) {
+            Some(answer) => answer.count += count,
+            None => {
+                self.answers.push(Answer { status: status.to_owned(), reason: reason.to_owned(), count });
+            }
+        }
+    }
+
+    /// How many tasks were answered with `status`.
+    pub fn of_status(&self, status: &str) -> u64 {
+        self.answers.iter().filter(|it| it.status == status).map(|it| it.count).sum()
+    }
+
+    /// How many tasks were answered.
+    pub fn tasks(&self) -> u64 {
+        self.answers.iter().map(|it| it.count).sum()
+    }
+
+    /// Counts how long a stage of a task took.
+    pub fn took(&mut self, stage: Stage, seconds: f64) {
+        self.stages[stage as usize].observe(&SECONDS, seconds);
+    }
+
+    /// Counts a forward pass.
+    pub fn batch(&mut self, inputs: usize, tokens: usize, seconds: f64) {
+        self.inputs += inputs as u64;
+        self.tokens += tokens as u64;
+        self.busy_us += (seconds * 1e6) as u64;
+        self.batch_seconds.observe(&SECONDS, seconds);
+        self.batch_inputs.observe(&INPUTS, inputs as f64);
+        self.batch_tokens.observe(&TOKENS, tokens as f64);
+    }
+
+    /// Adds what was done in a further span; where the worker stands is as of then.
+    pub fn add(&mut self, more: &Self) {
+        for answer in &more.answers {
+            self.answered(&answer.status, &answer.reason, answer.count);
+        }
+        for (reason, count) in &more.dead_lettered {
+            *self.dead_lettered.entry(reason.clone()).or_default() += count;
+        }
+        self.redelivered += more.redelivered;
+        self.requeued += more.requeued;
+        self.retried += more.retried;
+        self.inputs += more.inputs;
+        self.tokens += more.tokens;
+        self.busy_us += more.busy_us;
+        self.span_ms += more.span_ms;
+        for (own, more) in self.stages.iter_mut().zip(&more.stages) {
+            own.add(more);
+        }
+        self.batch_seconds.add(&more.batch_seconds);
+        self.batch_inputs.add(&more.batch_inputs);
+        self.batch_tokens.add(&more.batch_tokens);
+        self.now = more.now;
+    }
+
+    /// The share of the span that the device computed, in percent.
+    pub fn busy_percent(&self) -> u64 {
+        self.busy_us / (10 * self.span_ms.max(1))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_spans_counted_adds_up_to_what_one_would_have() {
+        let tell = |stats: &mut Stats, times: u64| {
+            for n in 0..times {
+                stats.answered(if n % 3 == 0 { "failed" } else { "succeeded" }, "", 1);
+                stats.took(Stage::Compute, n as f64 / 7.0);
+                stats.batch(n as usize, 9 * n as usize, 0.25);
+            }
+        };
+        let (mut first, mut second, mut sum) = (Stats::default(), Stats::default(), Stats::default());
+        tell(&mut first, 5);
+        tell(&mut second, 6);
+        second.dead_lettered.insert("poison".into(), 1);
+        second.now = Standing { held: 3, connected: true, resident: 1 };
+        sum.add(&first);
+        sum.add(&second);
+        assert_eq!((sum.tasks(), sum.of_status("failed")), (11, 4));
+        assert_eq!((sum.inputs, sum.busy_us, sum.dead_lettered["poison"]), (25, 2_750_000, 1));
+        assert_eq!(sum.now, second.now);
+        let (compute, sizes) = (&sum.stages[Stage::Compute as usize], &sum.batch_inputs);
+        assert_eq!((compute.count(), sizes.count(), sizes.sum()), (11, 11, 25.0));
+        assert_eq!(sizes.counts(&INPUTS)[..4], [4, 2, 4, 1]);
+        assert!(!sum.is_idle() && Stats { span_ms: 9, now: sum.now, ..Stats::default() }.is_idle());
+    }
+
+    #[test]
+    fn quantiles_lie_between_the_bounds_that_the_observations_fell_between() {
+        let mut histogram = Histogram::default();
+        assert_eq!(histogram.quantile(&SECONDS, 0.5), None);
+        (0..100).for_each(|_| histogram.observe(&SECONDS, 0.03));
+        (0..10).for_each(|_| histogram.observe(&SECONDS, 1e9));
+        let median = histogram.quantile(&SECONDS, 0.5).unwrap();
+        assert!((0.025..=0.05).contains(&median), "{median}");
+        assert_eq!(histogram.quantile(&SECONDS, 0.99), Some(100.0));
+    }
+}

@@ -1,0 +1,117 @@
+//! A worker's parts that outlive its link to the broker, and one stint of consuming over such a link:
+//! from its opening to the end of all that came through it. A pause ends a stint, and the next begins
+//! with a link of its own: a paused worker holds no task and no connection. Owns the link for as long
+//! as the stint lasts.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc;
+
+use super::batches::Submission;
+use super::budget::Watched;
+use super::intake::{Ended, Intake, StintEnd};
+use super::lane::Lane;
+use super::life::Shared;
+use super::prefetch::{Limits, Live, Prefetch};
+use super::quarantine::Quarantine;
+use super::report::{Counters, connection};
+use super::settle::Settlement;
+use super::{Control, WorkerError, dials};
+use crate::batching::Policy;
+use crate::broker::Link;
+use crate::config::Assignment;
+use crate::model::Codec;
+use crate::protocol::Signature;
+use crate::shutdown::Stop;
+
+/// Longest wait for the broker to hear that we leave.
+const FAREWELL: Duration = Duration::from_secs(5);
+
+/// See the module.
+pub(super) struct Station<C: Codec> {
+    pub(super) assignment: Assignment,
+    pub(super) policy: Policy,
+    pub(super) signature: Signature,
+    pub(super) codec: Arc<C>,
+    pub(super) prepare: Lane,
+    pub(super) respond: Lane,
+    pub(super) submit: mpsc::Sender<Submission<C>>,
+    pub(super) preparing: Arc<AtomicUsize>,
+    pub(super) quarantine: Arc<Quarantine>,
+    pub(super) counters: Arc<Counters>,
+    pub(super) control: Control,
+}
+
+impl<C: Codec> Station<C> {
+    /// Consumes over `link` until a stop, a pause or a failure.
+    ///
+    /// # Errors
+    /// [`WorkerError`]: this process cannot go on.
+    pub(super) async fn consume(
+        &self,
+        mut link: Link,
+        stop: &Stop,
+        fault: &mut mpsc::Receiver<WorkerError>,
+    ) -> Result<StintEnd, WorkerError> {
+        let broker = &self.assignment.broker;
+        let budget = Watched::new(self.assignment.prefetch(), broker.delivery_timeout());
+        let helpers = [
+            tokio::spawn(budget.clone().watch()),
+            tokio::spawn(connection(link.settler.clone(), self.counters.clone())),
+        ];
+        let shared = Arc::new(self.shared(&link));
+        let dials = self.control.dials.clone();
+        let intake = Intake::new(shared, &mut *link.consumer, (stop.clone(), dials), budget);
+        let ended = intake.run(fault).await;
+        for helper in helpers {
+            helper.abort();
+        }
+        if !matches!(ended, Ok(StintEnd::Worker(Ended::Aborted))) {
+            // Closing tells the broker that what is unsettled is its own again; acks sent before are read.
+            let _ = tokio::time::timeout(FAREWELL, link.publisher.close()).await;
+            link.consumer.close().await;
+        }
+        self.counters.count(|stats| (stats.now.held, stats.now.connected) = (0, false));
+        ended
+    }
+
+    fn shared(&self, link: &Link) -> Shared<C> {
+        let pool = &self.assignment.pool;
+        let settlement = Settlement {
+            settler: link.settler.clone(),
+            publisher: link.publisher.clone(),
+            signature: self.signature.clone(),
+            reply_queue: pool.reply_queue.clone(),
+            dead_letter_queue: pool.dead_letter_queue.clone(),
+            task_queue: pool.task_queue.clone(),
+            retry: pool.retry,
+            counters: self.counters.clone(),
+            lost: AtomicU64::new(0),
+        };
+        Shared {
+            codec: self.codec.clone(),
+            prepare: self.prepare.clone(),
+            respond: self.respond.clone(),
+            submit: self.submit.clone(),
+            preparing: self.preparing.clone(),
+            settlement,
+            quarantine: self.quarantine.clone(),
+            deaths: self.control.deaths.clone(),
+            prefetch: self.live_prefetch(),
+            max_body: pool.max_body,
+            max_deliveries: self.assignment.broker.delivery_limit.into(),
+        }
+    }
+
+    /// Follows the messages, where the user has not set it.
+    fn live_prefetch(&self) -> Live {
+        let pool = &self.assignment.pool;
+        let policy = dials::changed(self.policy, *self.control.dials.batch().borrow());
+        let limits =
+            Limits { tokens: policy.max_tokens, requests: policy.max_requests, bytes: pool.prefetch_bytes };
+        let first = Prefetch::new(limits, self.assignment.prefetch(), Instant::now());
+        Live::new(pool.prefetch.is_none().then_some(first))
+    }
+}
