@@ -22,7 +22,8 @@
 //! | 2 | [`broker`] | deliver, publish with confirm, settle, reconnect |
 //! | 3 | [`worker`] | intake → prepare → batch → forward → settle; the drain |
 //! | 3 | [`launcher`] | discover devices, plan slots, spawn, watch, restart, stop |
-//! | 4 | [`cli`], [`app`] | the command line; the wiring of concrete types |
+//! | 4 | [`admin`] | what operators see of a running launcher and ask of it: metrics, health, remote control |
+//! | 5 | [`cli`], [`app`] | the command line; the wiring of concrete types |
 //!
 //! `worker` and `launcher` never import each other: control lines are all they share.
 //!
@@ -50,6 +51,7 @@
 //! - `device-or-fail`: a device that was asked for and cannot be opened is an error.
 //! - `batch-equals-single`: a task's result does not depend on its batch-mates.
 
+pub mod admin;
 pub mod app;
 pub mod backoff;
 pub mod batching;

@@ -19,8 +19,23 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("broker", &["protocol", "backoff", "config"]),
     ("worker", &["protocol", "batching", "backoff", "shutdown", "config", "model", "broker"]),
     ("launcher", &["protocol", "backoff", "shutdown", "config"]),
-    ("cli", &["shutdown"]),
-    ("app", &["protocol", "shutdown", "config", "telemetry", "model", "broker", "worker", "launcher", "cli"]),
+    ("admin", &["protocol", "shutdown", "broker", "launcher"]),
+    ("cli", &["protocol", "shutdown"]),
+    (
+        "app",
+        &[
+            "protocol",
+            "shutdown",
+            "config",
+            "telemetry",
+            "model",
+            "broker",
+            "worker",
+            "launcher",
+            "admin",
+            "cli",
+        ],
+    ),
 ];
 
 /// Crates, and the only folder that may name them.
@@ -32,6 +47,9 @@ const FENCES: &[(&str, &str)] = &[
     ("safetensors", "src/model"),
     ("tokenizers", "src/model"),
     ("hf_hub", "src/model"),
+    ("axum", "src/admin"),
+    ("prometheus_client", "src/admin"),
+    ("ratatui", "src/app/top"),
     ("nvml_wrapper", "src/launcher/gpus"),
     ("clap", "src/cli"),
     ("indicatif", "src/app"),

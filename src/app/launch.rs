@@ -1,27 +1,136 @@
-//! `sconce launch`.
+//! `sconce launch`: the service, with what operators see of it and ask of it.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 
 use super::{Registry, load, start_logging};
-use crate::cli::Settings;
-use crate::config::redact_url;
-use crate::launcher::{self, Host};
-use crate::shutdown::{Exit, Patience, Stop, listen};
+use crate::admin::{self, Place};
+use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, subscribe};
+use crate::broker::{BrokerError, Link};
+use crate::cli;
+use crate::config::{Assignment, Settings, redact_url};
+use crate::launcher::order::Handle;
+use crate::launcher::{Host, Launching};
+use crate::shutdown::{Exit, Hangups, Patience, Phase, Stop, listen};
+use crate::telemetry;
+
+/// Requests that a launcher takes ahead of those that it has answered.
+const REQUESTS: u16 = 16;
+/// Before the control exchange is tried again, after a broker that was gone for too long.
+const RETRY: Duration = Duration::from_secs(60);
 
 /// Runs the service.
-pub(super) fn run(arguments: &Settings, registry: &Registry) -> anyhow::Result<Exit> {
+pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Result<Exit> {
     let settings = load(arguments, &[])?.settings;
     start_logging(None);
-    let assignments = registry.plan(&settings, &Host::here())?;
+    let host = Host::here();
+    let assignments = registry.plan(&settings, &host)?;
     let program = std::env::current_exe().context("where is this program?")?;
     for url in &settings.broker.urls {
         tracing::info!(broker = redact_url(url.expose()), pools = settings.pools.len(), "settings read");
     }
     // One thread, the main one: workers are tied by the kernel to the thread that spawned them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
-        let stop = Stop::default();
-        listen(stop.clone(), Patience::SecondAborts)?;
-        Ok(launcher::run(&program, &assignments, &settings.launcher, &stop).await)
-    })
+    let exit = runtime.block_on(serve(arguments, registry, (&settings, &host), (&program, &assignments)));
+    // Whatever waits for a driver or a broker ends with the process.
+    runtime.shutdown_background();
+    exit
+}
+
+async fn serve(
+    arguments: &cli::Settings,
+    registry: &Registry,
+    (settings, host): (&Settings, &Host),
+    (program, assignments): (&Path, &[Assignment]),
+) -> anyhow::Result<Exit> {
+    let stop = Stop::default();
+    listen(stop.clone(), Patience::SecondAborts)?;
+    let mut hangups = Hangups::listen()?;
+    let launching = Launching::new(program, &settings.launcher, &stop);
+    if let Some(address) = settings.admin.listen {
+        let has_gpus = assignments.iter().any(|assignment| assignment.device != "cpu");
+        let served = admin::serve(address, launching.board(), stop.clone(), has_gpus).await;
+        served.with_context(|| format!("admin.listen = \"{address}\"")).context(Exit::Config)?;
+    }
+    let place = Place {
+        host: host.name.clone(),
+        board: launching.board(),
+        handle: launching.handle(),
+        log_filter: telemetry::set_filter,
+    };
+    let handle = launching.handle();
+    let control = listen_to_control(settings, &place);
+    let reloads = async {
+        while hangups.next().await {
+            reload(arguments, registry, (settings, host), &handle).await;
+        }
+        // The terminal is gone: whoever sat there does not want what they started to stay for ever.
+        stop.advance(Phase::Returning, "SIGHUP, and the terminal is gone");
+    };
+    let beside = async { tokio::join!(control, reloads) };
+    tokio::select! {
+        exit = launching.run(assignments) => Ok(exit),
+        never = async { beside.await; std::future::pending().await } => never,
+    }
+}
+
+/// Obeys what comes over the control exchange, as long as the broker lets us.
+async fn listen_to_control(settings: &Settings, place: &Place) {
+    let Some(exchange) = settings.admin.control_exchange.clone() else { return };
+    if !settings.broker.declare {
+        tracing::info!(exchange, "no remote control: with broker.declare = false nothing is made for it");
+        return;
+    }
+    loop {
+        let host = &place.host;
+        let name = format!("sconce {host} (control)");
+        // Which slots there are may change: who is meant is decided here, by the key of each request.
+        let keys = vec!["all".to_owned(), format!("host.{host}"), "pool.#".to_owned(), "slot.#".to_owned()];
+        let subscription = Subscription::Topic { exchange: exchange.clone(), keys };
+        let connector = || Connector::new(settings.broker.clone(), &name);
+        let (consumer, settler) = subscribe(connector(), subscription, REQUESTS);
+        let publisher = Arc::new(AmqpPublisher::new(connector()));
+        let link = Link { consumer: Box::new(consumer), settler: Arc::new(settler), publisher };
+        match admin::control(link, place).await {
+            Err(error @ BrokerError::Refused { .. }) => {
+                tracing::warn!(exchange, %error, "no remote control");
+                return;
+            }
+            ended => tracing::warn!(exchange, ?ended, "remote control was lost; trying again"),
+        }
+        tokio::time::sleep(RETRY).await;
+    }
+}
+
+/// Loads the settings again and puts them in force, or says why those that are stay.
+async fn reload(
+    arguments: &cli::Settings,
+    registry: &Registry,
+    (before, host): (&Settings, &Host),
+    handle: &Handle,
+) {
+    tracing::info!("SIGHUP: loading the settings again");
+    let loaded = load(arguments, &[]).map_err(anyhow::Error::from);
+    let planned = loaded.and_then(|it| Ok((registry.slots(&it.settings, host)?, it.settings)));
+    let refused = match planned {
+        Ok((slots, settings)) => {
+            if settings.admin != before.admin {
+                tracing::warn!("[admin] has changed: that needs a new start of the launcher");
+            }
+            handle
+                .reload(slots, settings.launcher)
+                .await
+                .map(|done| tracing::info!("settings in force: {done}"))
+        }
+        Err(error) => {
+            handle.refuse_reload();
+            Err(format!("{error:#}"))
+        }
+    };
+    if let Err(reason) = refused {
+        tracing::error!("the settings before stay in force: {reason}");
+    }
 }

@@ -4,7 +4,9 @@
 pub mod batch_file;
 mod bench;
 mod check_config;
+mod ctl;
 mod devices;
+mod healthcheck;
 mod launch;
 mod link;
 mod numa;
@@ -15,6 +17,7 @@ mod registry;
 mod requests;
 mod run_batch;
 mod stop;
+mod top;
 mod worker;
 
 use std::path::PathBuf;
@@ -48,6 +51,9 @@ pub fn main(registry: &Registry) -> ExitCode {
         Command::Publish(arguments) => publish::run(arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Stop(arguments) => stop::run(&arguments),
+        Command::Ctl(arguments) => ctl::run(&arguments),
+        Command::Top(arguments) => top::run(&arguments),
+        Command::Healthcheck(arguments) => healthcheck::run(&arguments),
         Command::RunBatch(arguments) => run_batch::run(&arguments, registry),
         Command::CheckConfig(arguments) => check_config::run(&arguments),
         Command::Devices(arguments) => devices::run(&arguments, registry),

@@ -71,6 +71,11 @@ impl Registry {
         Ok(slots)
     }
 
+    /// The same, while workers run that hold the memory they would need: who finds too little will say so.
+    pub(super) fn slots(&self, settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchError> {
+        plan(settings, host)
+    }
+
     fn served(&self, model: &str) -> Served {
         let name = model.split([':', '?']).next().unwrap_or(model);
         self.named.get(name).copied().unwrap_or_else(Served::of::<SentenceEncoder>)

@@ -32,6 +32,8 @@ pub struct Delivery {
     pub message: Message,
     /// What to settle it by.
     pub receipt: Receipt,
+    /// The routing key that it was published with, where the subscription goes by that.
+    pub routing_key: Option<String>,
     /// The broker has delivered it before.
     pub redelivered: bool,
     /// Earlier deliveries that were not acked, where the broker counts them; else 0, or 1 when

@@ -1,6 +1,7 @@
 //! The command line: what can be asked, and the help that teaches it. Parses; decides nothing else.
 
 mod bench;
+mod ctl;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,6 +11,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::shutdown::Exit;
 
 pub use bench::Bench;
+pub use ctl::{Ctl, CtlOrder, Healthcheck, Top};
 
 /// GPU inference behind a message queue: one process per device, fed by RabbitMQ.
 #[derive(Debug, Parser)]
@@ -57,6 +59,19 @@ JSON string: a text to embed. Replies are printed in the order of the tasks.")]
   sconce stop --workers 2 --pool embed
   sconce stop --all             as many as consume now, on all hosts")]
     Stop(StopWorkers),
+    /// Ask running launchers, or control them: ping, stats, active, pause, resume, drain, restart, …
+    #[command(after_help = ctl::CTL_EXAMPLES)]
+    Ctl(Ctl),
+    /// Watch running launchers live: slots, rates, batches, queues, errors; pause and restart them
+    #[command(
+        after_help = "Keys: ↑ ↓ choose a slot, p pause or resume, d drain, r restart (each asks first), q quit.
+
+What is shown comes over the broker, as with `sconce ctl stats`."
+    )]
+    Top(Top),
+    /// Ask the launcher of this host whether it is ready, alive or started
+    #[command(after_help = ctl::HEALTH_EXAMPLES)]
+    Healthcheck(Healthcheck),
     /// Run a file of tasks through the same workers without a broker
     #[command(after_help = "Example:
   sconce run-batch -i requests.jsonl -o responses.jsonl --model ./all-MiniLM-L6-v2

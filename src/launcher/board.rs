@@ -28,8 +28,6 @@ pub struct Sheet {
     pub reloads_applied: u64,
     /// Settings that were loaded again, and refused.
     pub reloads_refused: u64,
-    /// The launcher is stopping.
-    pub stopping: bool,
 }
 
 /// One slot.

@@ -37,6 +37,8 @@ pub struct Gpu {
     pub compute_capability: Option<(i32, i32)>,
     /// In bytes.
     pub memory: Option<Memory>,
+    /// Share of the last moments in which it computed, in percent.
+    pub utilization_percent: Option<u32>,
     /// The memory node of the host that it is near to, where there are several.
     pub numa_node: Option<u32>,
     /// Who computes on it.

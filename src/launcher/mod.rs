@@ -112,10 +112,11 @@ impl Launching {
     /// One that spawns `program`, treats its workers by `policy`, and ends with `stop`.
     pub fn new(program: &Path, policy: &Launcher, stop: &Stop) -> Self {
         let (sender, policy) = watch::channel(policy.clone());
-        let (handle, asks) = Handle::new();
+        let board = Arc::<Board>::default();
+        let (handle, asks) = Handle::new(board.clone());
         let deaths = deaths::Register::new(policy.borrow().poison_deaths);
         let (program, stop, turn) = (program.to_owned(), stop.clone(), Arc::new(Semaphore::new(1)));
-        let launch = Launch { program, policy, stop, deaths, board: Arc::default(), turn };
+        let launch = Launch { program, policy, stop, deaths, board, turn };
         Self { launch: Arc::new(launch), policy: sender, asks, handle }
     }
 

@@ -1,8 +1,11 @@
 //! What a running launcher can be asked, and by which handle: orders to slots, and other settings.
 //! Who asks, and how it came here, is not known in this room.
 
+use std::sync::Arc;
+
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
+use super::board::Board;
 use crate::config::{Assignment, Launcher};
 use crate::protocol::admin::Target;
 use crate::protocol::control::BatchChange;
@@ -52,12 +55,18 @@ pub(super) enum Ask {
 pub struct Handle {
     /// Written by whoever asks, read by the fleet. Bound: those beyond wait.
     asks: mpsc::Sender<Ask>,
+    board: Arc<Board>,
 }
 
 impl Handle {
-    pub(super) fn new() -> (Self, mpsc::Receiver<Ask>) {
+    pub(super) fn new(board: Arc<Board>) -> (Self, mpsc::Receiver<Ask>) {
         let (asks, asked) = mpsc::channel(WAITING);
-        (Self { asks }, asked)
+        (Self { asks, board }, asked)
+    }
+
+    /// Settings were loaded again, and are none that could be put in force.
+    pub fn refuse_reload(&self) {
+        self.board.write(|sheet| sheet.reloads_refused += 1);
     }
 
     /// Gives an order to the slots that `target` means; what became of it, by slot. Orders that take

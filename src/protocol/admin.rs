@@ -37,6 +37,13 @@ pub enum Request {
     },
 }
 
+impl Request {
+    /// It changes nothing.
+    pub fn only_asks(&self) -> bool {
+        matches!(self, Self::Ping | Self::Stats | Self::Active)
+    }
+}
+
 /// Whom a request is for: its routing key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {

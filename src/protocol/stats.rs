@@ -46,6 +46,15 @@ impl Histogram {
         self.sum += other.sum;
     }
 
+    /// What was counted since it stood as in `before`.
+    #[must_use]
+    pub fn since(&self, before: &Self) -> Self {
+        let earlier = before.counts.iter().copied().chain(std::iter::repeat(0));
+        let counts =
+            self.counts.iter().zip(earlier).map(|(now, before)| now.saturating_sub(before)).collect();
+        Self { counts, sum: self.sum - before.sum }
+    }
+
     /// How many there are.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()

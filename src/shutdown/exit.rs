@@ -8,6 +8,8 @@ use std::fmt;
 pub enum Exit {
     /// Did what it was asked for, a drain included.
     Done,
+    /// The answer is no: unhealthy, nobody there, an order refused. Never a worker's.
+    No,
     /// The command line is wrong.
     Usage,
     /// A bug: a panic or a broken invariant.
@@ -30,8 +32,9 @@ pub enum Exit {
 
 impl Exit {
     /// Every code, for `--help` and the docs.
-    pub const ALL: [(Exit, &'static str); 10] = [
+    pub const ALL: [(Exit, &'static str); 11] = [
         (Exit::Done, "done"),
+        (Exit::No, "the answer is no: unhealthy, nobody answered, an order refused"),
         (Exit::Usage, "wrong command line"),
         (Exit::Internal, "a bug in sconce"),
         (Exit::Config, "bad configuration, or the broker refuses it (password, vhost, permission)"),
@@ -47,6 +50,7 @@ impl Exit {
     pub fn code(self) -> u8 {
         match self {
             Exit::Done => 0,
+            Exit::No => 1,
             Exit::Usage => 64,
             Exit::Internal => 70,
             Exit::Config => 78,
@@ -59,9 +63,11 @@ impl Exit {
         }
     }
 
-    /// The exit that a status means; none for one that is not in the table.
+    /// The exit that a worker's status means; none for one that is not in the table, and for 1, which
+    /// any library may have ended the process with.
     pub fn from_code(code: i32) -> Option<Self> {
-        Self::ALL.into_iter().map(|(exit, _)| exit).find(|exit| i32::from(exit.code()) == code)
+        let mut exits = Self::ALL.into_iter().map(|(exit, _)| exit).filter(|exit| *exit != Exit::No);
+        exits.find(|exit| i32::from(exit.code()) == code)
     }
 }
 
@@ -78,7 +84,7 @@ mod tests {
 
     #[test]
     fn every_code_is_distinct_and_read_back() {
-        for (exit, _) in Exit::ALL {
+        for (exit, _) in Exit::ALL.into_iter().filter(|(exit, _)| *exit != Exit::No) {
             assert_eq!(Exit::from_code(exit.code().into()), Some(exit));
         }
         assert_eq!(Exit::from_code(1), None);

@@ -6,7 +6,7 @@ mod exit;
 mod signals;
 
 pub use exit::Exit;
-pub use signals::{Patience, listen};
+pub use signals::{Hangups, Patience, listen};
 
 use tokio::sync::watch;
 

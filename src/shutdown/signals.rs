@@ -1,8 +1,9 @@
-//! The signal source: SIGTERM and SIGINT move a [`Stop`]. Decides what a second one means.
+//! The signal source: SIGTERM and SIGINT move a [`Stop`], SIGHUP asks for settings to be loaded again.
+//! Decides what a second one means, and when a SIGHUP is but the end of a terminal.
 
-use std::io;
+use std::io::{self, IsTerminal};
 
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::{Phase, Stop};
 
@@ -36,4 +37,29 @@ pub fn listen(stop: Stop, patience: Patience) -> io::Result<()> {
         }
     });
     Ok(())
+}
+
+/// SIGHUP, as it comes.
+pub struct Hangups {
+    signal: Signal,
+    /// Started in a terminal, whose end is a SIGHUP too.
+    in_terminal: bool,
+}
+
+impl Hangups {
+    /// Listens from now on. Call inside the runtime.
+    ///
+    /// # Errors
+    /// When the handler cannot be installed.
+    pub fn listen() -> io::Result<Self> {
+        Ok(Self { signal: signal(SignalKind::hangup())?, in_terminal: io::stdin().is_terminal() })
+    }
+
+    /// Waits for the next. False: it says that the terminal is gone.
+    pub async fn next(&mut self) -> bool {
+        if self.signal.recv().await.is_none() {
+            return std::future::pending().await;
+        }
+        !self.in_terminal || io::stdin().is_terminal()
+    }
 }

@@ -34,7 +34,7 @@ pub async fn consumers_of(connector: &Connector, queue: &str) -> Result<u32, Bro
     Ok(count)
 }
 
-async fn connect(connector: &Connector) -> Result<(Connection, String), BrokerError> {
+pub(super) async fn connect(connector: &Connector) -> Result<(Connection, String), BrokerError> {
     let mut last = None;
     for _ in &connector.settings().urls {
         match connector.attempt().await {
@@ -54,6 +54,6 @@ async fn connect(connector: &Connector) -> Result<(Connection, String), BrokerEr
     })
 }
 
-fn refused(broker: String, error: &Error) -> BrokerError {
+pub(super) fn refused(broker: String, error: &Error) -> BrokerError {
     BrokerError::Refused { broker, reason: words(error).0 }
 }

@@ -240,7 +240,7 @@ impl Supervisor {
                     Some(Ok(delivery)) => {
                         session.delivered(delivery.delivery_tag);
                         open.ledger().delivered(delivery.delivery_tag);
-                        let event = Event::Delivery(Box::new(delivery_from(delivery, open.session)));
+                        let event = Event::Delivery(Box::new(delivery_from(delivery, open.session, session.addressed)));
                         if self.events.send(Ok(event)).await.is_err() {
                             break End::Closed(None);
                         }

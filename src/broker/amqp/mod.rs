@@ -6,6 +6,7 @@
 mod admin;
 mod connect;
 mod consumer;
+mod control;
 mod convert;
 mod ledger;
 mod publisher;
@@ -16,6 +17,7 @@ mod topology;
 pub use admin::{consumers_of, declare};
 pub use connect::Connector;
 pub use consumer::{AmqpConsumer, subscribe};
+pub use control::Switchboard;
 pub use publisher::AmqpPublisher;
 pub use session::Subscription;
 pub use settler::AmqpSettler;

@@ -3,9 +3,12 @@
 
 use std::time::Duration;
 
-use lapin::options::{BasicCancelOptions, BasicConsumeOptions, BasicQosOptions, QueueDeclareOptions};
+use lapin::options::{
+    BasicCancelOptions, BasicConsumeOptions, BasicQosOptions, ExchangeDeclareOptions, QueueBindOptions,
+    QueueDeclareOptions,
+};
 use lapin::types::{AMQPValue, FieldTable, ShortString};
-use lapin::{Channel, Connection, Error};
+use lapin::{Channel, Connection, Error, ExchangeKind};
 use tokio::sync::watch;
 
 use super::connect::{Connector, Failure, words};
@@ -32,6 +35,14 @@ pub enum Subscription {
     /// A queue of our own, which the broker names and deletes with the connection. Its name is sent
     /// here, once a session. Unsettled messages are lost with the session.
     Private(watch::Sender<Option<String>>),
+    /// The same, fed by a topic exchange, which is made where it is missing. Deliveries come with their
+    /// routing keys.
+    Topic {
+        /// The exchange's name.
+        exchange: String,
+        /// What of it: binding keys.
+        keys: Vec<String>,
+    },
 }
 
 /// See the module.
@@ -40,6 +51,8 @@ pub(super) struct Session {
     pub(super) channel: Channel,
     pub(super) consumer: lapin::Consumer,
     pub(super) prefetch: u16,
+    /// Its deliveries come with their routing keys.
+    pub(super) addressed: bool,
     /// Of the first delivery to this consumer.
     first_tag: Option<u64>,
     queue: String,
@@ -60,7 +73,11 @@ impl Session {
         let limit = connector.settings().connect_timeout;
         let (reason, refused) = match tokio::time::timeout(limit, session).await {
             Ok(Ok(session)) => {
-                tracing::info!(broker, queue = session.queue, "consuming");
+                if let Subscription::Topic { exchange, .. } = subscription {
+                    tracing::info!(broker, exchange, "listening");
+                } else {
+                    tracing::info!(broker, queue = session.queue, "consuming");
+                }
                 return Ok((session, broker));
             }
             Ok(Err(error)) => words(&error),
@@ -91,10 +108,33 @@ impl Session {
                 told.send_replace(Some(queue.clone()));
                 queue
             }
+            Subscription::Topic { exchange, keys } => {
+                let durable = ExchangeDeclareOptions { durable: true, ..Default::default() };
+                let none = FieldTable::default;
+                channel.exchange_declare(short(exchange), ExchangeKind::Topic, durable, none()).await?;
+                let own = QueueDeclareOptions { exclusive: true, auto_delete: true, ..Default::default() };
+                let queue = channel.queue_declare("".into(), own, none()).await?.name().as_str().to_owned();
+                for key in keys {
+                    let options = QueueBindOptions::default();
+                    channel.queue_bind(short(&queue), short(exchange), short(key), options, none()).await?;
+                }
+                queue
+            }
         };
+        let addressed = matches!(subscription, Subscription::Topic { .. });
         let tag = connector.name().to_owned();
         let consumer = consume(&channel, (&queue, &tag), prefetch, connector).await?;
-        Ok(Self { connection, channel, consumer, prefetch, first_tag: None, queue, tag, consumers: 1 })
+        Ok(Self {
+            connection,
+            channel,
+            consumer,
+            prefetch,
+            addressed,
+            first_tag: None,
+            queue,
+            tag,
+            consumers: 1,
+        })
     }
 
     /// Consumes anew, with another prefetch: RabbitMQ applies one only to consumers made after it. The
@@ -150,7 +190,7 @@ pub(super) async fn cancel(channel: &Channel, consumer_tag: ShortString) {
     let _ = tokio::time::timeout(FAREWELL, cancel).await;
 }
 
-pub(super) fn delivery_from(lapin: lapin::message::Delivery, session: u64) -> Delivery {
+pub(super) fn delivery_from(lapin: lapin::message::Delivery, session: u64, addressed: bool) -> Delivery {
     let mut properties = properties_from(&lapin.properties);
     // The broker's count of this message, or of another that somebody published with all its headers.
     let counted = properties.headers.remove("x-delivery-count").and_then(|count| count.as_i64());
@@ -159,6 +199,7 @@ pub(super) fn delivery_from(lapin: lapin::message::Delivery, session: u64) -> De
     Delivery {
         message: Message { properties, body: lapin.data.into() },
         receipt: Receipt { session, tag: lapin.delivery_tag },
+        routing_key: addressed.then(|| lapin.routing_key.as_str().to_owned()),
         redelivered: lapin.redelivered,
         delivery_count,
     }

@@ -91,6 +91,7 @@ fn gpu(nvml: &Nvml, index: u32) -> Gpu {
         pci,
         compute_capability: device.cuda_compute_capability().ok().map(|it| (it.major, it.minor)),
         memory: memory(&device),
+        utilization_percent: device.utilization_rates().ok().map(|it| it.gpu),
         processes: processes(&device),
         parts: parts(&device),
         fault,

@@ -1,0 +1,120 @@
+//! Whether a launcher lives, is ready, has started: by what stands on its board. Alive means progress:
+//! a worker that is stuck in a forward pass, or says nothing any more, is not alive, though its
+//! process is. Pure.
+
+use std::collections::BTreeMap;
+
+use crate::launcher::board::{Entry, Sheet};
+
+/// What is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Check {
+    /// Nothing is stuck.
+    Live,
+    /// Every pool has a worker that takes tasks.
+    Ready,
+    /// Every pool has had a worker that was ready.
+    Startup,
+}
+
+impl Check {
+    /// Under which path it is served.
+    pub fn path(self) -> &'static str {
+        match self {
+            Self::Live => "/livez",
+            Self::Ready => "/readyz",
+            Self::Startup => "/startupz",
+        }
+    }
+}
+
+/// The answer: whether it is so, and what is to be said of it, a line each. `stopping`: the launcher is
+/// told to.
+pub(super) fn answer(check: Check, sheet: &Sheet, stopping: bool) -> (bool, Vec<String>) {
+    let wrong = match check {
+        Check::Live => stuck(sheet),
+        Check::Ready if stopping => vec!["the launcher is stopping".to_owned()],
+        Check::Ready => without(sheet, |entry| entry.report.state.works(), "takes tasks"),
+        Check::Startup => without(sheet, |entry| entry.was_ready, "has been ready yet"),
+    };
+    let slots = sheet.slots.values().map(|entry| {
+        let (slot, state) = (&entry.report.slot, entry.report.state.name());
+        format!("{slot} {state} for {} s", entry.since.elapsed().as_secs())
+    });
+    (wrong.is_empty(), wrong.iter().cloned().chain(slots).collect())
+}
+
+fn stuck(sheet: &Sheet) -> Vec<String> {
+    let stuck = sheet.slots.values().filter_map(|entry| Some((entry, entry.stuck_since?)));
+    let words = stuck.map(|(entry, since)| {
+        let (slot, seconds) = (&entry.report.slot, since.elapsed().as_secs());
+        match entry.computing_since {
+            Some(since) => format!("{slot}: a forward pass has lasted {} s", since.elapsed().as_secs()),
+            None => format!("{slot}: the worker has not moved for {seconds} s past its bound"),
+        }
+    });
+    words.collect()
+}
+
+/// The pools of which no slot is so.
+fn without(sheet: &Sheet, so: impl Fn(&Entry) -> bool, words: &str) -> Vec<String> {
+    let mut pools: BTreeMap<&str, bool> = BTreeMap::new();
+    for entry in sheet.slots.values() {
+        *pools.entry(&entry.report.pool).or_default() |= so(entry);
+    }
+    if pools.is_empty() {
+        return vec!["there are no slots".to_owned()];
+    }
+    let lacking = pools.into_iter().filter(|(_, has)| !has);
+    lacking.map(|(pool, _)| format!("pool {pool}: no worker {words}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::protocol::admin::{SlotReport, State};
+
+    fn sheet(slots: &[(&str, State, bool)]) -> Sheet {
+        let entry = |(number, (pool, state, was_ready)): (usize, &(&str, State, bool))| {
+            let slot = format!("{pool}/{number}");
+            let report = SlotReport {
+                slot: slot.clone(),
+                pool: (*pool).to_owned(),
+                state: *state,
+                ..SlotReport::default()
+            };
+            let (since, was_ready) = (Instant::now(), *was_ready);
+            (slot, Entry { report, since, computing_since: None, stuck_since: None, was_ready })
+        };
+        Sheet { slots: slots.iter().enumerate().map(entry).collect(), ..Sheet::default() }
+    }
+
+    #[test]
+    fn a_launcher_is_ready_while_every_pool_has_a_worker_that_takes_tasks() {
+        let ready = |slots: &[(&str, State, bool)]| answer(Check::Ready, &sheet(slots), false).0;
+        let (busy, loading) = (("a", State::Busy, true), ("a", State::Loading, false));
+        assert!(ready(&[busy, loading]) && !ready(&[loading]) && !ready(&[]));
+        assert!(!ready(&[busy, ("b", State::Paused, true)]));
+        let (is, lines) = answer(Check::Ready, &sheet(&[busy]), true);
+        assert!(!is && lines[0].contains("stopping") && lines[1].starts_with("a/0 busy"), "{lines:?}");
+    }
+
+    #[test]
+    fn a_start_is_over_once_and_for_all() {
+        let started = |slots: &[(&str, State, bool)]| answer(Check::Startup, &sheet(slots), false).0;
+        assert!(!started(&[("a", State::Loading, false)]));
+        assert!(started(&[("a", State::Failed, true), ("a", State::Quarantined, false)]));
+    }
+
+    #[test]
+    fn a_launcher_with_a_stuck_worker_is_not_alive_and_says_which() {
+        let mut sheet = sheet(&[("a", State::Busy, true), ("a", State::Ready, true)]);
+        assert!(answer(Check::Live, &sheet, true).0, "one that stops lives");
+        let entry = sheet.slots.get_mut("a/0").unwrap();
+        (entry.stuck_since, entry.computing_since) = (Some(Instant::now()), Some(Instant::now()));
+        let (lives, lines) = answer(Check::Live, &sheet, false);
+        assert!(!lives && lines[0].starts_with("a/0: a forward pass has lasted"), "{lines:?}");
+    }
+}

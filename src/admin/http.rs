@@ -1,0 +1,75 @@
+//! What is served over HTTP: metrics for Prometheus, health for probes. Without a password, hence on
+//! the loopback address unless the settings say otherwise. Owns the listening socket.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::IntoResponse;
+use axum::routing::get;
+use tokio::net::TcpListener;
+
+use super::devices::Devices;
+use super::health::{Check, answer};
+use super::metrics;
+use crate::launcher::board::Board;
+use crate::shutdown::{Phase, Stop};
+
+/// OpenMetrics, as the metrics are written.
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+#[derive(Clone)]
+struct Served {
+    board: Arc<Board>,
+    stop: Stop,
+    devices: Devices,
+    /// The driver is asked only where a slot is on a GPU.
+    has_gpus: bool,
+}
+
+/// Serves until it is dropped. Where another process listens already, it says so and serves nothing.
+///
+/// # Errors
+/// The address is none of this host's, or not ours to use.
+pub async fn serve(
+    address: SocketAddr,
+    board: Arc<Board>,
+    stop: Stop,
+    has_gpus: bool,
+) -> std::io::Result<()> {
+    let listener = match TcpListener::bind(address).await {
+        Ok(listener) => listener,
+        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
+            tracing::warn!(
+                %address,
+                "another process listens there: no metrics and no health of this launcher; set admin.listen"
+            );
+            return Ok(());
+        }
+        Err(error) => return Err(error),
+    };
+    // The real one, where the settings say port 0.
+    let address = listener.local_addr()?;
+    tracing::info!(%address, "serving /metrics, /livez, /readyz and /startupz");
+    let served = Served { board, stop, devices: Devices::default(), has_gpus };
+    let mut router = Router::new().route("/metrics", get(scrape));
+    for check in [Check::Live, Check::Ready, Check::Startup] {
+        router = router.route(check.path(), get(move |state| health(check, state)));
+    }
+    tokio::spawn(axum::serve(listener, router.with_state(served)).into_future());
+    Ok(())
+}
+
+async fn scrape(State(served): State<Served>) -> impl IntoResponse {
+    let gpus = if served.has_gpus { served.devices.look().await } else { Default::default() };
+    ([(header::CONTENT_TYPE, OPEN_METRICS)], metrics::render(served.board, gpus))
+}
+
+async fn health(check: Check, State(served): State<Served>) -> impl IntoResponse {
+    let stopping = served.stop.phase() > Phase::Running;
+    let (is_so, lines) = served.board.read(|sheet| answer(check, sheet, stopping));
+    let status = if is_so { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    (status, lines.join("\n") + "\n")
+}

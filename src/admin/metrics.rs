@@ -1,0 +1,218 @@
+//! The board as Prometheus reads it: names, units and labels. `docs/metrics.md` lists them. Counts are
+//! of a slot through all the lives of its workers, since the launcher started.
+
+use std::fmt::{self, Debug};
+use std::sync::Arc;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Registry;
+
+use crate::launcher::board::{Board, Entry, Sheet};
+use crate::launcher::gpus::Gpus;
+use crate::protocol::admin::State;
+use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, Stats, TOKENS};
+
+/// The board and the devices, as one page of metrics.
+pub(super) fn render(board: Arc<Board>, gpus: Gpus) -> String {
+    let mut registry = Registry::with_prefix("sconce");
+    registry.register_collector(Box::new(Page { board, gpus }));
+    let mut page = String::new();
+    // Writing to a string does not fail.
+    let _ = prometheus_client::encoding::text::encode(&mut page, &registry);
+    page
+}
+
+#[derive(Debug)]
+struct Page {
+    board: Arc<Board>,
+    gpus: Gpus,
+}
+
+impl Collector for Page {
+    fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
+        self.board.read(|sheet| {
+            let mut out = Out { encoder: &mut encoder };
+            of_the_launcher(&mut out, sheet)?;
+            of_tasks(&mut out, sheet)?;
+            of_batches(&mut out, sheet)?;
+            of_workers(&mut out, sheet)?;
+            of_devices(&mut out, &self.gpus)
+        })
+    }
+}
+
+/// Labels of one value, and what it is.
+type Labels<'a> = Vec<(&'static str, &'a str)>;
+
+struct Out<'a, 'b> {
+    encoder: &'a mut DescriptorEncoder<'b>,
+}
+
+impl Out<'_, '_> {
+    fn family(
+        &mut self,
+        name: &'static str,
+        help: &str,
+        kind: MetricType,
+    ) -> Result<MetricEncoder<'_>, fmt::Error> {
+        self.encoder.encode_descriptor(name, help, None, kind)
+    }
+
+    /// A sum that only grows; its name is written with `_total`.
+    fn counter<'v>(
+        &mut self,
+        name: &'static str,
+        help: &str,
+        values: impl IntoIterator<Item = (Labels<'v>, f64)>,
+    ) -> fmt::Result {
+        let mut family = self.family(name, help, MetricType::Counter)?;
+        for (labels, value) in values {
+            family.encode_family(&labels)?.encode_counter::<NoLabelSet, f64, f64>(&value, None)?;
+        }
+        Ok(())
+    }
+
+    fn gauge<'v>(
+        &mut self,
+        name: &'static str,
+        help: &str,
+        values: impl IntoIterator<Item = (Labels<'v>, f64)>,
+    ) -> fmt::Result {
+        let mut family = self.family(name, help, MetricType::Gauge)?;
+        for (labels, value) in values {
+            family.encode_family(&labels)?.encode_gauge(&value)?;
+        }
+        Ok(())
+    }
+
+    fn histogram<'v>(
+        &mut self,
+        name: &'static str,
+        help: &str,
+        (bounds, values): (&[f64], impl IntoIterator<Item = (Labels<'v>, &'v Histogram)>),
+    ) -> fmt::Result {
+        let mut family = self.family(name, help, MetricType::Histogram)?;
+        for (labels, histogram) in values {
+            let upper = bounds.iter().copied().chain([f64::INFINITY]);
+            let buckets: Vec<_> = upper.zip(histogram.counts(bounds)).collect();
+            let (sum, count) = (histogram.sum(), histogram.count());
+            family.encode_family(&labels)?.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)?;
+        }
+        Ok(())
+    }
+}
+
+/// The labels that every value of a slot has.
+fn slot(entry: &Entry) -> Labels<'_> {
+    vec![("pool", &entry.report.pool), ("slot", &entry.report.slot)]
+}
+
+fn with<'a>(entry: &'a Entry, name: &'static str, value: &'a str) -> Labels<'a> {
+    let mut labels = slot(entry);
+    labels.push((name, value));
+    labels
+}
+
+/// What was counted of each slot.
+fn counted(sheet: &Sheet) -> impl Iterator<Item = (&Entry, &Stats)> {
+    sheet.slots.values().filter_map(|entry| Some((entry, &**entry.report.stats.as_ref()?)))
+}
+
+fn sums<'a>(sheet: &'a Sheet, of: impl Fn(&Stats) -> f64 + 'a) -> impl Iterator<Item = (Labels<'a>, f64)> {
+    counted(sheet).map(move |(entry, stats)| (slot(entry), of(stats)))
+}
+
+fn of_the_launcher(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
+    let version = vec![("version", env!("CARGO_PKG_VERSION"))];
+    out.gauge("build_info", "What is running", [(version, 1.0)])?;
+    let results = [("applied", sheet.reloads_applied), ("refused", sheet.reloads_refused)];
+    let values = results.map(|(result, count)| (vec![("result", result)], count as f64));
+    out.counter("reloads", "Settings that were loaded again", values)
+}
+
+fn of_tasks(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
+    let answers = counted(sheet).flat_map(|(entry, stats)| {
+        stats.answers.iter().map(move |answer| {
+            let mut labels = with(entry, "status", &answer.status);
+            labels.push(("reason", &answer.reason));
+            (labels, answer.count as f64)
+        })
+    });
+    out.counter("tasks", "Tasks answered, by the reply's status and the error's code", answers)?;
+    out.counter("inputs", "Inputs computed", sums(sheet, |stats| stats.inputs as f64))?;
+    out.counter("tokens", "Tokens computed", sums(sheet, |stats| stats.tokens as f64))?;
+    out.counter("redelivered", "Deliveries made before", sums(sheet, |stats| stats.redelivered as f64))?;
+    out.counter("retried", "Tasks put off to be tried again", sums(sheet, |stats| stats.retried as f64))?;
+    out.counter("requeued", "Deliveries handed back", sums(sheet, |stats| stats.requeued as f64))?;
+    let letters = counted(sheet).flat_map(|(entry, stats)| {
+        stats.dead_lettered.iter().map(move |(reason, count)| (with(entry, "reason", reason), *count as f64))
+    });
+    out.counter("dead_lettered", "Messages dead-lettered", letters)?;
+    let stages = counted(sheet).flat_map(|(entry, stats)| {
+        Stage::ALL
+            .iter()
+            .map(move |(stage, name)| (with(entry, "stage", name), &stats.stages[*stage as usize]))
+    });
+    let help = "How long a stage of a task took: queue, prepare, wait, compute, publish";
+    out.histogram("task_stage_duration_seconds", help, (&SECONDS, stages))
+}
+
+fn of_batches(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
+    let durations = counted(sheet).map(|(entry, stats)| (slot(entry), &stats.batch_seconds));
+    out.histogram("batch_duration_seconds", "How long a forward pass took", (&SECONDS, durations))?;
+    let inputs = counted(sheet).map(|(entry, stats)| (slot(entry), &stats.batch_inputs));
+    out.histogram("batch_inputs", "Inputs of a forward pass", (&INPUTS, inputs))?;
+    let tokens = counted(sheet).map(|(entry, stats)| (slot(entry), &stats.batch_tokens));
+    out.histogram("batch_tokens", "Tokens of a forward pass", (&TOKENS, tokens))?;
+    let busy = sums(sheet, |stats| stats.busy_us as f64 / 1e6);
+    out.counter("device_busy_seconds", "Time that the device computed", busy)
+}
+
+fn of_workers(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
+    let states = sheet.slots.values().flat_map(|entry| {
+        let is = move |state| f64::from(u8::from(entry.report.state == state));
+        State::ALL.iter().map(move |(state, name)| (with(entry, "state", name), is(*state)))
+    });
+    out.gauge("worker_state", "1 for the state that a slot is in", states)?;
+    let restarts = sheet.slots.values().flat_map(|entry| {
+        entry
+            .report
+            .restarts
+            .iter()
+            .map(move |(reason, count)| (with(entry, "reason", reason), *count as f64))
+    });
+    out.counter("worker_restarts", "Workers started in the place of another", restarts)?;
+    let resident = sums(sheet, |stats| stats.now.resident as f64);
+    out.gauge("worker_resident_memory_bytes", "Memory that is the worker's own, in use", resident)?;
+    let started = sheet
+        .slots
+        .values()
+        .filter_map(|entry| entry.report.ready_at_ms.map(|at| (slot(entry), at as f64 / 1e3)));
+    out.gauge("worker_start_time_seconds", "When the worker was ready, since 1970", started)?;
+    let connected = sums(sheet, |stats| f64::from(u8::from(stats.now.connected)));
+    out.gauge("broker_connected", "1 while the worker has a session with the broker", connected)?;
+    let prefetched = counted(sheet)
+        .map(|(entry, stats)| (slot(entry), stats.now.held.saturating_sub(entry.report.in_flight) as f64));
+    out.gauge("prefetched_tasks", "Tasks in hand that are not on the device", prefetched)?;
+    let in_flight = sheet.slots.values().map(|entry| (slot(entry), entry.report.in_flight as f64));
+    out.gauge("in_flight_tasks", "Tasks on the device", in_flight)
+}
+
+fn of_devices(out: &mut Out<'_, '_>, gpus: &Gpus) -> fmt::Result {
+    let parts = gpus.gpus.iter().flat_map(|gpu| {
+        let parts = gpu.parts.iter().flatten().map(|part| (part.uuid.as_str(), part.memory));
+        parts.chain([(gpu.uuid.as_str(), gpu.memory)])
+    });
+    let known: Vec<_> = parts.filter_map(|(uuid, memory)| Some((uuid, memory?))).collect();
+    let used =
+        known.iter().map(|(uuid, it)| (vec![("device", *uuid)], it.total.saturating_sub(it.free) as f64));
+    out.gauge("device_memory_used_bytes", "The device's memory in use, by anybody", used)?;
+    let total = known.iter().map(|(uuid, it)| (vec![("device", *uuid)], it.total as f64));
+    out.gauge("device_memory_total_bytes", "The device's memory", total)?;
+    let use_of = gpus.gpus.iter().filter_map(|gpu| {
+        Some((vec![("device", gpu.uuid.as_str())], f64::from(gpu.utilization_percent?) / 100.0))
+    });
+    out.gauge("device_utilization_ratio", "Share of the last moments in which the device computed", use_of)
+}

@@ -1,0 +1,48 @@
+//! `sconce healthcheck`: asks a launcher over HTTP, as a probe would.
+
+use std::io::Write;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use anyhow::{Context, anyhow};
+
+use super::load;
+use crate::admin::Check;
+use crate::cli::Healthcheck;
+use crate::shutdown::Exit;
+
+/// Asks, prints the answer, and says by the exit code what it is.
+pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
+    let base = match &arguments.url {
+        Some(url) => url.trim_end_matches('/').to_owned(),
+        None => {
+            let listen = load(&arguments.settings, &[])?.settings.admin.listen;
+            let address = listen.context("admin.listen = \"\": the launcher serves no health");
+            format!("http://{}", reachable(address.context(Exit::Config)?))
+        }
+    };
+    let check = match (arguments.live, arguments.startup) {
+        (true, _) => Check::Live,
+        (_, true) => Check::Startup,
+        _ => Check::Ready,
+    };
+    let url = format!("{base}{}", check.path());
+    let agent = ureq::AgentBuilder::new().timeout(arguments.timeout).build();
+    let (answer, exit) = match agent.get(&url).call() {
+        Ok(answer) => (answer, Exit::Done),
+        Err(ureq::Error::Status(_, answer)) => (answer, Exit::No),
+        Err(error) => return Err(anyhow!("{error}; is a launcher running there?").context(Exit::No)),
+    };
+    let text = answer.into_string().with_context(|| format!("{url}: unreadable answer")).context(Exit::No)?;
+    write!(std::io::stdout(), "{text}")?;
+    Ok(exit)
+}
+
+/// An address that listens everywhere is reached here.
+fn reachable(address: SocketAddr) -> SocketAddr {
+    let ip = match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+        IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
+        ip => ip,
+    };
+    SocketAddr::new(ip, address.port())
+}

@@ -1,0 +1,117 @@
+//! The asking side of remote control: publishes a request to the control exchange and gathers the
+//! answers, on one connection, over RabbitMQ's direct reply-to: whoever asks needs no queue and no
+//! permission but to write to that exchange. Owns the connection; a lost one is the caller's end.
+
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use lapin::options::{BasicConsumeOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions};
+use lapin::types::FieldTable;
+use lapin::{Channel, Connection, Consumer, Error};
+
+use super::admin::{connect, refused};
+use super::connect::Connector;
+use super::convert::{properties_from, properties_to, short};
+use crate::broker::BrokerError;
+use crate::protocol::{JSON, Message, Properties};
+
+/// RabbitMQ's name for "here, on this channel".
+const HERE: &str = "amq.rabbitmq.reply-to";
+
+/// See the module.
+pub struct Switchboard {
+    broker: String,
+    exchange: String,
+    connection: Connection,
+    channel: Channel,
+    answers: Consumer,
+}
+
+impl Switchboard {
+    /// Connects.
+    ///
+    /// # Errors
+    /// No address could be reached, or the broker refuses.
+    pub async fn connect(connector: &Connector, exchange: &str) -> Result<Self, BrokerError> {
+        let (connection, broker) = connect(connector).await?;
+        let set_up = async {
+            let channel = connection.create_channel().await?;
+            channel.confirm_select(ConfirmSelectOptions::default()).await?;
+            let unacked = BasicConsumeOptions { no_ack: true, ..BasicConsumeOptions::default() };
+            let answers =
+                channel.basic_consume(HERE.into(), "".into(), unacked, FieldTable::default()).await?;
+            Ok::<_, Error>((channel, answers))
+        };
+        let (channel, answers) = set_up.await.map_err(|error| refused(broker.clone(), &error))?;
+        Ok(Self { broker, exchange: exchange.to_owned(), connection, channel, answers })
+    }
+
+    /// Publishes a request, which is void after `expires`. False: nobody listens to this routing key.
+    ///
+    /// # Errors
+    /// The broker refuses, or is lost; there is no such exchange.
+    pub async fn ask(
+        &self,
+        routing_key: &str,
+        (body, correlation_id): (Vec<u8>, &str),
+        expires: Duration,
+    ) -> Result<bool, BrokerError> {
+        let properties = Properties {
+            content_type: Some(JSON.into()),
+            correlation_id: Some(correlation_id.to_owned()),
+            reply_to: Some(HERE.into()),
+            expiration: Some(expires.as_millis().to_string()),
+            ..Properties::default()
+        };
+        let asked = async { publish(&self.channel, (&self.exchange, routing_key), &body, &properties).await };
+        asked.await.map_err(|error| match refused(format!("exchange {:?}", self.exchange), &error) {
+            BrokerError::Refused { broker, reason } if reason.starts_with("404") => {
+                let hint = "no launcher has made it: is admin.control_exchange the same there?";
+                BrokerError::Refused { broker, reason: format!("{reason}; {hint}") }
+            }
+            other => other,
+        })
+    }
+
+    /// The next answer; none when the connection is lost. Safe to cancel.
+    pub async fn next(&mut self) -> Option<Message> {
+        let delivery = self.answers.next().await?.ok()?;
+        Some(Message { properties: properties_from(&delivery.properties), body: delivery.data.into() })
+    }
+
+    /// How many messages wait in a queue, and how many consumers it has; none where it cannot be seen.
+    ///
+    /// # Errors
+    /// The broker is lost.
+    pub async fn depth(&self, queue: &str) -> Result<Option<(u32, u32)>, BrokerError> {
+        let lost = |error: Error| refused(self.broker.clone(), &error);
+        // A channel of its own, which the broker closes to say no.
+        let channel = self.connection.create_channel().await.map_err(lost)?;
+        let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
+        let Ok(seen) = channel.queue_declare(short(queue), passive, FieldTable::default()).await else {
+            return Ok(None);
+        };
+        channel.close(200, "done".into()).await.map_err(lost)?;
+        Ok(Some((seen.message_count(), seen.consumer_count())))
+    }
+
+    /// Closes the connection in order.
+    pub async fn close(self) {
+        let _ = self.connection.close(200, "done".into()).await;
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "the other publisher speaks to queues only")]
+async fn publish(
+    channel: &Channel,
+    (exchange, key): (&str, &str),
+    body: &[u8],
+    properties: &Properties,
+) -> Result<bool, Error> {
+    let options = BasicPublishOptions { mandatory: true, immediate: false };
+    let confirm = channel
+        .basic_publish(short(exchange), short(key), options, body, properties_to(properties))
+        .await?
+        .await?;
+    Ok(confirm.take_message().is_none())
+}

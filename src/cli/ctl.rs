@@ -1,0 +1,168 @@
+//! The command line of `sconce ctl`, `sconce top` and `sconce healthcheck`.
+
+use std::time::Duration;
+
+use clap::{ArgGroup, Args, Subcommand};
+
+use super::{Settings, duration};
+use crate::protocol::admin::{Request, Target};
+use crate::protocol::control::BatchChange;
+
+/// Examples for the help of `ctl`.
+pub(super) const CTL_EXAMPLES: &str = "Examples:
+  sconce ctl ping                                 who is there
+  sconce ctl stats --json | jq .
+  sconce ctl --pool embed pause                   every slot of a pool, on all hosts
+  sconce ctl --host gpu1 drain                    the workers end, the launcher stays; resume starts them
+  sconce ctl --slot gpu1/embed/0 restart          also a slot that was given up
+  sconce ctl --all set-batch --max-tokens 8192
+  sconce ctl --host gpu1 log-level debug
+
+Requests go through the exchange admin.control_exchange of the broker, to every launcher that listens
+there; answers are gathered until the time is over. Who may publish to that exchange may control: see
+docs/operating.md for how to restrict it. The exit code is 1 where nobody answered, or a slot refused.";
+
+/// Examples for the help of `healthcheck`.
+pub(super) const HEALTH_EXAMPLES: &str = "Examples:
+  sconce healthcheck                              ready: every pool has a worker that takes tasks
+  sconce healthcheck --live                       alive: no worker is stuck
+  sconce healthcheck --url http://gpu1:9464
+
+Asks the launcher at admin.listen, as a probe of the container's runtime would. The exit code is 0 or 1.";
+
+/// `sconce ctl`.
+#[derive(Debug, Args)]
+#[command(group(ArgGroup::new("target").args(["all", "host", "to_pool", "slot"])))]
+pub struct Ctl {
+    /// Where settings come from.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// Every slot of every launcher; what commands that only ask go to anyway
+    #[arg(long, global = true)]
+    pub all: bool,
+    /// The slots of a host
+    #[arg(long, global = true, value_name = "HOST")]
+    pub host: Option<String>,
+    /// The slots of a pool, on all hosts
+    #[arg(long = "pool", global = true, id = "to_pool", value_name = "POOL")]
+    pub pool: Option<String>,
+    /// One slot: host/pool/index, as in replies
+    #[arg(long, global = true, value_name = "HOST/POOL/INDEX")]
+    pub slot: Option<String>,
+    /// How long to gather answers
+    #[arg(long, global = true, value_name = "DURATION", default_value = "1s", value_parser = duration)]
+    pub timeout: Duration,
+    /// Stop gathering after so many launchers, and fail with fewer
+    #[arg(long, global = true, value_name = "N")]
+    pub expect: Option<usize>,
+    /// Print answers as JSON, one a line
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// What to ask or to tell
+    #[command(subcommand)]
+    pub order: CtlOrder,
+}
+
+/// The commands of `sconce ctl`.
+#[derive(Clone, Debug, Subcommand)]
+pub enum CtlOrder {
+    /// Who is there, and in which state
+    Ping,
+    /// What was counted since each launcher started
+    Stats,
+    /// Which tasks are on the devices now
+    Active,
+    /// Take no more tasks, finish what was taken, keep the model loaded
+    Pause,
+    /// Consume again; a drained slot gets a new worker
+    Resume,
+    /// Finish what was taken and end the workers; slots stay empty
+    Drain,
+    /// Finish what was taken and end the workers for good; a launcher ends with its last slot
+    Shutdown,
+    /// Finish what was taken, end the workers, start new ones
+    Restart,
+    /// Change the bounds of batches, until settings are loaded again
+    SetBatch {
+        /// Most tokens a forward pass
+        #[arg(long, value_name = "N")]
+        max_tokens: Option<usize>,
+        /// Most inputs a forward pass
+        #[arg(long, value_name = "N")]
+        max_requests: Option<usize>,
+        /// Longest wait of an idle device
+        #[arg(long, value_name = "DURATION", value_parser = duration)]
+        max_delay: Option<Duration>,
+    },
+    /// Change what launchers and workers log
+    LogLevel {
+        /// As in SCONCE_LOG: debug, or sconce::worker=trace
+        filter: String,
+    },
+}
+
+impl CtlOrder {
+    /// The request that it means.
+    pub fn request(&self) -> Request {
+        match self {
+            Self::Ping => Request::Ping,
+            Self::Stats => Request::Stats,
+            Self::Active => Request::Active,
+            Self::Pause => Request::Pause,
+            Self::Resume => Request::Resume,
+            Self::Drain => Request::Drain,
+            Self::Shutdown => Request::Shutdown,
+            Self::Restart => Request::Restart,
+            Self::SetBatch { max_tokens, max_requests, max_delay } => Request::SetBatch(BatchChange {
+                max_tokens: *max_tokens,
+                max_requests: *max_requests,
+                max_delay_ms: max_delay.map(|delay| delay.as_secs_f64() * 1e3),
+            }),
+            Self::LogLevel { filter } => Request::LogLevel { filter: filter.clone() },
+        }
+    }
+}
+
+impl Ctl {
+    /// Whom it is for; none where that has to be said and was not.
+    pub fn target(&self) -> Option<Target> {
+        let named = [
+            self.host.clone().map(Target::Host),
+            self.pool.clone().map(Target::Pool),
+            self.slot.clone().map(Target::Slot),
+        ];
+        let all = (self.all || self.order.request().only_asks()).then_some(Target::All);
+        named.into_iter().flatten().next().or(all)
+    }
+}
+
+/// `sconce top`.
+#[derive(Debug, Args)]
+pub struct Top {
+    /// Where settings come from.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// How often launchers are asked
+    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = duration)]
+    pub every: Duration,
+}
+
+/// `sconce healthcheck`.
+#[derive(Debug, Args)]
+pub struct Healthcheck {
+    /// Where settings come from.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// Ask whether it is alive: no worker is stuck
+    #[arg(long, conflicts_with = "startup")]
+    pub live: bool,
+    /// Ask whether it has started: every pool has had a worker that was ready
+    #[arg(long)]
+    pub startup: bool,
+    /// The launcher's address, in the place of admin.listen
+    #[arg(long, value_name = "URL")]
+    pub url: Option<String>,
+    /// Longest wait for the answer
+    #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = duration)]
+    pub timeout: Duration,
+}
