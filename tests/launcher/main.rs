@@ -4,102 +4,28 @@
 #![allow(clippy::unwrap_used, reason = "what is missing in a helper fails its test")]
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use sconce::config::{self, Assignment, Launcher};
 use sconce::launcher::gpus::{Gpu, Gpus};
-use sconce::launcher::{self, Cuda, Host, plan};
-use sconce::shutdown::{Exit, Phase, Stop};
+use sconce::launcher::{Cuda, Host};
+use sconce::shutdown::{Exit, Phase};
 use serde_json::{Value, json};
 
-#[path = "support/wait.rs"]
+#[path = "../support/wait.rs"]
 #[allow(dead_code, reason = "each test crate uses a part of it")]
 mod wait;
+
+mod orders;
+mod replace;
+mod stage;
+mod stuck;
+
+use stage::{PATIENCE, READY, Stage};
 use wait::until;
 
-const PATIENCE: Duration = Duration::from_secs(60);
-const READY: &str = r#"echo '{"event":"ready","device":"cpu","load_ms":1}'"#;
 /// Works on until the first slot has had as many workers as it may have.
 const UNTIL_FOUR_FIRST: &str = "while [ $(wc -l < born-0) -lt 4 ]; do sleep 0.02; done; exit 80";
-
-/// A launcher over a script, in a folder in which the script leaves its traces.
-struct Stage {
-    folder: tempfile::TempDir,
-    assignments: Vec<Assignment>,
-    policy: Launcher,
-    stop: Stop,
-}
-
-impl Stage {
-    /// `slots` workers that run `script`. There, `$slot` is the slot's index and `$start` the first
-    /// command; `life` numbers the lives of a slot from 1. `trace` writes a line to the slot's trace.
-    fn new(slots: usize, script: &str) -> Self {
-        let host = Host { name: "host".into(), cores: 1, gpus: Gpus::default(), visible: None, cuda: None };
-        Self::on(&host, &vec!["cpu"; slots], script)
-    }
-
-    /// A slot for each of the devices, on a host that has them.
-    fn on(host: &Host, devices: &[&str], script: &str) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        fs::write(folder.path().join("script"), script.to_owned() + "\n").unwrap();
-        let stub = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/stub-worker.sh");
-        std::os::unix::fs::symlink(stub, folder.path().join("worker.sh")).unwrap();
-        let listed = serde_json::to_string(devices).unwrap();
-        let set = |path: &str, value: &str| (path.to_owned(), value.to_owned());
-        let flags = [
-            set("pool[0].devices", &listed),
-            set("broker.url", "amqp://user:s3cr3t@nowhere/%2f"),
-            set("launcher.restart_delay", "100ms"),
-            set("launcher.restart_delay_max", "1s"),
-            set("launcher.max_quick_failures", "4"),
-            set("launcher.shutdown_grace", "5s"),
-        ];
-        let settings = config::load(&[], [], &flags).unwrap().settings;
-        let assignments = plan(&settings, host).unwrap();
-        assert_eq!(assignments.len(), devices.len());
-        Self { folder, assignments, policy: settings.launcher, stop: Stop::default() }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    fn lines(&self, name: &str) -> Vec<String> {
-        let text = fs::read_to_string(self.path(name)).unwrap_or_default();
-        text.lines().map(str::to_owned).collect()
-    }
-
-    /// Runs it to its end.
-    async fn run(&self) -> Exit {
-        let program = self.path("worker.sh");
-        let run = launcher::run(&program, &self.assignments, &self.policy, &self.stop);
-        let limit = tokio::time::timeout(PATIENCE, run).await;
-        limit.unwrap_or_else(|_| panic!("the launcher does not end; {:?}", self.lines("trace-0")))
-    }
-
-    /// Runs it, and `meanwhile` beside it.
-    async fn run_and(&self, meanwhile: impl Future<Output = ()>) -> Exit {
-        tokio::join!(self.run(), meanwhile).0
-    }
-
-    /// Waits until a file of the stage holds `count` lines.
-    async fn wait_for_lines(&self, name: &str, count: usize) {
-        let what = format!("{name} has {count} lines");
-        until(&what, || async { (self.lines(name).len() >= count).then_some(()) }).await;
-    }
-
-    fn drain(&self) {
-        self.stop.advance(Phase::Returning, "test");
-    }
-
-    /// The slot's last process.
-    fn lives(&self, slot: usize) -> bool {
-        let pid = self.lines(&format!("pid-{slot}"));
-        let stat = fs::read_to_string(Path::new("/proc").join(&pid[0]).join("stat")).unwrap_or_default();
-        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
-    }
-}
 
 #[tokio::test]
 async fn workers_stopped_on_request_are_not_started_again_and_the_launcher_is_done_with_the_last() {
