@@ -93,7 +93,7 @@ def ill(_metrics, _values):
         text += series("sconce_task_stage_duration_seconds_count", {**slot, "stage": "queue"}, 10 * age)
         text += series("sconce_device_busy_seconds_total", slot, 100 * busy * age)
     for name, value in (("used", 99), ("total", 100)):
-        text += series(f"sconce_device_memory_{name}_bytes", {**slot, "device": "GPU-2"}, value)
+        text += series(f"sconce_device_memory_{name}_bytes", {"device": "GPU-2"}, value)
     text += series("rabbitmq_queue_messages_ready", {"queue": "sconce.other"}, 12)
     return text + series("rabbitmq_queue_consumers", {"queue": "sconce.other"}, 0)
 
