@@ -7,7 +7,7 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build cuda models demo test test-rabbitmq-4 soak bench bench-parts fuzz lint fmt image
+.PHONY: help build cuda models demo test test-rabbitmq-4 check-deploy soak bench bench-parts fuzz lint fmt image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,9 @@ lint: ## formatting, clippy, documentation; warnings are errors
 	$(CARGO) fmt --check
 	$(CARGO) clippy --locked --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
+
+check-deploy: ## what deploy/ holds, by promtool, Prometheus, Grafana's and Kubernetes' schemas, systemd
+	scripts/check-deploy
 
 SECONDS = 60
 fuzz: SECONDS = 60
