@@ -124,28 +124,14 @@ fn settings(name: &str) -> Settings {
     let written = text(name);
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("settings.toml");
-    fs::write(&file, known_here(&written)).expect("written");
+    fs::write(&file, &written).expect("written");
     load(&[file], Vec::new(), &[]).unwrap_or_else(|error| panic!("{name}: {error}")).settings
-}
-
-/// Without the table `[admin]` where the defaults do not have it yet.
-fn known_here(written: &str) -> String {
-    if text("config/default.toml").contains("\n[admin]") {
-        return written.to_owned();
-    }
-    let mut admin = false;
-    let kept = written.lines().filter(|line| {
-        admin = if line.starts_with('[') { *line == "[admin]" } else { admin };
-        !admin
-    });
-    kept.collect::<Vec<_>>().join("\n")
 }
 
 /// The port of `[admin] listen` by default.
 fn admin_port() -> String {
-    let defaults = text("config/default.toml");
-    let listen = defaults.split_once("\n[admin]").map(|(_, behind)| value(behind, "listen ="));
-    listen.unwrap_or_else(|| "127.0.0.1:9464".to_owned()).rsplit(':').next().expect("a port").to_owned()
+    let listen = load(&[], Vec::new(), &[]).expect("the defaults").settings.admin.listen;
+    listen.expect("an address").port().to_string()
 }
 
 /// A time in whole seconds, with or without its `s`.

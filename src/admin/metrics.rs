@@ -1,6 +1,7 @@
 //! The board as Prometheus reads it: names, units and labels. `docs/metrics.md` lists them. Counts are
 //! of a slot through all the lives of its workers, since the launcher started.
 
+use std::collections::BTreeSet;
 use std::fmt::{self, Debug};
 use std::sync::Arc;
 
@@ -9,9 +10,12 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
+use crate::launcher::REASONS;
 use crate::launcher::board::{Board, Entry, Sheet};
 use crate::launcher::gpus::Gpus;
+use crate::protocol::TaskErrorKind;
 use crate::protocol::admin::State;
+use crate::protocol::dead_letter::Reason;
 use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, Stats, TOKENS};
 
 /// The board and the devices, as one page of metrics.
@@ -133,11 +137,13 @@ fn of_the_launcher(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
 }
 
 fn of_tasks(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
+    let kinds = known_answers();
     let answers = counted(sheet).flat_map(|(entry, stats)| {
-        stats.answers.iter().map(move |answer| {
-            let mut labels = with(entry, "status", &answer.status);
-            labels.push(("reason", &answer.reason));
-            (labels, answer.count as f64)
+        kinds.iter().map(move |(status, reason)| {
+            let of_kind = stats.answers.iter().find(|it| it.status == *status && it.reason == *reason);
+            let mut labels = with(entry, "status", status);
+            labels.push(("reason", reason));
+            (labels, of_kind.map_or(0.0, |answer| answer.count as f64))
         })
     });
     out.counter("tasks", "Tasks answered, by the reply's status and the error's code", answers)?;
@@ -147,7 +153,10 @@ fn of_tasks(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
     out.counter("retried", "Tasks put off to be tried again", sums(sheet, |stats| stats.retried as f64))?;
     out.counter("requeued", "Deliveries handed back", sums(sheet, |stats| stats.requeued as f64))?;
     let letters = counted(sheet).flat_map(|(entry, stats)| {
-        stats.dead_lettered.iter().map(move |(reason, count)| (with(entry, "reason", reason), *count as f64))
+        Reason::ALL.iter().map(move |reason| {
+            let count = stats.dead_lettered.get(reason.as_str()).copied().unwrap_or(0);
+            (with(entry, "reason", reason.as_str()), count as f64)
+        })
     });
     out.counter("dead_lettered", "Messages dead-lettered", letters)?;
     let stages = counted(sheet).flat_map(|(entry, stats)| {
@@ -157,6 +166,16 @@ fn of_tasks(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
     });
     let help = "How long a stage of a task took: queue, prepare, wait, compute, publish";
     out.histogram("task_stage_duration_seconds", help, (&SECONDS, stages))
+}
+
+/// Every status with every reason that goes with it. All have a series from the start on: one that began
+/// with its first event would hide that from `increase()`.
+fn known_answers() -> BTreeSet<(&'static str, &'static str)> {
+    let errors = TaskErrorKind::ALL.map(|kind| {
+        let (status, _, _, code) = kind.wire();
+        (status, code)
+    });
+    errors.into_iter().chain([("succeeded", "")]).collect()
 }
 
 fn of_batches(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
@@ -177,13 +196,13 @@ fn of_workers(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
     });
     out.gauge("worker_state", "1 for the state that a slot is in", states)?;
     let restarts = sheet.slots.values().flat_map(|entry| {
-        entry
-            .report
-            .restarts
-            .iter()
-            .map(move |(reason, count)| (with(entry, "reason", reason), *count as f64))
+        let count = |reason: &str| entry.report.restarts.get(reason).copied().unwrap_or(0) as f64;
+        REASONS.iter().map(move |reason| (with(entry, "reason", reason), count(reason)))
     });
     out.counter("worker_restarts", "Workers started in the place of another", restarts)?;
+    let stuck =
+        sheet.slots.values().map(|entry| (slot(entry), f64::from(u8::from(entry.stuck_since.is_some()))));
+    out.gauge("worker_stuck", "1 while the worker is past its bound, and /livez fails", stuck)?;
     let resident = sums(sheet, |stats| stats.now.resident as f64);
     out.gauge("worker_resident_memory_bytes", "Memory that is the worker's own, in use", resident)?;
     let started = sheet
@@ -215,4 +234,74 @@ fn of_devices(out: &mut Out<'_, '_>, gpus: &Gpus) -> fmt::Result {
         Some((vec![("device", gpu.uuid.as_str())], f64::from(gpu.utilization_percent?) / 100.0))
     });
     out.gauge("device_utilization_ratio", "Share of the last moments in which the device computed", use_of)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config;
+    use crate::launcher::gpus::{Gpu, Memory};
+    use crate::launcher::{Host, Launching, plan};
+    use crate::shutdown::Stop;
+
+    fn page(gpus: Gpus) -> String {
+        let flags = [("pool[0].devices", "cpu,cpu"), ("pool[0].name", "a \"quoted\" name")];
+        let flags = flags.map(|(path, value)| (path.to_owned(), value.to_owned()));
+        let settings = config::load(&[], [], &flags).unwrap().settings;
+        let host = Host { name: "h".into(), cores: 2, gpus: Gpus::default(), visible: None, cuda: None };
+        let launching = Launching::new("none".as_ref(), &settings.launcher, &Stop::default());
+        let board = launching.board();
+        for assignment in plan(&settings, &host).unwrap() {
+            board.assign(&assignment);
+        }
+        board.change("a \"quoted\" name/0", |entry| {
+            let stats = entry.report.stats.as_mut().unwrap();
+            stats.answered("succeeded", "", 2);
+            stats.batch(3, 100, 0.02);
+            stats.took(Stage::Compute, 0.02);
+            entry.turn(State::Busy);
+        });
+        render(board, gpus)
+    }
+
+    fn assert_lines<const N: usize>(page: &str, lines: [String; N]) {
+        for line in lines {
+            assert!(page.lines().any(|it| it == line), "{line}\n{page}");
+        }
+    }
+
+    #[test]
+    fn every_value_of_a_slot_is_labelled_and_every_known_reason_begins_at_nought() {
+        let page = page(Gpus::default());
+        let slot = r#"pool="a \"quoted\" name",slot="a \"quoted\" name/0""#;
+        assert_lines(
+            &page,
+            [
+                format!(r#"sconce_tasks_total{{{slot},status="succeeded",reason=""}} 2.0"#),
+                format!(r#"sconce_tasks_total{{{slot},status="expired",reason="expired"}} 0.0"#),
+                format!(r#"sconce_dead_lettered_total{{{slot},reason="poison"}} 0.0"#),
+                format!(r#"sconce_worker_restarts_total{{{slot},reason="stuck"}} 0.0"#),
+                format!(r#"sconce_worker_state{{{slot},state="busy"}} 1.0"#),
+                format!(r#"sconce_batch_tokens_bucket{{le="128.0",{slot}}} 1"#),
+                format!(r#"sconce_batch_tokens_bucket{{le="+Inf",{slot}}} 1"#),
+                format!("sconce_device_busy_seconds_total{{{slot}}} 0.02"),
+                format!(r#"sconce_task_stage_duration_seconds_sum{{{slot},stage="compute"}} 0.02"#),
+            ],
+        );
+        assert!(page.ends_with("# EOF\n"));
+    }
+
+    #[test]
+    fn devices_are_told_by_their_uuids() {
+        let memory = Some(Memory { total: 100, free: 40 });
+        let gpu = Gpu { uuid: "GPU-a".into(), memory, utilization_percent: Some(50), ..Gpu::default() };
+        let page = page(Gpus { gpus: vec![gpu], ..Gpus::default() });
+        assert_lines(
+            &page,
+            [
+                r#"sconce_device_memory_used_bytes{device="GPU-a"} 60.0"#.to_owned(),
+                r#"sconce_device_utilization_ratio{device="GPU-a"} 0.5"#.to_owned(),
+            ],
+        );
+    }
 }

@@ -68,7 +68,7 @@ impl Board {
     }
 
     /// Puts a slot on it, or what is new of one.
-    pub(super) fn assign(&self, assignment: &Assignment) {
+    pub(crate) fn assign(&self, assignment: &Assignment) {
         let mut sheet = self.lock();
         let entry = sheet.slots.entry(assignment.slot.clone()).or_insert_with(|| Entry {
             report: SlotReport { stats: Some(Box::default()), ..SlotReport::default() },
@@ -88,7 +88,7 @@ impl Board {
     }
 
     /// Changes what is known of a slot.
-    pub(super) fn change(&self, slot: &str, change: impl FnOnce(&mut Entry)) {
+    pub(crate) fn change(&self, slot: &str, change: impl FnOnce(&mut Entry)) {
         if let Some(entry) = self.lock().slots.get_mut(slot) {
             change(entry);
         }
@@ -101,7 +101,7 @@ impl Board {
 
 impl Entry {
     /// It is in this state now.
-    pub(super) fn turn(&mut self, state: State) {
+    pub(crate) fn turn(&mut self, state: State) {
         if self.report.state != state {
             (self.report.state, self.since) = (state, Instant::now());
         }

@@ -51,7 +51,7 @@ use order::{Ask, Handle};
 
 pub use fit::{Needs, fit};
 pub use plan::{Cuda, Host, plan};
-pub use restart::{Death, Verdict, judge};
+pub use restart::{Death, REASONS, Verdict, judge};
 
 /// Why nothing was launched.
 #[derive(Debug, thiserror::Error)]

@@ -28,6 +28,24 @@ impl Death {
     }
 }
 
+/// Why a worker is started in the place of another, as names for counting: how the one before ended,
+/// or what it was replaced for.
+pub const REASONS: [&str; 13] = [
+    "killed",
+    "stuck",
+    "silent",
+    "internal_error",
+    "broker_lost",
+    "model_failed",
+    "device_failed",
+    "wrong_device",
+    "bad_configuration",
+    "recycled",
+    "reloaded",
+    "requested",
+    "other",
+];
+
 /// What the launcher does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {

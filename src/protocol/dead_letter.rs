@@ -24,6 +24,10 @@ pub enum Reason {
 }
 
 impl Reason {
+    /// All of them.
+    pub const ALL: [Self; 5] =
+        [Self::Undecodable, Self::Poison, Self::Attempts, Self::Unroutable, Self::UnknownControl];
+
     /// The `reason` header.
     pub fn as_str(self) -> &'static str {
         match self {

@@ -28,6 +28,20 @@ pub enum TaskErrorKind {
     OutOfMemory,
 }
 
+impl TaskErrorKind {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::Undecodable,
+        Self::BadInput,
+        Self::UnknownModel,
+        Self::Expired,
+        Self::TooLarge,
+        Self::Internal,
+        Self::Fault,
+        Self::OutOfMemory,
+    ];
+}
+
 /// Why a task was not answered with a result.
 ///
 /// The message names the thing and the value; it goes to the producer as it is, so it must not
