@@ -103,10 +103,10 @@ name a device that is not here or that this build cannot compute on.")]
 pub struct Settings {
     /// A settings file (TOML); may be repeated, later ones win. Without it, SCONCE_CONFIG
     /// (colon-separated) is read
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, global = true, value_name = "FILE")]
     pub config: Vec<PathBuf>,
     /// One setting, over files and environment; may be repeated
-    #[arg(long, value_name = "PATH=VALUE", value_parser = setting)]
+    #[arg(long, global = true, value_name = "PATH=VALUE", value_parser = setting)]
     pub set: Vec<(String, String)>,
 }
 

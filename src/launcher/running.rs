@@ -162,7 +162,7 @@ fn note(slot: &str, line: &str) -> Option<Event> {
         }
         Ok(Event::Forward { tasks }) => tracing::trace!(slot, tasks = tasks.len(), "forward pass"),
         Ok(Event::Loading) => tracing::debug!(slot, "worker loading"),
-        Ok(Event::Consuming) => tracing::debug!(slot, "worker consuming"),
+        Ok(Event::Serving) => tracing::debug!(slot, "worker serving"),
         Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
         Ok(Event::Stopped { cause }) => tracing::info!(slot, cause, "worker stopped"),

@@ -264,7 +264,7 @@ fn post(entry: &mut Entry, event: Event, shown: bool) {
             entry.is_ready();
             entry.turn(State::Ready);
         }
-        Event::Consuming => entry.turn(State::Ready),
+        Event::Serving => entry.turn(State::Ready),
         Event::Paused => entry.turn(State::Paused),
         Event::Draining { .. } => entry.turn(State::Draining),
         Event::Forward { tasks } => {

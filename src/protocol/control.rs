@@ -113,7 +113,7 @@ pub enum Event {
     /// What was done since the last such line, and where the worker stands.
     Stats(Box<Stats>),
     /// It takes tasks, from now on or again.
-    Consuming,
+    Serving,
     /// It has been told to pause, and has nothing in hand any more.
     Paused,
     /// No more intake; accepted work is being ended.

@@ -158,7 +158,7 @@ pub async fn run<M: Model>(
             Ok(link) => link,
             Err(error) => break Err(error.into()),
         };
-        reporter.send(&Event::Consuming).await;
+        reporter.send(&Event::Serving).await;
         match station.consume(link, &stop, &mut fault).await {
             Ok(StintEnd::Paused) => {}
             Ok(StintEnd::Worker(ended)) => break Ok(ended),

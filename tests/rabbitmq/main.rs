@@ -12,6 +12,7 @@ mod amqp_rig;
 use conformance_rig as rig;
 
 mod access;
+mod admin;
 mod alarm;
 mod bench;
 mod budget;

@@ -17,6 +17,9 @@ use super::wait::{PATIENCE, until, until_within};
 /// What a service logs by default, and when the echo model begins a forward pass that sleeps.
 const LOGGED: &str = "warn,sconce=info,sconce::model=debug,sconce::slot=debug,lapin=off";
 
+/// The settings file.
+const FILE: &str = "sconce.toml";
+
 /// The settings of one service: an echo pool with queues of its own.
 #[derive(Clone)]
 pub struct Settings {
@@ -25,6 +28,8 @@ pub struct Settings {
     pub replies: String,
     pub dead: String,
     url: String,
+    control: String,
+    heartbeat: String,
     set: Vec<(String, String)>,
     environment: Vec<(String, String)>,
 }
@@ -36,13 +41,32 @@ impl Settings {
         let name = format!("pool-{}", COUNT.fetch_add(1, Ordering::Relaxed));
         let queue = |kind: &str| format!("{name}.{kind}");
         let (tasks, replies, dead) = (queue("tasks"), queue("replies"), queue("dead"));
-        Self { name, tasks, replies, dead, url: url.into(), set: Vec::new(), environment: Vec::new() }
+        let (set, environment, control) = (Vec::new(), Vec::new(), String::new());
+        let (url, heartbeat) = (url.into(), "20s".to_owned());
+        Self { name, tasks, replies, dead, url, control, heartbeat, set, environment }
     }
 
     /// Any setting, by its dotted path: `.set("pool[0].batch.max_requests", 4)`. Later ones win.
     pub fn set(mut self, path: &str, value: impl std::fmt::Display) -> Self {
         self.set.push((path.to_owned(), value.to_string()));
         self
+    }
+
+    /// With remote control, over an exchange of its own. Without it a launcher has no connection.
+    pub fn controlled(mut self) -> Self {
+        self.control = format!("{}.control", self.name);
+        self
+    }
+
+    /// `broker.heartbeat`, in the file: a change of it concerns every worker.
+    pub fn heartbeat(mut self, heartbeat: &str) -> Self {
+        heartbeat.clone_into(&mut self.heartbeat);
+        self
+    }
+
+    /// The control exchange.
+    pub fn control(&self) -> &str {
+        &self.control
     }
 
     /// An environment variable.
@@ -58,11 +82,12 @@ impl Settings {
     }
 
     fn toml(&self) -> String {
-        let Self { name, tasks, replies, dead, url, .. } = self;
+        let Self { name, tasks, replies, dead, url, control, heartbeat, .. } = self;
         format!(
-            "[broker]\nurl = {url:?}\n\n[[pool]]\nname = {name:?}\ntask_queue = {tasks:?}\n\
+            "[broker]\nurl = {url:?}\nheartbeat = {heartbeat:?}\n\n[[pool]]\nname = {name:?}\ntask_queue = {tasks:?}\n\
              reply_queue = {replies:?}\ndead_letter_queue = {dead:?}\nmodel = \"echo?faults\"\n\
-             devices = [\"cpu\"]\nthreads = 1\n\n[launcher]\nrestart_delay = \"100ms\"\n"
+             devices = [\"cpu\"]\nthreads = 1\n\n[launcher]\nrestart_delay = \"100ms\"\n\n[admin]\n\
+             listen = \"127.0.0.1:0\"\ncontrol_exchange = {control:?}\n"
         )
     }
 }
@@ -71,7 +96,7 @@ impl Settings {
 pub struct Sconce {
     child: Child,
     lines: Arc<Mutex<Vec<String>>>,
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
 }
 
 impl Sconce {
@@ -90,7 +115,7 @@ impl Sconce {
     /// Any command that takes settings: `--config` and `--set` are put behind `arguments`.
     pub fn run(settings: &Settings, arguments: &[&str]) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
-        let file = folder.path().join("sconce.toml");
+        let file = folder.path().join(FILE);
         fs::write(&file, settings.toml()).expect("a settings file");
         let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));
         command.args(arguments).arg("--config").arg(&file);
@@ -111,7 +136,22 @@ impl Sconce {
         let lines = Arc::default();
         follow(child.stdout.take(), &lines);
         follow(child.stderr.take(), &lines);
-        Self { child, lines, _folder: folder }
+        Self { child, lines, folder }
+    }
+
+    /// Writes other settings in the place of those it was started with.
+    pub fn rewrite(&self, settings: &Settings) {
+        fs::write(self.folder.path().join(FILE), settings.toml()).expect("a settings file");
+    }
+
+    /// Where it serves metrics and health.
+    pub async fn admin(&self) -> String {
+        let served = until("it serves metrics", || async {
+            let log = self.log();
+            let line = log.lines().find(|line| line.contains("serving /metrics"))?;
+            Some(line.split_once("address=")?.1.trim().to_owned())
+        });
+        format!("http://{}", served.await)
     }
 
     /// The process id.
