@@ -4,6 +4,7 @@
 pub mod batch_file;
 mod bench;
 mod check_config;
+mod dead;
 mod devices;
 mod launch;
 mod link;
@@ -47,6 +48,7 @@ pub fn main(registry: &Registry) -> ExitCode {
         Command::Worker(arguments) => worker::run(&arguments, registry),
         Command::Publish(arguments) => publish::run(arguments),
         Command::Bench(arguments) => bench::run(&arguments),
+        Command::Dead(command) => dead::run(&command),
         Command::Stop(arguments) => stop::run(&arguments),
         Command::RunBatch(arguments) => run_batch::run(&arguments, registry),
         Command::CheckConfig(arguments) => check_config::run(&arguments),

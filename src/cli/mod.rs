@@ -1,6 +1,7 @@
 //! The command line: what can be asked, and the help that teaches it. Parses; decides nothing else.
 
 mod bench;
+mod dead;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,6 +11,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::shutdown::Exit;
 
 pub use bench::Bench;
+pub use dead::{Dead, DeadFilters, DeadList, DeadPurge, DeadRequeue, DeadShow, DeadSource};
 
 /// GPU inference behind a message queue: one process per device, fed by RabbitMQ.
 #[derive(Debug, Parser)]
@@ -57,6 +59,9 @@ JSON string: a text to embed. Replies are printed in the order of the tasks.")]
   sconce stop --workers 2 --pool embed
   sconce stop --all             as many as consume now, on all hosts")]
     Stop(StopWorkers),
+    /// Look at the pool's dead letters, put them back where they belong, or delete them
+    #[command(subcommand, after_help = dead::EXAMPLES)]
+    Dead(Dead),
     /// Run a file of tasks through the same workers without a broker
     #[command(after_help = "Example:
   sconce run-batch -i requests.jsonl -o responses.jsonl --model ./all-MiniLM-L6-v2

@@ -26,11 +26,13 @@ pub enum Exit {
     Aborted,
     /// A slot was given up after too many quick failures.
     SlotGivenUp,
+    /// Not all that was asked for could be done; what was left is named.
+    Incomplete,
 }
 
 impl Exit {
     /// Every code, for `--help` and the docs.
-    pub const ALL: [(Exit, &'static str); 10] = [
+    pub const ALL: [(Exit, &'static str); 11] = [
         (Exit::Done, "done"),
         (Exit::Usage, "wrong command line"),
         (Exit::Internal, "a bug in sconce"),
@@ -41,6 +43,7 @@ impl Exit {
         (Exit::DeviceFailed, "the device failed"),
         (Exit::Aborted, "aborted: second signal, deadline, --timeout; unfinished tasks are requeued"),
         (Exit::SlotGivenUp, "a worker died too often and was given up"),
+        (Exit::Incomplete, "dead: some letters stay where they are, or are not there; each is named"),
     ];
 
     /// The process's exit status.
@@ -56,6 +59,7 @@ impl Exit {
             Exit::DeviceFailed => 83,
             Exit::Aborted => 84,
             Exit::SlotGivenUp => 85,
+            Exit::Incomplete => 86,
         }
     }
 
