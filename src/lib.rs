@@ -34,6 +34,8 @@
 //! - **attempt**: one try at a task, counted in the task itself; **delivery count**: how often the broker
 //!   delivered it, which says less. **poison**: a task that kills the workers that work on it alone.
 //!   **quarantine**: working on one task alone, because it came before.
+//! - **letter**: a message in the dead-letter queue, put there by a worker or by the broker. **look**:
+//!   seeing each message of a queue once and leaving it there.
 //! - **sentinel**: a message that stops one worker, behind the work before it.
 //! - **intake**: taking deliveries; **settle**: publish, confirm, ack; **drain**: finishing what is
 //!   on the device and handing the rest back; **abort**: not waiting.

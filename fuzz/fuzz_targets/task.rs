@@ -9,8 +9,9 @@ use libfuzzer_sys::fuzz_target;
 use sconce::model::echo::{ECHO_WITH_FAULTS, Echo, EchoCodec};
 use sconce::model::sentence::{SentenceCodec, SentenceEncoder};
 use sconce::model::{Codec, Dtype, LoadSpec, Model};
-use sconce::protocol::dead_letter::{Reason, dead_letter, without_foreign_headers};
+use sconce::protocol::dead_letter::{Cause, Reason, dead_letter, without_foreign_headers};
 use sconce::protocol::embeddings::{EmbeddingRequest, Text};
+use sconce::protocol::letter::{Letter, restored};
 use sconce::protocol::reply::reply;
 use sconce::protocol::{
     Incoming, Message, Receipt, Signature, Task, TaskErrorKind, Value, classify,
@@ -66,7 +67,10 @@ fn check_properties(task: &Task, now: SystemTime) {
 
 fn check_dead_letter(task: &Task) {
     let sent = &task.message.properties;
-    let letter = dead_letter(task, Reason::Undecodable, &"é".repeat(3_000), "worker");
+    let error = "é".repeat(3_000);
+    let cause = Cause { reason: Reason::Undecodable, error: &error, worker: "worker", at: task.received };
+    let letter = dead_letter(task, &cause);
+    check_restored(letter.clone(), task);
     assert_eq!(letter.body, task.message.body);
     let kept = &letter.properties;
     for (ours, theirs) in [
@@ -84,7 +88,7 @@ fn check_dead_letter(task: &Task) {
     assert_eq!((kept.delivery_mode, kept.priority), (sent.delivery_mode, sent.priority));
     assert_eq!(kept.timestamp, sent.timestamp);
     assert!(kept.expiration.is_none() && kept.user_id.is_none() && !kept.headers.contains_key("CC"));
-    let ours = ["reason", "error", "task_id", "worker", "CC"];
+    let ours = ["reason", "error", "task_id", "worker", "dead_lettered_at", "CC"];
     let originals = ["original_expiration", "original_user_id", "original_cc"];
     for (name, value) in &sent.headers {
         if !ours.contains(&name.as_str()) && !originals.contains(&name.as_str()) {
@@ -92,9 +96,23 @@ fn check_dead_letter(task: &Task) {
         }
     }
     let smaller = without_foreign_headers(letter);
-    assert_eq!(smaller.properties.headers.len(), 5);
+    // And those of ours that it came with.
+    assert!((6..=10).contains(&smaller.properties.headers.len()));
     let bytes = written(&smaller.properties);
     assert_eq!(written(&serde_json::from_slice(&bytes).expect("properties")), bytes);
+}
+
+/// What is put back is what came, but for the headers that say how it died and those of ours that it
+/// came with.
+fn check_restored(letter: Message, task: &Task) {
+    let read = Letter::of(&letter);
+    assert_eq!((read.reason(), read.task_id()), ("undecodable", Some(task.id.as_str())));
+    assert!(read.died_at().is_some() && read.is_named(&task.id));
+    let back = restored(letter);
+    assert_eq!(back.body, task.message.body);
+    for (name, value) in &back.properties.headers {
+        assert_eq!(format!("{:?}", task.message.properties.headers[name]), format!("{value:?}"), "{name}");
+    }
 }
 
 fn check_reply(task: &Task) {

@@ -5,6 +5,7 @@ pub mod batch_file;
 mod bench;
 mod check_config;
 mod ctl;
+mod dead;
 mod devices;
 mod healthcheck;
 mod launch;
@@ -50,6 +51,7 @@ pub fn main(registry: &Registry) -> ExitCode {
         Command::Worker(arguments) => worker::run(&arguments, registry),
         Command::Publish(arguments) => publish::run(arguments),
         Command::Bench(arguments) => bench::run(&arguments),
+        Command::Dead(command) => dead::run(&command),
         Command::Stop(arguments) => stop::run(&arguments),
         Command::Ctl(arguments) => ctl::run(&arguments),
         Command::Top(arguments) => top::run(&arguments),

@@ -2,6 +2,7 @@
 
 mod bench;
 mod ctl;
+mod dead;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,6 +13,7 @@ use crate::shutdown::Exit;
 
 pub use bench::Bench;
 pub use ctl::{Ctl, CtlOrder, Healthcheck, Top};
+pub use dead::{Dead, DeadFilters, DeadList, DeadPurge, DeadRequeue, DeadShow, DeadSource};
 
 /// GPU inference behind a message queue: one process per device, fed by RabbitMQ.
 #[derive(Debug, Parser)]
@@ -72,6 +74,9 @@ What is shown comes over the broker, as with `sconce ctl stats`."
     /// Ask the launcher of this host whether it is ready, alive or started
     #[command(after_help = ctl::HEALTH_EXAMPLES)]
     Healthcheck(Healthcheck),
+    /// Look at the pool's dead letters, put them back where they belong, or delete them
+    #[command(subcommand, after_help = dead::EXAMPLES)]
+    Dead(Dead),
     /// Run a file of tasks through the same workers without a broker
     #[command(after_help = "Example:
   sconce run-batch -i requests.jsonl -o responses.jsonl --model ./all-MiniLM-L6-v2

@@ -1,5 +1,9 @@
-//! Writes a dead letter: the message as it came, and headers that say why nobody works on it.
-//! Owns no state.
+//! Writes a dead letter: the message as it came, and headers that say why nobody works on it. How it
+//! is read back is in `letter`. Owns no state.
+
+use std::time::SystemTime;
+
+use jiff::Timestamp;
 
 use super::control::Deaths;
 use super::task::ATTEMPT;
@@ -7,6 +11,30 @@ use super::{Headers, Message, Task, Value, shorten};
 
 /// Longest `error` header: all headers must fit one AMQP frame beside the producer's own.
 const ERROR_BYTES: usize = 2_000;
+
+/// Longest of our headers in a letter that was too large: a producer may use their names too.
+const OUR_BYTES: usize = 8_192;
+
+/// Header with when it became a dead letter, ISO-8601.
+pub const DEAD_LETTERED_AT: &str = "dead_lettered_at";
+/// Header of a parked reply with the queue that it was for.
+pub const REPLY_QUEUE: &str = "reply_queue";
+/// All headers that this file writes beside `original_*`.
+pub(super) const OURS: [&str; 10] = [
+    "reason",
+    "error",
+    "task_id",
+    "worker",
+    DEAD_LETTERED_AT,
+    REPLY_QUEUE,
+    "deaths",
+    "exit",
+    "last_log",
+    "headers_dropped",
+];
+/// What [`without_acting_properties`] writes.
+pub(super) const ORIGINAL_EXPIRATION: &str = "original_expiration";
+pub(super) const ORIGINALS: [&str; 3] = [ORIGINAL_EXPIRATION, "original_user_id", "original_cc"];
 
 /// Why a message is in the dead-letter queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +52,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// All of them.
+    /// Every reason.
     pub const ALL: [Self; 5] =
         [Self::Undecodable, Self::Poison, Self::Attempts, Self::Unroutable, Self::UnknownControl];
 
@@ -40,11 +68,31 @@ impl Reason {
     }
 }
 
+/// Why a message becomes a dead letter, by whom and when.
+#[derive(Clone, Copy, Debug)]
+pub struct Cause<'a> {
+    /// The kind.
+    pub reason: Reason,
+    /// In words.
+    pub error: &'a str,
+    /// host/pool/slot.
+    pub worker: &'a str,
+    /// Now.
+    pub at: SystemTime,
+}
+
 /// The dead letter of `task`. It begins anew when somebody puts it back into the task queue.
-pub fn dead_letter(task: &Task, reason: Reason, error: &str, worker: &str) -> Message {
+pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
     let mut message = task.message.clone();
     message.properties.headers.remove(ATTEMPT);
-    parked(message, &task.id, reason, error, worker)
+    parked(message, &task.id, cause)
+}
+
+/// The dead letter of a reply that found no place in `queue`.
+pub fn parked_reply(reply: Message, task_id: &str, queue: &str, cause: &Cause<'_>) -> Message {
+    let mut letter = parked(reply, task_id, cause);
+    letter.properties.headers.insert(REPLY_QUEUE.into(), queue.into());
+    letter
 }
 
 /// `letter` with how the workers died that had the task on their device.
@@ -58,15 +106,19 @@ pub fn with_deaths(mut letter: Message, deaths: &Deaths) -> Message {
     letter
 }
 
-/// `message` with the reason in its headers.
-pub fn parked(message: Message, task_id: &str, reason: Reason, error: &str, worker: &str) -> Message {
+/// `message` with the cause in its headers.
+fn parked(message: Message, task_id: &str, cause: &Cause<'_>) -> Message {
     let mut message = without_acting_properties(message);
-    message.properties.headers.extend(Headers::from([
-        ("reason".into(), reason.as_str().into()),
-        ("error".into(), shorten(error, ERROR_BYTES).into()),
+    let headers = &mut message.properties.headers;
+    headers.extend(Headers::from([
+        ("reason".into(), cause.reason.as_str().into()),
+        ("error".into(), shorten(cause.error, ERROR_BYTES).into()),
         ("task_id".into(), task_id.into()),
-        ("worker".into(), worker.into()),
+        ("worker".into(), cause.worker.into()),
     ]));
+    if let Ok(at) = Timestamp::try_from(cause.at) {
+        headers.insert(DEAD_LETTERED_AT.into(), format!("{at:.3}").into());
+    }
     message
 }
 
@@ -76,7 +128,7 @@ pub fn parked(message: Message, task_id: &str, reason: Reason, error: &str, work
 pub fn without_acting_properties(mut message: Message) -> Message {
     let properties = &mut message.properties;
     let acting = [
-        ("original_expiration", properties.expiration.take().map(Value::from)),
+        (ORIGINAL_EXPIRATION, properties.expiration.take().map(Value::from)),
         ("original_user_id", properties.user_id.take().map(Value::from)),
         ("original_cc", properties.headers.remove("CC")),
     ];
@@ -90,11 +142,17 @@ pub fn without_acting_properties(mut message: Message) -> Message {
 pub fn without_foreign_headers(mut letter: Message) -> Message {
     let headers = &mut letter.properties.headers;
     let before = headers.len();
-    let ours = ["reason", "error", "task_id", "worker", "deaths", "exit", "last_log"];
-    headers.retain(|name, _| ours.contains(&name.as_str()));
+    headers.retain(|name, value| OURS.contains(&name.as_str()) && is_small(value));
     let dropped = (before - headers.len()) as i64;
     headers.insert("headers_dropped".into(), dropped.into());
     letter
+}
+
+fn is_small(value: &Value) -> bool {
+    match value {
+        Value::Text(text) => text.len() <= OUR_BYTES,
+        other => other.as_i64().is_some(),
+    }
 }
 
 #[cfg(test)]
@@ -116,7 +174,9 @@ mod tests {
             ..Properties::default()
         };
         let message = Message { properties, body: "\u{0}body".into() };
-        let letter = parked(message.clone(), "t", Reason::Undecodable, &"é".repeat(5_000), "w");
+        let (error, at) = ("é".repeat(5_000), SystemTime::UNIX_EPOCH);
+        let cause = Cause { reason: Reason::Undecodable, error: &error, worker: "w", at };
+        let letter = parked(message.clone(), "t", &cause);
         assert_eq!(letter.body, message.body);
         assert_eq!(letter.properties.correlation_id, message.properties.correlation_id);
         assert_eq!(letter.properties.content_type, message.properties.content_type);
@@ -127,6 +187,22 @@ mod tests {
         assert_eq!(headers["original_user_id"].as_str(), Some("someone"));
         assert!(headers.contains_key("original_cc") && !headers.contains_key("CC"));
         assert_eq!(headers["reason"].as_str(), Some("undecodable"));
+        assert_eq!(headers["dead_lettered_at"].as_str(), Some("1970-01-01T00:00:00.000Z"));
         assert!(headers["error"].as_str().unwrap().ends_with("… (10000 bytes)"));
+    }
+
+    #[test]
+    fn a_letter_that_was_too_large_keeps_our_headers_and_no_large_one_of_their_name() {
+        let large = || Value::from("x".repeat(100_000));
+        let headers = [("mine", large()), ("last_log", large()), ("exit", Value::Array(vec![large()]))];
+        let headers = headers.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        let message =
+            Message { properties: Properties { headers, ..Properties::default() }, body: "{}".into() };
+        let error = "é".repeat(5_000);
+        let cause = Cause { reason: Reason::Poison, error: &error, worker: "w", at: SystemTime::UNIX_EPOCH };
+        let letter = without_foreign_headers(parked(message, "t", &cause));
+        let kept: Vec<&str> = letter.properties.headers.keys().map(String::as_str).collect();
+        assert_eq!(kept, ["dead_lettered_at", "error", "headers_dropped", "reason", "task_id", "worker"]);
+        assert_eq!(letter.properties.headers["headers_dropped"].as_i64(), Some(3));
     }
 }

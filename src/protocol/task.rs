@@ -52,6 +52,12 @@ pub fn classify(message: Message, received: SystemTime, made_id: impl FnOnce() -
     Incoming::Task(Task::new(message, received, made_id))
 }
 
+/// Whether a worker would take it for anything but a task.
+pub fn is_control(message: &Message) -> bool {
+    let kind = message.properties.kind.as_deref().unwrap_or_default();
+    kind.starts_with(CONTROL) || is_null(&message.body)
+}
+
 /// JSON's blanks are fewer than ASCII's: a form feed is none.
 fn is_null(body: &[u8]) -> bool {
     let blank = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\n' | b'\r');

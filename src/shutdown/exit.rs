@@ -8,7 +8,7 @@ use std::fmt;
 pub enum Exit {
     /// Did what it was asked for, a drain included.
     Done,
-    /// The answer is no: unhealthy, nobody there, an order refused. Never a worker's.
+    /// The answer is no: unhealthy, nobody there, an order refused, a dead letter that stays. Never a worker's.
     No,
     /// The command line is wrong.
     Usage,
@@ -34,7 +34,7 @@ impl Exit {
     /// Every code, for `--help` and the docs.
     pub const ALL: [(Exit, &'static str); 11] = [
         (Exit::Done, "done"),
-        (Exit::No, "the answer is no: unhealthy, nobody answered, an order refused"),
+        (Exit::No, "the answer is no: unhealthy, nobody answered, an order refused, a letter that stays"),
         (Exit::Usage, "wrong command line"),
         (Exit::Internal, "a bug in sconce"),
         (Exit::Config, "bad configuration, or the broker refuses it (password, vhost, permission)"),

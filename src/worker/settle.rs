@@ -13,7 +13,9 @@ use crate::backoff::Backoff;
 use crate::broker::{Delay, Published, Publisher, Receipt as DeliveryReceipt, Settler};
 use crate::config::Retry;
 use crate::protocol::control::Deaths;
-use crate::protocol::dead_letter::{Reason, dead_letter, parked, with_deaths, without_foreign_headers};
+use crate::protocol::dead_letter::{
+    Cause, Reason, dead_letter, parked_reply, with_deaths, without_foreign_headers,
+};
 use crate::protocol::reply::reply;
 use crate::protocol::stats::{Stage, Stats};
 use crate::protocol::{Message, Receipt, Signature, Task, TaskError, TaskErrorKind};
@@ -135,7 +137,7 @@ impl Settlement {
         receipt: &Receipt,
     ) -> Result<(), WorkerError> {
         tracing::warn!(task.id = accepted.task.id, reason = reason.as_str(), %error, "dead letter");
-        let letter = dead_letter(&accepted.task, reason, &error.message, &self.signature.worker);
+        let letter = dead_letter(&accepted.task, &self.cause(reason, &error.message));
         let letter = match &accepted.deaths {
             Some(deaths) => with_deaths(letter, deaths),
             None => letter,
@@ -204,8 +206,12 @@ impl Settlement {
         let error = format!("reply queue {queue:?} does not exist or takes no message");
         tracing::warn!(task.id = task.id, error, "parking the reply among the dead letters");
         let reply = Arc::unwrap_or_clone(reply);
-        let letter = parked(reply, &task.id, Reason::Unroutable, &error, &self.signature.worker);
-        self.bury(letter, Reason::Unroutable).await
+        let cause = self.cause(Reason::Unroutable, &error);
+        self.bury(parked_reply(reply, &task.id, queue, &cause), Reason::Unroutable).await
+    }
+
+    fn cause<'a>(&'a self, reason: Reason, error: &'a str) -> Cause<'a> {
+        Cause { reason, error, worker: &self.signature.worker, at: SystemTime::now() }
     }
 
     async fn bury(&self, letter: Message, reason: Reason) -> Result<(), WorkerError> {

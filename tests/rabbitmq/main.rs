@@ -17,6 +17,7 @@ mod alarm;
 mod bench;
 mod budget;
 mod cluster;
+mod dead_command;
 mod dead_letters;
 mod devices;
 mod embeddings;

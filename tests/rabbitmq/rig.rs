@@ -37,7 +37,8 @@ struct Common {
     earlier: Mutex<Vec<Proxy>>,
 }
 
-fn connector(url: String) -> Connector {
+/// The way to a node, with nothing declared.
+pub fn connector(url: String) -> Connector {
     let settings = Broker {
         urls: vec![Secret::new(url)],
         declare: false,

@@ -2,7 +2,7 @@
 
 use lapin::options::QueueDeclareOptions;
 use lapin::types::FieldTable;
-use lapin::{Connection, Error};
+use lapin::{Connection, Error, Queue};
 
 use super::connect::{Connector, words};
 use super::convert::short;
@@ -26,12 +26,23 @@ pub async fn declare(connector: &Connector, topology: &Topology) -> Result<(), B
 /// As [`declare`]; a queue that does not exist is refused.
 pub async fn consumers_of(connector: &Connector, queue: &str) -> Result<u32, BrokerError> {
     let (connection, broker) = connect(connector).await?;
-    let channel = connection.create_channel().await.map_err(|error| refused(broker.clone(), &error))?;
-    let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-    let declared = channel.queue_declare(short(queue), passive, FieldTable::default()).await;
-    let count = declared.map(|queue| queue.consumer_count()).map_err(|error| refused(broker, &error))?;
+    let looked = look(&connection, queue).await.map_err(|error| refused(broker, &error))?;
     let _ = connection.close(200, "done".into()).await;
-    Ok(count)
+    Ok(looked.consumer_count())
+}
+
+/// How many messages of a queue nobody holds now.
+pub(super) async fn ready_in(connection: &Connection, queue: &str) -> Result<u32, Error> {
+    Ok(look(connection, queue).await?.message_count())
+}
+
+/// On a channel of its own, because the broker closes the channel to say no.
+pub(super) async fn look(connection: &Connection, queue: &str) -> Result<Queue, Error> {
+    let channel = connection.create_channel().await?;
+    let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
+    let declared = channel.queue_declare(short(queue), passive, FieldTable::default()).await?;
+    channel.close(200, "done".into()).await?;
+    Ok(declared)
 }
 
 pub(super) async fn connect(connector: &Connector) -> Result<(Connection, String), BrokerError> {

@@ -5,11 +5,11 @@
 use std::time::Duration;
 
 use futures_util::StreamExt;
-use lapin::options::{BasicConsumeOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions};
+use lapin::options::{BasicConsumeOptions, BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::FieldTable;
 use lapin::{Channel, Connection, Consumer, Error};
 
-use super::admin::{connect, refused};
+use super::admin::{connect, look, refused};
 use super::connect::Connector;
 use super::convert::{properties_from, properties_to, short};
 use crate::broker::BrokerError;
@@ -84,14 +84,14 @@ impl Switchboard {
     /// # Errors
     /// The broker is lost.
     pub async fn depth(&self, queue: &str) -> Result<Option<(u32, u32)>, BrokerError> {
-        let lost = |error: Error| refused(self.broker.clone(), &error);
-        // A channel of its own, which the broker closes to say no.
-        let channel = self.connection.create_channel().await.map_err(lost)?;
-        let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-        let Ok(seen) = channel.queue_declare(short(queue), passive, FieldTable::default()).await else {
-            return Ok(None);
-        };
-        channel.close(200, "done".into()).await.map_err(lost)?;
+        let looked = look(&self.connection, queue).await;
+        if !self.connection.status().connected() {
+            return Err(BrokerError::Refused {
+                broker: self.broker.clone(),
+                reason: "the connection is lost".into(),
+            });
+        }
+        let Ok(seen) = looked else { return Ok(None) };
         Ok(Some((seen.message_count(), seen.consumer_count())))
     }
 

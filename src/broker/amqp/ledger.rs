@@ -71,6 +71,11 @@ impl Ledger {
         acks
     }
 
+    /// Whether nobody has settled it, nor is about to.
+    pub(super) fn is_unsettled(&self, tag: u64) -> bool {
+        self.unsettled.contains(&tag) && !self.acked.contains(&tag)
+    }
+
     /// The sender gave up in the middle; the next ack makes a new one.
     pub(super) fn abandon(&mut self) {
         self.sending = false;

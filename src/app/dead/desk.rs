@@ -1,0 +1,97 @@
+//! What each of the commands works at: the look at the queue, and which of its letters are meant.
+//! Owns both until it is closed.
+
+use std::time::SystemTime;
+
+use super::selection::Selection;
+use super::{tell, view};
+use crate::app::{load, pool_named};
+use crate::broker::amqp::{AmqpPublisher, Connector, Look};
+use crate::broker::{BrokerError, Delivery};
+use crate::cli::{DeadFilters, DeadSource};
+use crate::config::{Broker, Pool};
+use crate::protocol::letter::Letter;
+
+/// See the module.
+pub(super) struct Desk {
+    pub(super) look: Look,
+    pub(super) pool: Pool,
+    broker: Broker,
+    selection: Selection,
+}
+
+/// What remains of it.
+pub(super) struct Closed {
+    /// Whose letters they were.
+    pub(super) queue: String,
+    /// Some that were asked for by id are not there.
+    pub(super) missing: bool,
+}
+
+impl Desk {
+    /// Settles what is meant, then connects.
+    pub(super) async fn open(
+        source: &DeadSource,
+        ids: &[String],
+        filters: &DeadFilters,
+    ) -> anyhow::Result<Self> {
+        let settings = load(&source.settings, &[])?.settings;
+        let (_, pool) = pool_named(&settings.pools, source.pool.as_deref())?;
+        let selection = Selection::new(ids, filters, SystemTime::now())?.of(pool, &settings.pools);
+        let connector = || Connector::new(settings.broker.clone(), "sconce dead");
+        let look = Look::open(&connector(), &pool.dead_letter_queue, AmqpPublisher::new(connector())).await?;
+        Ok(Self { look, pool: pool.clone(), broker: settings.broker, selection })
+    }
+
+    /// For what goes to other queues. It connects with the first message.
+    pub(super) fn publisher(&self) -> AmqpPublisher {
+        AmqpPublisher::new(Connector::new(self.broker.clone(), "sconce dead (publisher)"))
+    }
+
+    /// The time by which ages are reckoned.
+    pub(super) fn now(&self) -> SystemTime {
+        self.selection.now()
+    }
+
+    /// Letters are asked for by their ids.
+    pub(super) fn by_name(&self) -> bool {
+        self.selection.by_name()
+    }
+
+    /// The next letter that is meant; all others stay.
+    pub(super) async fn next(&mut self) -> Result<Option<Delivery>, BrokerError> {
+        while let Some(delivery) = self.look.next().await? {
+            if self.selection.takes(&Letter::of(&delivery.message)) {
+                return Ok(Some(delivery));
+            }
+            self.look.leave(delivery).await?;
+        }
+        Ok(None)
+    }
+
+    /// A letter that was meant stays all the same.
+    pub(super) async fn leave(&mut self, delivery: Delivery) -> Result<(), BrokerError> {
+        self.look.leave(delivery).await
+    }
+
+    /// Hands back what stays, and says on stderr what the result does not.
+    pub(super) async fn close(self) -> anyhow::Result<Closed> {
+        let renewed = self.look.hand_back().await?;
+        let queue = self.pool.dead_letter_queue;
+        if renewed > 0 {
+            let told = view::letters(renewed);
+            tell(&format!(
+                "{told} put into {queue} anew, at its end: the broker would have dropped them soon"
+            ))?;
+        }
+        if self.selection.foreign() > 0 {
+            let told = view::letters(self.selection.foreign());
+            tell(&format!("{told} of other pools in {queue} left out: choose theirs with --pool"))?;
+        }
+        let missing = self.selection.missing();
+        if !missing.is_empty() {
+            tell(&format!("no letter in {queue} is meant by {}", missing.join(", ")))?;
+        }
+        Ok(Closed { queue, missing: !missing.is_empty() })
+    }
+}

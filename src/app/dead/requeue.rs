@@ -1,0 +1,169 @@
+//! `sconce dead requeue`: publishes letters to where they belong, and takes out of the dead-letter
+//! queue what the broker has confirmed there (`confirm-before-ack`), and only that.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::sync::Arc;
+
+use futures_util::future::join_all;
+
+use super::desk::Desk;
+use super::tell;
+use super::view::{self, Row};
+use crate::broker::amqp::AmqpPublisher;
+use crate::broker::{BrokerError, Delivery, Published, Publisher};
+use crate::cli::DeadRequeue;
+use crate::config::Pool;
+use crate::protocol::letter::{Letter, restored};
+use crate::shutdown::Exit;
+
+/// Letters published at once: what a crash may leave in both queues.
+const WINDOW: usize = 64;
+/// And bytes of their bodies.
+const WINDOW_BYTES: usize = 16 << 20;
+
+/// Requeues, or says what it would.
+pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
+    let mut desk = Desk::open(&arguments.source, &arguments.ids, &arguments.filters).await?;
+    let mut done = Done::default();
+    if arguments.dry_run {
+        rehearse(&mut desk, &mut done).await?;
+    } else {
+        let publisher = desk.publisher();
+        let ended = requeue(&mut desk, &publisher, &mut done).await;
+        publisher.close().await;
+        if let Err(error) = ended {
+            // What is done is done, and the rest goes back if it can.
+            let _ = desk.close().await;
+            done.tell(false)?;
+            return Err(error);
+        }
+    }
+    let missing = desk.close().await?.missing;
+    done.tell(arguments.dry_run)?;
+    Ok(if done.stayed > 0 || missing { Exit::No } else { Exit::Done })
+}
+
+/// What became of the letters.
+#[derive(Default)]
+struct Done {
+    /// How many went to which queue.
+    requeued: BTreeMap<String, usize>,
+    stayed: usize,
+}
+
+impl Done {
+    fn tell(&self, rehearsed: bool) -> io::Result<()> {
+        let mut out = io::stdout().lock();
+        let verb = if rehearsed { "would requeue" } else { "requeued" };
+        for (queue, count) in &self.requeued {
+            writeln!(out, "{verb} {} to {}", view::letters(*count), view::printable(queue))?;
+        }
+        if self.requeued.is_empty() {
+            writeln!(out, "{verb} no letter")?;
+        }
+        match self.stayed {
+            0 => Ok(()),
+            stayed => writeln!(out, "{} asked for, but not requeued", view::letters(stayed)),
+        }
+    }
+}
+
+fn destination(delivery: &Delivery, pool: &Pool, by_name: bool) -> Result<String, String> {
+    let letter = Letter::of(&delivery.message);
+    let queue = letter.destination(&pool.task_queue, pool.reply_queue.as_deref(), by_name);
+    queue.map(str::to_owned)
+}
+
+async fn rehearse(desk: &mut Desk, done: &mut Done) -> anyhow::Result<()> {
+    let mut rows = Vec::new();
+    while let Some(delivery) = desk.next().await? {
+        let row = Row::of(&delivery, desk.now());
+        match destination(&delivery, &desk.pool, desk.by_name()) {
+            Ok(queue) => {
+                rows.push(row.cells(&queue));
+                *done.requeued.entry(queue).or_default() += 1;
+            }
+            Err(why) => {
+                rows.push(row.cells(&format!("stays: {why}")));
+                done.stayed += 1;
+            }
+        }
+        desk.leave(delivery).await?;
+    }
+    if !rows.is_empty() {
+        writeln!(io::stdout(), "{}", view::table("TO", rows, view::terminal_width()))?;
+    }
+    Ok(())
+}
+
+async fn requeue(desk: &mut Desk, publisher: &AmqpPublisher, done: &mut Done) -> anyhow::Result<()> {
+    loop {
+        let window = window(desk).await?;
+        if window.is_empty() {
+            return Ok(());
+        }
+        let (pool, by_name) = (desk.pool.clone(), desk.by_name());
+        let sends = window.iter().map(|delivery| send(publisher, delivery, &pool, by_name));
+        let mut broken = None;
+        for (sent, delivery) in join_all(sends).await.into_iter().zip(window) {
+            let why = match sent {
+                Ok(Ok(queue)) => {
+                    desk.look.ack(&delivery);
+                    *done.requeued.entry(queue).or_default() += 1;
+                    continue;
+                }
+                Ok(Err(why)) => why,
+                Err(error) => {
+                    broken = Some(error);
+                    continue;
+                }
+            };
+            let row = Row::of(&delivery, desk.now());
+            let [id, reason, ..] = row.cells("");
+            // Nothing may stand between a confirm and its ack.
+            let _ = tell(&format!("letter {id} ({reason}) stays: {why}"));
+            done.stayed += 1;
+            if let Err(error) = desk.leave(delivery).await {
+                broken = Some(error);
+            }
+        }
+        desk.look.settle().await?;
+        if let Some(error) = broken {
+            return Err(error.into());
+        }
+    }
+}
+
+/// The next letters to publish.
+async fn window(desk: &mut Desk) -> Result<Vec<Delivery>, BrokerError> {
+    let (mut window, mut bytes) = (Vec::new(), 0);
+    while window.len() < WINDOW
+        && bytes < WINDOW_BYTES
+        && let Some(delivery) = desk.next().await?
+    {
+        bytes += delivery.message.body.len();
+        window.push(delivery);
+    }
+    Ok(window)
+}
+
+/// The queue that has it now, or why none has.
+async fn send(
+    publisher: &AmqpPublisher,
+    delivery: &Delivery,
+    pool: &Pool,
+    by_name: bool,
+) -> Result<Result<String, String>, BrokerError> {
+    let queue = match destination(delivery, pool, by_name) {
+        Ok(queue) => queue,
+        Err(why) => return Ok(Err(why)),
+    };
+    let message = Arc::new(restored(delivery.message.clone()));
+    Ok(match publisher.publish(&queue, message).await? {
+        Published::Confirmed => Ok(queue),
+        Published::Unroutable => Err(format!("queue {queue:?} does not exist")),
+        Published::Nacked => Err(format!("queue {queue:?} takes no message now; is it full?")),
+        Published::Refused(words) => Err(format!("queue {queue:?}: {words}")),
+    })
+}
