@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Batch, Broker, Devices, Dtype, Launcher, Loaded, Pool, Retry, Secret, Settings, Tls, load, redact_url,
+    Batch, Broker, Devices, Dtype, Launcher, Loaded, Pool, Retry, Secret, Settings, Telemetry, Tls, load,
+    redact_url,
 };
 
 struct Folder(tempfile::TempDir);
@@ -84,6 +85,7 @@ fn without_anything_written_the_documented_defaults_are_in_force() {
             max_quick_failures: 5,
             poison_deaths: 3,
         },
+        telemetry: Telemetry { otlp_endpoint: None, trace_sample: 1.0 },
     };
     assert_eq!(loaded.settings, expected);
 }

@@ -14,6 +14,7 @@ mod publish;
 mod registry;
 mod requests;
 mod run_batch;
+mod spans;
 mod stop;
 mod worker;
 

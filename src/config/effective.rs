@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::files::BUILT_IN;
 use super::redact::redact_url;
-use super::settings::{Broker, Devices, Launcher, Pool, Settings};
+use super::settings::{Broker, Devices, Launcher, Pool, Settings, Telemetry};
 use super::text::{quoted, quoted_list, without_controls};
 use super::units::{show_duration, show_size};
 
@@ -18,6 +18,7 @@ pub(super) fn render(settings: &Settings, origins: &BTreeMap<String, String>) ->
         pool(&mut page, index, settings);
     }
     launcher(&mut page, &settings.launcher);
+    telemetry(&mut page, &settings.telemetry);
     page.end_section();
     page.text
 }
@@ -131,6 +132,13 @@ fn launcher(page: &mut Page<'_>, launcher: &Launcher) {
     page.line("poison_deaths", launcher.poison_deaths.to_string());
 }
 
+fn telemetry(page: &mut Page<'_>, telemetry: &Telemetry) {
+    page.section("[telemetry]", "telemetry".to_owned());
+    page.line("otlp_endpoint", quoted(telemetry.otlp_endpoint.as_deref().unwrap_or("")));
+    // With a point: a whole number would read back as well, but is not what the default file has.
+    page.line("trace_sample", format!("{:?}", telemetry.trace_sample));
+}
+
 fn number_or_auto(number: Option<impl ToString>) -> String {
     number.map_or_else(|| quoted("auto"), |number| number.to_string())
 }
@@ -171,6 +179,9 @@ mod tests {
         name = "two"
         task_queue = "other"
         batch = { max_tokens = 7, max_delay = "0ms" }
+        [telemetry]
+        otlp_endpoint = "http://collector:4318/otlp"
+        trace_sample = 1e-9
     "#;
 
     #[test]

@@ -35,7 +35,7 @@ pub use assignment::Assignment;
 pub use overrides::NOT_SETTINGS;
 pub use problem::{ConfigError, Problem};
 pub use redact::redact_url;
-pub use settings::{Batch, Broker, Devices, Dtype, Launcher, Pool, Retry, Secret, Settings, Tls};
+pub use settings::{Batch, Broker, Devices, Dtype, Launcher, Pool, Retry, Secret, Settings, Telemetry, Tls};
 
 /// Settings that may be used, and how they came about.
 #[derive(Clone, Debug, PartialEq)]

@@ -41,6 +41,8 @@ pub struct Settings {
     pub pools: Vec<Pool>,
     /// How the launcher treats its workers.
     pub launcher: Launcher,
+    /// Where spans go.
+    pub telemetry: Telemetry,
 }
 
 /// `[broker]`.
@@ -208,4 +210,13 @@ pub struct Launcher {
     pub max_quick_failures: u32,
     /// Deaths of workers that computed one task alone after which that task is not tried again.
     pub poison_deaths: u32,
+}
+
+/// `[telemetry]`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Telemetry {
+    /// The collector that takes spans, OTLP over HTTP; none: tracing is off.
+    pub otlp_endpoint: Option<String>,
+    /// The recorded share of the traces that begin here, 0 to 1.
+    pub trace_sample: f64,
 }

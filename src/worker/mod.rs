@@ -16,6 +16,7 @@
 //! | `outcome` | what happened → what becomes of the message |
 //! | `settle` | publish → confirm → ack |
 //! | `report` | control lines, counters |
+//! | `traced` | what spans say of tasks and batches |
 //! | `prefetch` | how many messages to hold ahead |
 //! | `budget` | whether deliveries are held for so long that the broker may take them back |
 
@@ -34,6 +35,7 @@ mod report;
 mod settle;
 mod suspects;
 mod ticket;
+mod traced;
 
 use std::io;
 use std::sync::Arc;
@@ -50,6 +52,7 @@ use crate::model::{Codec, LoadError, LoadSpec, Model};
 use crate::protocol::Signature;
 use crate::protocol::control::Event;
 use crate::shutdown::{Exit, Phase, Stop};
+use crate::telemetry::traces::Traces;
 
 use engine::{Engine, Loaded};
 
@@ -109,13 +112,15 @@ impl WorkerError {
     }
 }
 
-/// The launcher, as its worker knows it: by control lines.
+/// The launcher, as its worker knows it: by control lines; and where spans go.
 #[derive(Clone)]
 pub struct Control {
     /// What the worker tells it.
     pub reporter: Reporter,
     /// What it told the worker of tasks that kill.
     pub deaths: KnownDeaths,
+    /// Spans of tasks and batches. Whoever made it sends the last ones once the worker has ended.
+    pub traces: Traces,
 }
 
 /// Runs one worker to its end. `open` connects to the broker once the model is loaded, so that a
@@ -130,7 +135,7 @@ pub async fn run<M: Model>(
     control: &Control,
 ) -> Result<Ended, WorkerError> {
     let reporter = &control.reporter;
-    let Some((engine, loaded)) = load::<M>(assignment, &stop, reporter).await? else {
+    let Some((engine, loaded)) = load::<M>(assignment, &stop, control).await? else {
         // Nothing has been accepted: there is nothing to drain.
         return Ok(Ended::Drained);
     };
@@ -165,11 +170,11 @@ pub async fn run<M: Model>(
 async fn load<M: Model>(
     assignment: &Assignment,
     stop: &Stop,
-    reporter: &Reporter,
+    Control { reporter, traces, .. }: &Control,
 ) -> Result<Option<(Engine<M::Codec>, Loaded<M::Codec>)>, WorkerError> {
     let born = Instant::now();
     reporter.send(&Event::Loading).await;
-    let mut engine = engine::start::<M>(load_spec(assignment), reporter.clone())?;
+    let mut engine = engine::start::<M>(load_spec(assignment), reporter.clone(), traces.clone())?;
     let loaded = tokio::select! {
         loaded = &mut engine.loaded => loaded,
         () = stop.reached(Phase::Finishing) => return Ok(None),
@@ -269,6 +274,7 @@ fn assemble<C: Codec>(
         quarantine,
         deaths: control.deaths.clone(),
         prefetch: live_prefetch(assignment, policy),
+        traces: control.traces.clone(),
         max_body: pool.max_body,
         max_deliveries: assignment.broker.delivery_limit.into(),
     };

@@ -1,13 +1,14 @@
 //! Merged settings → validated [`Settings`]. Decides what each setting may be, and goes on after a
 //! mistake so that all are reported together. Never fills in a default: the layers did.
 //!
-//! `section` walks the keys, `values` and `urls` read single values, `broker`, `pool` and
-//! `launcher` hold the rules of their sections.
+//! `section` walks the keys, `values` and `urls` read single values, `broker`, `pool`, `launcher` and
+//! `telemetry` hold the rules of their sections.
 
 mod broker;
 mod launcher;
 mod pool;
 mod section;
+mod telemetry;
 mod urls;
 mod values;
 
@@ -29,8 +30,9 @@ pub(super) fn settings(merged: Value, report: &mut Report) -> Option<Settings> {
     let broker = root.section("broker").and_then(broker::broker);
     let pools = pool::pools(&mut root);
     let launcher = root.section("launcher").and_then(launcher::launcher);
+    let telemetry = root.section("telemetry").and_then(telemetry::telemetry);
     root.finish();
-    let settings = Settings { broker: broker?, pools: pools?, launcher: launcher? };
+    let settings = Settings { broker: broker?, pools: pools?, launcher: launcher?, telemetry: telemetry? };
     report.problems.is_empty().then_some(settings)
 }
 
@@ -85,6 +87,9 @@ mod tests {
             ("launcher.restart_delay", "soon", "a duration with its unit"),
             ("launcher.max_quick_failures", "0", "a whole number from 1"),
             ("launcher.poison_deaths", "0", "a whole number from 1"),
+            ("telemetry.otlp_endpoint", "127.0.0.1:4318", "\"\", or an address with http:// or https://"),
+            ("telemetry.otlp_endpoint", "http://me:0", "an address whose port is a number"),
+            ("telemetry.trace_sample", "1.5", "a number from 0 to 1"),
             ("pool[0].retry.max_attempts", "101", "a whole number from 1 to 100"),
             ("pool[0].retry.delay", "0s", "a duration from 1ms"),
             ("pool[0].retry.delay_max", "999ms", "at least pool[0].retry.delay = \"1s\""),
