@@ -17,7 +17,7 @@
 //! | 0 | [`backoff`] | capped, jittered delays |
 //! | 0 | [`shutdown`] | causes, phases, exit codes, the signal source |
 //! | 1 | [`config`] | what was written → validated settings; the worker's assignment |
-//! | 2 | [`telemetry`] | where log lines go and how they look |
+//! | 2 | [`telemetry`] | where log lines and spans go, and how they look |
 //! | 2 | [`model`] | loading on a device, preparing a task, the forward pass |
 //! | 2 | [`broker`] | deliver, publish with confirm, settle, reconnect |
 //! | 3 | [`worker`] | intake → prepare → batch → forward → settle; the drain |

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Admin, Batch, Broker, Devices, Dtype, Launcher, Loaded, Pool, Retry, Secret, Settings, Tls, load,
-    redact_url,
+    Admin, Batch, Broker, Devices, Dtype, Launcher, Loaded, Pool, Retry, Secret, Settings, Telemetry, Tls,
+    load, redact_url,
 };
 
 struct Folder(tempfile::TempDir);
@@ -97,6 +97,7 @@ fn without_anything_written_the_documented_defaults_are_in_force() {
             listen: Some(([127, 0, 0, 1], 9464).into()),
             control_exchange: Some("sconce.control".to_owned()),
         },
+        telemetry: Telemetry { otlp_endpoint: None, trace_sample: 1.0 },
     };
     assert_eq!(loaded.settings, expected);
 }

@@ -89,6 +89,7 @@ fn policy() -> anyhow::Result<Policy> {
         threads: 1,
         pool,
         broker: settings.broker,
+        telemetry: settings.telemetry,
     };
     Ok(Policy {
         max_tokens: assignment.max_tokens(),

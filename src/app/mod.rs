@@ -17,6 +17,7 @@ mod publish;
 mod registry;
 mod requests;
 mod run_batch;
+mod spans;
 mod stop;
 mod top;
 mod worker;

@@ -10,7 +10,7 @@ use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::Signal;
 
 use super::registry::Registry;
-use super::{load, numa, pool_named, start_logging};
+use super::{load, numa, pool_named, spans, start_logging};
 use crate::cli::Worker;
 use crate::config::Assignment;
 use crate::launcher::Host;
@@ -51,7 +51,8 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime.worker_threads(1).thread_stack_size(STACK).enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
-    let control = Control { reporter: reporter.clone(), deaths, dials };
+    let traces = spans::tracer(&assignment);
+    let control = Control { reporter: reporter.clone(), deaths, dials, traces };
     let runner = registry.runner(&assignment.pool.model);
     let work = async move {
         listen(stop.clone(), patience)?;
@@ -69,6 +70,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             reporter.flush().await;
         };
         let _ = tokio::time::timeout(FAREWELL, farewell).await;
+        spans::send_last(control.traces, &stop, &ended).await;
         anyhow::Ok(ended)
     };
     // Not on this thread: its stack is the shell's to limit, and messages may nest deeply.
@@ -133,6 +135,7 @@ fn by_hand(arguments: &Worker) -> anyhow::Result<Assignment> {
         threads: pool.threads.unwrap_or(host.cores),
         pool: pool.clone(),
         broker: settings.broker,
+        telemetry: settings.telemetry,
     })
 }
 

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Broker, Pool};
+use super::{Broker, Pool, Telemetry};
 
 /// Tokens a forward pass for each CPU thread: enough to fill the matrix products, few enough that a
 /// batch stays within a fraction of a second.
@@ -33,6 +33,8 @@ pub struct Assignment {
     pub pool: Pool,
     /// The broker.
     pub broker: Broker,
+    /// Where its spans go.
+    pub telemetry: Telemetry,
 }
 
 impl Assignment {

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::files::BUILT_IN;
 use super::redact::redact_url;
-use super::settings::{Admin, Broker, Devices, Launcher, Pool, Settings};
+use super::settings::{Admin, Broker, Devices, Launcher, Pool, Settings, Telemetry};
 use super::text::{quoted, quoted_list, without_controls};
 use super::units::{show_duration, show_size};
 
@@ -19,6 +19,7 @@ pub(super) fn render(settings: &Settings, origins: &BTreeMap<String, String>) ->
     }
     launcher(&mut page, &settings.launcher);
     admin(&mut page, &settings.admin);
+    telemetry(&mut page, &settings.telemetry);
     page.end_section();
     page.text
 }
@@ -146,6 +147,13 @@ fn admin(page: &mut Page<'_>, admin: &Admin) {
     page.line("control_exchange", quoted(admin.control_exchange.as_deref().unwrap_or("")));
 }
 
+fn telemetry(page: &mut Page<'_>, telemetry: &Telemetry) {
+    page.section("[telemetry]", "telemetry".to_owned());
+    page.line("otlp_endpoint", quoted(telemetry.otlp_endpoint.as_deref().unwrap_or("")));
+    // With a point: a whole number would read back as well, but is not what the default file has.
+    page.line("trace_sample", format!("{:?}", telemetry.trace_sample));
+}
+
 fn number_or_auto(number: Option<impl ToString>) -> String {
     number.map_or_else(|| quoted("auto"), |number| number.to_string())
 }
@@ -186,6 +194,9 @@ mod tests {
         name = "two"
         task_queue = "other"
         batch = { max_tokens = 7, max_delay = "0ms" }
+        [telemetry]
+        otlp_endpoint = "http://collector:4318/otlp"
+        trace_sample = 1e-9
     "#;
 
     #[test]

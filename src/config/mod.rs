@@ -35,7 +35,9 @@ pub use assignment::Assignment;
 pub use overrides::NOT_SETTINGS;
 pub use problem::{ConfigError, Problem};
 pub use redact::redact_url;
-pub use settings::{Admin, Batch, Broker, Devices, Dtype, Launcher, Pool, Retry, Secret, Settings, Tls};
+pub use settings::{
+    Admin, Batch, Broker, Devices, Dtype, Launcher, Pool, Retry, Secret, Settings, Telemetry, Tls,
+};
 
 /// Settings that may be used, and how they came about.
 #[derive(Clone, Debug, PartialEq)]

@@ -44,6 +44,8 @@ pub struct Settings {
     pub launcher: Launcher,
     /// How the launcher is watched and controlled.
     pub admin: Admin,
+    /// Where spans go.
+    pub telemetry: Telemetry,
 }
 
 /// `[broker]`.
@@ -228,4 +230,13 @@ pub struct Admin {
     pub listen: Option<SocketAddr>,
     /// The exchange by which launchers are controlled; none: they are not.
     pub control_exchange: Option<String>,
+}
+
+/// `[telemetry]`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Telemetry {
+    /// The collector that takes spans, OTLP over HTTP; none: tracing is off.
+    pub otlp_endpoint: Option<String>,
+    /// The recorded share of the traces that begin here, 0 to 1.
+    pub trace_sample: f64,
 }

@@ -145,6 +145,7 @@ pub fn plan(settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchE
             threads: pool.threads.unwrap_or(threads),
             pool: pool.clone(),
             broker: settings.broker.clone(),
+            telemetry: settings.telemetry.clone(),
         });
     }
     Ok(assignments)

@@ -1,7 +1,9 @@
 //! The subscriber: where log lines go and how they look. Lines go to stderr; stdout is for results
-//! and control lines. Knows nothing of the business.
+//! and control lines. Spans of tasks and batches are in [`traces`]. Knows nothing of the business.
 //!
 //! Constant field names: `slot`, `device`, `task.id`, `batch.size`, `duration_ms`.
+
+pub mod traces;
 
 use std::io::{self, IsTerminal};
 use std::sync::OnceLock;

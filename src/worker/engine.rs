@@ -12,8 +12,10 @@ use super::batches::still_wanted;
 use super::forward::Forward;
 use super::report::Reporter;
 use super::ticket::{Pass, Ticket};
+use super::traced::passed;
 use crate::batching::Batch;
 use crate::model::{Codec, LoadError, LoadSpec, Model};
+use crate::telemetry::traces::Traces;
 
 /// One input on its way through the device.
 pub(super) struct Item<C: Codec> {
@@ -58,14 +60,18 @@ pub(super) struct Engine<C: Codec> {
 ///
 /// # Errors
 /// The system has no thread for us.
-pub(super) fn start<M: Model>(spec: LoadSpec, reporter: Reporter) -> io::Result<Engine<M::Codec>> {
+pub(super) fn start<M: Model>(
+    spec: LoadSpec,
+    reporter: Reporter,
+    traces: Traces,
+) -> io::Result<Engine<M::Codec>> {
     let (batches, queued) = mpsc::channel::<Batch<Item<M::Codec>>>(1);
     let (done_in, done) = mpsc::channel(2);
     let (loaded_in, loaded) = oneshot::channel();
     thread::Builder::new().name("model".into()).spawn(move || match Forward::<M>::load(&spec, reporter) {
         Ok((forward, known)) => {
             drop(loaded_in.send(Ok(known)));
-            serve(forward, queued, &done_in);
+            serve(forward, queued, &done_in, &traces);
         }
         Err(error) => drop(loaded_in.send(Err(error))),
     })?;
@@ -77,6 +83,7 @@ fn serve<M: Model>(
     mut forward: Forward<M>,
     mut queued: mpsc::Receiver<Batch<Item<M::Codec>>>,
     done: &mpsc::Sender<Done>,
+    traces: &Traces,
 ) {
     let mut number = 0;
     let mut idle = true;
@@ -97,7 +104,10 @@ fn serve<M: Model>(
             Some(batch) => {
                 idle = false;
                 number += 1;
-                compute(&mut forward, &batch, number)
+                let began = traces.now();
+                let said = compute(&mut forward, &batch, number);
+                passed(traces, began, &batch, &said);
+                said
             }
         };
         let over = matches!(said, Done::Fault(_));

@@ -16,6 +16,7 @@ use super::dials::Dials;
 use super::life::Shared;
 use super::settle::Accepted;
 use super::ticket::Ticket;
+use super::traced::Traced;
 use crate::broker::{Consumer, Delivery, Event, Receipt};
 use crate::model::Codec;
 use crate::protocol::control::TaskName;
@@ -168,15 +169,18 @@ impl<'a, C: Codec> Intake<'a, C> {
         }
     }
 
-    fn begin(&mut self, accepted: Accepted) {
+    fn begin(&mut self, mut accepted: Accepted) {
         let receipt = accepted.delivery;
-        let ticket = Arc::new(Ticket::new(TaskName::of(&accepted.task), accepted.deadline));
+        accepted.traced = Traced::begin(&self.shared.traces, &accepted.task, accepted.redeliveries);
+        let ticket = Ticket::new(TaskName::of(&accepted.task), accepted.deadline);
+        let ticket = Arc::new(ticket.linked(accepted.traced.link()));
         let (shared, own) = (self.shared.clone(), ticket.clone());
         let abort = self.lives.spawn(async move { (receipt, shared.live(accepted, own).await) });
         self.living.insert(receipt, Living { ticket: Some(ticket), abort });
     }
 
-    fn refuse(&mut self, accepted: Accepted, kind: String) {
+    fn refuse(&mut self, mut accepted: Accepted, kind: String) {
+        accepted.traced = Traced::begin(&self.shared.traces, &accepted.task, accepted.redeliveries);
         let (receipt, shared) = (accepted.delivery, self.shared.clone());
         let abort = self.lives.spawn(async move { (receipt, shared.refuse_control(accepted, kind).await) });
         self.living.insert(receipt, Living { ticket: None, abort });

@@ -20,6 +20,7 @@ use super::ticket::Ticket;
 use crate::model::{Codec, Prepared};
 use crate::protocol::task::URL;
 use crate::protocol::{Receipt, Task, TaskError, TaskErrorKind, shorten};
+use crate::telemetry::traces::Traces;
 
 /// What every task's future shares.
 pub(super) struct Shared<C: Codec> {
@@ -34,6 +35,7 @@ pub(super) struct Shared<C: Codec> {
     pub(super) quarantine: Arc<Quarantine>,
     pub(super) deaths: KnownDeaths,
     pub(super) prefetch: Live,
+    pub(super) traces: Traces,
     pub(super) max_body: u64,
     /// Deliveries of a task, where the broker counts them. The broker's own limit is one more, and
     /// only the backstop: it tells the producer nothing.
@@ -85,7 +87,11 @@ impl<C: Codec> Shared<C> {
             }
         };
         drop(alone);
-        if ticket.commit() { self.settlement.settle(&accepted, outcome, &receipt).await } else { Ok(()) }
+        if !ticket.commit() {
+            return Ok(());
+        }
+        accepted.traced.worked(&receipt, accepted.attempt());
+        self.settlement.settle(&accepted, outcome, &receipt).await
     }
 
     /// Settles a control message that nobody knows.

@@ -18,6 +18,7 @@
 //! | `outcome` | what happened → what becomes of the message |
 //! | `settle` | publish → confirm → ack |
 //! | `report` | control lines, counters |
+//! | `traced` | what spans say of tasks and batches |
 //! | `prefetch` | how many messages to hold ahead |
 //! | `budget` | whether deliveries are held for so long that the broker may take them back |
 
@@ -38,6 +39,7 @@ mod settle;
 mod station;
 mod suspects;
 mod ticket;
+mod traced;
 
 use std::io;
 use std::sync::Arc;
@@ -54,6 +56,7 @@ use crate::model::{Codec, LoadError, LoadSpec, Model};
 use crate::protocol::Signature;
 use crate::protocol::control::Event;
 use crate::shutdown::{Exit, Phase, Stop};
+use crate::telemetry::traces::Traces;
 
 use engine::{Engine, Loaded};
 use intake::StintEnd;
@@ -113,7 +116,7 @@ impl WorkerError {
     }
 }
 
-/// The launcher, as its worker knows it: by control lines.
+/// The launcher, as its worker knows it: by control lines; and where spans go.
 #[derive(Clone)]
 pub struct Control {
     /// What the worker tells it.
@@ -122,6 +125,8 @@ pub struct Control {
     pub deaths: KnownDeaths,
     /// What it has set.
     pub dials: Dials,
+    /// Spans of tasks and batches. Whoever made it sends the last ones once the worker has ended.
+    pub traces: Traces,
 }
 
 /// Runs one worker to its end. `open` connects to the broker once the model is loaded, so that a
@@ -136,7 +141,7 @@ pub async fn run<M: Model>(
     control: &Control,
 ) -> Result<Ended, WorkerError> {
     let reporter = &control.reporter;
-    let Some((engine, loaded)) = load::<M>(assignment, &stop, reporter).await? else {
+    let Some((engine, loaded)) = load::<M>(assignment, &stop, control).await? else {
         // Nothing has been accepted: there is nothing to drain.
         return Ok(Ended::Drained);
     };
@@ -178,11 +183,11 @@ pub async fn run<M: Model>(
 async fn load<M: Model>(
     assignment: &Assignment,
     stop: &Stop,
-    reporter: &Reporter,
+    Control { reporter, traces, .. }: &Control,
 ) -> Result<Option<(Engine<M::Codec>, Loaded<M::Codec>)>, WorkerError> {
     let born = Instant::now();
     reporter.send(&Event::Loading).await;
-    let mut engine = engine::start::<M>(load_spec(assignment), reporter.clone())?;
+    let mut engine = engine::start::<M>(load_spec(assignment), reporter.clone(), traces.clone())?;
     let loaded = tokio::select! {
         loaded = &mut engine.loaded => loaded,
         () = stop.reached(Phase::Finishing) => return Ok(None),

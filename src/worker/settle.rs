@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use super::WorkerError;
 use super::outcome::{Disposition, Outcome, Tries, disposition};
 use super::report::Counters;
+use super::traced::Traced;
 use crate::backoff::Backoff;
 use crate::broker::{Delay, Published, Publisher, Receipt as DeliveryReceipt, Settler};
 use crate::config::Retry;
@@ -49,17 +50,19 @@ pub(super) struct Accepted {
     pub(super) deadline: Option<SystemTime>,
     /// Of workers that had it on their device.
     pub(super) deaths: Option<Deaths>,
+    /// Its span, which ends with it.
+    pub(super) traced: Traced,
 }
 
 impl Accepted {
     pub(super) fn new(task: Task, delivery: DeliveryReceipt, redeliveries: i64) -> Self {
         let deadline = task.deadline().ok().flatten();
-        Self { task: Arc::new(task), delivery, redeliveries, deadline, deaths: None }
+        Self { task: Arc::new(task), delivery, redeliveries, deadline, deaths: None, traced: Traced::not() }
     }
 
     /// Which attempt this is, for the reply: those that failed, and those that a worker died in.
     /// What a drain or a lost connection hands back has used none.
-    fn attempt(&self) -> i64 {
+    pub(super) fn attempt(&self) -> i64 {
         let deaths = self.deaths.as_ref().map_or(0, |deaths| deaths.count);
         i64::from(self.task.attempt()) + i64::from(deaths)
     }
@@ -100,6 +103,7 @@ impl Settlement {
         if !self.settler.ack(accepted.delivery).await {
             tracing::info!(task.id = accepted.task.id, "late ack discarded; the task will come again");
         }
+        accepted.traced.settled();
         Ok(())
     }
 
@@ -113,9 +117,10 @@ impl Settlement {
         receipt: &Receipt,
     ) -> Result<(), WorkerError> {
         let task = &accepted.task;
-        let message = task.next_attempt(accepted.deadline);
+        let message = accepted.traced.next_attempt(task.next_attempt(accepted.deadline));
         let words = match self.publish(&self.task_queue, Some(delay), &Arc::new(message)).await? {
             Sent::Confirmed => {
+                accepted.traced.retried(error);
                 let delay_ms = delay.after.as_millis() as u64;
                 tracing::warn!(task.id = task.id, %error, delay_ms, "the task failed; it is tried again");
                 self.counters.count(|stats| stats.retried += 1);
@@ -137,6 +142,7 @@ impl Settlement {
         receipt: &Receipt,
     ) -> Result<(), WorkerError> {
         tracing::warn!(task.id = accepted.task.id, reason = reason.as_str(), %error, "dead letter");
+        accepted.traced.dead_lettered(reason);
         let letter = dead_letter(&accepted.task, &self.cause(reason, &error.message));
         let letter = match &accepted.deaths {
             Some(deaths) => with_deaths(letter, deaths),
@@ -183,9 +189,11 @@ impl Settlement {
         body: Result<Vec<u8>, &TaskError>,
         receipt: &Receipt,
     ) -> Result<(), WorkerError> {
-        let task = &accepted.task;
+        let (task, traced) = (&accepted.task, &accepted.traced);
+        traced.answered(body.as_ref().err().copied());
         let Some(queue) = task.reply_to().or(self.reply_queue.as_deref()) else { return Ok(()) };
-        let message = Arc::new(reply(task, body, receipt, &self.signature, accepted.attempt()));
+        let message = reply(task, body, receipt, &self.signature, accepted.attempt());
+        let message = Arc::new(traced.reply(message));
         let refusal = match self.publish(queue, None, &message).await? {
             Sent::Confirmed => return Ok(()),
             Sent::Unroutable => return self.park(task, message, queue).await,
@@ -194,7 +202,9 @@ impl Settlement {
         let words = format!("the broker refuses the reply of {} bytes: {refusal}", message.body.len());
         tracing::warn!(task.id = task.id, error = words, "answering with an error instead");
         let error = TaskError::new(TaskErrorKind::TooLarge, words);
-        let smaller = Arc::new(reply(task, Err(&error), receipt, &self.signature, accepted.attempt()));
+        traced.answered(Some(&error));
+        let smaller = reply(task, Err(&error), receipt, &self.signature, accepted.attempt());
+        let smaller = Arc::new(traced.reply(smaller));
         match self.publish(queue, None, &smaller).await? {
             Sent::Confirmed => Ok(()),
             Sent::Unroutable | Sent::Refused(_) => self.park(task, smaller, queue).await,

@@ -100,6 +100,7 @@ impl<C: Codec> Station<C> {
             quarantine: self.quarantine.clone(),
             deaths: self.control.deaths.clone(),
             prefetch: self.live_prefetch(),
+            traces: self.control.traces.clone(),
             max_body: pool.max_body,
             max_deliveries: self.assignment.broker.delivery_limit.into(),
         }

@@ -11,6 +11,7 @@ use tokio::sync::oneshot;
 
 use crate::protocol::TaskError;
 use crate::protocol::control::TaskName;
+use crate::telemetry::traces::TaskLink;
 
 const WAITING: u8 = 0;
 const COMMITTED: u8 = 1;
@@ -46,6 +47,8 @@ pub(super) struct Ticket<O> {
     pub(super) name: TaskName,
     /// Until when the task is wanted.
     pub(super) deadline: Option<SystemTime>,
+    /// Its span, where it is recorded, for the spans of its batches.
+    pub(super) link: Option<Box<TaskLink>>,
     stage: AtomicU8,
     /// Held for the few instructions of storing an output; never across an await.
     gathered: Mutex<Gathered<O>>,
@@ -72,7 +75,12 @@ impl<O> Ticket<O> {
             compute: Duration::ZERO,
             done: None,
         };
-        Self { name, deadline, stage: AtomicU8::new(WAITING), gathered: Mutex::new(gathered) }
+        Self { name, deadline, link: None, stage: AtomicU8::new(WAITING), gathered: Mutex::new(gathered) }
+    }
+
+    /// The same, with its span.
+    pub(super) fn linked(self, link: Option<Box<TaskLink>>) -> Self {
+        Self { link, ..self }
     }
 
     /// Expects `count` outputs; they come through the receiver together.

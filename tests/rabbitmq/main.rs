@@ -37,6 +37,7 @@ mod shutdown;
 mod strict;
 mod threads;
 mod tls;
+mod tracing;
 
 conformance!(declared_queues, crate::amqp_rig::DeclaredRig);
 conformance!(classic_queues, crate::amqp_rig::ClassicRig);

@@ -7,6 +7,7 @@
 
 pub mod client;
 pub mod cluster;
+pub mod collector;
 pub mod engine;
 pub mod proxy;
 pub mod rabbit;

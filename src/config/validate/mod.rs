@@ -1,14 +1,15 @@
 //! Merged settings → validated [`Settings`]. Decides what each setting may be, and goes on after a
 //! mistake so that all are reported together. Never fills in a default: the layers did.
 //!
-//! `section` walks the keys, `values` and `urls` read single values, `broker`, `pool`, `launcher`
-//! and `admin` hold the rules of their sections.
+//! `section` walks the keys, `values` and `urls` read single values, `broker`, `pool`, `launcher`,
+//! `admin` and `telemetry` hold the rules of their sections.
 
 mod admin;
 mod broker;
 mod launcher;
 mod pool;
 mod section;
+mod telemetry;
 mod urls;
 mod values;
 
@@ -31,8 +32,15 @@ pub(super) fn settings(merged: Value, report: &mut Report) -> Option<Settings> {
     let pools = pool::pools(&mut root);
     let launcher = root.section("launcher").and_then(launcher::launcher);
     let admin = root.section("admin").and_then(admin::admin);
+    let telemetry = root.section("telemetry").and_then(telemetry::telemetry);
     root.finish();
-    let settings = Settings { broker: broker?, pools: pools?, launcher: launcher?, admin: admin? };
+    let settings = Settings {
+        broker: broker?,
+        pools: pools?,
+        launcher: launcher?,
+        admin: admin?,
+        telemetry: telemetry?,
+    };
     report.problems.is_empty().then_some(settings)
 }
 
@@ -94,6 +102,9 @@ mod tests {
             ("admin.listen", "localhost:9464", "an address and a port"),
             ("admin.control_exchange", "amq.topic", "a name that does not start with `amq.`"),
             ("pool[0].batch.timeout", "0s", "a duration from 1ms"),
+            ("telemetry.otlp_endpoint", "127.0.0.1:4318", "\"\", or an address with http:// or https://"),
+            ("telemetry.otlp_endpoint", "http://me:0", "an address whose port is a number"),
+            ("telemetry.trace_sample", "1.5", "a number from 0 to 1"),
             ("pool[0].retry.max_attempts", "101", "a whole number from 1 to 100"),
             ("pool[0].retry.delay", "0s", "a duration from 1ms"),
             ("pool[0].retry.delay_max", "999ms", "at least pool[0].retry.delay = \"1s\""),

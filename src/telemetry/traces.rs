@@ -1,0 +1,301 @@
+//! Spans: one a task, in the trace that its producer began, and one a batch, with links to its tasks.
+//! What a worker knows of tracing is here: the tracer, which may be off, and a task's span. Decides what a
+//! span is called and what it is behind. Ending a span never waits.
+//!
+//! | file | decides |
+//! |---|---|
+//! | `context` | what W3C headers say, and how they are written |
+//! | `sampling` | which traces are recorded |
+//! | `task` | what is kept of a task until its span ends |
+//! | `export` | how finished spans come to the collector, and which are lost |
+
+mod context;
+mod export;
+mod sampling;
+mod task;
+
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use opentelemetry::trace::{Link, Span as _, SpanKind, Status, TraceContextExt, Tracer, TracerProvider};
+use opentelemetry::{Context, Key, KeyValue, Value};
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::trace::{SdkTracer, SdkTracerProvider};
+
+use sampling::Sampling;
+pub use task::{Came, TaskLink, TaskSpan};
+
+/// Links of a batch's span; further tasks are counted only.
+pub const MAX_LINKS: usize = 128;
+
+/// Where the spans of this process happen: the same for all of them.
+#[derive(Clone, Copy, Debug)]
+pub struct Place<'a> {
+    /// host/pool/slot; the instance of the service.
+    pub worker: &'a str,
+    /// pool/slot.
+    pub slot: &'a str,
+    /// `cpu`, or the GPU's UUID.
+    pub device: &'a str,
+    /// The model's name.
+    pub model: &'a str,
+    /// Queue that tasks come from.
+    pub queue: &'a str,
+    /// OpenTelemetry's name of the broker: `rabbitmq`.
+    pub system: &'static str,
+}
+
+/// A forward pass that is over.
+#[derive(Debug)]
+pub struct Passed<'a> {
+    /// When it began.
+    pub began: SystemTime,
+    /// The recorded tasks in it, [`MAX_LINKS`] at most.
+    pub links: Vec<TaskLink>,
+    /// All tasks in it.
+    pub tasks: usize,
+    /// Inputs in it.
+    pub inputs: usize,
+    /// Tokens in it.
+    pub tokens: usize,
+    /// Why the device failed, if it did.
+    pub fault: Option<&'a str>,
+}
+
+/// Makes spans, or none where tracing is off. Clones share the way to the collector.
+#[derive(Clone, Default)]
+pub struct Traces(Option<Arc<On>>);
+
+struct On {
+    /// Never dropped: that waits for the collector. Spans and the tracer hold it too.
+    provider: ManuallyDrop<SdkTracerProvider>,
+    tracer: SdkTracer,
+    /// Names of spans and their constant attributes.
+    task: (String, Vec<KeyValue>),
+    batch: Vec<KeyValue>,
+}
+
+impl Traces {
+    /// Exports to the collector at `endpoint`, whose paths are OTLP's. Of the traces that nobody sampled
+    /// before us, `sample` (0 to 1) are recorded.
+    ///
+    /// # Errors
+    /// In words, what the exporter cannot use: the address, or a variable of `OTEL_EXPORTER_OTLP_…`.
+    pub fn start(endpoint: &str, sample: f64, place: Place<'_>) -> Result<Self, String> {
+        let outlet = export::outlet(endpoint).map_err(|error| error.to_string())?;
+        let provider = SdkTracerProvider::builder()
+            .with_span_processor(outlet)
+            .with_sampler(Sampling::of(sample))
+            .with_max_links_per_span(MAX_LINKS as u32)
+            .with_resource(resource(place.worker));
+        Ok(Self::of(provider.build(), place))
+    }
+
+    fn of(provider: SdkTracerProvider, place: Place<'_>) -> Self {
+        let Place { slot, device, model, queue, system, .. } = place;
+        let text = |key: &'static str, value: &str| KeyValue::new(key, Arc::<str>::from(value));
+        let batch =
+            vec![text("sconce.slot", slot), text("sconce.device", device), text("sconce.model", model)];
+        let mut task = vec![
+            KeyValue::new("messaging.system", system),
+            text("messaging.destination.name", queue),
+            KeyValue::new("messaging.operation.type", "process"),
+            KeyValue::new("messaging.operation.name", "process"),
+        ];
+        task.extend(batch.iter().cloned());
+        let tracer = provider.tracer("sconce");
+        let provider = ManuallyDrop::new(provider);
+        Self(Some(Arc::new(On { provider, tracer, task: (format!("process {queue}"), task), batch })))
+    }
+
+    /// The time, where anybody wants to know it.
+    pub fn now(&self) -> Option<SystemTime> {
+        self.0.as_ref().map(|_| SystemTime::now())
+    }
+
+    /// Begins the span of a task; none where tracing is off.
+    pub fn task<'a>(&self, came: impl FnOnce() -> Came<'a>) -> Option<TaskSpan> {
+        let on = self.0.as_ref()?;
+        let came = came();
+        let parent = came.traceparent.and_then(|parent| context::parse(parent, came.tracestate));
+        let mut attributes = Vec::with_capacity(on.task.1.len() + 16);
+        attributes.extend(on.task.1.iter().cloned());
+        attributes.push(KeyValue::new("messaging.message.id", came.id.to_owned()));
+        attributes.push(KeyValue::new("messaging.message.body.size", came.size as i64));
+        attributes.extend(
+            came.correlation_id.map(|id| KeyValue::new("messaging.message.conversation_id", id.to_owned())),
+        );
+        let builder = on
+            .tracer
+            .span_builder(on.task.0.clone())
+            .with_kind(SpanKind::Consumer)
+            .with_start_time(came.at)
+            .with_attributes(attributes);
+        let continued = parent.is_some();
+        let context = parent.map_or_else(Context::new, |it| Context::new().with_remote_span_context(it));
+        let span = on.tracer.build_with_context(builder, &context);
+        Some(TaskSpan::of(span, continued))
+    }
+
+    /// The span of a forward pass, in a trace of its own: its tasks are of many. None is made where none
+    /// of them is recorded.
+    pub fn batch(&self, passed: Passed<'_>) {
+        let Some(on) = self.0.as_ref().filter(|_| !passed.links.is_empty()) else { return };
+        let mut attributes = on.batch.clone();
+        attributes.extend([
+            KeyValue::new("sconce.batch.size", passed.inputs as i64),
+            KeyValue::new("sconce.batch.tokens", passed.tokens as i64),
+            KeyValue::new("sconce.batch.tasks", passed.tasks as i64),
+        ]);
+        let links = passed.links.into_iter().take(MAX_LINKS);
+        let builder = on
+            .tracer
+            .span_builder("forward")
+            .with_start_time(passed.began)
+            .with_attributes(attributes)
+            .with_links(links.map(|task| Link::with_context(task.into())).collect());
+        let mut span = on.tracer.build_with_context(builder, &Context::new());
+        if let Some(fault) = passed.fault {
+            span.set_status(Status::error(fault.to_owned()));
+        }
+        span.end();
+    }
+
+    /// Sends what has ended to the collector and waits for that, no longer than `most`. Blocks. Spans
+    /// that end later are lost.
+    pub fn finish(&self, most: Duration) {
+        let Some(on) = &self.0 else { return };
+        if let Err(error) = on.provider.shutdown_with_timeout(most) {
+            tracing::debug!(%error, "the last spans did not reach the collector");
+        }
+    }
+}
+
+/// The service as the collector sees it. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` win.
+fn resource(worker: &str) -> Resource {
+    let found = Resource::builder().build();
+    // What the SDK makes up where nobody has named the service.
+    let is_made_up =
+        |key: &Key, value: &Value| key.as_str() == "service.name" && value.as_str().starts_with("unknown");
+    let found = found.iter().filter(|(key, value)| !is_made_up(key, value));
+    Resource::builder_empty()
+        .with_service_name("sconce")
+        .with_attributes([
+            KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
+            KeyValue::new("service.instance.id", worker.to_owned()),
+        ])
+        .with_attributes(found.map(|(key, value)| KeyValue::new(key.clone(), value.clone())))
+        .build()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use opentelemetry_sdk::error::OTelSdkResult;
+    use opentelemetry_sdk::trace::{Span, SpanData, SpanProcessor};
+
+    use super::*;
+
+    const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
+    const PARENT: &str = "b7ad6b7169203331";
+
+    /// Keeps what would be exported.
+    #[derive(Clone, Debug, Default)]
+    struct Kept(Arc<Mutex<Vec<SpanData>>>);
+
+    impl SpanProcessor for Kept {
+        fn on_start(&self, _: &mut Span, _: &Context) {}
+
+        fn on_end(&self, span: SpanData) {
+            self.0.lock().unwrap().push(span);
+        }
+
+        fn force_flush(&self) -> OTelSdkResult {
+            Ok(())
+        }
+
+        fn shutdown_with_timeout(&self, _: Duration) -> OTelSdkResult {
+            Ok(())
+        }
+    }
+
+    impl Kept {
+        fn take(&self) -> SpanData {
+            let mut kept = std::mem::take(&mut *self.0.lock().unwrap());
+            assert_eq!(kept.len(), 1, "{kept:?}");
+            kept.remove(0)
+        }
+    }
+
+    fn traces(sample: f64) -> (Traces, Kept) {
+        let kept = Kept::default();
+        let provider = SdkTracerProvider::builder().with_span_processor(kept.clone());
+        let provider = provider.with_sampler(Sampling::of(sample)).build();
+        let place =
+            Place { worker: "h/p/0", slot: "p/0", device: "cpu", model: "m", queue: "q", system: "rabbitmq" };
+        (Traces::of(provider, place), kept)
+    }
+
+    fn begin(traces: &Traces, traceparent: Option<&str>) -> TaskSpan {
+        let at = SystemTime::now();
+        let came =
+            Came { id: "t", correlation_id: None, traceparent, tracestate: Some("vendor=1"), size: 2, at };
+        traces.task(|| came).unwrap()
+    }
+
+    fn pass(links: Vec<TaskLink>) -> Passed<'static> {
+        Passed { began: SystemTime::now(), links, tasks: 1, inputs: 1, tokens: 1, fault: Some("gone") }
+    }
+
+    #[test]
+    fn where_tracing_is_off_nobody_is_asked_what_came() {
+        let off = Traces::default();
+        assert!(off.task(|| unreachable!()).is_none() && off.now().is_none());
+        off.batch(pass(Vec::new()));
+        off.finish(Duration::ZERO);
+    }
+
+    #[test]
+    fn a_task_continues_its_trace_and_the_last_word_about_it_counts() {
+        let (traces, kept) = traces(0.0);
+        let span = begin(&traces, Some(&format!("00-{TRACE}-{PARENT}-01")));
+        let own = span.traceparent();
+        assert!(span.is_continued() && own.starts_with(&format!("00-{TRACE}-")) && own.ends_with("-01"));
+        assert!(!own.contains(PARENT), "{own}");
+        span.tell("sconce.status", "succeeded");
+        span.tell("sconce.status", "failed");
+        span.fail("no".into());
+        drop(span);
+        let span = kept.take();
+        assert_eq!((span.name.as_ref(), span.parent_span_id.to_string().as_str()), ("process q", PARENT));
+        assert_eq!(span.span_context.trace_state().header(), "vendor=1");
+        let told: Vec<_> = span.attributes.iter().filter(|it| it.key.as_str() == "sconce.status").collect();
+        assert_eq!((told.len(), told[0].value.as_str().as_ref()), (1, "failed"));
+        assert_eq!(span.status, Status::error("no"));
+    }
+
+    #[test]
+    fn a_context_that_cannot_be_read_begins_a_trace() {
+        let (traces, kept) = traces(1.0);
+        let span = begin(&traces, Some("00-1-2-01"));
+        assert!(!span.is_continued() && context::parse(&span.traceparent(), None).is_some());
+        drop(span);
+        assert_eq!(kept.take().span_context.trace_state().header(), "");
+    }
+
+    #[test]
+    fn a_batch_is_recorded_when_one_of_its_tasks_is() {
+        let (traces, kept) = traces(0.0);
+        assert!(begin(&traces, None).link().is_none(), "nobody decided, and the sample is nothing");
+        traces.batch(pass(Vec::new()));
+        assert_eq!(kept.0.lock().unwrap().len(), 0);
+        let task = begin(&traces, Some(&format!("00-{TRACE}-{PARENT}-01")));
+        let links: Vec<_> = (0..MAX_LINKS + 1).filter_map(|_| task.link()).collect();
+        traces.batch(pass(links));
+        let batch = kept.take();
+        assert_eq!((batch.links.len(), batch.status), (MAX_LINKS, Status::error("gone")));
+        assert_ne!(batch.span_context.trace_id().to_string(), TRACE);
+    }
+}

@@ -1,0 +1,263 @@
+//! The way of finished spans to the collector: a bounded queue, a thread that exports from it over
+//! OTLP (HTTP, protobuf), and what is said of a collector that does not take them. Whoever ends a span
+//! never waits here: with a full queue, the span is lost and counted.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use opentelemetry::Context;
+use opentelemetry_http::{Bytes, HttpClient, HttpError, Request, Response};
+use opentelemetry_otlp::{ExporterBuildError, Protocol, WithExportConfig, WithHttpConfig};
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::error::OTelSdkResult;
+use opentelemetry_sdk::trace::{
+    BatchConfigBuilder, BatchSpanProcessor, Span, SpanData, SpanExporter, SpanProcessor,
+};
+
+/// Finished spans that may wait: a few seconds of a busy worker, some 10 MiB.
+const WAITING: usize = 4_096;
+/// Spans of one request.
+const REQUEST: usize = 512;
+/// Longest wait of a span for others to go with it.
+const DELAY: Duration = Duration::from_secs(1);
+/// Longest wait for the collector, to connect and in all.
+const CONNECT: Duration = Duration::from_secs(2);
+const EXPORT: Duration = Duration::from_secs(5);
+/// Between two lines about a collector that takes nothing.
+const SILENCE: Duration = Duration::from_secs(60);
+/// Bytes that are read of what a collector answers.
+const ANSWER: u64 = 64 << 10;
+
+/// The queue, its thread and the exporter for a collector at `endpoint`.
+///
+/// # Errors
+/// The address is none for the exporter, or a variable `OTEL_EXPORTER_OTLP_…` cannot be read.
+pub(super) fn outlet(endpoint: &str) -> Result<impl SpanProcessor + 'static, ExporterBuildError> {
+    let losses = Arc::new(Losses::default());
+    let agent = ureq::AgentBuilder::new().timeout_connect(CONNECT).timeout(EXPORT).redirects(0).build();
+    let url = format!("{}/v1/traces", endpoint.trim_end_matches('/'));
+    let exporter = opentelemetry_otlp::SpanExporter::builder()
+        .with_http()
+        .with_http_client(Wire { agent, losses: losses.clone() })
+        .with_protocol(Protocol::HttpBinary)
+        .with_timeout(EXPORT)
+        .with_endpoint(&url)
+        .build()?;
+    Ok(Outlet::before(Watched { exporter, url, losses }))
+}
+
+/// What did not reach the collector. Written by whoever ends a span and by the exporter's thread, which
+/// alone speaks of it.
+#[derive(Debug, Default)]
+struct Losses {
+    /// Spans in the queue.
+    waiting: AtomicUsize,
+    /// Spans lost since that was last said.
+    lost: AtomicU64,
+    /// Held for the few instructions of a copy; never across an export.
+    last: Mutex<Last>,
+}
+
+#[derive(Debug, Default)]
+struct Last {
+    /// When losses were last spoken of.
+    said: Option<Instant>,
+    /// Why the collector was last not reached.
+    words: String,
+}
+
+impl Losses {
+    /// The losses to speak of now, and why they are, if it was quiet for long enough.
+    fn to_say(&self, now: Instant) -> Option<(u64, String)> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.said.is_some_and(|said| now.saturating_duration_since(said) < SILENCE) {
+            return None;
+        }
+        let lost = self.lost.swap(0, Ordering::Relaxed);
+        if lost == 0 {
+            return None;
+        }
+        last.said = Some(now);
+        Some((lost, std::mem::take(&mut last.words)))
+    }
+
+    fn remember(&self, words: String) {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner).words = words;
+    }
+}
+
+/// The SDK's queue, which loses spans in silence when it is full: so it never is.
+#[derive(Debug)]
+struct Outlet {
+    queue: BatchSpanProcessor,
+    losses: Arc<Losses>,
+}
+
+impl Outlet {
+    /// Starts the thread.
+    fn before(exporter: Watched<impl SpanExporter + 'static>) -> Self {
+        let losses = exporter.losses.clone();
+        let sizes = BatchConfigBuilder::default()
+            .with_max_queue_size(WAITING)
+            .with_max_export_batch_size(REQUEST)
+            .with_scheduled_delay(DELAY);
+        Self { queue: BatchSpanProcessor::builder(exporter).with_batch_config(sizes.build()).build(), losses }
+    }
+}
+
+impl SpanProcessor for Outlet {
+    fn on_start(&self, span: &mut Span, context: &Context) {
+        self.queue.on_start(span, context);
+    }
+
+    fn on_end(&self, span: SpanData) {
+        if self.losses.waiting.fetch_add(1, Ordering::Relaxed) < WAITING {
+            return self.queue.on_end(span);
+        }
+        self.losses.waiting.fetch_sub(1, Ordering::Relaxed);
+        self.losses.lost.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn force_flush(&self) -> OTelSdkResult {
+        self.queue.force_flush()
+    }
+
+    fn shutdown_with_timeout(&self, timeout: Duration) -> OTelSdkResult {
+        self.queue.shutdown_with_timeout(timeout)
+    }
+
+    fn set_resource(&mut self, resource: &Resource) {
+        self.queue.set_resource(resource);
+    }
+}
+
+/// An exporter whose failures are counted, and logged now and then.
+#[derive(Debug)]
+struct Watched<E> {
+    exporter: E,
+    url: String,
+    losses: Arc<Losses>,
+}
+
+impl<E: SpanExporter> SpanExporter for Watched<E> {
+    async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
+        let spans = batch.len();
+        self.losses.waiting.fetch_sub(spans, Ordering::Relaxed);
+        let exported = self.exporter.export(batch).await;
+        if exported.is_err() {
+            self.losses.lost.fetch_add(spans as u64, Ordering::Relaxed);
+        }
+        if let Some((lost, words)) = self.losses.to_say(Instant::now()) {
+            let error = match &exported {
+                Ok(()) => "spans end faster than the collector takes them".to_owned(),
+                Err(_) if !words.is_empty() => words,
+                Err(error) => error.to_string(),
+            };
+            tracing::warn!(collector = self.url, lost, error, "spans are lost; tasks do not wait for them");
+        }
+        exported
+    }
+
+    fn shutdown_with_timeout(&self, timeout: Duration) -> OTelSdkResult {
+        self.exporter.shutdown_with_timeout(timeout)
+    }
+
+    fn set_resource(&mut self, resource: &Resource) {
+        self.exporter.set_resource(resource);
+    }
+}
+
+/// HTTP for the exporter, which asks for it on a thread of its own: it may block there.
+#[derive(Debug)]
+struct Wire {
+    agent: ureq::Agent,
+    losses: Arc<Losses>,
+}
+
+#[async_trait]
+impl HttpClient for Wire {
+    async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
+        let mut post = self.agent.post(&request.uri().to_string());
+        for (name, value) in request.headers() {
+            post = post.set(name.as_str(), value.to_str()?);
+        }
+        let answer = match post.send_bytes(request.body()) {
+            Ok(answer) | Err(ureq::Error::Status(_, answer)) => answer,
+            Err(error) => {
+                // The exporter keeps it to itself.
+                self.losses.remember(error.to_string());
+                return Err(error.into());
+            }
+        };
+        let status = answer.status();
+        self.losses.remember(if status < 400 { String::new() } else { format!("it answers {status}") });
+        let mut response = Response::builder().status(status);
+        if let Some(after) = answer.header("retry-after") {
+            response = response.header("retry-after", after);
+        }
+        let mut body = Vec::new();
+        std::io::Read::read_to_end(&mut std::io::Read::take(answer.into_reader(), ANSWER), &mut body)?;
+        Ok(response.body(body.into())?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+    use opentelemetry::trace::{Tracer, TracerProvider};
+    use opentelemetry_sdk::trace::SdkTracerProvider;
+
+    use super::*;
+
+    /// Says that it was given spans, and waits to be let go.
+    #[derive(Debug)]
+    struct Stuck {
+        given: SyncSender<usize>,
+        go: Mutex<Receiver<()>>,
+    }
+
+    impl SpanExporter for Stuck {
+        async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
+            self.given.send(batch.len()).unwrap();
+            let _ = self.go.lock().unwrap().recv();
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn with_a_full_queue_spans_are_lost_and_counted_and_nobody_waits() {
+        let (given, exported) = sync_channel(WAITING);
+        let (let_go, go) = sync_channel(1);
+        let losses = Arc::new(Losses::default());
+        let exporter = Stuck { given, go: Mutex::new(go) };
+        let outlet = Outlet::before(Watched { exporter, url: String::new(), losses: losses.clone() });
+        let provider = SdkTracerProvider::builder().with_span_processor(outlet).build();
+        let tracer = provider.tracer("test");
+        (0..REQUEST).for_each(|_| drop(tracer.start("first")));
+        let under_way = exported.recv().unwrap();
+        // What was still in the queue when the exporter stuck, and what comes.
+        let waiting = losses.waiting.load(Ordering::Relaxed);
+        assert_eq!(under_way + waiting, REQUEST);
+        (waiting..WAITING + 7).for_each(|_| drop(tracer.start("further")));
+        assert_eq!(losses.lost.load(Ordering::Relaxed), 7);
+        drop(let_go);
+        provider.shutdown().unwrap();
+        assert_eq!(exported.iter().sum::<usize>() + under_way, REQUEST + WAITING - waiting);
+    }
+
+    #[test]
+    fn losses_are_spoken_of_once_a_minute_and_none_is_forgotten() {
+        let (losses, start) = (Losses::default(), Instant::now());
+        assert_eq!(losses.to_say(start), None, "nothing is lost");
+        losses.lost.fetch_add(3, Ordering::Relaxed);
+        losses.remember("refused".into());
+        assert_eq!(losses.to_say(start), Some((3, "refused".into())));
+        losses.lost.fetch_add(4, Ordering::Relaxed);
+        assert_eq!(losses.to_say(start + SILENCE / 2), None);
+        losses.lost.fetch_add(5, Ordering::Relaxed);
+        assert_eq!(losses.to_say(start + SILENCE), Some((9, String::new())));
+    }
+}

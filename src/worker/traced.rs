@@ -1,0 +1,176 @@
+//! What a worker says of itself in spans: of a task what became of it and where its time went, of a batch
+//! whose inputs it had. Where tracing is off, each of these is one branch. Decides nothing else.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Instant, SystemTime};
+
+use super::engine::{Done, Item};
+use crate::batching::Batch;
+use crate::model::Codec;
+use crate::protocol::dead_letter::Reason;
+use crate::protocol::{Message, Receipt, Task, TaskError, shorten};
+use crate::telemetry::traces::{Came, MAX_LINKS, Passed, TaskLink, TaskSpan, Traces};
+
+const TRACEPARENT: &str = "traceparent";
+const TRACESTATE: &str = "tracestate";
+/// Letters of an error in a span.
+const WORDS: usize = 300;
+
+/// A task's span, from its acceptance until what it is kept in is dropped; none where tracing is off.
+pub(super) struct Traced(Option<Box<Begun>>);
+
+struct Begun {
+    span: TaskSpan,
+    /// When its reply was ready to be published.
+    settling: Option<Instant>,
+    /// What was told is what became of it.
+    settled: AtomicBool,
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        if !*self.settled.get_mut() {
+            self.span.tell("sconce.status", "returned");
+        } else if let Some(since) = self.settling {
+            self.span.tell("sconce.publish_ms", since.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+}
+
+impl Traced {
+    /// No span.
+    pub(super) fn not() -> Self {
+        Self(None)
+    }
+
+    /// Begins the span of `task`.
+    pub(super) fn begin(traces: &Traces, task: &Task, redeliveries: i64) -> Self {
+        let header = |name| task.message.properties.headers.get(name).and_then(|value| value.as_str());
+        let span = traces.task(|| Came {
+            id: &task.id,
+            correlation_id: task.message.properties.correlation_id.as_deref(),
+            traceparent: header(TRACEPARENT),
+            tracestate: header(TRACESTATE),
+            size: task.message.body.len(),
+            at: task.received,
+        });
+        let begun = span.map(|span| {
+            span.tell("sconce.redeliveries", redeliveries);
+            Box::new(Begun { span, settling: None, settled: AtomicBool::new(false) })
+        });
+        Self(begun)
+    }
+
+    /// For the batches that the task comes to be in.
+    pub(super) fn link(&self) -> Option<Box<TaskLink>> {
+        self.0.as_ref()?.span.link().map(Box::new)
+    }
+
+    /// The work is done, as the receipt says; what comes is publishing.
+    pub(super) fn worked(&mut self, receipt: &Receipt, attempt: i64) {
+        let Some(begun) = self.0.as_mut().filter(|it| it.span.is_recorded()) else { return };
+        begun.settling = Some(Instant::now());
+        begun.span.tell("sconce.attempt", attempt);
+        begun.span.tell("sconce.queue_ms", receipt.queue_ms);
+        begun.span.tell("sconce.prepare_ms", receipt.prepare_ms);
+        begun.span.tell("sconce.wait_ms", receipt.wait_ms);
+        begun.span.tell("sconce.compute_ms", receipt.compute_ms);
+        begun.span.tell("sconce.batch.size", receipt.batch_size);
+        begun.span.tell("sconce.batch.tokens", receipt.batch_tokens);
+    }
+
+    /// It is answered: with a result, or with this error.
+    pub(super) fn answered(&self, error: Option<&TaskError>) {
+        let Some(span) = self.recorded() else { return };
+        let (status, code) = error.map_or(("succeeded", 200), |error| {
+            let (status, code, ..) = error.kind.wire();
+            (status, code)
+        });
+        span.tell("sconce.status", status);
+        span.tell("sconce.status_code", code);
+        if let Some(error) = error {
+            fail(span, error);
+        }
+    }
+
+    /// It is put off, to be tried again.
+    pub(super) fn retried(&self, error: &TaskError) {
+        let Some(span) = self.recorded() else { return };
+        span.tell("sconce.status", "retried");
+        fail(span, error);
+    }
+
+    /// It is acked, and what was told of it counts. Without, it was handed back, or is the broker's anew.
+    pub(super) fn settled(&self) {
+        if let Some(begun) = &self.0 {
+            begun.settled.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// It goes to the dead letters; an answer may follow.
+    pub(super) fn dead_lettered(&self, reason: Reason) {
+        if let Some(span) = self.recorded() {
+            span.tell("sconce.dead_letter.reason", reason.as_str());
+        }
+    }
+
+    /// The reply, in the trace of its task: behind this span.
+    pub(super) fn reply(&self, mut reply: Message) -> Message {
+        let Some(begun) = &self.0 else { return reply };
+        let headers = &mut reply.properties.headers;
+        headers.insert(TRACEPARENT.into(), begun.span.traceparent().into());
+        if !begun.span.is_continued() {
+            // It belongs to a trace that could not be continued.
+            headers.remove(TRACESTATE);
+        }
+        reply
+    }
+
+    /// The task's next attempt. It keeps its context, so that all attempts are in one trace, side by
+    /// side; one that came without is given ours.
+    pub(super) fn next_attempt(&self, mut message: Message) -> Message {
+        let Some(begun) = self.0.as_ref().filter(|it| !it.span.is_continued()) else { return message };
+        let headers = &mut message.properties.headers;
+        headers.insert(TRACEPARENT.into(), begun.span.traceparent().into());
+        headers.remove(TRACESTATE);
+        message
+    }
+
+    fn recorded(&self) -> Option<&TaskSpan> {
+        self.0.as_ref().map(|it| &it.span).filter(|span| span.is_recorded())
+    }
+}
+
+fn fail(span: &TaskSpan, error: &TaskError) {
+    let (.., code) = error.kind.wire();
+    span.tell("error.type", code);
+    span.fail(shorten(&error.message, WORDS));
+}
+
+/// The span of a forward pass that began at `began`; none: tracing is off.
+pub(super) fn passed<C: Codec>(
+    traces: &Traces,
+    began: Option<SystemTime>,
+    batch: &Batch<Item<C>>,
+    said: &Done,
+) {
+    let Some(began) = began else { return };
+    let (mut links, mut tasks) = (Vec::new(), 0);
+    let mut before = None;
+    for ticket in batch.inputs.iter().map(|item| &item.ticket) {
+        // A task's inputs are side by side.
+        if before.replace(ticket).is_some_and(|before| Arc::ptr_eq(before, ticket)) {
+            continue;
+        }
+        tasks += 1;
+        if links.len() < MAX_LINKS {
+            links.extend(ticket.link.as_deref().cloned());
+        }
+    }
+    let fault = match said {
+        Done::Fault(words) => Some(words.as_str()),
+        Done::Computed { .. } | Done::Unwanted => None,
+    };
+    traces.batch(Passed { began, links, tasks, inputs: batch.inputs.len(), tokens: batch.tokens, fault });
+}
