@@ -49,7 +49,7 @@ const FENCES: &[(&str, &str)] = &[
     ("hf_hub", "src/model"),
     ("axum", "src/admin"),
     ("prometheus_client", "src/admin"),
-    ("ratatui", "src/app/top"),
+    ("ratatui", "src/app"),
     ("opentelemetry", "src/telemetry"),
     ("opentelemetry_http", "src/telemetry"),
     ("opentelemetry_otlp", "src/telemetry"),

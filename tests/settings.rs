@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Admin, Batch, Broker, Devices, Dtype, Launcher, Loaded, Pool, Retry, Secret, Settings, Telemetry, Tls,
-    load, redact_url,
+    Admin, Batch, Broker, Devices, Dtype, Launcher, Loaded, Pool, Replace, Retry, Secret, Settings,
+    Telemetry, Tls, load, redact_url,
 };
 
 struct Folder(tempfile::TempDir);
@@ -92,6 +92,7 @@ fn without_anything_written_the_documented_defaults_are_in_force() {
             recycle_tasks: None,
             recycle_age: None,
             recycle_memory: None,
+            replace: Replace::Overlap,
         },
         admin: Admin {
             listen: Some(([127, 0, 0, 1], 9464).into()),

@@ -6,16 +6,16 @@ use std::time::Duration;
 
 use anyhow::Context;
 
-use super::{Registry, load, start_logging};
+use super::{Registry, load, log_format, start_logging};
 use crate::admin::{self, Place};
 use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, subscribe};
 use crate::broker::{BrokerError, Link};
 use crate::cli;
 use crate::config::{Assignment, Settings, redact_url};
 use crate::launcher::order::Handle;
-use crate::launcher::{Host, Launching};
+use crate::launcher::{Host, Launching, RawLines};
 use crate::shutdown::{Exit, Hangups, Patience, Phase, Stop, listen};
-use crate::telemetry;
+use crate::telemetry::{self, Format};
 
 /// Requests that a launcher takes ahead of those that it has answered.
 const REQUESTS: u16 = 16;
@@ -49,7 +49,8 @@ async fn serve(
     let stop = Stop::default();
     listen(stop.clone(), Patience::SecondAborts)?;
     let mut hangups = Hangups::listen()?;
-    let launching = Launching::new(program, &settings.launcher, &stop);
+    let raw_lines = (log_format(true) == Format::Json).then_some(telemetry::write_line as RawLines);
+    let launching = Launching::logging(program, &settings.launcher, &stop, raw_lines);
     if let Some(address) = settings.admin.listen {
         let has_gpus = assignments.iter().any(|assignment| assignment.device != "cpu");
         let served = admin::serve(address, launching.board(), stop.clone(), has_gpus).await;

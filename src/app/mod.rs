@@ -22,6 +22,7 @@ mod stop;
 mod top;
 mod worker;
 
+use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -120,11 +121,19 @@ fn pool_named<'a>(pools: &'a [Pool], name: Option<&str>) -> anyhow::Result<(usiz
 /// Starts logging for a command that a person or a service manager runs.
 fn start_logging(unless_told: Option<&str>) {
     let filter = std::env::var("SCONCE_LOG").ok();
-    let format = match std::env::var("SCONCE_LOG_FORMAT").as_deref() {
-        Ok("json") => Format::Json,
-        _ => Format::Human,
-    };
+    let format = log_format(unless_told.is_none());
     if let Some(problem) = telemetry::start(filter.as_deref().or(unless_told), format) {
         tracing::warn!(problem, "SCONCE_LOG cannot be read; the default is used");
+    }
+}
+
+/// How lines look: as `SCONCE_LOG_FORMAT` says; else for a person, except those of a service whose stderr
+/// goes to a collector of logs.
+fn log_format(is_service: bool) -> Format {
+    match std::env::var("SCONCE_LOG_FORMAT").as_deref() {
+        Ok("json") => Format::Json,
+        Ok("human") => Format::Human,
+        _ if is_service && !std::io::stderr().is_terminal() => Format::Json,
+        _ => Format::Human,
     }
 }

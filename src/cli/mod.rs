@@ -238,7 +238,7 @@ fn exit_codes() -> String {
     for (exit, meaning) in Exit::ALL {
         text.push_str(&format!("  {:3}  {meaning}\n", exit.code()));
     }
-    text + "\nSCONCE_LOG sets what is logged (info, debug, sconce::worker=trace); SCONCE_LOG_FORMAT=json its form."
+    text + "\nSCONCE_LOG sets what is logged (info, debug, sconce::worker=trace); SCONCE_LOG_FORMAT its form (human, json)."
 }
 
 #[cfg(test)]

@@ -139,6 +139,7 @@ fn launcher(page: &mut Page<'_>, launcher: &Launcher) {
     page.line("recycle_tasks", tasks);
     page.line("recycle_age", age);
     page.line("recycle_memory", memory);
+    page.line("replace", quoted(launcher.replace.name()));
 }
 
 fn admin(page: &mut Page<'_>, admin: &Admin) {

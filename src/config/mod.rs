@@ -36,7 +36,7 @@ pub use overrides::NOT_SETTINGS;
 pub use problem::{ConfigError, Problem};
 pub use redact::redact_url;
 pub use settings::{
-    Admin, Batch, Broker, Devices, Dtype, Launcher, Pool, Retry, Secret, Settings, Telemetry, Tls,
+    Admin, Batch, Broker, Devices, Dtype, Launcher, Pool, Replace, Retry, Secret, Settings, Telemetry, Tls,
 };
 
 /// Settings that may be used, and how they came about.

@@ -221,6 +221,29 @@ pub struct Launcher {
     pub recycle_age: Option<Duration>,
     /// Growth of its memory, in bytes since it was ready, at which it is.
     pub recycle_memory: Option<u64>,
+    /// Which goes first when a worker is replaced.
+    pub replace: Replace,
+}
+
+/// The `replace` setting: the order in which a worker is replaced by a new one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Replace {
+    /// The new one is ready before the old one drains; the device holds both.
+    #[default]
+    Overlap,
+    /// The old one drains before the new one starts: for devices that hold one copy of the model.
+    InTurn,
+}
+
+impl Replace {
+    /// All, with their names in settings.
+    pub const ALL: [(Self, &str); 2] = [(Self::Overlap, "overlap"), (Self::InTurn, "in_turn")];
+
+    /// Its name in settings.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(replace, _)| *replace == self).map_or("", |(_, name)| *name)
+    }
 }
 
 /// `[admin]`.

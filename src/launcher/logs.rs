@@ -1,15 +1,23 @@
-//! Re-emits what a worker logs (JSON lines on its stderr) as the launcher's own events, under the
-//! slot's name and with the worker's level. What is no such line (a panic's words, a library's
-//! print) is a warning.
+//! Re-emits what a worker logs (JSON lines on its stderr) under the slot's name: as an event of the
+//! launcher's own with the worker's level, for a person; or, for a collector of logs, as the line that
+//! it is, with its fields. What is no such line (a panic's words, a library's print) is a warning.
 
 use serde_json::{Map, Value};
 
-/// Re-emits one line; returns its words.
-pub(super) fn re_emit(slot: &str, line: &str) -> String {
-    let parsed = serde_json::from_str::<Map<String, Value>>(line).ok();
-    let level = parsed.as_ref().and_then(|log| log.get("level")).and_then(Value::as_str);
+/// Writes a line that is JSON already, as it is.
+pub type RawLines = fn(&str);
+
+/// Re-emits one line, by `raw` where there is one; returns its words.
+pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>) -> String {
+    let parsed =
+        serde_json::from_str::<Map<String, Value>>(line).ok().filter(|log| log.contains_key("fields"));
+    let level = parsed.as_ref().and_then(|log| log.get("level")).and_then(Value::as_str).map(str::to_owned);
     let words = parsed.as_ref().map_or_else(|| line.to_owned(), words);
-    match level {
+    if let (Some(log), Some(raw)) = (parsed, raw) {
+        raw(&with_slot(log, slot).to_string());
+        return words;
+    }
+    match level.as_deref() {
         Some("ERROR") => tracing::error!(target: "sconce::slot", slot, "{words}"),
         Some("INFO") => tracing::info!(target: "sconce::slot", slot, "{words}"),
         Some("DEBUG") => tracing::debug!(target: "sconce::slot", slot, "{words}"),
@@ -17,6 +25,14 @@ pub(super) fn re_emit(slot: &str, line: &str) -> String {
         _ => tracing::warn!(target: "sconce::slot", slot, "{words}"),
     }
     words
+}
+
+/// The same line, with the slot among its fields.
+fn with_slot(mut log: Map<String, Value>, slot: &str) -> Value {
+    if let Some(fields) = log.get_mut("fields").and_then(Value::as_object_mut) {
+        fields.insert("slot".to_owned(), slot.into());
+    }
+    Value::Object(log)
 }
 
 /// The message, then its fields as `name=value`.
@@ -42,5 +58,8 @@ mod tests {
         let line = r#"{"level":"INFO","fields":{"message":"ready","device":"cpu","load_ms":3}}"#;
         let log = serde_json::from_str(line).unwrap();
         assert_eq!(words(&log), r#"ready device="cpu" load_ms=3"#);
+        let line = with_slot(log, "embed/0");
+        assert_eq!(line["fields"]["slot"], "embed/0");
+        assert_eq!((&line["level"], &line["fields"]["load_ms"]), (&"INFO".into(), &3.into()));
     }
 }

@@ -50,6 +50,7 @@ use fleet::Fleet;
 use order::{Ask, Handle};
 
 pub use fit::{Needs, fit};
+pub use logs::RawLines;
 pub use plan::{Cuda, Host, plan};
 pub use restart::{Death, REASONS, Verdict, judge};
 
@@ -98,6 +99,8 @@ struct Launch {
     board: Arc<Board>,
     /// One slot at a time changes its worker for a new one.
     turn: Arc<Semaphore>,
+    /// Takes workers' log lines as they are, where ours are JSON too.
+    raw_lines: Option<RawLines>,
 }
 
 /// A launcher that has not begun: what shows it, and by which it is asked, are there already.
@@ -111,12 +114,17 @@ pub struct Launching {
 impl Launching {
     /// One that spawns `program`, treats its workers by `policy`, and ends with `stop`.
     pub fn new(program: &Path, policy: &Launcher, stop: &Stop) -> Self {
+        Self::logging(program, policy, stop, None)
+    }
+
+    /// The same, with workers' log lines written by `raw_lines` as they are.
+    pub fn logging(program: &Path, policy: &Launcher, stop: &Stop, raw_lines: Option<RawLines>) -> Self {
         let (sender, policy) = watch::channel(policy.clone());
         let board = Arc::<Board>::default();
         let (handle, asks) = Handle::new(board.clone());
         let deaths = deaths::Register::new(policy.borrow().poison_deaths);
         let (program, stop, turn) = (program.to_owned(), stop.clone(), Arc::new(Semaphore::new(1)));
-        let launch = Launch { program, policy, stop, deaths, board, turn };
+        let launch = Launch { program, policy, stop, deaths, board, turn, raw_lines };
         Self { launch: Arc::new(launch), policy: sender, asks, handle }
     }
 

@@ -1,6 +1,7 @@
 //! A new worker in the place of one that runs: for other settings, or because the old one is spent.
-//! The new one is ready before the old one drains; one that never is leaves all as it was. Decides
-//! when a worker is replaced, and sees the old one off.
+//! The new one is ready before the old one drains, or, where the device holds but one, the old one
+//! drains first. A new one that never gets ready leaves the settings as they were. Decides when a
+//! worker is replaced, and sees the old one off.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -10,8 +11,8 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use super::Launch;
 use super::running::{Happening, Running};
 use super::sight::Remains;
-use super::slot::Slot;
-use crate::config::Assignment;
+use super::slot::{Slot, Then};
+use crate::config::{Assignment, Replace};
 use crate::protocol::admin::State;
 
 /// Before it is tried again to replace a worker that is spent.
@@ -33,6 +34,12 @@ pub(super) struct Successor {
     why: Why,
 }
 
+/// Settings by which a worker is started in the place of one that has drained.
+pub(super) struct Trial {
+    before: Assignment,
+    why: Why,
+}
+
 /// The next thing that happens with it; never, when there is none. Safe to cancel.
 pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) -> Happening {
     match successor {
@@ -42,17 +49,70 @@ pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) 
 }
 
 impl Slot {
-    /// Has a new worker made ready, where the one that runs is spent and no other slot is at it.
-    pub(super) async fn recycle(&mut self, current: &Running, successor: &mut Option<Successor>) {
+    /// Why it is time for a new worker, where the one that runs is spent and no other slot is at it.
+    pub(super) fn is_due(&mut self, current: &Running, has_successor: bool) -> Option<Why> {
         let too_soon = self.next_turn.is_some_and(|at| Instant::now() < at);
-        if successor.is_some() || current.is_leaving() || self.wishes.paused || too_soon {
+        if has_successor || current.is_leaving() || self.wishes.paused || too_soon {
+            return None;
+        }
+        let words = current.sight.is_spent(&self.launch)?;
+        let permit = self.launch.turn.clone().try_acquire_owned().ok()?;
+        tracing::info!(slot = self.assignment.slot, reason = words, "the worker is to be replaced");
+        Some(Why { reason: "recycled", permit, answer: None })
+    }
+
+    /// Replaces the worker that runs by one that works by `assignment`, in the order of the settings.
+    pub(super) async fn replace(
+        &mut self,
+        assignment: Assignment,
+        why: Why,
+        (current, successor): (&mut Running, &mut Option<Successor>),
+        then: &mut Then,
+    ) {
+        let (order, grace) = {
+            let policy = self.launch.policy.borrow();
+            (policy.replace, policy.shutdown_grace)
+        };
+        if order == Replace::Overlap {
+            return self.prepare_successor(assignment, why, successor).await;
+        }
+        let before = self.assignment.clone();
+        if assignment != before {
+            self.take_on(assignment);
+        }
+        self.trial = Some(Trial { before, why });
+        *then = Then::Start;
+        current.finish(grace).await;
+        self.show(State::Draining);
+    }
+
+    /// A worker is ready: the settings on trial are good.
+    pub(super) fn pass_trial(&mut self, current: &Running) {
+        if !current.sight.is_ready() || current.is_leaving() {
             return;
         }
-        let Some(words) = current.sight.is_spent(&self.launch) else { return };
-        let Ok(permit) = self.launch.turn.clone().try_acquire_owned() else { return };
-        tracing::info!(slot = self.assignment.slot, reason = words, "the worker is to be replaced");
-        let why = Why { reason: "recycled", permit, answer: None };
-        self.prepare_successor(self.assignment.clone(), why, successor).await;
+        if let Some(Trial { why, .. }) = self.trial.take() {
+            self.count_restart(why.reason);
+            let _ = why.answer.map(|answer| answer.send(Ok(())));
+        }
+    }
+
+    /// Where the worker that has ended was to show that settings are good, and did not: back to those
+    /// before.
+    pub(super) fn judge_trial(&mut self, then: Then, remains: &Remains) -> Then {
+        if matches!(then, Then::Start) {
+            return then;
+        }
+        let Some(Trial { before, why }) = self.trial.take() else { return then };
+        if !matches!(then, Then::Judge) {
+            return then;
+        }
+        if before != self.assignment {
+            self.take_on(before);
+        }
+        let words = format!("the new worker ended before it was ready: {}", remains.words);
+        self.give_up_successor(why, &words);
+        Then::Start
     }
 
     /// Spawns the worker that is to follow.
@@ -118,7 +178,7 @@ impl Slot {
             slot = self.assignment.slot,
             reason = why.reason,
             error = words,
-            "the worker stays: it cannot be replaced"
+            "it cannot be replaced: the settings before stay"
         );
         self.next_turn = Some(Instant::now() + ANOTHER_TURN);
         if let Some(answer) = why.answer {

@@ -74,6 +74,7 @@ pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Replace;
 
     fn policy() -> Launcher {
         Launcher {
@@ -86,6 +87,7 @@ mod tests {
             recycle_tasks: None,
             recycle_age: None,
             recycle_memory: None,
+            replace: Replace::Overlap,
         }
     }
 

@@ -112,7 +112,9 @@ impl Running {
         let grace = launch.policy.borrow().shutdown_grace;
         match happening {
             Happening::Sign(Sign::Event(line)) => self.hear(&line, launch),
-            Happening::Sign(Sign::Log(line)) => self.sight.log.push(&re_emit(&self.assignment.slot, &line)),
+            Happening::Sign(Sign::Log(line)) => {
+                self.sight.log.push(&re_emit(&self.assignment.slot, &line, launch.raw_lines))
+            }
             Happening::Sign(Sign::Ended(status)) => return Some(Some(status)),
             Happening::Step => self.step = self.step.take(&mut self.worker, grace).await,
             Happening::Overdue => self.be_overdue(launch),

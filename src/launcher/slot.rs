@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use super::Launch;
 use super::board::Entry;
 use super::order::{Order, Ordered};
-use super::replace::{Successor, Why, next_of};
+use super::replace::{Successor, Trial, Why, next_of};
 use super::restart::{Verdict, judge};
 use super::running::{Running, Wishes};
 use super::sight::{Accused, Remains, Sight};
@@ -36,7 +36,7 @@ pub(super) enum SlotEnd {
 }
 
 /// What comes after a worker's end, or after a wait.
-enum Then {
+pub(super) enum Then {
     /// As its death is judged.
     Judge,
     /// A new worker, at once.
@@ -59,6 +59,8 @@ pub(super) struct Slot {
     found_in_a_row: u32,
     /// Not before this is it tried again to replace a worker that is spent.
     pub(super) next_turn: Option<Instant>,
+    /// Settings by which no worker has been ready yet.
+    pub(super) trial: Option<Trial>,
 }
 
 impl Slot {
@@ -72,6 +74,7 @@ impl Slot {
             quick_failures: 0,
             found_in_a_row: 0,
             next_turn: None,
+            trial: None,
         }
     }
 
@@ -83,6 +86,7 @@ impl Slot {
                 break SlotEnd::Drained;
             }
             let (remains, then) = self.live(accused.take()).await;
+            let then = self.judge_trial(then, &remains);
             let then = match then {
                 Then::Judge => self.judge(remains, &mut accused).await,
                 then => then,
@@ -139,7 +143,7 @@ impl Slot {
 
     /// Waits without a worker, for so long or until somebody orders something.
     async fn rest(&mut self, delay: Option<Duration>) -> Then {
-        let until = delay.map(|delay| tokio::time::Instant::now() + delay);
+        let mut until = delay.map(|delay| tokio::time::Instant::now() + delay);
         loop {
             tokio::select! {
                 () = tokio::time::sleep_until(until.unwrap_or_else(tokio::time::Instant::now)), if until.is_some() => {
@@ -150,7 +154,7 @@ impl Slot {
                 Some(ordered) = self.orders.recv() => match self.obey_at_rest(ordered) {
                     Some(Then::Hold) => {
                         self.show(State::Stopped);
-                        return Box::pin(self.rest(None)).await;
+                        until = None;
                     }
                     Some(then) => return then,
                     None => {}
@@ -230,7 +234,11 @@ impl Slot {
             tokio::select! {
                 happening = current.next(&launch) => {
                     let Some(status) = current.act(happening, &launch).await else {
-                        self.recycle(&current, &mut successor).await;
+                        self.pass_trial(&current);
+                        if let Some(why) = self.is_due(&current, successor.is_some()) {
+                            let same = self.assignment.clone();
+                            self.replace(same, why, (&mut current, &mut successor), &mut then).await;
+                        }
                         continue;
                     };
                     let asked = current.is_leaving();
@@ -279,7 +287,7 @@ impl Slot {
             }
             Ordered::Replace(assignment, permit, answer) => {
                 let why = Why { reason: "reloaded", permit, answer: Some(answer) };
-                return self.prepare_successor(*assignment, why, successor).await;
+                return self.replace(*assignment, why, (current, successor), then).await;
             }
         };
         let grace = self.launch.policy.borrow().shutdown_grace;
@@ -316,7 +324,9 @@ impl Slot {
         match (then, exit) {
             (_, Some(Exit::StoppedOnRequest)) => Then::End(SlotEnd::StoppedOnRequest),
             (Then::Start, _) if !stopping => {
-                self.count_restart("requested");
+                if self.trial.is_none() {
+                    self.count_restart("requested");
+                }
                 Then::Start
             }
             (then @ (Then::Hold | Then::End(_)), _) if !stopping => then,

@@ -5,7 +5,7 @@
 
 pub mod traces;
 
-use std::io::{self, IsTerminal};
+use std::io::{self, IsTerminal, Write};
 use std::sync::OnceLock;
 
 use tracing::{Level, Metadata};
@@ -49,6 +49,12 @@ pub fn start(filter: Option<&str>, format: Format) -> Option<String> {
         let _ = FILTER.set(Box::new(move |filter| handle.reload(shown(filter)).is_ok()));
     }
     problem
+}
+
+/// Writes a line that is a log line already, of another process of ours.
+pub fn write_line(line: &str) {
+    // With its line feed in one write: others write there too. A stderr that is gone is nobody's loss.
+    let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
 }
 
 /// Takes another filter in the place of the one before. Written once, by [`start`].

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use sconce::config::Assignment;
+use sconce::config::{Assignment, Replace};
 use sconce::launcher::board::Board;
 use sconce::protocol::admin::State;
 use sconce::shutdown::Exit;
@@ -174,4 +174,31 @@ async fn a_worker_is_recycled_for_its_age_and_for_the_memory_that_it_has_gained(
         });
         assert_eq!(exit.await, Exit::Done);
     }
+}
+
+#[tokio::test]
+async fn in_turn_the_old_worker_ends_before_the_new_one_starts_and_bad_settings_are_taken_back() {
+    let script = format!(
+        "{SHARED}\nsay born; case $start in *missing*) exit 82;; esac; {READY}\n\
+         while read -r line; do case $line in *finish*|*drain*) say gone; exit 0;; esac; done"
+    );
+    let mut stage = Stage::new(2, &script);
+    stage.policy.replace = Replace::InTurn;
+    let exit = stage.run_asked(async |handle, board| {
+        all_ready(&board, 2).await;
+        let done = handle.reload(with_model(&stage.assignments, "other"), stage.policy.clone()).await;
+        assert_eq!(done.as_deref(), Ok("2 workers replaced, 0 slots started, 0 ended"));
+        all_ready(&board, 2).await;
+        let refused = handle.reload(with_model(&stage.assignments, "missing"), stage.policy.clone()).await;
+        assert!(refused.is_err_and(|words| words.contains("the model failed to load")));
+        all_ready(&board, 2).await;
+        let models = |slot: &str| board.read(|sheet| sheet.slots[slot].report.model.clone());
+        assert_eq!((models("embed/0").as_str(), models("embed/1").as_str()), ("other", "other"));
+        assert_eq!(restarts(&board, "embed/0", "reloaded"), 1);
+        stage.drain();
+    });
+    assert_eq!(exit.await, Exit::Done);
+    let story = stage.lines("story");
+    assert_eq!(story[2..6], ["0/1 gone", "0/2 born", "1/1 gone", "1/2 born"]);
+    assert_eq!(story[6..9], ["0/2 gone", "0/3 born", "0/4 born"]);
 }

@@ -128,7 +128,7 @@ impl Sconce {
                 command.env_remove(&*name);
             }
         }
-        command.env("SCONCE_LOG", LOGGED);
+        command.env("SCONCE_LOG", LOGGED).env("SCONCE_LOG_FORMAT", "human");
         command.envs(settings.environment.iter().cloned());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         die_with_the_test(&mut command);

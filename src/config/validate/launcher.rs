@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
-use super::super::settings::Launcher;
+use ::config::Value;
+
+use super::super::settings::{Launcher, Replace};
 use super::super::units::show_duration;
 use super::WAIT;
-use super::section::Section;
-use super::values::{duration, never, size, whole};
+use super::section::{Expected, Section};
+use super::values::{duration, never, size, text, whole};
 
 /// Reads `[launcher]`.
 pub(super) fn launcher(mut section: Section<'_>) -> Option<Launcher> {
@@ -19,6 +21,7 @@ pub(super) fn launcher(mut section: Section<'_>) -> Option<Launcher> {
     let recycle_tasks = section.read("recycle_tasks", never(whole(1..=i64::MAX as u64)));
     let recycle_age = section.read("recycle_age", never(duration(WAIT)));
     let recycle_memory = section.read("recycle_memory", never(size(1..=u64::MAX)));
+    let replace = section.read("replace", replace);
     refuse_low_ceiling(
         &mut section,
         ("restart_delay", restart_delay),
@@ -35,7 +38,14 @@ pub(super) fn launcher(mut section: Section<'_>) -> Option<Launcher> {
         recycle_tasks: recycle_tasks?,
         recycle_age: recycle_age?,
         recycle_memory: recycle_memory?,
+        replace: replace?,
     })
+}
+
+fn replace(value: &Value) -> Result<Replace, Expected> {
+    let written = text(value).ok();
+    let found = Replace::ALL.iter().find(|(_, name)| written.as_deref() == Some(*name));
+    found.map(|(replace, _)| *replace).ok_or_else(|| "\"overlap\" or \"in_turn\"".to_owned())
 }
 
 /// A delay that grows needs a ceiling above its beginning.

@@ -98,6 +98,7 @@ mod tests {
             ("launcher.recycle_tasks", "0", "\"never\" or a whole number"),
             ("launcher.recycle_age", "0s", "\"never\" or a duration from 1ms"),
             ("launcher.recycle_memory", "0B", "\"never\" or a size from 1B"),
+            ("launcher.replace", "sometimes", "\"overlap\" or \"in_turn\""),
             ("admin.listen", "9464", "an address and a port"),
             ("admin.listen", "localhost:9464", "an address and a port"),
             ("admin.control_exchange", "amq.topic", "a name that does not start with `amq.`"),
@@ -136,6 +137,7 @@ mod tests {
             ("admin.listen", ""),
             ("admin.listen", "[::]:0"),
             ("admin.control_exchange", ""),
+            ("launcher.replace", "in_turn"),
             ("launcher.recycle_tasks", "never"),
             ("launcher.recycle_memory", "1GiB"),
         ] {
