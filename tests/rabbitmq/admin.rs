@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::messages::busy_with;
 use crate::support::client::{Client, Task};
 use crate::support::rabbit::{Conf, Rabbit};
-use crate::support::sconce::{Sconce, Settings, lives};
+use crate::support::sconce::{OnTerminal, Sconce, Settings, lives};
 use crate::support::wait::{bounded, until};
 
 /// The status and body that a path answers with.
@@ -33,7 +33,7 @@ async fn metrics(admin: &str) -> BTreeMap<String, f64> {
     let lines = page.lines().filter(|line| !line.starts_with('#'));
     lines
         .filter_map(|line| line.rsplit_once(' '))
-        .map(|(name, value)| (name.to_owned(), value.parse().unwrap()))
+        .map(|(name, value)| (name.to_owned(), value.parse().expect("a number")))
         .collect()
 }
 
@@ -258,7 +258,7 @@ async fn bounds_of_batches_and_the_log_filter_change_at_run_time() {
     busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0, "sleep_ms": 300}))).await;
     client.publish_all(&settings.tasks, (0..12).map(|n| Task::new(json!({"input": n})))).await;
     let sizes: Vec<i64> =
-        replies.take(13).await.iter().map(|it| it.header("batch_size").parse().unwrap()).collect();
+        replies.take(13).await.iter().map(|it| it.header("batch_size").parse().expect("an answer")).collect();
     assert_eq!(sizes.iter().max(), Some(&3), "{sizes:?}");
     assert_eq!(slots(&settings, &["ping"]).await[0]["batch"]["max_requests"], 3);
     let bad = || Task::new(json!({"input": 1, "sleep_ms": "long"}));
@@ -277,6 +277,7 @@ async fn bounds_of_batches_and_the_log_filter_change_at_run_time() {
     assert_eq!(sconce.stop().await, 0);
 }
 
+#[expect(clippy::disallowed_methods, reason = "any client publishes to an exchange as it likes")]
 #[tokio::test(flavor = "multi_thread")]
 async fn any_client_can_ask_and_what_is_no_request_is_refused_in_words() {
     let rabbit = Rabbit::shared();
@@ -286,7 +287,7 @@ async fn any_client_can_ask_and_what_is_no_request_is_refused_in_words() {
     let client = Client::connect(&rabbit.url()).await;
     let mut answers = client.private_inbox().await;
     let channel = client.channel().await;
-    channel.confirm_select(ConfirmSelectOptions::default()).await.unwrap();
+    channel.confirm_select(ConfirmSelectOptions::default()).await.expect("an answer");
     let reply_to = answers.queue.clone();
     let ask = async |key: &str, body: &str| {
         let properties = BasicProperties::default()
@@ -300,7 +301,7 @@ async fn any_client_can_ask_and_what_is_no_request_is_refused_in_words() {
             body.as_bytes(),
             properties,
         );
-        published.await.unwrap().await.unwrap();
+        published.await.expect("an answer").await.expect("an answer");
     };
     let pool = format!("pool.{}", settings.name);
     for (key, body, field, words) in [
@@ -480,4 +481,31 @@ async fn workers_are_recycled_under_load_and_every_task_is_answered_once() {
     assert_eq!(ids.len(), 2_000);
     client.becomes(&settings.tasks, (0, 2)).await;
     assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn top_shows_every_slot_and_its_keys_obey_only_after_a_yes() {
+    let rabbit = Rabbit::shared();
+    let settings = Settings::echo(rabbit.url()).controlled();
+    let sconce = Sconce::launched(&settings).await;
+    sconce.wait_for_log("listening").await;
+    let control = [("admin.control_exchange", settings.control())];
+    let mut top = OnTerminal::start("top --every 100ms", &rabbit.url(), &control);
+    top.wait_for(&settings.tasks).await;
+    top.wait_for("ready").await;
+    top.press("p");
+    top.wait_for("pause").await;
+    top.press("n");
+    top.press("d");
+    top.wait_for("drain").await;
+    top.press("y");
+    top.wait_for("stopped").await;
+    state_becomes(&settings, 0, "stopped").await;
+    top.press("q");
+    let (code, shown) = top.end().await;
+    assert_eq!(code, 0, "{shown:?}");
+    assert!(shown.contains("\u{1b}[?1049l") && shown.contains("\u{1b}[?25h"), "the terminal is given back: {shown:?}");
+    let mut piped = Sconce::run(&settings, &["top"]);
+    assert_eq!(piped.exit_code().await, 64);
+    assert!(piped.log().contains("needs a terminal"), "{}", piped.log());
 }

@@ -2,8 +2,6 @@
 //! was.
 
 use std::collections::BTreeSet;
-use std::io::{Read, Write};
-use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
 
 use lapin::types::AMQPValue;
@@ -14,7 +12,7 @@ use serde_json::{Value, json};
 use crate::amqp_rig::connector;
 use crate::support::client::{Client, Received, Task};
 use crate::support::rabbit::Rabbit;
-use crate::support::sconce::{Sconce, Settings};
+use crate::support::sconce::{OnTerminal, Sconce, Settings};
 use crate::support::wait::until;
 
 /// A pool whose queues have been made, without a worker.
@@ -281,21 +279,13 @@ async fn nothing_is_deleted_without_a_yes_and_nothing_changes_without_being_name
     client.ready_becomes(&settings.dead, 0).await;
 }
 
-/// `sconce dead purge --all` on a terminal, with this answer.
-fn purge_on_a_terminal(settings: &Settings, answer: &str) -> String {
-    let sconce = env!("CARGO_BIN_EXE_sconce");
-    let (url, dead) = (Rabbit::shared().url(), &settings.dead);
-    let command =
-        format!("{sconce} dead purge --all --set broker.url={url} --set pool[0].dead_letter_queue={dead}");
-    let mut script = Command::new("script");
-    script.args(["-qec", &command, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut script = script.spawn().expect("`script` of util-linux gives the program a terminal");
-    // Held open until the end: `script` ends with its input.
-    let mut keys = script.stdin.take().expect("a pipe");
-    keys.write_all(answer.as_bytes()).expect("an open terminal");
-    let mut shown = String::new();
-    script.stdout.take().expect("a pipe").read_to_string(&mut shown).expect("what it shows");
-    assert!(script.wait().expect("an end").success(), "{shown}");
+/// What `sconce dead purge --all` shows on a terminal, with this answer.
+async fn purge_on_a_terminal(settings: &Settings, answer: &str) -> String {
+    let queue = [("pool[0].dead_letter_queue", settings.dead.as_str())];
+    let mut purge = OnTerminal::start("dead purge --all", &Rabbit::shared().url(), &queue);
+    purge.press(answer);
+    let (code, shown) = purge.end().await;
+    assert_eq!(code, 0, "{shown}");
     shown
 }
 
@@ -303,10 +293,10 @@ fn purge_on_a_terminal(settings: &Settings, answer: &str) -> String {
 async fn on_a_terminal_purge_asks_and_anything_but_yes_is_no() {
     let (settings, client) = idle_pool().await;
     client.publish_all(&settings.dead, (0..3).map(|n| letter(n, "poison", 1))).await;
-    let shown = purge_on_a_terminal(&settings, "\n");
+    let shown = purge_on_a_terminal(&settings, "\n").await;
     assert!(shown.contains("3 letters: 3 poison? [y/N]") && shown.contains(": nothing"), "{shown}");
     assert_eq!(listed(&settings, "").await, numbers(0..3));
-    let shown = purge_on_a_terminal(&settings, "y\n");
+    let shown = purge_on_a_terminal(&settings, "y\n").await;
     assert!(shown.contains("deleted from") && shown.contains("3 letters"), "{shown}");
     client.ready_becomes(&settings.dead, 0).await;
 }

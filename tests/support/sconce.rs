@@ -1,9 +1,9 @@
 //! The `sconce` binary as a child process: its settings, its log, its workers, its signals, its end.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -122,12 +122,7 @@ impl Sconce {
         for (path, value) in &settings.set {
             command.arg("--set").arg(format!("{path}={value}"));
         }
-        for (name, _) in std::env::vars_os() {
-            let name = name.to_string_lossy();
-            if name.starts_with("SCONCE_") || name == "AMQP_URL" {
-                command.env_remove(&*name);
-            }
-        }
+        without_settings(&mut command);
         command.env("SCONCE_LOG", LOGGED).env("SCONCE_LOG_FORMAT", "human");
         command.envs(settings.environment.iter().cloned());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -254,6 +249,79 @@ impl Drop for Sconce {
         if thread::panicking() {
             eprintln!("--- log of sconce {} ---\n{}", self.pid(), self.log());
         }
+    }
+}
+
+/// Takes what would be settings out of a program's environment.
+pub fn without_settings(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        let name = name.to_string_lossy();
+        if name.starts_with("SCONCE_") || name == "AMQP_URL" {
+            command.env_remove(&*name);
+        }
+    }
+}
+
+/// A command of `sconce` on a terminal of 120 columns.
+pub struct OnTerminal {
+    script: Child,
+    keys: ChildStdin,
+    lines: Arc<Mutex<Vec<String>>>,
+}
+
+impl OnTerminal {
+    /// Starts it, over the broker at `url`.
+    pub fn start(arguments: &str, url: &str, set: &[(&str, &str)]) -> Self {
+        let mut command = format!("stty rows 30 cols 120; {} {arguments}", env!("CARGO_BIN_EXE_sconce"));
+        for (path, value) in [("broker.url", url)].iter().chain(set) {
+            command += &format!(" --set '{path}={value}'");
+        }
+        let mut script = Command::new("script");
+        script.args(["-qec", &command, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        without_settings(&mut script);
+        die_with_the_test(&mut script);
+        let mut script = script.spawn().expect("`script` of util-linux gives the program a terminal");
+        // Held open until the end: `script` ends with its input.
+        let keys = script.stdin.take().expect("a pipe");
+        let lines: Arc<Mutex<Vec<String>>> = Arc::default();
+        let (pipe, shown) = (script.stdout.take(), Arc::clone(&lines));
+        thread::spawn(move || {
+            let mut bytes = [0; 4_096];
+            let mut pipe = pipe.expect("a pipe");
+            while let Ok(count @ 1..) = pipe.read(&mut bytes) {
+                let piece = String::from_utf8_lossy(&bytes[..count]).into_owned();
+                shown.lock().unwrap_or_else(PoisonError::into_inner).push(piece);
+            }
+        });
+        Self { script, keys, lines }
+    }
+
+    /// All that it has shown, with what moves the cursor.
+    pub fn shown(&self) -> String {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner).concat()
+    }
+
+    /// Waits until it has shown these words.
+    pub async fn wait_for(&self, words: &str) {
+        until(&format!("{words:?} on the terminal"), || async { self.shown().contains(words).then_some(()) })
+            .await;
+    }
+
+    /// Presses keys.
+    pub fn press(&mut self, keys: &str) {
+        self.keys.write_all(keys.as_bytes()).expect("an open terminal");
+    }
+
+    /// Waits for its end: its exit code, and all it has shown.
+    pub async fn end(mut self) -> (i32, String) {
+        let script = Mutex::new(&mut self.script);
+        let status = until("the command ends", || async {
+            script.lock().unwrap_or_else(PoisonError::into_inner).try_wait().expect("a child")
+        })
+        .await;
+        let lines = &self.lines;
+        until("all is read", || async { (Arc::strong_count(lines) == 1).then_some(()) }).await;
+        (code(status), self.shown())
     }
 }
 

@@ -49,7 +49,7 @@ pub(super) fn draw(
 }
 
 fn summary<'a>(look: &Look, rows: &[Row], words: &Words<'_>) -> Paragraph<'a> {
-    let sum = |of: fn(&Row) -> f64| rows.iter().map(of).sum::<f64>();
+    let sum = |of: fn(&Row) -> f64| rows.iter().map(of).fold(0.0, |sum, one| sum + one);
     let errors = sum(|row| row.errors_per_second);
     let text = format!(
         "sconce top  {}  launchers {}  slots {}  {:.0} tasks/s  {:.0} tokens/s  ",
