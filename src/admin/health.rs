@@ -34,7 +34,8 @@ pub(super) fn answer(check: Check, sheet: &Sheet, stopping: bool) -> (bool, Vec<
     let wrong = match check {
         Check::Live => stuck(sheet),
         Check::Ready if stopping => vec!["the launcher is stopping".to_owned()],
-        Check::Ready => without(sheet, |entry| entry.report.state.works(), "takes tasks"),
+        Check::Ready => without(sheet, takes_tasks, "takes tasks"),
+        Check::Startup if sheet.has_started => Vec::new(),
         Check::Startup => without(sheet, |entry| entry.was_ready, "has been ready yet"),
     };
     let slots = sheet.slots.values().map(|entry| {
@@ -42,6 +43,11 @@ pub(super) fn answer(check: Check, sheet: &Sheet, stopping: bool) -> (bool, Vec<
         format!("{slot} {state} for {} s", entry.since.elapsed().as_secs())
     });
     (wrong.is_empty(), wrong.iter().cloned().chain(slots).collect())
+}
+
+/// It waits for tasks or computes, and has a broker to take more from.
+fn takes_tasks(entry: &Entry) -> bool {
+    entry.report.state.works() && entry.report.stats.as_ref().is_some_and(|stats| stats.now.connected)
 }
 
 fn stuck(sheet: &Sheet) -> Vec<String> {
@@ -74,19 +80,29 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
+    use crate::config;
+    use crate::launcher::gpus::Gpus;
+    use crate::launcher::{Host, plan};
     use crate::protocol::admin::{SlotReport, State};
+    use crate::protocol::stats::Stats;
 
     fn sheet(slots: &[(&str, State, bool)]) -> Sheet {
+        let settings = config::load(&[], [], &[("pool[0].devices".into(), "cpu".into())]).unwrap().settings;
+        let host = Host { name: "h".into(), cores: 1, gpus: Gpus::default(), visible: None, cuda: None };
+        let assignment = plan(&settings, &host).unwrap().remove(0);
         let entry = |(number, (pool, state, was_ready)): (usize, &(&str, State, bool))| {
             let slot = format!("{pool}/{number}");
+            let mut stats = Stats::default();
+            stats.now.connected = true;
             let report = SlotReport {
                 slot: slot.clone(),
                 pool: (*pool).to_owned(),
                 state: *state,
+                stats: Some(Box::new(stats)),
                 ..SlotReport::default()
             };
-            let (since, was_ready) = (Instant::now(), *was_ready);
-            (slot, Entry { report, since, computing_since: None, stuck_since: None, was_ready })
+            let (since, was_ready, assignment) = (Instant::now(), *was_ready, assignment.clone());
+            (slot, Entry { report, since, computing_since: None, stuck_since: None, was_ready, assignment })
         };
         Sheet { slots: slots.iter().enumerate().map(entry).collect(), ..Sheet::default() }
     }
@@ -99,6 +115,9 @@ mod tests {
         assert!(!ready(&[busy, ("b", State::Paused, true)]));
         let (is, lines) = answer(Check::Ready, &sheet(&[busy]), true);
         assert!(!is && lines[0].contains("stopping") && lines[1].starts_with("a/0 busy"), "{lines:?}");
+        let mut lost = sheet(&[busy]);
+        lost.slots.get_mut("a/0").unwrap().report.stats = None;
+        assert!(!answer(Check::Ready, &lost, false).0, "without a broker");
     }
 
     #[test]
@@ -106,6 +125,8 @@ mod tests {
         let started = |slots: &[(&str, State, bool)]| answer(Check::Startup, &sheet(slots), false).0;
         assert!(!started(&[("a", State::Loading, false)]));
         assert!(started(&[("a", State::Failed, true), ("a", State::Quarantined, false)]));
+        let once = Sheet { has_started: true, ..sheet(&[("new", State::Loading, false)]) };
+        assert!(answer(Check::Startup, &once, false).0);
     }
 
     #[test]

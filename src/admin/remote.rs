@@ -6,7 +6,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::broker::{BrokerError, Delivery, Event, Link};
+use tokio::sync::Semaphore;
+
+use crate::broker::{BrokerError, Delivery, Event, Link, Published};
 use crate::launcher::board::Board;
 use crate::launcher::order::{Handle, Order, Outcome};
 use crate::protocol::admin::{Answer, Request, SlotReport, Target};
@@ -14,6 +16,8 @@ use crate::protocol::{JSON, Message, Properties, shorten};
 
 /// Longest wait for slots to take an order: they obey at once, or their worker does not read.
 const OBEYING: Duration = Duration::from_secs(5);
+/// Longest wait for the broker to take an answer.
+const ANSWERING: Duration = Duration::from_secs(5);
 /// Largest request.
 const LONGEST: usize = 64 << 10;
 
@@ -27,6 +31,8 @@ pub struct Place {
     pub handle: Handle,
     /// Sets its own log filter, or says what is wrong with one.
     pub log_filter: fn(&str) -> Result<(), String>,
+    /// Its one permit is held while a request is being answered.
+    pub answering: Semaphore,
 }
 
 /// Serves requests until the broker refuses us or is gone for too long.
@@ -37,15 +43,26 @@ pub async fn control(mut link: Link, place: &Place) -> Result<(), BrokerError> {
     loop {
         match link.consumer.next().await? {
             Event::Delivery(delivery) => {
+                // Held until the answer is out: a launcher that ends by this request waits for it.
+                let _answering = place.answering.acquire().await;
+                answer(&link, place, &delivery).await;
+                // Not before: with one request in hand at a time, those behind it expire at the broker.
                 link.settler.ack(delivery.receipt).await;
-                let Some(answer) = place.serve(&delivery).await else { continue };
-                let Some(reply_to) = &delivery.message.properties.reply_to else { continue };
-                // Whoever asked may be gone: then nobody misses the answer.
-                link.publisher.publish(reply_to, Arc::new(answered(&delivery.message, &answer))).await?;
             }
             Event::Lost { .. } => {}
             Event::End => return Ok(()),
         }
+    }
+}
+
+async fn answer(link: &Link, place: &Place, delivery: &Delivery) {
+    let Some(answer) = place.serve(delivery).await else { return };
+    let Some(reply_to) = &delivery.message.properties.reply_to else { return };
+    // Whoever asked may be gone: then nobody misses the answer.
+    let answered = Arc::new(answered(&delivery.message, &answer));
+    let published = tokio::time::timeout(ANSWERING, link.publisher.publish(reply_to, answered)).await;
+    if !matches!(published, Ok(Ok(Published::Confirmed))) {
+        tracing::debug!(?published, reply_to, "remote control: nobody took the answer");
     }
 }
 

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::io::Write as _;
 use std::time::{Duration, SystemTime};
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use tokio::time::Instant;
 
 use super::{load, start_logging};
@@ -21,15 +21,14 @@ use crate::telemetry::QUIET;
 pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET));
-    let target =
-        arguments.target().context("this changes something: say where, with --all, --host, --pool or --slot");
-    let target = target.context(Exit::Usage)?;
+    let target = arguments.target().map_err(|words| anyhow!(words).context(Exit::Usage))?;
     let request = arguments.order.request();
     if let Request::SetBatch(change) = &request
         && *change == Default::default()
     {
-        return Err(anyhow::anyhow!("set-batch needs --max-tokens, --max-requests or --max-delay")
-            .context(Exit::Usage));
+        return Err(
+            anyhow!("set-batch needs --max-tokens, --max-requests or --max-delay").context(Exit::Usage)
+        );
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let gathered = runtime.block_on(async {
@@ -51,8 +50,9 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
         answers.iter().any(|it| it.error.is_some() || it.slots.iter().any(|slot| slot.refused.is_some()));
     if answers.is_empty() {
         let key = target.routing_key();
-        return Err(anyhow::anyhow!("nobody has answered for {key:?} within {:?}", arguments.timeout)
-            .context(Exit::No));
+        return Err(
+            anyhow!("nobody has answered for {key:?} within {:?}", arguments.timeout).context(Exit::No)
+        );
     }
     Ok(if enough && !refused { Exit::Done } else { Exit::No })
 }
@@ -86,13 +86,17 @@ pub(super) async fn gather(
         let message = next.context("the broker was lost while answers were awaited")?;
         // Late ones to what was asked before.
         if message.properties.correlation_id.as_ref() == Some(&id) {
-            answers.push(
-                serde_json::from_slice(&message.body).context("an answer that this version cannot read")?,
-            );
+            // One launcher of another version is not to hide the others.
+            answers.push(serde_json::from_slice(&message.body).unwrap_or_else(|error| unreadable(&error)));
         }
     }
     answers.sort_by(|one, other| (&one.host, one.pid).cmp(&(&other.host, other.pid)));
     Ok(answers)
+}
+
+fn unreadable(error: &serde_json::Error) -> Answer {
+    let words = format!("an answer that this version cannot read: {error}");
+    Answer { host: "unknown".to_owned(), error: Some(words), ..Answer::default() }
 }
 
 fn print(answers: &[Answer], arguments: &Ctl) -> anyhow::Result<()> {

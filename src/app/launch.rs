@@ -1,10 +1,13 @@
 //! `sconce launch`: the service, with what operators see of it and ask of it.
 
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use anyhow::Context;
+use tokio::sync::{Notify, Semaphore};
 
 use super::{Registry, load, log_format, start_logging};
 use crate::admin::{self, Place};
@@ -17,13 +20,18 @@ use crate::launcher::{Host, Launching, RawLines};
 use crate::shutdown::{Exit, Hangups, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
 
-/// Requests that a launcher takes ahead of those that it has answered.
-const REQUESTS: u16 = 16;
+/// Requests in hand at once.
+const REQUESTS: u16 = 1;
+/// Of the threads that read messages.
+const STACK: usize = 64 << 20;
+/// How long the answer to the request that ended the launcher may take.
+const LAST_ANSWER: Duration = Duration::from_secs(2);
 /// Before the control exchange is tried again, after a broker that was gone for too long.
 const RETRY: Duration = Duration::from_secs(60);
 
 /// Runs the service.
 pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Result<Exit> {
+    with_deep_stacks()?;
     let settings = load(arguments, &[])?.settings;
     start_logging(None);
     let host = Host::here();
@@ -52,30 +60,51 @@ async fn serve(
     let raw_lines = (log_format(true) == Format::Json).then_some(telemetry::write_line as RawLines);
     let launching = Launching::logging(program, &settings.launcher, &stop, raw_lines);
     if let Some(address) = settings.admin.listen {
-        let has_gpus = assignments.iter().any(|assignment| assignment.device != "cpu");
-        let served = admin::serve(address, launching.board(), stop.clone(), has_gpus).await;
+        let served = admin::serve(address, launching.board(), stop.clone()).await;
         served.with_context(|| format!("admin.listen = \"{address}\"")).context(Exit::Config)?;
     }
-    let place = Place {
+    let place = Arc::new(Place {
         host: host.name.clone(),
         board: launching.board(),
         handle: launching.handle(),
         log_filter: telemetry::set_filter,
-    };
+        answering: Semaphore::new(1),
+    });
+    control_apart(settings, &place)?;
     let handle = launching.handle();
-    let control = listen_to_control(settings, &place);
-    let reloads = async {
+    let hangup = Notify::new();
+    // Signals are heard while settings are being put in force: the end of the terminal is one of them.
+    let listening = async {
         while hangups.next().await {
-            reload(arguments, registry, (settings, host), &handle).await;
+            hangup.notify_one();
         }
         // The terminal is gone: whoever sat there does not want what they started to stay for ever.
         stop.advance(Phase::Returning, "SIGHUP, and the terminal is gone");
     };
-    let beside = async { tokio::join!(control, reloads) };
-    tokio::select! {
-        exit = launching.run(assignments) => Ok(exit),
+    let reloading = async {
+        loop {
+            hangup.notified().await;
+            reload(arguments, registry, (settings, host), &handle).await;
+        }
+    };
+    let beside = async { tokio::join!(listening, reloading) };
+    let exit = tokio::select! {
+        exit = launching.run(assignments) => exit,
         never = async { beside.await; std::future::pending().await } => never,
-    }
+    };
+    // Whoever ordered the end is to be answered.
+    let _ = tokio::time::timeout(LAST_ANSWER, place.answering.acquire()).await;
+    Ok(exit)
+}
+
+/// Listens to the control exchange on a thread of its own: what a message holds is read by recursion, as
+/// deep as its sender likes, and the main thread's stack is the shell's to limit.
+fn control_apart(settings: &Settings, place: &Arc<Place>) -> anyhow::Result<()> {
+    let (settings, place) = (settings.clone(), place.clone());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let listen = move || runtime.block_on(listen_to_control(&settings, &place));
+    thread::Builder::new().name("control".into()).stack_size(STACK).spawn(listen)?;
+    Ok(())
 }
 
 /// Obeys what comes over the control exchange, as long as the broker lets us.
@@ -106,6 +135,19 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
     }
 }
 
+/// Starts this program anew with threads whose stacks are deep enough for what lapin reads of a message;
+/// see `launcher::child`. Threads' stacks are decided before the first of them.
+fn with_deep_stacks() -> anyhow::Result<()> {
+    const NAME: &str = "RUST_MIN_STACK";
+    if std::env::var_os(NAME).is_some() {
+        return Ok(());
+    }
+    let program = std::env::current_exe().context("where is this program?")?;
+    let mut anew = std::process::Command::new(program);
+    anew.args(std::env::args_os().skip(1)).env(NAME, STACK.to_string());
+    Err(anew.exec()).context("starting anew, with deeper stacks")
+}
+
 /// Loads the settings again and puts them in force, or says why those that are stay.
 async fn reload(
     arguments: &cli::Settings,
@@ -120,6 +162,9 @@ async fn reload(
         Ok((slots, settings)) => {
             if settings.admin != before.admin {
                 tracing::warn!("[admin] has changed: that needs a new start of the launcher");
+            }
+            if settings.broker != before.broker {
+                tracing::warn!("remote control stays with the broker of the launcher's start");
             }
             handle
                 .reload(slots, settings.launcher)

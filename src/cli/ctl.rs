@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use clap::{ArgGroup, Args, Subcommand};
+use clap::{Args, Subcommand};
 
 use super::{Settings, duration};
 use crate::protocol::admin::{Request, Target};
@@ -28,11 +28,11 @@ pub(super) const HEALTH_EXAMPLES: &str = "Examples:
   sconce healthcheck --live                       alive: no worker is stuck
   sconce healthcheck --url http://gpu1:9464
 
-Asks the launcher at admin.listen, as a probe of the container's runtime would. The exit code is 0 or 1.";
+Asks the launcher at admin.listen, as a probe of the container's runtime would. The exit code is 0 or 1; 78
+where the settings are wrong.";
 
 /// `sconce ctl`.
 #[derive(Debug, Args)]
-#[command(group(ArgGroup::new("target").args(["all", "host", "to_pool", "slot"])))]
 pub struct Ctl {
     /// Where settings come from.
     #[command(flatten)]
@@ -74,7 +74,7 @@ pub enum CtlOrder {
     Active,
     /// Take no more tasks, finish what was taken, keep the model loaded
     Pause,
-    /// Consume again; a drained slot gets a new worker
+    /// Consume again; a slot without a worker gets a new one
     Resume,
     /// Finish what was taken and end the workers; slots stay empty
     Drain,
@@ -124,15 +124,25 @@ impl CtlOrder {
 }
 
 impl Ctl {
-    /// Whom it is for; none where that has to be said and was not.
-    pub fn target(&self) -> Option<Target> {
+    /// Whom it is for.
+    ///
+    /// # Errors
+    /// Nobody is named and somebody has to be, or several are: what to say to the user. (Clap could not
+    /// tell: flags may stand before the command and behind it.)
+    pub fn target(&self) -> Result<Target, &'static str> {
         let named = [
+            self.all.then_some(Target::All),
             self.host.clone().map(Target::Host),
             self.pool.clone().map(Target::Pool),
             self.slot.clone().map(Target::Slot),
         ];
-        let all = (self.all || self.order.request().only_asks()).then_some(Target::All);
-        named.into_iter().flatten().next().or(all)
+        let mut named = named.into_iter().flatten();
+        match (named.next(), named.next()) {
+            (Some(target), None) => Ok(target),
+            (Some(_), Some(_)) => Err("only one of --all, --host, --pool and --slot"),
+            (None, _) if self.order.request().only_asks() => Ok(Target::All),
+            (None, _) => Err("this changes something: say where, with --all, --host, --pool or --slot"),
+        }
     }
 }
 

@@ -3,13 +3,14 @@
 //! those who show it (metrics, health, remote control). Owns it through all the lives of a slot's
 //! workers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::config::Assignment;
 use crate::protocol::admin::{SlotReport, State};
 use crate::protocol::control::BatchChange;
+use crate::protocol::stats::Standing;
 
 /// See the module.
 #[derive(Debug)]
@@ -28,6 +29,8 @@ pub struct Sheet {
     pub reloads_applied: u64,
     /// Settings that were loaded again, and refused.
     pub reloads_refused: u64,
+    /// Every pool that there was at the start has had a worker that was ready.
+    pub has_started: bool,
 }
 
 /// One slot.
@@ -43,6 +46,16 @@ pub struct Entry {
     pub stuck_since: Option<Instant>,
     /// It has had a worker that was ready.
     pub was_ready: bool,
+    /// By what its worker works, or the next one will.
+    pub(crate) assignment: Assignment,
+}
+
+impl Sheet {
+    fn started(&self) -> bool {
+        let ready: BTreeSet<_> =
+            self.slots.values().filter(|it| it.was_ready).map(|it| &it.report.pool).collect();
+        !self.slots.is_empty() && self.slots.values().all(|entry| ready.contains(&entry.report.pool))
+    }
 }
 
 impl Default for Board {
@@ -76,7 +89,9 @@ impl Board {
             computing_since: None,
             stuck_since: None,
             was_ready: false,
+            assignment: assignment.clone(),
         });
+        entry.assignment.clone_from(assignment);
         let (report, pool) = (&mut entry.report, &assignment.pool);
         report.slot.clone_from(&assignment.slot);
         report.worker.clone_from(&assignment.worker);
@@ -89,9 +104,21 @@ impl Board {
 
     /// Changes what is known of a slot.
     pub(crate) fn change(&self, slot: &str, change: impl FnOnce(&mut Entry)) {
-        if let Some(entry) = self.lock().slots.get_mut(slot) {
+        let mut sheet = self.lock();
+        if let Some(entry) = sheet.slots.get_mut(slot) {
             change(entry);
         }
+        sheet.has_started = sheet.has_started || sheet.started();
+    }
+
+    /// By what a slot works.
+    pub(super) fn assignment(&self, slot: &str) -> Option<Assignment> {
+        self.read(|sheet| sheet.slots.get(slot).map(|entry| entry.assignment.clone()))
+    }
+
+    /// Takes a slot off it.
+    pub(super) fn remove(&self, slot: &str) {
+        self.write(|sheet| drop(sheet.slots.remove(slot)));
     }
 
     fn lock(&self) -> MutexGuard<'_, Sheet> {
@@ -114,7 +141,7 @@ impl Entry {
         (report.pid, report.ready_at_ms, report.in_flight) = (None, None, 0);
         report.active.clear();
         if let Some(stats) = &mut report.stats {
-            stats.now = crate::protocol::stats::Standing::default();
+            stats.now = Standing::default();
         }
     }
 

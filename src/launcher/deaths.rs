@@ -3,6 +3,7 @@
 //! one launcher, which end with it; tells every slot, whose workers come to know by control lines.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use tokio::sync::watch;
@@ -17,7 +18,7 @@ const POISON: usize = 200;
 /// See the module. Shared by all slots.
 pub(super) struct Register {
     /// Deaths with the task alone that make it poison.
-    limit: u32,
+    limit: AtomicU32,
     /// Oldest death first. Written here, held for a pass over it.
     tasks: Mutex<VecDeque<Entry>>,
     /// The same for the workers. Written here, read by the slots.
@@ -33,7 +34,12 @@ struct Entry {
 impl Register {
     /// An empty one.
     pub(super) fn new(limit: u32) -> Self {
-        Self { limit, tasks: Mutex::default(), known: watch::Sender::new(Vec::new()) }
+        Self { limit: limit.into(), tasks: Mutex::default(), known: watch::Sender::new(Vec::new()) }
+    }
+
+    /// From now on, so many deaths.
+    pub(super) fn set_limit(&self, limit: u32) {
+        self.limit.store(limit, Ordering::Relaxed);
     }
 
     /// A worker died with these tasks, or with one `alone`. True: that makes it poison.
@@ -48,7 +54,7 @@ impl Register {
             });
             entry.deaths.count += 1;
             entry.alone += u32::from(alone);
-            if entry.alone >= self.limit {
+            if entry.alone >= self.limit.load(Ordering::Relaxed) {
                 convicted |= entry.deaths.poison.replace(last.clone()).is_none();
             }
             tasks.push_back(entry);

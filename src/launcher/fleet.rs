@@ -3,11 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::future::{BoxFuture, join_all};
 use futures_util::stream::FuturesUnordered;
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::timeout;
 
 use super::Launch;
 use super::order::{Ask, Order, Ordered, Outcome};
@@ -18,6 +20,10 @@ use crate::shutdown::Exit;
 
 /// Orders to one slot that may wait.
 const WAITING: usize = 16;
+/// How long a slot may take to take an order: one whose worker does not read is busy with that.
+const OBEYING: Duration = Duration::from_secs(4);
+/// Rounds of a reload through the slots.
+const ROUNDS: u32 = 3;
 
 /// See the module.
 pub(super) struct Fleet {
@@ -30,10 +36,21 @@ pub(super) struct Fleet {
 }
 
 struct Member {
-    assignment: Assignment,
     /// Written here, read by the slot; none once that has ended.
     orders: Option<mpsc::Sender<Ordered>>,
     end: Option<SlotEnd>,
+    /// What comes after its end, where settings have said so.
+    after: After,
+}
+
+/// What comes after a slot's end.
+enum After {
+    /// It stays known, and may be started again.
+    Known,
+    /// No settings have it any more.
+    Gone,
+    /// Settings that came while it ended want it again.
+    Anew(Box<Assignment>),
 }
 
 /// Settings that are being put in force.
@@ -41,6 +58,11 @@ struct Reload {
     /// Which slots' workers have been replaced, or why no more will be.
     rolling: BoxFuture<'static, Result<usize, String>>,
     slots: Vec<Assignment>,
+    /// Workers replaced in the rounds before.
+    replaced: usize,
+    /// Rounds through the slots that are left: one that was ended or started by hand meanwhile may have
+    /// been missed.
+    rounds: u32,
     answer: oneshot::Sender<Result<String, String>>,
 }
 
@@ -70,10 +92,25 @@ impl Fleet {
         let (orders, ordered) = mpsc::channel(WAITING);
         self.launch.board.assign(&assignment);
         let name = assignment.slot.clone();
-        let slot = Slot::new(self.launch.clone(), assignment.clone(), ordered);
+        let slot = Slot::new(self.launch.clone(), assignment, ordered);
         let own = name.clone();
         self.living.push(Box::pin(async move { (own, slot.keep().await) }));
-        self.slots.insert(name, Member { assignment, orders: Some(orders), end: None });
+        self.slots.insert(name, Member { orders: Some(orders), end: None, after: After::Known });
+    }
+
+    /// A slot has ended.
+    fn bury(&mut self, name: String, end: SlotEnd) {
+        let Some(member) = self.slots.get_mut(&name) else { return };
+        match std::mem::replace(&mut member.after, After::Known) {
+            After::Known => (member.orders, member.end) = (None, Some(end)),
+            After::Gone => self.forget(&name),
+            After::Anew(assignment) => self.start(*assignment),
+        }
+    }
+
+    fn forget(&mut self, name: &str) {
+        self.slots.remove(name);
+        self.launch.board.remove(name);
     }
 
     /// Runs until every slot has ended.
@@ -82,9 +119,7 @@ impl Fleet {
         loop {
             tokio::select! {
                 Some((name, end)) = self.living.next() => {
-                    if let Some(member) = self.slots.get_mut(&name) {
-                        (member.orders, member.end) = (None, Some(end));
-                    }
+                    self.bury(name, end);
                     if self.living.is_empty() {
                         break;
                     }
@@ -97,6 +132,8 @@ impl Fleet {
                 Some(()) = answers.next() => {}
             }
         }
+        // Who ordered that end is to hear of it.
+        while answers.next().await.is_some() {}
         self.exit()
     }
 
@@ -123,8 +160,8 @@ impl Fleet {
     ) -> BoxFuture<'static, ()> {
         let (mut outcomes, mut revived) = (Vec::new(), Vec::new());
         for (name, member) in &self.slots {
-            let Assignment { pool, worker, .. } = &member.assignment;
-            if !target.means(&self.host, &pool.name, worker) {
+            let Some(assignment) = self.launch.board.assignment(name) else { continue };
+            if !target.means(&self.host, &assignment.pool.name, &assignment.worker) {
                 continue;
             }
             let (told, outcome) = oneshot::channel();
@@ -135,9 +172,7 @@ impl Fleet {
                 Some(_) => {
                     outcomes.push((name.clone(), Err("it has too many orders before this one".to_owned())))
                 }
-                None if matches!(order, Order::Restart | Order::Resume) => {
-                    revived.push(member.assignment.clone())
-                }
+                None if matches!(order, Order::Restart | Order::Resume) => revived.push(assignment),
                 None => outcomes.push((name.clone(), Err("it has ended; restart starts it anew".to_owned()))),
             }
         }
@@ -148,9 +183,12 @@ impl Fleet {
         Box::pin(async move {
             let heard = outcomes.into_iter().map(|(name, outcome)| async {
                 let outcome = match outcome {
-                    Ok(outcome) => {
-                        outcome.await.unwrap_or_else(|_| Err("it ended before it could obey".to_owned()))
-                    }
+                    Ok(outcome) => match timeout(OBEYING, outcome).await {
+                        Ok(heard) => {
+                            heard.unwrap_or_else(|_| Err("it ended before it could obey".to_owned()))
+                        }
+                        Err(_) => Err(format!("it has not obeyed within {OBEYING:?}; it may yet")),
+                    },
                     Err(words) => Err(words),
                 };
                 (name, outcome)
@@ -172,69 +210,108 @@ impl Fleet {
             let _ = answer.send(Err("settings are being reloaded already".to_owned()));
             return;
         }
+        self.launch.deaths.set_limit(policy.poison_deaths);
         self.policy.send_replace(policy);
-        let mut changed = Vec::new();
-        for new in &slots {
-            let Some(member) = self.slots.get(&new.slot).filter(|member| member.assignment != *new) else {
-                continue;
-            };
-            if let Some(orders) = &member.orders {
-                changed.push((orders.clone(), new.clone()));
-            }
-        }
-        let turn = self.launch.turn.clone();
-        let rolling = Box::pin(async move {
-            let count = changed.len();
-            for (orders, new) in changed {
+        let rolling = self.roll(&slots);
+        self.reload = Some(Reload { rolling, slots, replaced: 0, rounds: ROUNDS, answer });
+    }
+
+    /// The slots that work by other settings than these, with their new ones.
+    fn differing(&self, slots: &[Assignment]) -> Vec<(mpsc::Sender<Ordered>, Assignment)> {
+        let differing = slots.iter().filter_map(|new| {
+            let member = self.slots.get(&new.slot).filter(|member| matches!(member.after, After::Known))?;
+            let orders = member.orders.clone()?;
+            let differs = self.launch.board.assignment(&new.slot).is_some_and(|now| now != *new);
+            differs.then(|| (orders, new.clone()))
+        });
+        differing.collect()
+    }
+
+    /// Has the slots that work by others take these settings, one after the other: how many have.
+    fn roll(&self, slots: &[Assignment]) -> BoxFuture<'static, Result<usize, String>> {
+        let (turn, differing) = (self.launch.turn.clone(), self.differing(slots));
+        Box::pin(async move {
+            let mut replaced = 0;
+            for (orders, new) in differing {
                 let slot = new.slot.clone();
                 let Ok(permit) = turn.clone().acquire_owned().await else { continue };
                 let (told, outcome) = oneshot::channel();
-                // A slot that has ended meanwhile needs no other worker.
-                if orders.send(Ordered::Replace(Box::new(new), permit, told)).await.is_ok()
-                    && let Ok(Err(words)) = outcome.await
-                {
-                    return Err(format!("slot {slot}: {words}"));
+                let sent = orders.send(Ordered::Replace(Box::new(new), permit, told)).await;
+                match outcome.await {
+                    Ok(Err(words)) => return Err(format!("slot {slot}: {words}")),
+                    Ok(Ok(())) => replaced += 1,
+                    // It has ended meanwhile, and needs no other worker.
+                    Err(_) => drop(sent),
                 }
             }
-            Ok(count)
-        });
-        self.reload = Some(Reload { rolling, slots, answer });
+            Ok(replaced)
+        })
     }
 
     /// The slots that there were have taken the settings, or one could not: then the rest stay.
     fn finish_reload(&mut self, rolled: Result<usize, String>) {
-        let Some(Reload { slots, answer, .. }) = self.reload.take() else { return };
-        let replaced = match rolled {
-            Ok(replaced) => replaced,
+        let Some(mut reload) = self.reload.take() else { return };
+        match rolled {
+            Ok(replaced) => reload.replaced += replaced,
             Err(words) => {
                 self.launch.board.write(|sheet| sheet.reloads_refused += 1);
-                let _ = answer.send(Err(words));
+                let _ = reload.answer.send(Err(words));
                 return;
             }
-        };
-        let (mut started, mut ended) = (0, 0);
-        for (name, member) in &self.slots {
-            if !slots.iter().any(|slot| slot.slot == *name)
-                && let Some(orders) = &member.orders
-            {
-                let (told, _) = oneshot::channel();
-                ended += usize::from(orders.try_send(Ordered::Order(Order::Shutdown, told)).is_ok());
+        }
+        reload.rounds -= 1;
+        if reload.rounds > 0 && !self.differing(&reload.slots).is_empty() {
+            reload.rolling = self.roll(&reload.slots);
+            self.reload = Some(reload);
+            return;
+        }
+        let ended = self.end_all_but(&reload.slots);
+        let started = self.start_missing(reload.slots);
+        self.launch.board.write(|sheet| sheet.reloads_applied += 1);
+        let done = format!("{} workers replaced, {started} slots started, {ended} ended", reload.replaced);
+        let _ = reload.answer.send(Ok(done));
+    }
+
+    /// Ends the slots that settings have no more: how many.
+    fn end_all_but(&mut self, slots: &[Assignment]) -> usize {
+        let is_gone = |name: &String| !slots.iter().any(|slot| slot.slot == *name);
+        let gone: Vec<String> = self.slots.keys().filter(|name| is_gone(name)).cloned().collect();
+        for name in &gone {
+            let Some(member) = self.slots.get_mut(name) else { continue };
+            match &member.orders {
+                Some(orders) => {
+                    member.after = After::Gone;
+                    let (told, _) = oneshot::channel();
+                    let _ = orders.try_send(Ordered::Order(Order::Shutdown, told));
+                }
+                None => self.forget(name),
             }
         }
+        gone.len()
+    }
+
+    /// Starts the slots that are new: how many. One that was given up gets another chance; one that was
+    /// stopped stays so.
+    fn start_missing(&mut self, slots: Vec<Assignment>) -> usize {
+        let mut started = 0;
         for slot in slots {
-            let before = self.slots.get_mut(&slot.slot);
-            match before {
-                // One that was given up gets another chance; one that was stopped stays so.
-                Some(member) if !matches!(member.end, Some(SlotEnd::GivenUp(_))) => member.assignment = slot,
+            match self.slots.get_mut(&slot.slot) {
+                Some(member) if member.orders.is_some() => {
+                    if !matches!(member.after, After::Known) {
+                        member.after = After::Anew(Box::new(slot));
+                        started += 1;
+                    }
+                }
+                Some(member) if !matches!(member.end, Some(SlotEnd::GivenUp(_))) => {
+                    self.launch.board.assign(&slot)
+                }
                 _ => {
-                    started += 1;
                     self.start(slot);
+                    started += 1;
                 }
             }
         }
-        self.launch.board.write(|sheet| sheet.reloads_applied += 1);
-        let _ =
-            answer.send(Ok(format!("{replaced} workers replaced, {started} slots started, {ended} ended")));
+        started
     }
 }
 

@@ -33,6 +33,11 @@ impl Step {
         self != Self::Drain
     }
 
+    /// Whether it has been told to leave what it has.
+    pub(super) fn is_forced(self) -> bool {
+        matches!(self, Self::Kill(_) | Self::Wait)
+    }
+
     /// Tells the worker to finish what it has taken and to end.
     pub(super) async fn finish(&mut self, worker: &mut Worker, grace: Duration) {
         if !self.is_begun() {

@@ -9,6 +9,7 @@
 //! | `fit` | whether they fit their devices' memory |
 //! | `fleet` | which of them run, and who is meant by an order |
 //! | `slot` | what happens with one of them over time |
+//! | `shown` | what the board shows of it |
 //! | `replace` | when its worker is replaced by a new one |
 //! | `running` | one worker process, from its spawn to its end |
 //! | `sight` | what is seen of it, and what its death means |
@@ -35,6 +36,7 @@ mod plan;
 mod replace;
 mod restart;
 mod running;
+mod shown;
 mod sight;
 mod slot;
 

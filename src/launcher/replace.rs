@@ -14,6 +14,7 @@ use super::sight::Remains;
 use super::slot::{Slot, Then};
 use crate::config::{Assignment, Replace};
 use crate::protocol::admin::State;
+use crate::protocol::control::{BatchChange, Command};
 
 /// Before it is tried again to replace a worker that is spent.
 const ANOTHER_TURN: Duration = Duration::from_secs(300);
@@ -28,10 +29,27 @@ pub(super) struct Why {
     pub(super) answer: Option<oneshot::Sender<Result<(), String>>>,
 }
 
+impl Why {
+    /// Tells whoever waits what came of it.
+    pub(super) fn say(self, outcome: Result<(), String>) {
+        if let Some(answer) = self.answer {
+            let _ = answer.send(outcome);
+        }
+    }
+}
+
 /// A worker that is to take the place of the one that runs.
 pub(super) struct Successor {
     pub(super) running: Running,
-    why: Why,
+    pub(super) why: Why,
+}
+
+impl Successor {
+    /// Whether what the worker before it is told is for it too: bounds of batches go with the settings
+    /// that they change.
+    pub(super) fn is_to_hear(&self, command: &Command, assignment: &Assignment) -> bool {
+        !matches!(command, Command::SetBatch(_)) || self.running.assignment == *assignment
+    }
 }
 
 /// Settings by which a worker is started in the place of one that has drained.
@@ -76,14 +94,20 @@ impl Slot {
         if order == Replace::Overlap {
             return self.prepare_successor(assignment, why, successor).await;
         }
+        self.try_out(assignment, why);
+        *then = Then::Start;
+        current.finish(grace).await;
+        self.show(State::Draining);
+    }
+
+    /// The next worker works by `assignment`, and if it does not get ready, the one after it by the one
+    /// now.
+    pub(super) fn try_out(&mut self, assignment: Assignment, why: Why) {
         let before = self.assignment.clone();
         if assignment != before {
             self.take_on(assignment);
         }
         self.trial = Some(Trial { before, why });
-        *then = Then::Start;
-        current.finish(grace).await;
-        self.show(State::Draining);
     }
 
     /// A worker is ready: the settings on trial are good.
@@ -93,7 +117,7 @@ impl Slot {
         }
         if let Some(Trial { why, .. }) = self.trial.take() {
             self.count_restart(why.reason);
-            let _ = why.answer.map(|answer| answer.send(Ok(())));
+            why.say(Ok(()));
         }
     }
 
@@ -123,8 +147,15 @@ impl Slot {
         successor: &mut Option<Successor>,
     ) {
         let known = self.launch.deaths.known().borrow().clone();
-        match Running::spawn(&self.launch, assignment, (known, &self.wishes), None).await {
-            Ok(running) => *successor = Some(Successor { running, why }),
+        let mut wishes = self.wishes.clone();
+        if assignment != self.assignment {
+            wishes.batch = BatchChange::default();
+        }
+        match Running::spawn(&self.launch, assignment, (known, &wishes), None).await {
+            Ok(mut running) => {
+                running.sight.be_on_probation();
+                *successor = Some(Successor { running, why });
+            }
             Err(error) => self.give_up_successor(why, &spawn_failed(&self.launch, &error)),
         }
     }
@@ -152,11 +183,18 @@ impl Slot {
         Some(self.install(next))
     }
 
-    /// The worker before has died meanwhile: its successor takes over as it is.
-    pub(super) fn succeed_the_dead(&mut self, next: Successor, remains: &Remains) -> Running {
+    /// The worker before has died meanwhile: its successor takes its place as it is, and whether the
+    /// settings are good will show.
+    pub(super) fn succeed_the_dead(&mut self, next: Successor, remains: Remains) -> Running {
+        let Successor { mut running, mut why } = next;
         tracing::warn!(slot = self.assignment.slot, "the worker died while a new one was being made ready");
-        self.count_restart(remains.reason);
-        self.install(next).0
+        // One restart, for one reason.
+        why.reason = remains.reason;
+        self.show_failure(State::Failed, &remains.words);
+        running.sight.inherit(remains.accused);
+        self.try_out(running.assignment.clone(), why);
+        self.show_worker(&mut running);
+        running
     }
 
     fn install(&mut self, next: Successor) -> (Running, OwnedSemaphorePermit) {
@@ -181,9 +219,7 @@ impl Slot {
             "it cannot be replaced: the settings before stay"
         );
         self.next_turn = Some(Instant::now() + ANOTHER_TURN);
-        if let Some(answer) = why.answer {
-            let _ = answer.send(Err(words.to_owned()));
-        }
+        why.say(Err(words.to_owned()));
     }
 
     /// Has a worker that was replaced finish what it has, beside its successor.
@@ -199,8 +235,9 @@ impl Slot {
                     break status;
                 }
             };
-            old.remains(status, &launch);
+            let exit = old.remains(status, &launch).death.exit;
             drop(permit);
+            exit
         }));
         if self.wishes.paused {
             self.show(State::Paused);

@@ -14,6 +14,7 @@ use super::logs::re_emit;
 use super::sight::{Accused, Remains, Sight};
 use crate::config::Assignment;
 use crate::protocol::control::{BatchChange, Command, Deaths, Event, decode};
+use crate::shutdown::Phase;
 
 /// What a new worker is told beside its assignment.
 #[derive(Clone, Debug, Default)]
@@ -131,7 +132,7 @@ impl Running {
         if self.sight.hear(event, (launch, &self.assignment), self.shown).is_err() {
             self.worker.kill();
         }
-        if self.kill_at.is_some() && self.sight.recovers(&self.assignment, launch) {
+        if self.kill_at.is_some() && self.sight.recovers(&self.assignment, launch, self.shown) {
             self.kill_at = None;
         }
     }
@@ -140,7 +141,7 @@ impl Running {
     fn be_overdue(&mut self, launch: &Launch) {
         if self.kill_at.is_none() {
             let Some((_, fault)) = self.sight.bound(&self.assignment) else { return };
-            self.kill_at = Some(self.sight.give_up(fault, (launch, &self.assignment.slot)));
+            self.kill_at = Some(self.sight.give_up(fault, (launch, &self.assignment.slot), self.shown));
         } else {
             self.worker.kill();
             self.kill_at = Some(Instant::now() + Duration::from_secs(10));
@@ -149,8 +150,8 @@ impl Running {
 
     /// After its end.
     pub(super) fn remains(self, status: Option<ExitStatus>, launch: &Launch) -> Remains {
-        let asked = self.step.is_begun();
-        self.sight.end(status, asked, (launch, &self.assignment.slot))
+        let forced = self.step.is_forced() || launch.stop.phase() >= Phase::Returning;
+        self.sight.end(status, forced, (launch, &self.assignment.slot))
     }
 }
 

@@ -19,6 +19,8 @@ use crate::shutdown::Exit;
 const SHOWN: usize = 8;
 /// A worker that is well says something more often than this, once it is ready.
 const SILENCE: Duration = Duration::from_secs(60);
+/// How long a worker on probation may load.
+const LOADING: Duration = Duration::from_secs(30 * 60);
 /// From the time that a worker is seen to be stuck to its end: those who watch are to see it too.
 const STUCK: Duration = Duration::from_secs(10);
 
@@ -69,6 +71,9 @@ pub(super) struct Sight {
     fault: Option<Fault>,
     /// Work that the log has not told of yet.
     untold: Stats,
+    born: Instant,
+    /// It is to show that settings are good, and gets so long to be ready.
+    on_probation: bool,
     /// Tasks it has answered.
     answered: u64,
     /// Bytes of memory when it was ready, and now.
@@ -102,10 +107,22 @@ impl Sight {
             heard: Instant::now(),
             fault: None,
             untold: Stats::default(),
+            born: Instant::now(),
+            on_probation: false,
             answered: 0,
             resident: None,
             log: LogTail::default(),
         }
+    }
+
+    /// It is one of a kind that may never get ready: it gets [`LOADING`] for that.
+    pub(super) fn be_on_probation(&mut self) {
+        self.on_probation = true;
+    }
+
+    /// It follows one that had these tasks.
+    pub(super) fn inherit(&mut self, accused: Option<Accused>) {
+        self.accused = self.accused.take().or(accused);
     }
 
     /// It has said `ready`.
@@ -168,24 +185,30 @@ impl Sight {
         let computing =
             self.computing_since.map(|since| (since + assignment.pool.batch.timeout, Fault::Stuck));
         let silent = self.ready.map(|_| (self.heard + SILENCE, Fault::Silent));
-        computing.into_iter().chain(silent).min_by_key(|(at, _)| *at)
+        let loading =
+            (self.on_probation && self.ready.is_none()).then(|| (self.born + LOADING, Fault::Silent));
+        computing.into_iter().chain(silent).chain(loading).min_by_key(|(at, _)| *at)
     }
 
     /// It is past its bound. When to kill it for that, if nothing moves.
-    pub(super) fn give_up(&mut self, fault: Fault, (launch, slot): (&Launch, &str)) -> Instant {
+    pub(super) fn give_up(&mut self, fault: Fault, (launch, slot): (&Launch, &str), shown: bool) -> Instant {
         tracing::error!(slot, reason = fault.name(), "the worker is stuck; it will be killed");
         self.fault = Some(fault);
-        launch.board.change(slot, |entry| entry.stuck_since = Some(Instant::now()));
+        if shown {
+            launch.board.change(slot, |entry| entry.stuck_since = Some(Instant::now()));
+        }
         Instant::now() + STUCK
     }
 
     /// Whether it moves again after all.
-    pub(super) fn recovers(&mut self, assignment: &Assignment, launch: &Launch) -> bool {
+    pub(super) fn recovers(&mut self, assignment: &Assignment, launch: &Launch, shown: bool) -> bool {
         let moves = self.bound(assignment).is_none_or(|(at, _)| at > Instant::now());
         if moves {
             tracing::warn!(slot = assignment.slot, "the worker moves again");
             self.fault = None;
-            launch.board.change(&assignment.slot, |entry| entry.stuck_since = None);
+            if shown {
+                launch.board.change(&assignment.slot, |entry| entry.stuck_since = None);
+            }
         }
         moves
     }
@@ -205,11 +228,12 @@ impl Sight {
         memory.then(|| format!("its memory has grown by {} MiB", grown >> 20))
     }
 
-    /// The worker has ended; `asked`: the launcher told it to.
+    /// The worker has ended; `forced`: the launcher had stopped waiting for what it had, or told it to hand
+    /// that back.
     pub(super) fn end(
         mut self,
         status: Option<ExitStatus>,
-        asked: bool,
+        forced: bool,
         (launch, slot): (&Launch, &str),
     ) -> Remains {
         self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
@@ -224,7 +248,7 @@ impl Sight {
         tasks.extend(self.alone.take().filter(|task| !tasks.contains(task)));
         let last = self.log.at_the_end(status);
         let words = last.exit.clone();
-        if !asked && self.fault != Some(Fault::WrongDevice) && !tasks.is_empty() {
+        if !forced && self.fault != Some(Fault::WrongDevice) && !tasks.is_empty() {
             let accused = Accused { tasks, alone: !others, last };
             match self.death.exit {
                 None | Some(Exit::Internal) => self.found_poison |= blame(&accused, launch, slot),

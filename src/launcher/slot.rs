@@ -19,7 +19,7 @@ use super::running::{Running, Wishes};
 use super::sight::{Accused, Remains, Sight};
 use crate::config::Assignment;
 use crate::protocol::admin::State;
-use crate::protocol::control::{BatchChange, Command};
+use crate::protocol::control::Command;
 use crate::shutdown::{Exit, Phase};
 
 /// How a slot ended.
@@ -54,7 +54,7 @@ pub(super) struct Slot {
     orders: mpsc::Receiver<Ordered>,
     pub(super) wishes: Wishes,
     /// Workers that were replaced and are finishing.
-    pub(super) leaving: FuturesUnordered<BoxFuture<'static, ()>>,
+    pub(super) leaving: FuturesUnordered<BoxFuture<'static, Option<Exit>>>,
     quick_failures: u32,
     found_in_a_row: u32,
     /// Not before this is it tried again to replace a worker that is spent.
@@ -150,8 +150,10 @@ impl Slot {
                     return Then::Start;
                 }
                 () = self.launch.stop.reached(Phase::Returning) => return Then::End(SlotEnd::Drained),
-                Some(()) = self.leaving.next() => {}
-                Some(ordered) = self.orders.recv() => match self.obey_at_rest(ordered) {
+                Some(exit) = self.leaving.next() => if exit == Some(Exit::StoppedOnRequest) {
+                    return Then::End(SlotEnd::StoppedOnRequest);
+                },
+                Some(ordered) = self.orders.recv() => match self.obey_at_rest(ordered, until.is_some()) {
                     Some(Then::Hold) => {
                         self.show(State::Stopped);
                         until = None;
@@ -163,9 +165,14 @@ impl Slot {
         }
     }
 
-    fn obey_at_rest(&mut self, ordered: Ordered) -> Option<Then> {
+    /// `failing`: a worker is to be started soon.
+    fn obey_at_rest(&mut self, ordered: Ordered, failing: bool) -> Option<Then> {
         let (order, answer) = match ordered {
             Ordered::Order(order, answer) => (order, answer),
+            Ordered::Replace(assignment, permit, answer) if failing => {
+                self.try_out(*assignment, Why { reason: "reloaded", permit, answer: Some(answer) });
+                return Some(Then::Start);
+            }
             Ordered::Replace(assignment, _permit, answer) => {
                 self.take_on(*assignment);
                 let _ = answer.send(Ok(()));
@@ -227,6 +234,9 @@ impl Slot {
             Ok(current) => current,
             Err(error) => return (self.not_spawned(&error), Then::Judge),
         };
+        if self.trial.is_some() {
+            current.sight.be_on_probation();
+        }
         self.show_worker(&mut current);
         let mut successor: Option<Successor> = None;
         let mut then = Then::Judge;
@@ -244,8 +254,10 @@ impl Slot {
                     let asked = current.is_leaving();
                     let remains = current.remains(status, &launch);
                     launch.board.change(&self.assignment.slot, Entry::vacate);
+                    // A sentinel ends the slot, whoever was to take its worker's place.
+                    let stopped = remains.death.exit == Some(Exit::StoppedOnRequest);
                     match successor.take() {
-                        Some(next) if !asked => current = self.succeed_the_dead(next, &remains),
+                        Some(next) if !asked && !stopped => current = self.succeed_the_dead(next, remains),
                         _ => {
                             let then = if asked { self.after_order(then, remains.death.exit) } else { Then::Judge };
                             return (remains, then);
@@ -260,9 +272,16 @@ impl Slot {
                 }
                 Ok(()) = known.changed() => {
                     let tasks = known.borrow_and_update().clone();
+                    if let Some(next) = &mut successor {
+                        next.running.tell(&Command::Deaths { tasks: tasks.clone() }).await;
+                    }
                     current.tell(&Command::Deaths { tasks }).await;
                 }
-                Some(()) = self.leaving.next() => {}
+                Some(exit) = self.leaving.next() => if exit == Some(Exit::StoppedOnRequest) {
+                    // The worker before was stopped by a sentinel while it was being replaced.
+                    then = Then::End(SlotEnd::StoppedOnRequest);
+                    self.finish(&mut current, &mut successor).await;
+                },
                 Some(ordered) = self.orders.recv() => {
                     self.obey(ordered, (&mut current, &mut successor), &mut then).await;
                 }
@@ -280,9 +299,15 @@ impl Slot {
         let (order, answer) = match ordered {
             Ordered::Order(order, answer) => (order, answer),
             Ordered::Replace(assignment, permit, answer) if current.is_leaving() => {
-                // Whoever starts next starts with these.
-                self.take_on(*assignment);
-                drop((permit, answer.send(Ok(()))));
+                let why = Why { reason: "reloaded", permit, answer: Some(answer) };
+                match then {
+                    Then::Start => self.try_out(*assignment, why),
+                    // Whoever starts next, if anybody does, starts with these.
+                    _ => {
+                        self.take_on(*assignment);
+                        why.say(Ok(()));
+                    }
+                }
                 return;
             }
             Ordered::Replace(assignment, permit, answer) => {
@@ -290,11 +315,15 @@ impl Slot {
                 return self.replace(*assignment, why, (current, successor), then).await;
             }
         };
-        let grace = self.launch.policy.borrow().shutdown_grace;
         let outcome = self.remember(&order);
         let command = match order {
             Order::Pause => Command::Pause,
-            Order::Resume => Command::Resume,
+            Order::Resume => {
+                if current.is_leaving() && matches!(then, Then::Hold) {
+                    *then = Then::Start;
+                }
+                Command::Resume
+            }
             Order::SetBatch(change) => Command::SetBatch(change),
             Order::LogLevel(filter) => Command::LogLevel { filter },
             Order::Drain | Order::Shutdown | Order::Restart => {
@@ -303,19 +332,26 @@ impl Slot {
                     Order::Shutdown => Then::End(SlotEnd::StoppedOnRequest),
                     _ => Then::Start,
                 };
-                // Whoever was to take its place is not wanted now.
-                *successor = None;
-                current.finish(grace).await;
-                self.show(State::Draining);
+                self.finish(current, successor).await;
                 drop(answer.send(Ok(outcome)));
                 return;
             }
         };
         current.tell(&command).await;
-        if let Some(next) = successor {
+        if let Some(next) = successor.as_mut().filter(|next| next.is_to_hear(&command, &self.assignment)) {
             next.running.tell(&command).await;
         }
         drop(answer.send(Ok(outcome)));
+    }
+
+    /// Has the worker finish and end; whoever was to take its place is not wanted now.
+    async fn finish(&mut self, current: &mut Running, successor: &mut Option<Successor>) {
+        if let Some(next) = successor.take() {
+            next.why.say(Err("its worker was told to end meanwhile".to_owned()));
+        }
+        let grace = self.launch.policy.borrow().shutdown_grace;
+        current.finish(grace).await;
+        self.show(State::Draining);
     }
 
     /// What follows the end of a worker that had been told to end.
@@ -339,51 +375,5 @@ impl Slot {
         let (slot, program) = (&self.assignment.slot, self.launch.program.display());
         tracing::error!(slot, %program, %error, "cannot spawn a worker");
         Sight::new(None).end(None, false, (&self.launch, slot))
-    }
-
-    /// Works by another assignment from now on.
-    pub(super) fn take_on(&mut self, assignment: Assignment) {
-        self.launch.board.assign(&assignment);
-        self.assignment = assignment;
-        // What was set by hand goes with the settings that it changed.
-        self.wishes.batch = BatchChange::default();
-    }
-
-    pub(super) fn show(&self, state: State) {
-        self.launch.board.change(&self.assignment.slot, |entry| entry.turn(state));
-    }
-
-    /// From now on, the board shows this worker.
-    pub(super) fn show_worker(&self, running: &mut Running) {
-        running.shown = true;
-        let (pid, is_ready) = (running.pid(), running.sight.is_ready());
-        self.launch.board.change(&self.assignment.slot, |entry| {
-            entry.vacate();
-            entry.report.pid = pid;
-            if is_ready {
-                entry.is_ready();
-            }
-            entry.turn(if is_ready { State::Ready } else { State::Starting });
-        });
-    }
-
-    fn show_failure(&self, state: State, words: &str) {
-        self.launch.board.change(&self.assignment.slot, |entry| {
-            entry.report.last_failure = Some(words.to_owned());
-            entry.turn(state);
-        });
-    }
-
-    fn show_end(&self, end: SlotEnd) {
-        match end {
-            SlotEnd::GivenUp(_) => {}
-            SlotEnd::StoppedOnRequest | SlotEnd::Drained | SlotEnd::Aborted => self.show(State::Stopped),
-        }
-    }
-
-    pub(super) fn count_restart(&self, reason: &str) {
-        self.launch.board.change(&self.assignment.slot, |entry| {
-            *entry.report.restarts.entry(reason.to_owned()).or_default() += 1;
-        });
     }
 }

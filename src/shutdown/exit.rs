@@ -16,7 +16,7 @@ pub enum Exit {
     Internal,
     /// The settings are wrong, or the broker refuses what they say.
     Config,
-    /// A sentinel stopped this worker; it is not started again.
+    /// A sentinel stopped this worker: the slot is done.
     StoppedOnRequest,
     /// No broker could be reached for longer than `broker.give_up_after`.
     BrokerLost,

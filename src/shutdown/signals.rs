@@ -24,6 +24,11 @@ pub enum Patience {
 pub fn listen(stop: Stop, patience: Patience) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    if patience == Patience::Drain {
+        // Whoever tells all processes of this name to load their settings again means the launcher. The
+        // handler stays once it is there, and does nothing.
+        drop(signal(SignalKind::hangup())?);
+    }
     tokio::spawn(async move {
         loop {
             let name = tokio::select! {

@@ -61,6 +61,11 @@ impl Prefetch {
         Self { limits, current: first, changed: now, came: 0, tokens, inputs, bytes }
     }
 
+    /// Other bounds, from now on.
+    pub(super) fn limit(&mut self, limits: Limits) {
+        self.limits = limits;
+    }
+
     /// A message came.
     pub(super) fn came(&mut self, bytes: usize) {
         self.bytes.add(bytes as f64, REMEMBERED_BYTES);
@@ -106,6 +111,13 @@ pub(super) struct Live(Option<Arc<Mutex<Prefetch>>>);
 impl Live {
     pub(super) fn new(prefetch: Option<Prefetch>) -> Self {
         Self(prefetch.map(|prefetch| Arc::new(Mutex::new(prefetch))))
+    }
+
+    /// Other bounds, from now on.
+    pub(super) fn limit(&self, limits: Limits) {
+        if let Some(mut prefetch) = self.lock() {
+            prefetch.limit(limits);
+        }
     }
 
     /// A message of so many bytes came. The new prefetch, when it is worth a change.

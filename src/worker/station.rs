@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::time::{Duration, Instant};
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::batches::Submission;
 use super::budget::Watched;
@@ -24,6 +24,7 @@ use crate::broker::Link;
 use crate::config::Assignment;
 use crate::model::Codec;
 use crate::protocol::Signature;
+use crate::protocol::control::BatchChange;
 use crate::shutdown::Stop;
 
 /// Longest wait for the broker to hear that we leave.
@@ -62,10 +63,12 @@ impl<C: Codec> Station<C> {
             tokio::spawn(connection(link.settler.clone(), self.counters.clone())),
         ];
         let shared = Arc::new(self.shared(&link));
+        let follower =
+            tokio::spawn(follow(self.control.dials.batch(), shared.prefetch.clone(), self.limits()));
         let dials = self.control.dials.clone();
         let intake = Intake::new(shared, &mut *link.consumer, (stop.clone(), dials), budget);
         let ended = intake.run(fault).await;
-        for helper in helpers {
+        for helper in helpers.into_iter().chain([follower]) {
             helper.abort();
         }
         if !matches!(ended, Ok(StintEnd::Worker(Ended::Aborted))) {
@@ -109,10 +112,30 @@ impl<C: Codec> Station<C> {
     /// Follows the messages, where the user has not set it.
     fn live_prefetch(&self) -> Live {
         let pool = &self.assignment.pool;
-        let policy = dials::changed(self.policy, *self.control.dials.batch().borrow());
-        let limits =
-            Limits { tokens: policy.max_tokens, requests: policy.max_requests, bytes: pool.prefetch_bytes };
+        let limits = self.limits()(*self.control.dials.batch().borrow());
         let first = Prefetch::new(limits, self.assignment.prefetch(), Instant::now());
         Live::new(pool.prefetch.is_none().then_some(first))
+    }
+
+    /// What bounds it under a wish.
+    fn limits(&self) -> impl Fn(BatchChange) -> Limits + Send + 'static {
+        let (policy, bytes) = (self.policy, self.assignment.pool.prefetch_bytes);
+        move |wish| {
+            let policy = dials::changed(policy, wish);
+            Limits { tokens: policy.max_tokens, requests: policy.max_requests, bytes }
+        }
+    }
+}
+
+/// Has the prefetch follow what is wished of batches: with too few messages in hand, larger ones could
+/// never fill.
+async fn follow(
+    mut wishes: watch::Receiver<BatchChange>,
+    prefetch: Live,
+    limits: impl Fn(BatchChange) -> Limits + Send,
+) {
+    while wishes.changed().await.is_ok() {
+        let wish = *wishes.borrow_and_update();
+        prefetch.limit(limits(wish));
     }
 }

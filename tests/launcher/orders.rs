@@ -124,3 +124,22 @@ async fn restarts_are_counted_by_their_reason() {
     });
     assert_eq!(exit.await, Exit::Done);
 }
+
+#[tokio::test]
+async fn a_resume_while_a_slot_drains_has_a_worker_started_behind_it() {
+    let script = format!(
+        "{READY}; [ $life = 1 ] && {{ read -r line; while [ ! -f on ]; do sleep 0.02; done; exit 0; }}\n{OBEY}"
+    );
+    let stage = Stage::new(1, &script);
+    let exit = stage.run_asked(async |handle, board| {
+        slot_is(&board, "embed/0", State::Ready).await;
+        handle.order(Target::All, Order::Drain).await;
+        slot_is(&board, "embed/0", State::Draining).await;
+        handle.order(Target::All, Order::Resume).await;
+        std::fs::write(stage.path("on"), "").unwrap();
+        stage.wait_for_lines("born-0", 2).await;
+        slot_is(&board, "embed/0", State::Ready).await;
+        stage.drain();
+    });
+    assert_eq!(exit.await, Exit::Done);
+}

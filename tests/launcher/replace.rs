@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use sconce::config::{Assignment, Replace};
 use sconce::launcher::board::Board;
-use sconce::protocol::admin::State;
+use sconce::launcher::order::Order;
+use sconce::protocol::admin::{State, Target};
 use sconce::shutdown::Exit;
 
 use crate::stage::{OBEY, READY, Stage, slot_is};
@@ -93,7 +94,8 @@ async fn slots_that_are_new_are_started_and_those_that_are_gone_finish() {
         let done = handle.reload(slots, stage.policy.clone()).await;
         assert_eq!(done.as_deref(), Ok("0 workers replaced, 1 slots started, 1 ended"));
         slot_is(&board, "embed/2", State::Ready).await;
-        slot_is(&board, "embed/1", State::Stopped).await;
+        let gone = || async { board.read(|sheet| !sheet.slots.contains_key("embed/1")).then_some(()) };
+        until("embed/1 is forgotten", gone).await;
         stage.drain();
     });
     assert_eq!(exit.await, Exit::Done);
@@ -113,10 +115,7 @@ async fn a_worker_that_dies_while_its_successor_is_made_ready_is_followed_by_it(
         let meanwhile = async {
             stage.wait_for_lines("start-0", 2).await;
             stage.kill_process(&first);
-            until("the death is seen", || async {
-                (restarts(&board, "embed/0", "killed") == 1).then_some(())
-            })
-            .await;
+            slot_is(&board, "embed/0", State::Starting).await;
             std::fs::write(stage.path("on"), "").unwrap();
         };
         assert!(tokio::join!(reload, meanwhile).0.is_ok());
@@ -201,4 +200,100 @@ async fn in_turn_the_old_worker_ends_before_the_new_one_starts_and_bad_settings_
     let story = stage.lines("story");
     assert_eq!(story[2..6], ["0/1 gone", "0/2 born", "1/1 gone", "1/2 born"]);
     assert_eq!(story[6..9], ["0/2 gone", "0/3 born", "0/4 born"]);
+}
+
+#[tokio::test]
+async fn a_sentinel_that_is_taken_while_a_successor_loads_ends_the_slot() {
+    let script = format!(
+        "[ $life = 1 ] && {{ {READY}; while [ ! -f on ]; do sleep 0.02; done; exit 80; }}\nsleep 100"
+    );
+    let stage = Stage::new(1, &script);
+    let exit = stage.run_asked(async |handle, board| {
+        all_ready(&board, 1).await;
+        let reload = handle.reload(with_model(&stage.assignments, "other"), stage.policy.clone());
+        let meanwhile = async {
+            stage.wait_for_lines("start-0", 2).await;
+            std::fs::write(stage.path("on"), "").unwrap();
+        };
+        let _ = tokio::join!(reload, meanwhile);
+    });
+    assert_eq!(exit.await, Exit::Done);
+    assert_eq!(stage.lines("born-0").len(), 2);
+}
+
+#[tokio::test]
+async fn a_sentinel_that_a_worker_obeys_while_it_is_being_replaced_ends_the_slot_too() {
+    let script =
+        format!("[ $life = 1 ] && {{ {READY}; read -r line; sleep 0.2; exit 80; }}\n{READY}\n{OBEY}");
+    let stage = Stage::new(1, &script);
+    let exit = stage.run_asked(async |handle, board| {
+        all_ready(&board, 1).await;
+        handle.reload(with_model(&stage.assignments, "other"), stage.policy.clone()).await.unwrap();
+    });
+    assert_eq!(exit.await, Exit::Done);
+    assert_eq!(stage.lines("trace-0"), [r#"{"command":"finish"}"#], "the new one finishes");
+}
+
+#[tokio::test]
+async fn after_a_roll_that_was_called_off_the_settings_before_can_be_put_back_everywhere() {
+    let script = format!("case $start in *other*) [ $slot = 1 ] && exit 82;; esac\n{READY}; {OBEY}");
+    let stage = Stage::new(2, &script);
+    let exit = stage.run_asked(async |handle, board| {
+        all_ready(&board, 2).await;
+        let models =
+            || board.read(|sheet| sheet.slots.values().map(|it| it.report.model.clone()).collect::<Vec<_>>());
+        let first = models();
+        let refused = handle.reload(with_model(&stage.assignments, "other"), stage.policy.clone()).await;
+        assert!(refused.is_err_and(|words| words.contains("embed/1")));
+        assert_eq!(models(), ["other", first[1].as_str()]);
+        let back = handle.reload(stage.assignments.clone(), stage.policy.clone()).await;
+        assert_eq!(back.as_deref(), Ok("1 workers replaced, 0 slots started, 0 ended"));
+        assert_eq!(models(), first);
+        stage.drain();
+    });
+    assert_eq!(exit.await, Exit::Done);
+}
+
+#[tokio::test]
+async fn slots_that_settings_have_no_more_are_forgotten_and_may_come_again() {
+    let stage = Stage::new(2, &format!("{READY}; {OBEY}"));
+    let exit = stage.run_asked(async |handle, board| {
+        all_ready(&board, 2).await;
+        for _ in 0..2 {
+            handle.reload(stage.assignments[..1].to_vec(), stage.policy.clone()).await.unwrap();
+            let gone = || async { board.read(|sheet| sheet.slots.len() == 1).then_some(()) };
+            until("embed/1 is forgotten", gone).await;
+            assert_eq!(handle.order(Target::All, Order::Resume).await.len(), 1);
+            handle.reload(stage.assignments.clone(), stage.policy.clone()).await.unwrap();
+            all_ready(&board, 2).await;
+        }
+        stage.drain();
+    });
+    assert_eq!(exit.await, Exit::Done);
+    assert_eq!((stage.lines("born-0").len(), stage.lines("born-1").len()), (1, 3));
+}
+
+#[tokio::test]
+async fn a_successor_that_takes_over_from_a_dead_worker_and_does_not_get_ready_takes_the_settings_with_it() {
+    let script =
+        format!("[ $life = 2 ] && {{ while [ ! -f on ]; do sleep 0.02; done; exit 82; }}\n{READY}; {OBEY}");
+    let stage = Stage::new(1, &script);
+    let exit = stage.run_asked(async |handle, board| {
+        all_ready(&board, 1).await;
+        let first = stage.lines("pid-0")[0].clone();
+        let before = board.read(|sheet| sheet.slots["embed/0"].report.model.clone());
+        let reload = handle.reload(with_model(&stage.assignments, "missing"), stage.policy.clone());
+        let meanwhile = async {
+            stage.wait_for_lines("start-0", 2).await;
+            stage.kill_process(&first);
+            slot_is(&board, "embed/0", State::Starting).await;
+            std::fs::write(stage.path("on"), "").unwrap();
+        };
+        assert!(tokio::join!(reload, meanwhile).0.is_err_and(|words| words.contains("failed to load")));
+        all_ready(&board, 1).await;
+        assert_eq!(board.read(|sheet| sheet.slots["embed/0"].report.model.clone()), before);
+        stage.drain();
+    });
+    assert_eq!(exit.await, Exit::Done);
+    assert_eq!(stage.lines("born-0").len(), 3);
 }

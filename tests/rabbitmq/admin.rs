@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use super::messages::busy_with;
 use crate::support::client::{Client, Task};
 use crate::support::rabbit::{Conf, Rabbit};
+use crate::support::raw_amqp::{LARGEST_TABLE, nested, publish_to};
 use crate::support::sconce::{OnTerminal, Sconce, Settings, lives};
 use crate::support::wait::{bounded, until};
 
@@ -340,6 +341,8 @@ async fn where_nobody_answers_or_nothing_is_there_ctl_says_so() {
     assert!(code == 1 && log.contains("slot.elsewhere/x/0"), "{code} {log}");
     let (code, _, log) = ctl(&settings, &["drain"]).await;
     assert!(code == 64 && log.contains("--all, --host, --pool or --slot"), "{code} {log}");
+    let (code, _, log) = ctl(&settings, &["pause", "--host", "a", "--pool", "b"]).await;
+    assert!(code == 64 && log.contains("only one of"), "{code} {log}");
     let (code, answers, _) = ctl(&settings, &["ping", "--expect", "2", "--timeout", "300ms"]).await;
     assert_eq!((code, answers.len()), (1, 1), "one of two");
     assert_eq!(sconce.stop().await, 0);
@@ -383,6 +386,34 @@ async fn after_an_outage_launchers_listen_again_and_the_metrics_have_shown_it() 
     metric_becomes(&admin, &connected, 1.0).await;
     sconce.wait_for_log_times("listening", 2).await;
     assert_eq!(slots(&settings, &["ping"]).await[0]["state"], "ready");
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_permissions_that_operating_md_names_are_enough_for_remote_control() {
+    let rabbit = Rabbit::private();
+    let settings = Settings::echo(rabbit.url()).controlled();
+    rabbit.ctl(&["add_user", "launcher", "pw"]);
+    let own = format!("{}(\\..*)?", settings.name);
+    let configure = format!("^({own}|amq\\.gen.*)$");
+    let (write, read) = (format!("^({own}|amq\\.gen.*|amq\\.default)$"), configure.clone());
+    rabbit.ctl(&["set_permissions", "-p", "/", "launcher", &configure, &write, &read]);
+    let sconce = Sconce::launched(&settings.clone().over(rabbit.url_for("launcher:pw", "/"))).await;
+    sconce.wait_for_log("listening").await;
+    assert_eq!(slots(&settings, &["ping"]).await.len(), 1);
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_whose_headers_nest_deeply_kills_no_launcher() {
+    let rabbit = Rabbit::shared();
+    let settings = Settings::echo(rabbit.url()).controlled();
+    let sconce = Sconce::launched(&settings).await;
+    sconce.wait_for_log("listening").await;
+    let launcher = sconce.pid();
+    publish_to(rabbit.address(), (settings.control(), "all"), &nested(LARGEST_TABLE / 5 - 2), b"{}");
+    assert_eq!(slots(&settings, &["ping"]).await[0]["state"], "ready");
+    assert!(lives(launcher));
     assert_eq!(sconce.stop().await, 0);
 }
 
@@ -504,7 +535,10 @@ async fn top_shows_every_slot_and_its_keys_obey_only_after_a_yes() {
     top.press("q");
     let (code, shown) = top.end().await;
     assert_eq!(code, 0, "{shown:?}");
-    assert!(shown.contains("\u{1b}[?1049l") && shown.contains("\u{1b}[?25h"), "the terminal is given back: {shown:?}");
+    assert!(
+        shown.contains("\u{1b}[?1049l") && shown.contains("\u{1b}[?25h"),
+        "the terminal is given back: {shown:?}"
+    );
     let mut piped = Sconce::run(&settings, &["top"]);
     assert_eq!(piped.exit_code().await, 64);
     assert!(piped.log().contains("needs a terminal"), "{}", piped.log());

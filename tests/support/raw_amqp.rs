@@ -16,6 +16,11 @@ pub const LARGEST_TABLE: usize = FRAME_MAX as usize - 64;
 /// Publishes one message to a queue that exists, as `guest`; returns when the broker has it. `headers`
 /// is the table as it stands on the wire, without its length.
 pub fn publish(broker: SocketAddr, queue: &str, headers: &[u8], body: &[u8]) {
+    publish_to(broker, ("", queue), headers, body);
+}
+
+/// The same, through an exchange with a routing key.
+pub fn publish_to(broker: SocketAddr, (exchange, key): (&str, &str), headers: &[u8], body: &[u8]) {
     let mut socket = TcpStream::connect(broker).expect("a broker");
     socket.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
     socket.write_all(b"AMQP\x00\x00\x09\x01").expect("the header");
@@ -28,7 +33,7 @@ pub fn publish(broker: SocketAddr, queue: &str, headers: &[u8], body: &[u8]) {
     wait_for(&mut socket, [10, 41]);
     send(&mut socket, 1, method([20, 10], &[&[0]]));
     wait_for(&mut socket, [20, 11]);
-    send(&mut socket, 1, method([60, 40], &[&[0, 0, 0], &[queue.len() as u8], queue.as_bytes(), &[0]]));
+    send(&mut socket, 1, method([60, 40], &[&[0, 0], &short(exchange), &short(key), &[0]]));
     let sizes = [&[0, 60, 0, 0][..], &(body.len() as u64).to_be_bytes(), &[0x20, 0]].concat();
     let table = [&(headers.len() as u32).to_be_bytes()[..], headers].concat();
     send(&mut socket, 1, (HEADER, [sizes, table].concat()));
@@ -45,6 +50,10 @@ pub fn nested(depth: usize) -> Vec<u8> {
         [&b"A"[..], &length.to_be_bytes()].concat()
     });
     b"\x04deep".iter().copied().chain(levels).collect()
+}
+
+fn short(text: &str) -> Vec<u8> {
+    [&[text.len() as u8], text.as_bytes()].concat()
 }
 
 fn method(id: [u16; 2], arguments: &[&[u8]]) -> (u8, Vec<u8>) {

@@ -1,5 +1,5 @@
 //! `sconce top`: a live view of all launchers that answer over the control exchange. One task looks
-//! and orders, this one draws and reads keys. Owns the terminal, and gives it back whatever happens.
+//! and orders, this one draws and reads keys. Owns the terminal, and gives it back when it ends.
 
 mod rates;
 mod view;
@@ -33,7 +33,7 @@ const NEWCOMERS: u64 = 5;
 /// Before a broker that was lost is tried again.
 const AGAIN: Duration = Duration::from_secs(2);
 
-/// Until one does.
+/// At the foot, until one does.
 const NOBODY: &str = "no launcher answers yet";
 
 /// What the looking task tells.
@@ -75,11 +75,10 @@ async fn watch(
 ) {
     let mut lines = Some(first);
     let (mut looks, mut known) = (0_u64, 0);
-    let started = Instant::now();
     loop {
         let began = Instant::now();
         let expected = Some(known).filter(|known| *known > 0 && !looks.is_multiple_of(NEWCOMERS));
-        let looked = look(&mut lines, &settings, expected, started).await;
+        let looked = look(&mut lines, &settings, expected).await;
         looks += 1;
         let told = match looked {
             Ok(look) => {
@@ -109,7 +108,6 @@ async fn look(
     lines: &mut Option<Switchboard>,
     settings: &Settings,
     expected: Option<usize>,
-    started: Instant,
 ) -> anyhow::Result<Look> {
     let lines = match lines {
         Some(lines) => lines,
@@ -117,14 +115,13 @@ async fn look(
     };
     let until = Instant::now() + PATIENCE;
     let answers = gather(lines, (&Target::All, &Request::Stats), until, expected).await?;
-    let at = started.elapsed().as_secs_f64();
     let names: BTreeSet<_> = answers.iter().flat_map(|it| &it.slots).map(|slot| slot.queue.clone()).collect();
     let mut queues = BTreeMap::new();
     for name in names {
         let depth = lines.depth(&name).await?;
         queues.insert(name, depth);
     }
-    Ok(Look { at, answers, queues })
+    Ok(Look { answers, queues })
 }
 
 async fn order(
@@ -161,7 +158,7 @@ async fn show(
     broker: &str,
 ) -> anyhow::Result<()> {
     let mut keys = keys();
-    let mut screen = Screen { foot: Some(NOBODY.to_owned()), ..Screen::default() };
+    let mut screen = Screen::default();
     loop {
         let rows = rows(&screen.before, &screen.now);
         let last = rows.len().checked_sub(1);
@@ -169,7 +166,8 @@ async fn show(
             .selected
             .select(screen.selected.selected().map_or(last.map(|_| 0), |row| last.map(|last| row.min(last))));
         let question = screen.question();
-        let foot = question.as_deref().or(screen.foot.as_deref());
+        let nobody = screen.now.answers.is_empty().then_some(NOBODY);
+        let foot = question.as_deref().or(screen.foot.as_deref()).or(nobody);
         let words = Words { broker, foot, trouble: screen.trouble.as_deref() };
         terminal.draw(|frame| draw(frame, &screen.now, &rows, &mut screen.selected, &words))?;
         tokio::select! {

@@ -8,8 +8,6 @@ use crate::protocol::stats::{SECONDS, Stage, Stats};
 /// One look at all launchers that answered, and at the queues of their pools.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Look {
-    /// When, in seconds of any clock that only goes on.
-    pub(super) at: f64,
     pub(super) answers: Vec<Answer>,
     /// Messages that wait and consumers, by queue; none where it cannot be seen.
     pub(super) queues: BTreeMap<String, Option<(u32, u32)>>,
@@ -36,15 +34,17 @@ pub(super) struct Row {
 /// What goes on in each slot. Of one that the look before did not show, nothing is known yet but where
 /// it stands.
 pub(super) fn rows(before: &Look, now: &Look) -> Vec<Row> {
-    let seconds = (now.at - before.at).max(1e-3);
     let slots = now.answers.iter().flat_map(|answer| answer.slots.iter().map(move |slot| (answer, slot)));
     slots
         .map(|(answer, slot)| {
-            let earlier = before
-                .answers
-                .iter()
-                .find(|it| (&it.host, it.pid) == (&answer.host, answer.pid))
-                .and_then(|it| it.slots.iter().find(|it| it.slot == slot.slot));
+            // By the launcher's own clock. One that has started anew, perhaps with the same process id, has
+            // counted from nought.
+            let is_earlier = |it: &&Answer| {
+                (&it.host, it.pid) == (&answer.host, answer.pid) && it.uptime_ms < answer.uptime_ms
+            };
+            let earlier = before.answers.iter().find(is_earlier);
+            let seconds = earlier.map_or(1.0, |it| (answer.uptime_ms - it.uptime_ms) as f64 / 1e3);
+            let earlier = earlier.and_then(|it| it.slots.iter().find(|it| it.slot == slot.slot));
             row(earlier.and_then(|it| it.stats.as_deref()), slot, seconds)
         })
         .collect()
@@ -98,8 +98,10 @@ pub(super) mod tests {
             stats: Some(Box::new(stats)),
             ..SlotReport::default()
         };
-        let answers = vec![Answer { host: "h".into(), pid: 1, slots: vec![slot], ..Answer::default() }];
-        Look { at, answers, queues: [("tasks".to_owned(), Some((7, 1)))].into() }
+        let uptime_ms = (1e3 * at) as u64;
+        let answers =
+            vec![Answer { host: "h".into(), pid: 1, uptime_ms, slots: vec![slot], ..Answer::default() }];
+        Look { answers, queues: [("tasks".to_owned(), Some((7, 1)))].into() }
     }
 
     #[test]
@@ -116,8 +118,10 @@ pub(super) mod tests {
 
     #[test]
     fn of_a_slot_that_is_new_only_where_it_stands_is_known() {
-        let row = &rows(&Look::default(), &look(3.0, 45))[0];
-        assert_eq!((row.tasks_per_second, row.fill, row.compute), (0.0, None, None));
-        assert_eq!(row.report.state, State::Busy);
+        for before in [Look::default(), look(9.0, 100)] {
+            let row = &rows(&before, &look(3.0, 45))[0];
+            assert_eq!((row.tasks_per_second, row.fill, row.compute), (0.0, None, None));
+            assert_eq!(row.report.state, State::Busy);
+        }
     }
 }

@@ -8,6 +8,7 @@ use futures_util::StreamExt;
 use lapin::options::{BasicConsumeOptions, BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::FieldTable;
 use lapin::{Channel, Connection, Consumer, Error};
+use tokio::time::timeout;
 
 use super::admin::{connect, look, refused};
 use super::connect::Connector;
@@ -15,6 +16,8 @@ use super::convert::{properties_from, properties_to, short};
 use crate::broker::BrokerError;
 use crate::protocol::{JSON, Message, Properties};
 
+/// Longest wait for the broker: under a memory or disk alarm it answers nothing.
+const ANSWER: Duration = Duration::from_secs(5);
 /// RabbitMQ's name for "here, on this channel".
 const HERE: &str = "amq.rabbitmq.reply-to";
 
@@ -34,6 +37,7 @@ impl Switchboard {
     /// No address could be reached, or the broker refuses.
     pub async fn connect(connector: &Connector, exchange: &str) -> Result<Self, BrokerError> {
         let (connection, broker) = connect(connector).await?;
+        let limit = connector.settings().connect_timeout;
         let set_up = async {
             let channel = connection.create_channel().await?;
             channel.confirm_select(ConfirmSelectOptions::default()).await?;
@@ -42,7 +46,7 @@ impl Switchboard {
                 channel.basic_consume(HERE.into(), "".into(), unacked, FieldTable::default()).await?;
             Ok::<_, Error>((channel, answers))
         };
-        let (channel, answers) = set_up.await.map_err(|error| refused(broker.clone(), &error))?;
+        let (channel, answers) = in_time(&broker, limit, set_up).await?;
         Ok(Self { broker, exchange: exchange.to_owned(), connection, channel, answers })
     }
 
@@ -63,8 +67,9 @@ impl Switchboard {
             expiration: Some(expires.as_millis().to_string()),
             ..Properties::default()
         };
-        let asked = async { publish(&self.channel, (&self.exchange, routing_key), &body, &properties).await };
-        asked.await.map_err(|error| match refused(format!("exchange {:?}", self.exchange), &error) {
+        let asked = publish(&self.channel, (&self.exchange, routing_key), &body, &properties);
+        let exchange = format!("exchange {:?}", self.exchange);
+        in_time(&exchange, ANSWER, asked).await.map_err(|error| match error {
             BrokerError::Refused { broker, reason } if reason.starts_with("404") => {
                 let hint = "no launcher has made it: is admin.control_exchange the same there?";
                 BrokerError::Refused { broker, reason: format!("{reason}; {hint}") }
@@ -84,7 +89,8 @@ impl Switchboard {
     /// # Errors
     /// The broker is lost.
     pub async fn depth(&self, queue: &str) -> Result<Option<(u32, u32)>, BrokerError> {
-        let looked = look(&self.connection, queue).await;
+        let unanswered = |_| unanswered(&self.broker, ANSWER);
+        let looked = timeout(ANSWER, look(&self.connection, queue)).await.map_err(unanswered)?;
         if !self.connection.status().connected() {
             return Err(BrokerError::Refused {
                 broker: self.broker.clone(),
@@ -97,8 +103,23 @@ impl Switchboard {
 
     /// Closes the connection in order.
     pub async fn close(self) {
-        let _ = self.connection.close(200, "done".into()).await;
+        let _ = timeout(ANSWER, self.connection.close(200, "done".into())).await;
     }
+}
+
+/// What the broker answers, unless it takes longer than `limit`.
+async fn in_time<T>(
+    broker: &str,
+    limit: Duration,
+    work: impl Future<Output = Result<T, Error>>,
+) -> Result<T, BrokerError> {
+    let answered = timeout(limit, work).await.map_err(|_| unanswered(broker, limit))?;
+    answered.map_err(|error| refused(broker.to_owned(), &error))
+}
+
+fn unanswered(broker: &str, limit: Duration) -> BrokerError {
+    let reason = format!("{broker}: no answer; has it an alarm (rabbitmq-diagnostics check_alarms)?");
+    BrokerError::Unreachable { seconds: limit.as_secs(), reason }
 }
 
 #[expect(clippy::disallowed_methods, reason = "the other publisher speaks to queues only")]
