@@ -31,7 +31,9 @@ impl Slot {
             if is_ready {
                 entry.is_ready();
                 // Until it says where it stands: the one before works on while it connects.
-                entry.report.stats.as_mut().zip(before).map(|(stats, before)| stats.now = before);
+                if let (Some(stats), Some(before)) = (&mut entry.report.stats, before) {
+                    stats.now = before;
+                }
             }
             entry.turn(if is_ready { State::Ready } else { State::Starting });
         });

@@ -272,10 +272,7 @@ impl Slot {
                 }
                 Ok(()) = known.changed() => {
                     let tasks = known.borrow_and_update().clone();
-                    if let Some(next) = &mut successor {
-                        next.running.tell(&Command::Deaths { tasks: tasks.clone() }).await;
-                    }
-                    current.tell(&Command::Deaths { tasks }).await;
+                    tell_both(&mut current, &mut successor, &Command::Deaths { tasks }).await;
                 }
                 Some(exit) = self.leaving.next() => if exit == Some(Exit::StoppedOnRequest) {
                     // The worker before was stopped by a sentinel while it was being replaced.
@@ -375,5 +372,12 @@ impl Slot {
         let (slot, program) = (&self.assignment.slot, self.launch.program.display());
         tracing::error!(slot, %program, %error, "cannot spawn a worker");
         Sight::new(None).end(None, false, (&self.launch, slot))
+    }
+}
+
+async fn tell_both(current: &mut Running, successor: &mut Option<Successor>, command: &Command) {
+    current.tell(command).await;
+    if let Some(next) = successor {
+        next.running.tell(command).await;
     }
 }
