@@ -25,6 +25,8 @@ const IDLE: Duration = Duration::from_millis(250);
 
 /// Channels of a connection that hold no page: its own, and those of questions.
 const OTHER_CHANNELS: u16 = 4;
+/// Between two questions whether all is back.
+const MOMENT: Duration = Duration::from_millis(20);
 /// So many deliveries before the limit a message is put into the queue anew: this look is one, and
 /// others may look too.
 const MARGIN: u64 = 3;
@@ -266,6 +268,7 @@ impl Look {
             let handed_back = self.pages[of_page[0].0].hand_back(&tags).await;
             handed_back.map_err(|error| self.failed(&error))?;
         }
+        self.wait_until_back(held.len()).await;
         let goodbye = async {
             for connection in &self.connections {
                 let _ = connection.close(200, "done".into()).await;
@@ -274,6 +277,17 @@ impl Look {
         };
         let _ = tokio::time::timeout(FAREWELL, goodbye).await;
         Ok(self.left_behind)
+    }
+
+    /// The broker has been told, and a quorum queue acts on it a moment later: who looks next would miss
+    /// what is not yet back. Where others take messages meanwhile, it ends all the same.
+    async fn wait_until_back(&self, held: usize) {
+        let back = async {
+            while self.ready().await.is_ok_and(|ready| (ready as usize) < held) {
+                tokio::time::sleep(MOMENT).await;
+            }
+        };
+        let _ = tokio::time::timeout(FAREWELL, back).await;
     }
 
     fn failed(&self, error: &Error) -> BrokerError {
