@@ -24,6 +24,8 @@ SECONDS = 16
 BUCKETS = [0.001, 0.01, 0.1, 1, 10, 100, 1000]
 # Not to be had within seconds: one wants hours of memory's growth, one that there is no target.
 QUIET = {"SconceWorkerMemoryGrows", "SconceAbsent"}
+# What must come out of all jobs together: other services, RabbitMQ among them, are in the same Prometheus.
+VALUES = {"Hosts": "2"}
 START = time.time()
 
 
@@ -62,6 +64,8 @@ def healthy(metrics, values):
                 text += series(name, given, 0.5 * age if "busy" in name else int(10 * age))
             elif name == "sconce_worker_state":
                 text += series(name, given, int(given["state"] == "busy"))
+            elif name == "sconce_worker_stuck":
+                text += series(name, given, 0)
             else:
                 text += series(name, given, 1)
     for number, metric in enumerate(("messages_ready", "messages_unacked", "consumers")):
@@ -73,11 +77,14 @@ def ill(_metrics, _values):
     """What each alert is there for."""
     age = int(time.time() - START)
     text = ""
+    text += series("sconce_build_info", {"version": "0.0.0"}, 1)
     for pool, state in (("stuck", "paused"), ("lost", "loading"), ("given-up", "quarantined")):
-        text += series("sconce_worker_state", {"pool": pool, "slot": f"{pool}/0", "state": state}, int(pool != "stuck"))
-        text += series("sconce_worker_state", {"pool": pool, "slot": f"{pool}/0", "state": "ready"}, 0)
+        ready = int(pool == "lost")
+        text += series("sconce_worker_state", {"pool": pool, "slot": f"{pool}/0", "state": state}, int(pool == "given-up"))
+        text += series("sconce_worker_state", {"pool": pool, "slot": f"{pool}/0", "state": "ready"}, ready)
     slot = {"pool": "stuck", "slot": "stuck/0"}
-    for name, value in (("in_flight_tasks", 8), ("prefetched_tasks", 20), ("batch_duration_seconds_count", 7)):
+    gauges = (("in_flight_tasks", 8), ("prefetched_tasks", 20), ("worker_stuck", 1), ("batch_duration_seconds_count", 7))
+    for name, value in gauges:
         text += series(f"sconce_{name}", slot, value)
     text += series("sconce_broker_connected", {"pool": "lost", "slot": "lost/0"}, 0)
     for reason in ("stuck", "killed"):
@@ -96,6 +103,11 @@ def ill(_metrics, _values):
         text += series(f"sconce_device_memory_{name}_bytes", {"device": "GPU-2"}, value)
     text += series("rabbitmq_queue_messages_ready", {"queue": "sconce.other"}, 12)
     return text + series("rabbitmq_queue_consumers", {"queue": "sconce.other"}, 0)
+
+
+def other(_metrics, _values):
+    """A service that Prometheus scrapes too, and that is none of ours."""
+    return series("process_start_time_seconds", {}, START)
 
 
 def serve(make, tables_read):
@@ -151,6 +163,8 @@ def check_queries(port, dashboard):
             problems.append(f"{title}: {answer['error']}")
         elif not answer["data"]["result"]:
             problems.append(f"{title}: finds nothing: {expression}")
+        elif title in VALUES and [it["value"][1] for it in answer["data"]["result"]] != [VALUES[title]]:
+            problems.append(f"{title}: {answer['data']['result']}, and not {VALUES[title]}")
     for variable in dashboard["templating"]["list"]:
         if variable["type"] != "query":
             continue
@@ -190,7 +204,10 @@ def main(folder):
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(pathlib.Path("deploy/prometheus/alerts.yml").resolve())],
-        "scrape_configs": [{"job_name": "sconce", "static_configs": [{"targets": targets}]}],
+        "scrape_configs": [
+            {"job_name": "sconce", "static_configs": [{"targets": targets}]},
+            {"job_name": "other", "static_configs": [{"targets": [f"127.0.0.1:{serve(other, read)}"]}]},
+        ],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))
     port = free_port()

@@ -18,7 +18,9 @@ pub(super) const EXAMPLES: &str = "Examples:
 A look takes all letters out of everybody's sight for as long as it lasts and hands them back in
 their order. On quorum queues it counts as a delivery of each. A letter that is three deliveries off
 the queue's x-delivery-limit (20 where sconce cannot know it) is put into the queue anew, at its end,
-because RabbitMQ would drop it.
+because RabbitMQ would drop it. A limit that a policy sets cannot be seen.
+
+Letters of other pools in the same queue are counted on stderr and stay, unless asked for by id.
 
 Reasons: undecodable, poison, attempts, unroutable, unknown_control; RabbitMQ's own delivery_limit,
 expired, rejected, maxlen; unknown where a letter gives none.";
@@ -84,7 +86,7 @@ pub struct DeadList {
     /// Which of them.
     #[command(flatten)]
     pub filters: DeadFilters,
-    /// Only the oldest N of them
+    /// Only the oldest N of them; without it all are counted, and the first 10,000 shown
     #[arg(long, value_name = "N")]
     pub limit: Option<usize>,
     /// Print one JSON object a line
@@ -118,7 +120,7 @@ pub struct DeadRequeue {
     /// Which of them.
     #[command(flatten)]
     pub filters: DeadFilters,
-    /// All letters of the pool
+    /// All letters of the pool, and of nobody
     #[arg(long, conflicts_with_all = NARROWER)]
     pub all: bool,
     /// Say what would be done, and do nothing
@@ -139,7 +141,7 @@ pub struct DeadPurge {
     /// Which of them.
     #[command(flatten)]
     pub filters: DeadFilters,
-    /// All letters of the pool
+    /// All letters of the pool, and of nobody
     #[arg(long, conflicts_with_all = NARROWER)]
     pub all: bool,
     /// Say what would be done, and do nothing

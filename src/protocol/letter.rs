@@ -107,6 +107,11 @@ impl<'a> Letter<'a> {
         reply_queue: Option<&'a str>,
         named: bool,
     ) -> Result<&'a str, String> {
+        // First: anybody can write the headers of a parked reply.
+        if is_control(self.message) && !named {
+            let kind = self.message.properties.kind.as_deref().unwrap_or("null");
+            return Err(format!("it is a control message ({kind}): to put it back, give its id"));
+        }
         if self.ours == Some(Reason::Unroutable) {
             let queue = self.text(REPLY_QUEUE).or(reply_queue).ok_or(
                 "it is a reply that does not say which queue it was for, and the pool has no reply_queue",
@@ -115,10 +120,6 @@ impl<'a> Letter<'a> {
                 return Err("it is a reply by direct reply-to, and who asked is gone".into());
             }
             return Ok(queue);
-        }
-        if is_control(self.message) && !named {
-            let kind = self.message.properties.kind.as_deref().unwrap_or("null");
-            return Err(format!("it is a control message ({kind}): to put it back, give its id"));
         }
         Ok(task_queue)
     }

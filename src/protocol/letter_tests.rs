@@ -99,6 +99,16 @@ fn a_parked_reply_goes_to_the_queue_it_was_for_and_is_a_reply_again() {
 }
 
 #[test]
+fn a_control_message_with_the_headers_of_a_parked_reply_is_one_all_the_same() {
+    let kind = Some("control.shutdown".to_owned());
+    let sentinel = Message { properties: Properties { kind, ..Properties::default() }, body: "".into() };
+    let letter = parked_reply(sentinel, "t", "tasks", &cause(Reason::Unroutable));
+    let refused = Letter::of(&letter).destination("tasks", None, false);
+    assert!(refused.is_err_and(|why| why.contains("control.shutdown")));
+    assert_eq!(Letter::of(&letter).destination("tasks", None, true), Ok("tasks"));
+}
+
+#[test]
 fn what_the_broker_gave_up_says_why_when_and_where() {
     let headers = Headers::from([
         ("x-death".into(), died("delivery_limit", "tasks", 50)),

@@ -117,7 +117,7 @@ impl Settlement {
         receipt: &Receipt,
     ) -> Result<(), WorkerError> {
         let task = &accepted.task;
-        let message = accepted.traced.next_attempt(task.next_attempt(accepted.deadline));
+        let message = accepted.traced.passed_on(task.next_attempt(accepted.deadline));
         let words = match self.publish(&self.task_queue, Some(delay), &Arc::new(message)).await? {
             Sent::Confirmed => {
                 accepted.traced.retried(error);
@@ -144,6 +144,7 @@ impl Settlement {
         tracing::warn!(task.id = accepted.task.id, reason = reason.as_str(), %error, "dead letter");
         accepted.traced.dead_lettered(reason);
         let letter = dead_letter(&accepted.task, &self.cause(reason, &error.message));
+        let letter = accepted.traced.passed_on(letter);
         let letter = match &accepted.deaths {
             Some(deaths) => with_deaths(letter, deaths),
             None => letter,

@@ -127,9 +127,9 @@ impl Traced {
         reply
     }
 
-    /// The task's next attempt. It keeps its context, so that all attempts are in one trace, side by
-    /// side; one that came without is given ours.
-    pub(super) fn next_attempt(&self, mut message: Message) -> Message {
+    /// The task's next attempt, or its dead letter. It keeps its context, so that all attempts are in one
+    /// trace, side by side; one that came without is given ours.
+    pub(super) fn passed_on(&self, mut message: Message) -> Message {
         let Some(begun) = self.0.as_ref().filter(|it| !it.span.is_continued()) else { return message };
         let headers = &mut message.properties.headers;
         headers.insert(TRACEPARENT.into(), begun.span.traceparent().into());

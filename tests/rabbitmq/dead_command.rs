@@ -6,18 +6,22 @@ use std::time::{Duration, SystemTime};
 
 use lapin::types::AMQPValue;
 use nix::sys::signal::Signal;
-use sconce::broker::amqp::{AmqpPublisher, Look};
+use sconce::broker::amqp::{AmqpPublisher, LeftBehind, Look};
 use serde_json::{Value, json};
 
-use crate::amqp_rig::connector;
 use crate::support::client::{Client, Received, Task};
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{OnTerminal, Sconce, Settings};
 use crate::support::wait::until;
 
+/// A pool whose letters are those of [`letter`].
+fn echo() -> Settings {
+    Settings::echo(Rabbit::shared().url()).set("pool[0].name", "pool")
+}
+
 /// A pool whose queues have been made, without a worker.
 async fn idle_pool() -> (Settings, Client) {
-    let settings = Settings::echo(Rabbit::shared().url());
+    let settings = echo();
     assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
     (settings, Client::connect(&Rabbit::shared().url()).await)
 }
@@ -32,6 +36,11 @@ fn letter(id: impl ToString, reason: &str, ago: u64) -> Task {
         .header("task_id", &id.to_string())
         .header("worker", "host/pool/0")
         .header("dead_lettered_at", &at.to_string())
+}
+
+/// One of another pool, which shares the queue.
+fn letter_of(worker: &str, id: &str) -> Task {
+    letter(id, "poison", 1).header("worker", worker)
 }
 
 /// Runs `sconce dead` with these words: the exit code and what it said.
@@ -92,7 +101,7 @@ async fn letters_in_a_quorum_queue_are_seen_once_and_keep_their_order() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn letters_in_a_classic_queue_are_seen_once_and_keep_their_order() {
-    let settings = Settings::echo(Rabbit::shared().url());
+    let settings = echo();
     let client = Client::connect(&Rabbit::shared().url()).await;
     client.declare(&settings.dead, &[]).await;
     client.declare(&settings.tasks, &[]).await;
@@ -101,7 +110,7 @@ async fn letters_in_a_classic_queue_are_seen_once_and_keep_their_order() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn letters_in_a_quorum_queue_of_the_users_keep_their_order_without_a_delivery_limit_too() {
-    let settings = Settings::echo(Rabbit::shared().url());
+    let settings = echo();
     let client = Client::connect(&Rabbit::shared().url()).await;
     let quorum = ("x-queue-type", AMQPValue::LongString("quorum".into()));
     client.declare(&settings.dead, &[quorum]).await;
@@ -164,7 +173,7 @@ async fn a_letter_is_shown_whole_by_the_id_of_its_task_or_its_own() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_task_is_requeued_as_its_producer_sent_it() {
-    let settings = Settings::echo(Rabbit::shared().url());
+    let settings = echo();
     let sconce = Sconce::launched(&settings).await;
     let client = Client::connect(&Rabbit::shared().url()).await;
     let odd = Task::raw(b"no json".to_vec()).id("c").header("mine", "kept");
@@ -192,7 +201,7 @@ async fn a_task_is_requeued_as_its_producer_sent_it() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_parked_reply_goes_to_its_queue_once_there_is_one_and_stays_until_then() {
-    let settings = Settings::echo(Rabbit::shared().url());
+    let settings = echo();
     let sconce = Sconce::launched(&settings).await;
     let client = Client::connect(&Rabbit::shared().url()).await;
     let wanted = format!("{}.wanted", settings.name);
@@ -225,7 +234,7 @@ async fn a_parked_reply_goes_to_its_queue_once_there_is_one_and_stays_until_then
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_full_queue_does_not_take_stays_in_its_place() {
-    let settings = Settings::echo(Rabbit::shared().url());
+    let settings = echo();
     let client = Client::connect(&Rabbit::shared().url()).await;
     let overflow = AMQPValue::LongString("reject-publish".into());
     client
@@ -281,7 +290,7 @@ async fn nothing_is_deleted_without_a_yes_and_nothing_changes_without_being_name
 
 /// What `sconce dead purge --all` shows on a terminal, with this answer.
 async fn purge_on_a_terminal(settings: &Settings, answer: &str) -> String {
-    let queue = [("pool[0].dead_letter_queue", settings.dead.as_str())];
+    let queue = [("pool[0].name", "pool"), ("pool[0].dead_letter_queue", settings.dead.as_str())];
     let mut purge = OnTerminal::start("dead purge --all", &Rabbit::shared().url(), &queue);
     purge.press(answer);
     let (code, shown) = purge.end().await;
@@ -303,7 +312,7 @@ async fn on_a_terminal_purge_asks_and_anything_but_yes_is_no() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_the_broker_gave_up_is_listed_with_its_reason_and_begins_anew() {
-    let settings = Settings::echo(Rabbit::shared().url()).set("broker.delivery_limit", 1);
+    let settings = echo().set("broker.delivery_limit", 1);
     assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
     let client = Client::connect(&Rabbit::shared().url()).await;
     client.publish(&settings.tasks, Task::new(json!({"input": "p"})).id("p").header("mine", "kept")).await;
@@ -320,7 +329,7 @@ async fn what_the_broker_gave_up_is_listed_with_its_reason_and_begins_anew() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn no_number_of_looks_loses_a_letter_to_the_queues_delivery_limit() {
-    let settings = Settings::echo(Rabbit::shared().url());
+    let settings = echo();
     let client = Client::connect(&Rabbit::shared().url()).await;
     let quorum = ("x-queue-type", AMQPValue::LongString("quorum".into()));
     client.declare(&settings.dead, &[quorum, ("x-delivery-limit", AMQPValue::LongInt(4))]).await;
@@ -340,13 +349,13 @@ async fn no_number_of_looks_loses_a_letter_to_the_queues_delivery_limit() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_look_ends_where_others_take_letters_and_passes_over_those_that_come_meanwhile() {
     let (settings, client) = idle_pool().await;
-    let connector = connector(Rabbit::shared().url());
-    let publisher = || AmqpPublisher::new(crate::amqp_rig::connector(Rabbit::shared().url()));
+    let connector = || crate::amqp_rig::connector(Rabbit::shared().url());
+    let publisher = || AmqpPublisher::new(connector());
     client.publish_all(&settings.dead, (0..6).map(|n| letter(n, "poison", 1))).await;
-    let look = Look::open(&connector, &settings.dead, publisher()).await.expect("a look");
+    let look = Look::open(connector(), &settings.dead, publisher()).await.expect("a look");
     client.publish(&settings.dead, letter("late", "poison", 1)).await;
     assert_eq!(seen(look).await, numbers(0..6));
-    let look = Look::open(&connector, &settings.dead, publisher()).await.expect("a look");
+    let look = Look::open(connector(), &settings.dead, publisher()).await.expect("a look");
     for _ in 0..4 {
         client.get(&settings.dead).await;
     }
@@ -360,26 +369,130 @@ async fn seen(mut look: Look) -> Vec<String> {
         seen.extend(delivery.message.properties.correlation_id.clone());
         look.leave(delivery).await.expect("a broker");
     }
-    assert_eq!(look.hand_back().await.ok(), Some(0));
+    assert_eq!(look.hand_back().await.ok(), Some(LeftBehind::default()));
     seen
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_requeue_that_is_killed_leaves_each_letter_in_one_queue_or_in_both() {
+    const LETTERS: usize = 10_000;
     let (settings, client) = idle_pool().await;
-    client.publish_all(&settings.dead, (0..3_000).map(|n| letter(n, "attempts", 1))).await;
+    client.publish_all(&settings.dead, (0..LETTERS).map(|n| letter(n, "attempts", 1))).await;
     let mut sconce = Sconce::run(&settings, &["dead", "requeue", "--all"]);
     until("some tasks", || async { client.look(&settings.tasks).await.filter(|(ready, _)| *ready > 64) })
         .await;
     sconce.signal(Signal::SIGKILL);
-    assert_eq!(sconce.exit_code().await, -9);
+    assert_eq!(sconce.exit_code().await, -9, "{}", sconce.log());
     let (mut tasks, mut dead) = (client.inbox(&settings.tasks).await, client.inbox(&settings.dead).await);
-    let mut found = BTreeSet::new();
-    while found.len() < 3_000 {
-        let received = tokio::select! {
-            task = tasks.next() => task,
-            letter = dead.next() => letter,
-        };
-        found.insert(received.correlation_id);
+    let (mut requeued, mut left) = (BTreeSet::new(), BTreeSet::new());
+    // What the broker still had of the dead command's comes before this is over.
+    let mut quiet = false;
+    while !quiet || requeued.union(&left).count() < LETTERS {
+        quiet = false;
+        tokio::select! {
+            biased;
+            task = tasks.next() => assert!(requeued.insert(task.correlation_id), "a task twice"),
+            letter = dead.next() => assert!(left.insert(letter.correlation_id), "a letter twice"),
+            () = tokio::time::sleep(Duration::from_secs(2)) => quiet = true,
+        }
     }
+    let both = requeued.intersection(&left).count();
+    assert!(both <= 64, "{both} in both queues");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn letters_of_other_pools_stay_unless_they_are_asked_for_by_id() {
+    let (settings, client) = idle_pool().await;
+    let theirs = [letter_of("elsewhere/rerank/0", "a"), letter_of("host/rerank/1", "b")];
+    client.publish_all(&settings.dead, theirs.into_iter().chain([letter("mine", "poison", 1)])).await;
+    assert_eq!(listed(&settings, "").await, ["mine"]);
+    for words in ["purge --yes --older-than 1w", "requeue --all", "purge --yes --all"] {
+        let (code, said) = dead(&settings, words).await;
+        assert_eq!((code, said.contains("2 of pool rerank")), (0, !words.contains("1w")), "{said}");
+    }
+    assert_eq!(client.get(&settings.tasks).await.correlation_id, "mine");
+    let (code, said) = dead(&settings, "purge --yes a").await;
+    assert!(code == 0 && !said.contains("rerank"), "{code}: {said}");
+    assert_eq!(client.get(&settings.dead).await.correlation_id, "b");
+    client.ready_becomes(&settings.dead, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_letter_holds_is_told_without_what_commands_a_terminal() {
+    let (settings, client) = idle_pool().await;
+    let hostile = letter("h", "poison", 1).with(|it| it.with_type("control.\u{1b}[2Jwipe".into()));
+    client.publish(&settings.dead, hostile).await;
+    let (code, said) = dead(&settings, "requeue --all").await;
+    assert!(code == 1 && said.contains("[2Jwipe"), "{code}: {said}");
+    assert!(!said.contains('\u{1b}'), "{said:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_delivery_limit_of_a_queue_is_found_behind_its_other_arguments() {
+    let settings = echo();
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    let arguments = [
+        ("x-queue-type", AMQPValue::LongString("quorum".into())),
+        ("x-delivery-limit", AMQPValue::LongInt(4)),
+        ("x-message-ttl", AMQPValue::LongInt(3_600_000)),
+        ("x-max-length", AMQPValue::LongLongInt(1_000)),
+        ("x-overflow", AMQPValue::LongString("reject-publish".into())),
+        ("x-dead-letter-exchange", AMQPValue::LongString("".into())),
+        ("x-dead-letter-routing-key", AMQPValue::LongString("nowhere".into())),
+    ];
+    client.declare(&settings.dead, &arguments).await;
+    client.publish_all(&settings.dead, (0..3).map(|n| letter(n, "poison", 1))).await;
+    for _ in 0..8 {
+        let (code, said) = dead(&settings, "list").await;
+        assert!(code == 0 && said.contains("3 letters in") && !said.contains("assumed"), "{code}: {said}");
+    }
+    let (_, said) = dead(&settings.set("broker.declare", false), "list").await;
+    assert!(said.contains("cannot be known: 20 is assumed"), "{said}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worn_letter_that_cannot_be_put_into_the_queue_anew_is_told_of() {
+    let rabbit = Rabbit::shared();
+    rabbit.ctl(&["add_user", "keeper", "pw"]);
+    rabbit.ctl(&["set_permissions", "-p", "/", "keeper", ".*", "^nothing$", ".*"]);
+    let settings = Settings::echo(rabbit.url_for("keeper:pw", "/")).set("pool[0].name", "pool");
+    let client = Client::connect(&rabbit.url()).await;
+    let quorum = ("x-queue-type", AMQPValue::LongString("quorum".into()));
+    client.declare(&settings.dead, &[quorum, ("x-delivery-limit", AMQPValue::LongInt(4))]).await;
+    client.publish_all(&settings.dead, (0..2).map(|n| letter(n, "poison", 1))).await;
+    assert_eq!(dead(&settings, "list").await.0, 0);
+    let (code, said) = dead(&settings, "list").await;
+    assert!(code == 1 && said.contains("2 letters in") && said.contains("amq.default"), "{code}: {said}");
+    client.ready_becomes(&settings.dead, 2).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_look_needs_few_channels_and_connects_again_where_there_are_fewer() {
+    let (settings, client) = idle_pool().await;
+    client.publish_all(&settings.dead, (0..5_000).map(|n| letter(n, "poison", 1))).await;
+    let narrow = crate::amqp_rig::connector(format!("{}?channel_max=8", Rabbit::shared().url()));
+    let publisher = AmqpPublisher::new(crate::amqp_rig::connector(Rabbit::shared().url()));
+    let look = Look::open(narrow, &settings.dead, publisher).await.expect("a look");
+    assert_eq!(seen(look).await, numbers(0..5_000));
+    let mut dead = client.inbox(&settings.dead).await;
+    assert_eq!(ids(&dead.take(5_000).await), numbers(0..5_000));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn behind_a_large_letter_few_are_taken_at_once_and_all_keep_their_order() {
+    let (settings, client) = idle_pool().await;
+    client.publish_all(&settings.dead, (0..300).map(|n| large(n, &[100, 101]))).await;
+    for _ in 0..2 {
+        assert_eq!(listed(&settings, "").await, numbers(0..300));
+    }
+    let (code, said) = dead(&settings, "requeue 7 100 299").await;
+    assert!(code == 0 && said.contains("requeued 3 letters"), "{code}: {said}");
+    let left: Vec<String> = numbers((0..300).filter(|n| ![7, 100, 299].contains(n)));
+    assert_eq!(listed(&settings, "").await, left);
+}
+
+/// A letter, of 40 MiB where it is one of these.
+fn large(n: usize, of: &[usize]) -> Task {
+    let letter = letter(n, "poison", 1);
+    if of.contains(&n) { Task { body: vec![b' '; 40 << 20], ..letter } } else { letter }
 }

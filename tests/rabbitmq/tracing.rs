@@ -198,6 +198,16 @@ async fn all_attempts_at_a_task_are_in_one_trace() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_dead_letter_is_in_the_trace_of_its_task_also_of_one_that_came_without() {
+    let collector = Collector::start().await;
+    let settings = settings(&collector.endpoint());
+    let (_sconce, client, mut inbox) = serve(&settings).await;
+    client.publish(&settings.tasks, Task::raw("no JSON")).await;
+    let reply = inbox.next().await;
+    assert_eq!(context(&client.get(&settings.dead).await), context(&reply));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_drain_sends_the_last_spans_and_says_which_tasks_were_handed_back() {
     let collector = Collector::start().await;
     let settings = settings(&collector.endpoint()).set("pool[0].batch.max_requests", 1);

@@ -6,11 +6,12 @@ use std::time::SystemTime;
 use super::selection::Selection;
 use super::{tell, view};
 use crate::app::{load, pool_named};
-use crate::broker::amqp::{AmqpPublisher, Connector, Look};
+use crate::broker::amqp::{AmqpPublisher, Connector, LeftBehind, Look};
 use crate::broker::{BrokerError, Delivery};
 use crate::cli::{DeadFilters, DeadSource};
 use crate::config::{Broker, Pool};
 use crate::protocol::letter::Letter;
+use crate::shutdown::Exit;
 
 /// See the module.
 pub(super) struct Desk {
@@ -24,8 +25,15 @@ pub(super) struct Desk {
 pub(super) struct Closed {
     /// Whose letters they were.
     pub(super) queue: String,
-    /// Some that were asked for by id are not there.
-    pub(super) missing: bool,
+    /// Some that were asked for by id are not there, or some could not be left as safe as they were.
+    wanting: bool,
+}
+
+impl Closed {
+    /// What the command ends with when all else went well.
+    pub(super) fn exit(&self) -> Exit {
+        if self.wanting { Exit::No } else { Exit::Done }
+    }
 }
 
 impl Desk {
@@ -37,9 +45,15 @@ impl Desk {
     ) -> anyhow::Result<Self> {
         let settings = load(&source.settings, &[])?.settings;
         let (_, pool) = pool_named(&settings.pools, source.pool.as_deref())?;
-        let selection = Selection::new(ids, filters, SystemTime::now())?.of(pool, &settings.pools);
+        let selection = Selection::new(ids, filters, SystemTime::now())?.of(&pool.name, &pool.task_queue);
         let connector = || Connector::new(settings.broker.clone(), "sconce dead");
-        let look = Look::open(&connector(), &pool.dead_letter_queue, AmqpPublisher::new(connector())).await?;
+        let queue = &pool.dead_letter_queue;
+        let look = Look::open(connector(), queue, AmqpPublisher::new(connector())).await?;
+        if let Some(assumed) = look.assumed_limit() {
+            tell(&format!(
+                "after how many deliveries {queue} drops a letter cannot be known: {assumed} is assumed"
+            ))?;
+        }
         Ok(Self { look, pool: pool.clone(), broker: settings.broker, selection })
     }
 
@@ -76,7 +90,7 @@ impl Desk {
 
     /// Hands back what stays, and says on stderr what the result does not.
     pub(super) async fn close(self) -> anyhow::Result<Closed> {
-        let renewed = self.look.hand_back().await?;
+        let LeftBehind { renewed, worn } = self.look.hand_back().await?;
         let queue = self.pool.dead_letter_queue;
         if renewed > 0 {
             let told = view::letters(renewed);
@@ -84,14 +98,22 @@ impl Desk {
                 "{told} put into {queue} anew, at its end: the broker would have dropped them soon"
             ))?;
         }
-        if self.selection.foreign() > 0 {
-            let told = view::letters(self.selection.foreign());
-            tell(&format!("{told} of other pools in {queue} left out: choose theirs with --pool"))?;
+        if worn > 0 {
+            let told = view::letters(worn);
+            tell(&format!(
+                "{told} in {queue} will be dropped by the broker after a few more looks, and could not be put \
+                 into it anew: is it full, or may this user not write to amq.default?"
+            ))?;
+        }
+        if let Some(told) = self.selection.foreign() {
+            tell(&format!(
+                "{told}, in {queue} too: choose theirs with --pool or their settings, or give ids"
+            ))?;
         }
         let missing = self.selection.missing();
         if !missing.is_empty() {
             tell(&format!("no letter in {queue} is meant by {}", missing.join(", ")))?;
         }
-        Ok(Closed { queue, missing: !missing.is_empty() })
+        Ok(Closed { queue, wanting: worn > 0 || !missing.is_empty() })
     }
 }

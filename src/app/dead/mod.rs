@@ -4,16 +4,17 @@
 mod desk;
 mod purge;
 mod requeue;
+mod rows;
 mod selection;
 mod view;
 
-use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::time::SystemTime;
 
 use anyhow::anyhow;
 
 use self::desk::Desk;
+use self::rows::Rows;
 use self::view::Row;
 use super::start_logging;
 use crate::broker::Delivery;
@@ -41,37 +42,34 @@ pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {
 /// What is printed waits until the letters are back: who reads it may take their time.
 async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
     let mut desk = Desk::open(&arguments.source, &[], &arguments.filters).await?;
-    let most = arguments.limit.unwrap_or(usize::MAX);
-    let mut rows = Vec::new();
-    while rows.len() < most
+    // Who names a number gets so many.
+    let mut rows = Rows::at_most(arguments.limit.unwrap_or(rows::MOST));
+    while arguments.limit.is_none_or(|limit| rows.count() < limit)
         && let Some(delivery) = desk.next().await?
     {
-        rows.push(Row::of(&delivery, desk.now()));
+        let row = Row::of(&delivery, desk.now());
+        let error = row.error().to_owned();
+        rows.add(row, error);
         desk.leave(delivery).await?;
     }
-    let queue = desk.close().await?.queue;
+    let closed = desk.close().await?;
     let mut out = io::stdout().lock();
     if arguments.json {
-        for row in &rows {
+        for row in rows.kept() {
             writeln!(out, "{}", row.json())?;
         }
-        return Ok(Exit::Done);
+        if rows.more() > 0 {
+            tell(&format!("and {} more: give --limit to see so many", rows.more()))?;
+        }
+        return Ok(closed.exit());
     }
-    if !rows.is_empty() {
-        let cells = rows.iter().map(|row| row.cells(row.error())).collect();
-        writeln!(out, "{}", view::table("ERROR", cells, view::terminal_width()))?;
+    if let Some(table) = rows.table("ERROR", view::terminal_width()) {
+        writeln!(out, "{table}")?;
     }
-    let cut = if rows.len() == most { "the oldest " } else { "" };
-    writeln!(out, "{cut}{} in {queue}{}", view::letters(rows.len()), view::by_reason(&count(&rows)))?;
-    Ok(Exit::Done)
-}
-
-fn count(rows: &[Row]) -> BTreeMap<String, usize> {
-    let mut counts = BTreeMap::new();
-    for row in rows {
-        *counts.entry(row.reason().to_owned()).or_default() += 1;
-    }
-    counts
+    let cut = if arguments.limit == Some(rows.count()) { "the oldest " } else { "" };
+    let (letters, reasons) = rows.told();
+    writeln!(out, "{cut}{letters} in {}{reasons}", closed.queue)?;
+    Ok(closed.exit())
 }
 
 async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
@@ -103,15 +101,30 @@ async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
             false => writeln!(out, "{}", view::whole(delivery, now))?,
         }
     }
-    Ok(Exit::Done)
+    Ok(closed.exit())
 }
 
-/// A line to whoever runs this, beside the result.
+/// A line to whoever runs this, beside the result. Much of it may be words of a letter's.
 fn tell(line: &str) -> io::Result<()> {
-    writeln!(io::stderr(), "sconce: {line}")
+    writeln!(io::stderr(), "{}", told(line))
+}
+
+fn told(line: &str) -> String {
+    format!("sconce: {}", view::printable(line))
 }
 
 /// How long ago; what lies in the future is of now: clocks differ.
 fn age(since: SystemTime, now: SystemTime) -> std::time::Duration {
     now.duration_since(since).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn no_line_that_is_told_commands_the_terminal() {
+        assert_eq!(
+            super::told("it is a \u{1b}[2Jcontrol\nmessage\u{9b}"),
+            "sconce: it is a  [2Jcontrol message "
+        );
+    }
 }

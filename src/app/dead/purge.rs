@@ -6,11 +6,21 @@ use std::io::{self, IsTerminal, Write};
 use anyhow::anyhow;
 
 use super::desk::Desk;
+use super::rows::{self, Rows};
+use super::tell;
 use super::view::{self, Row};
-use crate::broker::Delivery;
+use crate::broker::{Delivery, Receipt};
 use crate::cli::DeadPurge;
 use crate::protocol::letter::Letter;
 use crate::shutdown::Exit;
+
+/// Letters deleted before they are counted as that.
+const WINDOW: usize = 512;
+/// Bytes of bodies that are held while somebody is asked.
+const HELD_BYTES: usize = 64 << 20;
+
+/// How many of each reason.
+type Reasons = BTreeMap<String, usize>;
 
 /// Deletes, or says what it would.
 pub(super) async fn run(arguments: &DeadPurge) -> anyhow::Result<Exit> {
@@ -23,33 +33,105 @@ pub(super) async fn run(arguments: &DeadPurge) -> anyhow::Result<Exit> {
     if arguments.dry_run {
         return rehearse(desk).await;
     }
-    let (meant, reasons) = gather(&mut desk).await?;
-    let told = format!("{}{}", view::letters(meant.len()), view::by_reason(&reasons));
+    let mut deleted = Reasons::new();
+    let ended = match asks {
+        true => delete_if_agreed(&mut desk, &mut deleted).await,
+        false => delete(&mut desk, &mut deleted).await,
+    };
     let queue = desk.pool.dead_letter_queue.clone();
-    let agreed = meant.is_empty() || !asks || ask(format!("delete from {queue} {told}? [y/N] ")).await?;
-    let deleted = if agreed { told } else { "nothing".into() };
-    for delivery in meant {
-        match agreed {
-            true => desk.look.ack(&delivery),
-            false => desk.leave(delivery).await?,
+    let closed = desk.close().await;
+    // What is deleted is deleted, also where the rest could not be, or could not go back.
+    let told = if deleted.is_empty() { "nothing".into() } else { told(&deleted) };
+    writeln!(io::stdout(), "deleted from {queue}: {told}")?;
+    ended?;
+    Ok(closed?.exit())
+}
+
+fn told(reasons: &Reasons) -> String {
+    format!("{}{}", view::letters(reasons.values().sum()), view::by_reason(reasons))
+}
+
+/// As they come: nobody is asked.
+async fn delete(desk: &mut Desk, deleted: &mut Reasons) -> anyhow::Result<()> {
+    loop {
+        let mut window = Vec::new();
+        while window.len() < WINDOW
+            && let Some(delivery) = desk.next().await?
+        {
+            window.push((delivery.receipt, reason_of(&delivery)));
         }
+        if window.is_empty() {
+            return Ok(());
+        }
+        delete_these(desk, window, deleted).await?;
     }
-    let missing = desk.close().await?.missing;
-    writeln!(io::stdout(), "deleted from {queue}: {deleted}")?;
-    Ok(if missing { Exit::No } else { Exit::Done })
+}
+
+async fn delete_these(
+    desk: &mut Desk,
+    letters: impl IntoIterator<Item = (Receipt, String)>,
+    deleted: &mut Reasons,
+) -> anyhow::Result<()> {
+    let mut reasons = Vec::new();
+    for (receipt, reason) in letters {
+        desk.look.ack(receipt);
+        reasons.push(reason);
+    }
+    desk.look.settle().await?;
+    for reason in reasons {
+        *deleted.entry(reason).or_default() += 1;
+    }
+    Ok(())
+}
+fn reason_of(delivery: &Delivery) -> String {
+    Letter::of(&delivery.message).reason().to_owned()
+}
+
+/// All at once, when somebody has said yes to just these.
+async fn delete_if_agreed(desk: &mut Desk, deleted: &mut Reasons) -> anyhow::Result<()> {
+    let Held { letters, worn, reasons } = hold(desk).await?;
+    let question = format!("delete from {} {}? [y/N] ", desk.pool.dead_letter_queue, told(&reasons));
+    if letters.is_empty() || ask(question).await? {
+        return delete_these(desk, letters, deleted).await;
+    }
+    for delivery in worn {
+        desk.leave(delivery).await?;
+    }
+    Ok(())
+}
+
+/// What waits for an answer.
+#[derive(Default)]
+struct Held {
+    letters: Vec<(Receipt, String)>,
+    reasons: Reasons,
+    /// Those that can only be left with their bodies.
+    worn: Vec<Delivery>,
 }
 
 /// The letters that are meant, without their bodies where nobody needs them again.
-async fn gather(desk: &mut Desk) -> anyhow::Result<(Vec<Delivery>, BTreeMap<String, usize>)> {
-    let (mut meant, mut reasons) = (Vec::new(), BTreeMap::new());
-    while let Some(mut delivery) = desk.next().await? {
-        *reasons.entry(Letter::of(&delivery.message).reason().to_owned()).or_default() += 1;
-        if !desk.look.is_worn(&delivery) {
-            delivery.message = <_>::default();
+async fn hold(desk: &mut Desk) -> anyhow::Result<Held> {
+    let (mut held, mut bytes, mut left) = (Held::default(), 0, 0);
+    while let Some(delivery) = desk.next().await? {
+        let worn = desk.look.is_worn(&delivery);
+        if worn && bytes >= HELD_BYTES {
+            desk.leave(delivery).await?;
+            left += 1;
+            continue;
         }
-        meant.push(delivery);
+        let reason = reason_of(&delivery);
+        *held.reasons.entry(reason.clone()).or_default() += 1;
+        held.letters.push((delivery.receipt, reason));
+        if worn {
+            bytes += delivery.message.body.len();
+            held.worn.push(delivery);
+        }
     }
-    Ok((meant, reasons))
+    if left > 0 {
+        let left = view::letters(left);
+        tell(&format!("{left} more near the delivery limit, too large to wait for an answer: purge again"))?;
+    }
+    Ok(held)
 }
 
 /// Asks whoever sits at the terminal; anything but yes is no. The connection lives on meanwhile.
@@ -66,17 +148,18 @@ async fn ask(question: String) -> anyhow::Result<bool> {
 }
 
 async fn rehearse(mut desk: Desk) -> anyhow::Result<Exit> {
-    let mut rows = Vec::new();
+    let mut rows = Rows::at_most(rows::MOST);
     while let Some(delivery) = desk.next().await? {
-        rows.push(Row::of(&delivery, desk.now()));
+        let row = Row::of(&delivery, desk.now());
+        let error = row.error().to_owned();
+        rows.add(row, error);
         desk.leave(delivery).await?;
     }
     let closed = desk.close().await?;
     let mut out = io::stdout().lock();
-    if !rows.is_empty() {
-        let cells = rows.iter().map(|row| row.cells(row.error())).collect();
-        writeln!(out, "{}", view::table("ERROR", cells, view::terminal_width()))?;
+    if let Some(table) = rows.table("ERROR", view::terminal_width()) {
+        writeln!(out, "{table}")?;
     }
-    writeln!(out, "would delete from {}: {}", closed.queue, view::letters(rows.len()))?;
-    Ok(if closed.missing { Exit::No } else { Exit::Done })
+    writeln!(out, "would delete from {}: {}", closed.queue, rows.told().0)?;
+    Ok(closed.exit())
 }

@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use futures_util::future::join_all;
 
-use super::desk::Desk;
+use super::desk::{Closed, Desk};
+use super::rows::{self, Rows};
 use super::tell;
 use super::view::{self, Row};
 use crate::broker::amqp::AmqpPublisher;
@@ -27,21 +28,22 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     let mut desk = Desk::open(&arguments.source, &arguments.ids, &arguments.filters).await?;
     let mut done = Done::default();
     if arguments.dry_run {
-        rehearse(&mut desk, &mut done).await?;
-    } else {
-        let publisher = desk.publisher();
-        let ended = requeue(&mut desk, &publisher, &mut done).await;
-        publisher.close().await;
-        if let Err(error) = ended {
-            // What is done is done, and the rest goes back if it can.
-            let _ = desk.close().await;
-            done.tell(false)?;
-            return Err(error);
+        let rows = rehearse(&mut desk, &mut done).await?;
+        let closed = desk.close().await?;
+        if let Some(table) = rows.table("TO", view::terminal_width()) {
+            writeln!(io::stdout(), "{table}")?;
         }
+        done.tell(true)?;
+        return Ok(done.exit(&closed));
     }
-    let missing = desk.close().await?.missing;
-    done.tell(arguments.dry_run)?;
-    Ok(if done.stayed > 0 || missing { Exit::No } else { Exit::Done })
+    let publisher = desk.publisher();
+    let ended = requeue(&mut desk, &publisher, &mut done).await;
+    publisher.close().await;
+    let closed = desk.close().await;
+    // What is done is done, also where the rest could not be, or could not go back.
+    done.tell(false)?;
+    ended?;
+    Ok(done.exit(&closed?))
 }
 
 /// What became of the letters.
@@ -53,6 +55,10 @@ struct Done {
 }
 
 impl Done {
+    fn exit(&self, closed: &Closed) -> Exit {
+        if self.stayed > 0 { Exit::No } else { closed.exit() }
+    }
+
     fn tell(&self, rehearsed: bool) -> io::Result<()> {
         let mut out = io::stdout().lock();
         let verb = if rehearsed { "would requeue" } else { "requeued" };
@@ -75,26 +81,23 @@ fn destination(delivery: &Delivery, pool: &Pool, by_name: bool) -> Result<String
     queue.map(str::to_owned)
 }
 
-async fn rehearse(desk: &mut Desk, done: &mut Done) -> anyhow::Result<()> {
-    let mut rows = Vec::new();
+async fn rehearse(desk: &mut Desk, done: &mut Done) -> anyhow::Result<Rows> {
+    let mut rows = Rows::at_most(rows::MOST);
     while let Some(delivery) = desk.next().await? {
         let row = Row::of(&delivery, desk.now());
         match destination(&delivery, &desk.pool, desk.by_name()) {
             Ok(queue) => {
-                rows.push(row.cells(&queue));
-                *done.requeued.entry(queue).or_default() += 1;
+                *done.requeued.entry(queue.clone()).or_default() += 1;
+                rows.add(row, queue);
             }
             Err(why) => {
-                rows.push(row.cells(&format!("stays: {why}")));
+                rows.add(row, format!("stays: {why}"));
                 done.stayed += 1;
             }
         }
         desk.leave(delivery).await?;
     }
-    if !rows.is_empty() {
-        writeln!(io::stdout(), "{}", view::table("TO", rows, view::terminal_width()))?;
-    }
-    Ok(())
+    Ok(rows)
 }
 
 async fn requeue(desk: &mut Desk, publisher: &AmqpPublisher, done: &mut Done) -> anyhow::Result<()> {
@@ -109,7 +112,7 @@ async fn requeue(desk: &mut Desk, publisher: &AmqpPublisher, done: &mut Done) ->
         for (sent, delivery) in join_all(sends).await.into_iter().zip(window) {
             let why = match sent {
                 Ok(Ok(queue)) => {
-                    desk.look.ack(&delivery);
+                    desk.look.ack(delivery.receipt);
                     *done.requeued.entry(queue).or_default() += 1;
                     continue;
                 }

@@ -1,16 +1,22 @@
-//! Which letters are meant: by id, by reason, by age, and by pool where several share a dead-letter
-//! queue. Pure. Owns the account of which ids have been found.
+//! Which letters are meant: by id, by reason, by age, and by pool, since several may share a dead-letter
+//! queue and no settings know them all. Pure. Owns the account of which ids have been found, and of whose
+//! letters were passed over.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime};
 
 use anyhow::bail;
 
-use super::age;
+use super::{age, view};
 use crate::cli::DeadFilters;
-use crate::config::Pool;
 use crate::protocol::letter::{Letter, reasons};
+use crate::protocol::shorten;
 use crate::shutdown::Exit;
+
+/// Most owners of other letters that are told apart.
+const OWNERS: usize = 8;
+/// Longest name of one.
+const NAME_BYTES: usize = 100;
 
 /// See the module.
 #[derive(Debug)]
@@ -20,11 +26,11 @@ pub(super) struct Selection {
     older_than: Option<Duration>,
     newer_than: Option<Duration>,
     now: SystemTime,
+    pool: String,
     task_queue: String,
-    /// Names and task queues of other pools whose letters are in this queue too.
-    sharers: Vec<(String, String)>,
     found: BTreeSet<String>,
-    foreign: usize,
+    /// Whose letters were passed over, and how many of each.
+    foreign: BTreeMap<String, usize>,
 }
 
 impl Selection {
@@ -43,20 +49,16 @@ impl Selection {
             older_than: filters.older_than,
             newer_than: filters.newer_than,
             now,
+            pool: String::new(),
             task_queue: String::new(),
-            sharers: Vec::new(),
             found: BTreeSet::new(),
-            foreign: 0,
+            foreign: BTreeMap::new(),
         })
     }
 
-    /// Only those of `pool`, where others of `pools` have the same dead-letter queue.
-    pub(super) fn of(mut self, pool: &Pool, pools: &[Pool]) -> Self {
-        let shares = |it: &&Pool| it.name != pool.name && it.dead_letter_queue == pool.dead_letter_queue;
-        let named = |it: &Pool| (it.name.clone(), it.task_queue.clone());
-        self.sharers = pools.iter().filter(shares).map(named).collect();
-        self.task_queue = pool.task_queue.clone();
-        self
+    /// Only those of this pool, and of nobody.
+    pub(super) fn of(self, pool: &str, task_queue: &str) -> Self {
+        Self { pool: pool.to_owned(), task_queue: task_queue.to_owned(), ..self }
     }
 
     /// See [`super::desk::Desk::now`].
@@ -71,18 +73,22 @@ impl Selection {
 
     /// Whether this letter is meant.
     pub(super) fn takes(&mut self, letter: &Letter<'_>) -> bool {
-        if self.is_foreign(letter) {
-            self.foreign += 1;
-            return false;
-        }
         let names: Vec<&String> = self.ids.iter().filter(|id| letter.is_named(id)).collect();
         let named = self.ids.is_empty() || !names.is_empty();
         let of_reason = || self.reasons.is_empty() || self.reasons.iter().any(|it| it == letter.reason());
-        let taken = named && of_reason() && self.is_of_age(letter);
-        if taken {
-            self.found.extend(names.into_iter().cloned());
+        if !(named && of_reason() && self.is_of_age(letter)) {
+            return false;
         }
-        taken
+        // Who gives an id means that letter, whosever it is: a pool may have had another name.
+        if names.is_empty()
+            && let Some(owner) = self.owner(letter)
+        {
+            let is_known = self.foreign.contains_key(&owner) || self.foreign.len() < OWNERS;
+            *self.foreign.entry(if is_known { owner } else { "further ones".into() }).or_default() += 1;
+            return false;
+        }
+        self.found.extend(names.into_iter().cloned());
+        true
     }
 
     fn is_of_age(&self, letter: &Letter<'_>) -> bool {
@@ -93,19 +99,22 @@ impl Selection {
         self.older_than.is_none_or(|than| age > than) && self.newer_than.is_none_or(|than| age <= than)
     }
 
-    /// What does not say whose it is belongs to whoever asks.
-    fn is_foreign(&self, letter: &Letter<'_>) -> bool {
+    /// Whose it is if not ours. What does not say whose it is belongs to whoever asks.
+    fn owner(&self, letter: &Letter<'_>) -> Option<String> {
         if let Some(pool) = letter.pool() {
-            return self.sharers.iter().any(|(name, _)| name == pool);
+            return (pool != self.pool).then(|| format!("pool {}", shorten(pool, NAME_BYTES)));
         }
-        let Some(queue) = letter.died_in() else { return false };
-        let is_of = |tasks: &str| queue == tasks || queue.starts_with(&format!("{tasks}.retry."));
-        !is_of(&self.task_queue) && self.sharers.iter().any(|(_, tasks)| is_of(tasks))
+        let queue = letter.died_in()?;
+        let waits = queue.strip_prefix(&self.task_queue).and_then(|rest| rest.strip_prefix(".retry."));
+        let ours = queue == self.task_queue || waits.is_some();
+        (!ours).then(|| format!("queue {}", shorten(queue, NAME_BYTES)))
     }
 
-    /// How many letters were passed over because they are another pool's.
-    pub(super) fn foreign(&self) -> usize {
-        self.foreign
+    /// How many letters were passed over because they are another's, and whose; none: none were.
+    pub(super) fn foreign(&self) -> Option<String> {
+        let count: usize = self.foreign.values().sum();
+        let whose: Vec<_> = self.foreign.iter().map(|(owner, count)| format!("{count} of {owner}")).collect();
+        (count > 0).then(|| format!("{} left out: {}", view::letters(count), whose.join(", ")))
     }
 
     /// The ids that no letter answered to.
@@ -118,7 +127,7 @@ impl Selection {
 mod tests {
     use super::*;
     use crate::protocol::dead_letter::{Cause, Reason, dead_letter};
-    use crate::protocol::{Incoming, Message, Properties, classify};
+    use crate::protocol::{Headers, Incoming, Message, Properties, Value, classify};
 
     const NOW: u64 = 1_000_000;
 
@@ -141,7 +150,7 @@ mod tests {
             older_than: older.map(Duration::from_secs),
             newer_than: newer.map(Duration::from_secs),
         };
-        Selection::new(&ids, &filters, at(NOW)).unwrap()
+        Selection::new(&ids, &filters, at(NOW)).unwrap().of("embed", "tasks")
     }
 
     #[test]
@@ -210,17 +219,56 @@ mod tests {
         assert_eq!(selection.missing(), ["a", "c"]);
     }
 
+    /// As RabbitMQ writes it.
+    fn died_in(queue: &str) -> Message {
+        let death = Headers::from([("reason".into(), "expired".into()), ("queue".into(), queue.into())]);
+        let headers = Headers::from([("x-death".into(), Value::Array(vec![Value::Table(death)]))]);
+        Message { properties: Properties { headers, ..Properties::default() }, body: "{}".into() }
+    }
+
     #[test]
-    fn where_pools_share_a_queue_the_letters_of_the_others_are_left_alone() {
+    fn letters_of_other_pools_are_left_alone_also_of_those_that_nobody_knows_here() {
         let mut selection = selection(&[], &[], None, None);
-        selection.task_queue = "tasks".into();
-        selection.sharers = vec![("rerank".into(), "rerank.tasks".into())];
         let mut of = |worker: &str| {
             let mut letter = letter("a", Reason::Poison, 1);
             letter.properties.headers.insert("worker".into(), worker.into());
             selection.takes(&Letter::of(&letter))
         };
-        assert!(of("host/embed/0") && of("host/gone/0") && !of("host/rerank/1"));
-        assert_eq!(selection.foreign(), 1);
+        assert!(of("host/embed/0") && of("elsewhere/embed/7"));
+        assert!(!of("host/rerank/1") && !of("host/rerank/2") && !of("host/embed.old/0"));
+        let mut died = |queue: &str| selection.takes(&Letter::of(&died_in(queue)));
+        assert!(died("tasks") && died("tasks.retry.1000ms"));
+        assert!(!died("tasks.other") && !died("rerank.tasks"));
+        assert!(selection.takes(&Letter::of(&Message::default())), "it says of nobody that it is theirs");
+        assert_eq!(
+            selection.foreign().as_deref(),
+            Some(
+                "5 letters left out: 1 of pool embed.old, 2 of pool rerank, 1 of queue rerank.tasks, \
+                 1 of queue tasks.other"
+            )
+        );
+    }
+
+    #[test]
+    fn a_letter_of_another_pool_is_meant_by_its_id_alone() {
+        let mut theirs = letter("a", Reason::Poison, 1);
+        theirs.properties.headers.insert("worker".into(), "host/rerank/0".into());
+        let theirs = Letter::of(&theirs);
+        let mut by_id = selection(&["a"], &[], None, None);
+        assert!(by_id.takes(&theirs) && by_id.missing().is_empty() && by_id.foreign().is_none());
+        let mut by_reason = selection(&[], &["poison"], None, None);
+        assert!(!by_reason.takes(&theirs) && by_reason.foreign().is_some());
+        let mut by_another = selection(&[], &["attempts"], None, None);
+        assert!(!by_another.takes(&theirs) && by_another.foreign().is_none(), "nobody asked for it");
+    }
+
+    #[test]
+    fn few_owners_are_told_apart() {
+        let mut selection = selection(&[], &[], None, None);
+        for number in 0..20 {
+            selection.takes(&Letter::of(&died_in(&format!("queue-{number:02}"))));
+        }
+        let told = selection.foreign().unwrap();
+        assert!(told.starts_with("20 letters") && told.contains("12 of further ones"), "{told}");
     }
 }

@@ -14,8 +14,10 @@ use serde_json::{Map, Value as Json, json};
 use super::age;
 use crate::broker::Delivery;
 use crate::protocol::letter::Letter;
-use crate::protocol::{Headers, Properties, Value};
+use crate::protocol::{Headers, Properties, Value, shorten};
 
+/// Longest text of a row: what others wrote has no bound.
+const TEXT_BYTES: usize = 2_100;
 /// The narrowest that the last column of a table gets.
 const NARROW: usize = 16;
 
@@ -36,12 +38,12 @@ pub(super) struct Row {
 impl Row {
     pub(super) fn of(delivery: &Delivery, now: SystemTime) -> Self {
         let (message, letter) = (&delivery.message, Letter::of(&delivery.message));
-        let text = |text: Option<&str>| text.map(str::to_owned);
+        let text = |text: Option<&str>| text.map(|text| shorten(text, TEXT_BYTES));
         Self {
             task_id: text(letter.task_id()),
             message_id: message.properties.message_id.clone(),
             correlation_id: message.properties.correlation_id.clone(),
-            reason: letter.reason().to_owned(),
+            reason: shorten(letter.reason(), TEXT_BYTES),
             died_at: letter.died_at(),
             age: letter.died_at().map(|at| age(at, now)),
             worker: text(letter.worker()),

@@ -76,6 +76,11 @@ impl Ledger {
         self.unsettled.contains(&tag) && !self.acked.contains(&tag)
     }
 
+    /// All that is not settled, in the order of tags; also what is about to be acked.
+    pub(super) fn unsettled(&self) -> impl Iterator<Item = u64> {
+        self.unsettled.iter().copied()
+    }
+
     /// The sender gave up in the middle; the next ack makes a new one.
     pub(super) fn abandon(&mut self) {
         self.sending = false;

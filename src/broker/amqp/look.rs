@@ -1,7 +1,7 @@
 //! A look at the messages of a queue, each once, in order, page by page: they are held, unacked, until
-//! they are acked or all handed back to their places. Decides how many are taken at once, and what is
-//! not handed back because RabbitMQ would drop it. One-off, on a connection of its own, which when it
-//! is lost leaves all where it was. Owns the messages in hand.
+//! they are acked or all handed back to their places. Decides where the pages are, and what is not handed
+//! back because RabbitMQ would drop it. One-off, on connections of its own, which when they are lost leave
+//! all where it was. Owns the messages in hand.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,45 +12,56 @@ use lapin::{Connection, Error, ErrorKind};
 
 use super::admin::{connect, ready_in};
 use super::connect::{Connector, words};
-use super::page::{FULL, Page};
+use super::limit::{USUAL_LIMIT, delivery_limit};
+use super::pace::Pace;
+use super::page::Page;
 use super::publisher::AmqpPublisher;
 use super::session::{FAREWELL, delivery_from};
-use super::topology::delivery_limit;
-use crate::broker::{BrokerError, Delivery, Published, Publisher};
+use crate::broker::{BrokerError, Delivery, Published, Publisher, Receipt};
 use crate::protocol::dead_letter::without_acting_properties;
 
-/// Messages in the first page, before anybody knows how large they are.
-const FIRST: u16 = 16;
-/// Bytes of bodies to hold at most, by the largest so far.
-const PAGE_BYTES: usize = 64 << 20;
 /// Without a message for so long, the broker is asked whether there are more.
 const IDLE: Duration = Duration::from_millis(250);
 
-/// Where nobody knows after how many deliveries the queue drops a message, RabbitMQ 4's default.
-const UNKNOWN_LIMIT: u64 = 20;
+/// Channels of a connection that hold no page: its own, and those of questions.
+const OTHER_CHANNELS: u16 = 4;
+/// Between two questions whether all is back.
+const MOMENT: Duration = Duration::from_millis(20);
 /// So many deliveries before the limit a message is put into the queue anew: this look is one, and
 /// others may look too.
 const MARGIN: u64 = 3;
 
 /// See the module.
 pub struct Look {
-    connection: Connection,
+    connector: Connector,
+    /// One, and another for each time that its channels were not enough.
+    connections: Vec<Connection>,
+    /// How many pages the last of them can still have.
+    pages_left: u16,
     broker: String,
     queue: String,
-    patience: Duration,
     publisher: AmqpPublisher,
-    /// Deliveries after which the queue drops a message.
-    limit: u64,
+    /// Deliveries after which the queue drops a message, where that is known.
+    limit: Option<u64>,
     /// How many of those that were there at the start nobody has taken yet.
     left: u32,
-    largest: usize,
+    pace: Pace,
     /// A receipt's session is the number of its page, from 0.
     pages: Vec<Page>,
-    /// Read and not yet asked for. Bound: a page.
+    /// Read and not yet asked for. Bound: a turn.
     at_hand: VecDeque<Delivery>,
     /// Page and tag of all that came, in the queue's order.
     order: Vec<(usize, u64)>,
-    renewed: usize,
+    left_behind: LeftBehind,
+}
+
+/// What a look could not hand back to its place.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LeftBehind {
+    /// Messages put into the queue anew, at its end: it would have dropped them soon.
+    pub renewed: usize,
+    /// Messages that it will drop soon and that could not be put into it anew.
+    pub worn: usize,
 }
 
 impl Look {
@@ -60,11 +71,11 @@ impl Look {
     /// # Errors
     /// No address could be reached, or the broker refuses; a queue that does not exist is refused.
     pub async fn open(
-        connector: &Connector,
+        connector: Connector,
         queue: &str,
         publisher: AmqpPublisher,
     ) -> Result<Self, BrokerError> {
-        let (connection, broker) = connect(connector).await?;
+        let (connection, broker) = connect(&connector).await?;
         let refuse = |error| failed(&broker, queue, &error);
         let left = ready_in(&connection, queue).await.map_err(refuse)?;
         let limit = match connector.settings().declare {
@@ -72,19 +83,25 @@ impl Look {
             false => None,
         };
         Ok(Self {
-            connection,
+            connector,
+            pages_left: pages_on(&connection),
+            connections: vec![connection],
             broker,
             queue: queue.to_owned(),
-            patience: connector.settings().connect_timeout,
             publisher,
-            limit: limit.unwrap_or(UNKNOWN_LIMIT),
+            limit,
             left,
-            largest: 0,
+            pace: Pace::default(),
             pages: Vec::new(),
             at_hand: VecDeque::new(),
             order: Vec::new(),
-            renewed: 0,
+            left_behind: LeftBehind::default(),
         })
+    }
+
+    /// After how many deliveries the queue drops a message, where that is not known but assumed.
+    pub fn assumed_limit(&self) -> Option<u64> {
+        self.limit.is_none().then_some(USUAL_LIMIT)
     }
 
     /// The next message; none behind the last of those that were there at the start. Each is to be
@@ -99,35 +116,33 @@ impl Look {
         Ok(self.at_hand.pop_front())
     }
 
-    /// Takes a page.
+    /// Takes some.
     async fn turn(&mut self) -> Result<(), BrokerError> {
-        let affordable = match self.pages.is_empty() {
-            true => FIRST,
-            false => u16::try_from(PAGE_BYTES / self.largest.max(1)).unwrap_or(FULL).clamp(1, FULL),
-        };
+        let number = self.page_with_room().await?;
+        let affordable = self.pace.most().min(self.pages[number].room());
         let size = u16::try_from(self.left).unwrap_or(u16::MAX).min(affordable);
-        let number = self.pages.len();
-        let mut page = Page::open(&self.connection).await.map_err(|error| self.failed(&error))?;
-        let mut consumer = page.consume(&self.queue, size).await.map_err(|error| self.failed(&error))?;
+        let consumer = self.pages[number].consume(&self.queue, size).await;
+        let mut consumer = consumer.map_err(|error| self.failed(&error))?;
         let (mut came, mut waited) = (Vec::new(), Duration::ZERO);
         while came.len() < usize::from(size) {
             match tokio::time::timeout(IDLE, consumer.next()).await {
                 Ok(Some(delivery)) => {
                     let delivery = delivery.map_err(|error| self.failed(&error))?;
-                    page.came(&delivery);
+                    self.pages[number].came(&delivery);
                     came.push(delivery);
                     waited = Duration::ZERO;
                 }
                 Ok(None) => break,
                 // Others have taken some.
                 Err(_) if self.ready().await? == 0 => break,
-                Err(_) if waited < self.patience => waited += IDLE,
+                Err(_) if waited < self.patience() => waited += IDLE,
                 Err(_) => return Err(self.silent()),
             }
         }
-        came.extend(page.cancel(consumer).await.map_err(|error| self.failed(&error))?);
-        self.pages.push(page);
+        let last = self.pages[number].cancel(consumer).await;
+        came.extend(last.map_err(|error| self.failed(&error))?);
         let over = came.len() < usize::from(size);
+        self.pace.took(came.iter().map(|delivery| delivery.data.len()).max().unwrap_or_default());
         self.came(number, came);
         if over {
             self.left = 0;
@@ -135,12 +150,31 @@ impl Look {
         Ok(())
     }
 
+    /// The page that takes the next messages: the last one, or a new one behind it.
+    async fn page_with_room(&mut self) -> Result<usize, BrokerError> {
+        if self.pages.last().is_none_or(|page| page.room() == 0) {
+            if self.pages_left == 0 {
+                let (connection, _) = connect(&self.connector).await?;
+                self.pages_left = pages_on(&connection);
+                self.connections.push(connection);
+            }
+            let page = Page::open(self.connection()?).await.map_err(|error| self.failed(&error))?;
+            self.pages_left -= 1;
+            self.pages.push(page);
+        }
+        Ok(self.pages.len() - 1)
+    }
+
+    fn connection(&self) -> Result<&Connection, BrokerError> {
+        let gone = || BrokerError::Unreachable { seconds: 0, reason: "the look is over".into() };
+        self.connections.last().ok_or_else(gone)
+    }
+
     /// What is beyond those that were there at the start is held, for the sake of the order, and shown
     /// to nobody.
     fn came(&mut self, page: usize, deliveries: Vec<lapin::message::Delivery>) {
         for delivery in deliveries {
             self.order.push((page, delivery.delivery_tag));
-            self.largest = self.largest.max(delivery.data.len());
             if self.left > 0 {
                 self.left -= 1;
                 self.at_hand.push_back(delivery_from(delivery, page as u64, false));
@@ -149,11 +183,15 @@ impl Look {
     }
 
     async fn ready(&self) -> Result<u32, BrokerError> {
-        ready_in(&self.connection, &self.queue).await.map_err(|error| self.failed(&error))
+        ready_in(self.connection()?, &self.queue).await.map_err(|error| self.failed(&error))
+    }
+
+    fn patience(&self) -> Duration {
+        self.connector.settings().connect_timeout
     }
 
     fn silent(&self) -> BrokerError {
-        let (queue, patience) = (&self.queue, self.patience);
+        let (queue, patience) = (&self.queue, self.patience());
         let reason = format!(
             "queue {queue:?} holds messages and gives none for {patience:?}: has another consumer all?"
         );
@@ -162,13 +200,13 @@ impl Look {
 
     /// Whether the queue would soon drop the message: its body is needed if it is to stay.
     pub fn is_worn(&self, delivery: &Delivery) -> bool {
-        delivery.delivery_count.saturating_add(MARGIN) >= self.limit
+        delivery.delivery_count.saturating_add(MARGIN) >= self.limit.unwrap_or(USUAL_LIMIT)
     }
 
     /// Takes the message out of the queue, with the next [`Look::settle`].
-    pub fn ack(&mut self, delivery: &Delivery) {
-        if let Some(page) = self.pages.get_mut(delivery.receipt.session as usize) {
-            page.ack(delivery.receipt.tag);
+    pub fn ack(&mut self, message: Receipt) {
+        if let Some(page) = self.pages.get_mut(message.session as usize) {
+            page.ack(message.tag);
         }
     }
 
@@ -184,16 +222,11 @@ impl Look {
         let message = without_acting_properties(std::mem::take(&mut delivery.message));
         let published = self.publisher.publish(&self.queue, Arc::new(message)).await?;
         if published == Published::Confirmed {
-            self.ack(&delivery);
-            self.renewed += 1;
+            self.ack(delivery.receipt);
+            self.left_behind.renewed += 1;
         } else {
-            let (queue, count) = (&self.queue, delivery.delivery_count);
-            tracing::warn!(
-                queue,
-                count,
-                ?published,
-                "a message nears its delivery limit and cannot be renewed"
-            );
+            tracing::debug!(queue = self.queue, ?published, "a worn message cannot be renewed");
+            self.left_behind.worn += 1;
         }
         Ok(())
     }
@@ -211,12 +244,11 @@ impl Look {
         Ok(())
     }
 
-    /// Settles, hands back all that was left, in order, and closes. How many messages were put into the
-    /// queue anew.
+    /// Settles, hands back all that was left, in order, and closes.
     ///
     /// # Errors
     /// The connection is lost: all that was not acked is the broker's again.
-    pub async fn hand_back(mut self) -> Result<usize, BrokerError> {
+    pub async fn hand_back(mut self) -> Result<LeftBehind, BrokerError> {
         // To the last, also where nobody has asked for it: RabbitMQ's quorum queues put what comes back
         // behind what came back before, and would end in another order.
         loop {
@@ -236,17 +268,35 @@ impl Look {
             let handed_back = self.pages[of_page[0].0].hand_back(&tags).await;
             handed_back.map_err(|error| self.failed(&error))?;
         }
+        self.wait_until_back(held.len()).await;
         let goodbye = async {
-            let _ = self.connection.close(200, "done".into()).await;
+            for connection in &self.connections {
+                let _ = connection.close(200, "done".into()).await;
+            }
             self.publisher.close().await;
         };
         let _ = tokio::time::timeout(FAREWELL, goodbye).await;
-        Ok(self.renewed)
+        Ok(self.left_behind)
+    }
+
+    /// The broker has been told, and a quorum queue acts on it a moment later: who looks next would miss
+    /// what is not yet back. Where others take messages meanwhile, it ends all the same.
+    async fn wait_until_back(&self, held: usize) {
+        let back = async {
+            while self.ready().await.is_ok_and(|ready| (ready as usize) < held) {
+                tokio::time::sleep(MOMENT).await;
+            }
+        };
+        let _ = tokio::time::timeout(FAREWELL, back).await;
     }
 
     fn failed(&self, error: &Error) -> BrokerError {
         failed(&self.broker, &self.queue, error)
     }
+}
+
+fn pages_on(connection: &Connection) -> u16 {
+    connection.configuration().channel_max().saturating_sub(OTHER_CHANNELS).max(1)
 }
 
 fn failed(broker: &str, queue: &str, error: &Error) -> BrokerError {

@@ -5,7 +5,8 @@
 //! RabbitMQ holds back what a channel settles on a quorum queue while more than 32 such commands are
 //! under way: what it then sends at once has lost its order, and what it still holds at the channel's
 //! end is forgotten. So there are never as many, without a pause: making and cancelling a consumer takes
-//! its turn behind them, and its answer says that they have been acted on.
+//! its turn behind them, and its answer says that they have been acted on. What each consumer has brought
+//! is settled by commands of its own, also where one of ours settles it all.
 
 use futures_util::StreamExt;
 use lapin::message::Delivery;
@@ -17,11 +18,10 @@ use super::convert::short;
 use super::ledger::{Ack, Ledger};
 use super::session::{FAREWELL, cancel};
 
-/// Most messages of a page.
-pub(super) const FULL: u16 = 512;
-/// Messages that one command hands back: of more, a quorum queue forgets the order. A full page takes
-/// half of the commands that may be under way.
+/// Messages that one command hands back: of more, a quorum queue forgets the order.
 const RETURNED_AT_ONCE: usize = 32;
+/// Commands that hand back a full page: half of those that may be under way.
+const RETURNS: usize = 16;
 /// Acks under way at once, the other half.
 const ACKS: usize = 15;
 
@@ -30,6 +30,8 @@ pub(super) struct Page {
     channel: Channel,
     ledger: Ledger,
     consumers: u32,
+    /// The last tag of each consumer of which something is unsettled, in order; others may be among them.
+    ends: Vec<u64>,
     /// Acks since the broker was last known to have acted on all.
     acks: usize,
 }
@@ -38,13 +40,14 @@ impl Page {
     /// An empty one.
     pub(super) async fn open(connection: &Connection) -> Result<Self, Error> {
         let channel = connection.create_channel().await?;
-        Ok(Self { channel, ledger: Ledger::default(), consumers: 0, acks: 0 })
+        Ok(Self { channel, ledger: Ledger::default(), consumers: 0, ends: Vec::new(), acks: 0 })
     }
 
     /// A consumer that brings so many messages. Until it has been cancelled nothing may be settled, or
     /// it would bring more.
     pub(super) async fn consume(&mut self, queue: &str, most: u16) -> Result<Consumer, Error> {
         self.consumers += 1;
+        self.ends.push(self.ends.last().copied().unwrap_or_default());
         self.channel.basic_qos(most, BasicQosOptions::default()).await?;
         let name = short(&format!("look {:06}", self.consumers));
         let options = BasicConsumeOptions::default();
@@ -54,6 +57,27 @@ impl Page {
     /// The consumer has brought this.
     pub(super) fn came(&mut self, delivery: &Delivery) {
         self.ledger.delivered(delivery.delivery_tag);
+        if let Some(end) = self.ends.last_mut() {
+            *end = delivery.delivery_tag;
+        }
+    }
+
+    /// How many messages another consumer may bring.
+    pub(super) fn room(&self) -> u16 {
+        let held: Vec<u64> = self.ledger.unsettled().collect();
+        let left = RETURNS.saturating_sub(self.runs(&held).count());
+        u16::try_from(left * RETURNED_AT_ONCE).unwrap_or(u16::MAX)
+    }
+
+    /// Those of `tags` that one command hands back, for each such command.
+    fn runs<'a>(&self, tags: &'a [u64]) -> impl Iterator<Item = &'a [u64]> {
+        let of_one_consumer = tags.chunk_by(|one, other| self.consumer_of(*one) == self.consumer_of(*other));
+        of_one_consumer.flat_map(|tags| tags.chunks(RETURNED_AT_ONCE))
+    }
+
+    /// The place among `ends` of the consumer that brought it.
+    fn consumer_of(&self, tag: u64) -> usize {
+        self.ends.partition_point(|end| *end < tag)
     }
 
     /// Cancels the consumer. What was on its way still comes, then its stream ends.
@@ -65,6 +89,7 @@ impl Page {
             self.came(&delivery);
             last.push(delivery);
         }
+        self.acks = 0;
         Ok(last)
     }
 
@@ -89,22 +114,24 @@ impl Page {
             }
             for Ack { tag, multiple } in acks {
                 self.channel.basic_ack(tag, BasicAckOptions { multiple }).await?;
-                self.acks += 1;
-                if self.acks == ACKS {
+                self.acks += if multiple { self.consumer_of(tag) + 1 } else { 1 };
+                if self.acks >= ACKS {
                     let consumer = self.consume(queue, 1).await?;
                     brought.extend(self.cancel(consumer).await?);
-                    self.acks = 0;
                 }
             }
+            let first = self.ledger.unsettled().next().unwrap_or(u64::MAX);
+            self.ends.drain(..self.consumer_of(first));
         }
     }
 
     /// Hands these back to their places: all that is unsettled up to the last of them, in order. When it
     /// returns the queue has been told.
     pub(super) async fn hand_back(&mut self, tags: &[u64]) -> Result<(), Error> {
-        for last in tags.chunks(RETURNED_AT_ONCE).filter_map(<[u64]>::last) {
+        let ends: Vec<u64> = self.runs(tags).filter_map(|run| run.last().copied()).collect();
+        for last in ends {
             let all = BasicNackOptions { multiple: true, requeue: true };
-            self.channel.basic_nack(*last, all).await?;
+            self.channel.basic_nack(last, all).await?;
         }
         // Answered by the channel, behind all that.
         self.channel.basic_qos(1, BasicQosOptions::default()).await

@@ -109,39 +109,14 @@ fn quorum() -> FieldTable {
 }
 
 /// Deliveries that a queue stands whose messages may be looked at and handed back.
-const PATIENCE: u64 = 1_000_000;
+pub(super) const PATIENCE: u64 = 1_000_000;
 
 /// A quorum queue whose messages may be looked at and handed back. RabbitMQ 4 would drop them after 20
 /// times.
-fn patient() -> FieldTable {
+pub(super) fn patient() -> FieldTable {
     let mut arguments = quorum();
     arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(PATIENCE as i64));
     arguments
-}
-
-/// After how many deliveries a queue that exists drops a message, where that can be known: AMQP tells
-/// nobody a queue's arguments, but a declaration with ours succeeds where they are the same, and else
-/// its refusal names what differs.
-pub(super) async fn delivery_limit(connection: &Connection, queue: &str) -> Result<Option<u64>, Error> {
-    let channel = connection.create_channel().await?;
-    let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
-    match channel.queue_declare(short(queue), durable, patient()).await {
-        Ok(_) => channel.close(200, "done".into()).await.map(|()| Some(PATIENCE)),
-        Err(error) => match error.kind() {
-            ErrorKind::ProtocolError(amqp) => Ok(limit_in(amqp.get_message().as_str())),
-            _ => Err(error),
-        },
-    }
-}
-
-/// The limit that RabbitMQ names when it refuses ours.
-fn limit_in(refusal: &str) -> Option<u64> {
-    let (_, current) = refusal.split_once("'x-delivery-limit'")?.1.split_once("current is ")?;
-    // Of another type than ours it is `the value '5' of type …`.
-    let current = current.strip_prefix("the value ").unwrap_or(current);
-    let limit: i64 = current.strip_prefix('\'')?.split_once('\'')?.0.parse().ok()?;
-    // Negative: none.
-    Some(u64::try_from(limit).unwrap_or(u64::MAX))
 }
 
 /// Asks on a channel of its own, because the broker closes the channel to say no.
@@ -173,25 +148,5 @@ fn code(error: &Error) -> Option<u16> {
     match error.kind() {
         ErrorKind::ProtocolError(amqp) => Some(amqp.get_id()),
         _ => None,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_refusal_names_the_limit_that_a_queue_has() {
-        let refusal = |current: &str| {
-            format!(
-                "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue 'dead' in vhost '/': \
-                 received '1000000' but current is {current}"
-            )
-        };
-        assert_eq!(limit_in(&refusal("'5'")), Some(5));
-        assert_eq!(limit_in(&refusal("the value '5' of type 'longstr'")), Some(5));
-        assert_eq!(limit_in(&refusal("'-1'")), Some(u64::MAX));
-        assert_eq!(limit_in(&refusal("none")), None);
-        assert_eq!(limit_in("inequivalent arg 'durable' for queue 'x-delivery-limit'"), None);
     }
 }

@@ -6,6 +6,9 @@ use super::super::settings::Telemetry;
 use super::section::{Expected, Section};
 use super::values::text;
 
+/// Where a collector takes spans.
+const TRACES: &str = "/v1/traces";
+
 /// Reads `[telemetry]`.
 pub(super) fn telemetry(mut section: Section<'_>) -> Option<Telemetry> {
     let otlp_endpoint = section.read("otlp_endpoint", endpoint);
@@ -44,6 +47,11 @@ fn endpoint(value: &Value) -> Result<Option<String>, Expected> {
     }
     if !path.chars().all(|c| is_host_letter(c) || matches!(c, '/' | '~' | '%' | '+')) {
         return Err("an address that ends with its path, without `?`, `#` or blanks".to_owned());
+    }
+    if path.trim_end_matches('/').ends_with(TRACES) {
+        return Err(format!(
+            "the collector's address alone, such as http://host:4318: {TRACES} is put behind it"
+        ));
     }
     Ok(Some(address))
 }
@@ -96,6 +104,14 @@ mod tests {
         ] {
             assert!(endpoint(&Value::from(address)).is_err(), "{address}");
         }
+    }
+
+    #[test]
+    fn an_address_with_the_path_of_traces_is_refused_because_it_would_be_doubled() {
+        for address in ["http://c:4318/v1/traces", "http://c/v1/traces/", "https://c/otlp/v1/traces"] {
+            assert!(endpoint(&Value::from(address)).is_err_and(|words| words.contains("/v1/traces is put")));
+        }
+        assert!(endpoint(&Value::from("http://c:4318/v1")).is_ok());
     }
 
     #[test]
