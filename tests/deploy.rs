@@ -199,7 +199,7 @@ fn whoever_stops_sconce_waits_for_longer_than_its_grace() {
     let pod = settings("deploy/kubernetes/base/sconce.toml");
     let deployment = text("deploy/kubernetes/base/deployment.yaml");
     let compose = text("docker-compose.yml");
-    let (_, compose) = compose.split_once("\n  sconce:\n").expect("the service");
+    let (_, compose) = compose.split_once("\n  sconce: &sconce\n").expect("the service");
     for (who, grace, waits) in [
         (
             "systemd",
