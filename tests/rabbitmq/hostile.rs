@@ -1,5 +1,7 @@
 //! Messages that nobody sends by mistake: the worker that takes one lives on, and answers the next.
 
+use std::collections::BTreeMap;
+
 use serde_json::json;
 
 use super::messages::serve;
@@ -19,7 +21,14 @@ async fn headers_nested_as_deeply_as_a_frame_allows_kill_no_worker() {
         publish(rabbit.address(), &settings.tasks, &nested(depth), body.as_bytes());
     }
     client.publish(&settings.tasks, Task::new(json!({"input": "next"})).id("next")).await;
-    let mut codes: Vec<i64> = inbox.take(4).await.iter().map(|reply| reply.status_code()).collect();
+    // Over a letter that is too large for a frame the broker closes the connection, and what was on its way
+    // beside it is published again.
+    let mut answered = BTreeMap::new();
+    while answered.len() < 4 {
+        let reply = inbox.next().await;
+        answered.insert(reply.header("task_id"), reply.status_code());
+    }
+    let mut codes: Vec<i64> = answered.into_values().collect();
     codes.sort_unstable();
     assert_eq!(codes, [200, 200, 200, 400]);
     let letter = client.get(&settings.dead).await;
