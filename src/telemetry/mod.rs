@@ -72,14 +72,6 @@ pub fn set_filter(filter: &str) -> Result<(), String> {
     }
 }
 
-/// Whether it is a filter as in `SCONCE_LOG`.
-///
-/// # Errors
-/// What is wrong with it.
-pub fn check_filter(filter: &str) -> Result<(), String> {
-    EnvFilter::try_new(filter).map(drop).map_err(|error| error.to_string())
-}
-
 /// What `filter` lets through, less what is never shown. Says of itself which levels it has no use for,
 /// or nobody could know: the tokenizer writes a line for each character at the lowest, and asking about
 /// each of them took longer than its work.

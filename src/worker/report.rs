@@ -65,9 +65,9 @@ impl Reporter {
         let _ = self.lines.send(Line::Event(encode(event))).await;
     }
 
-    /// Sends an event that may be missed.
-    pub fn mention(&self, event: &Event) {
-        let _ = self.lines.try_send(Line::Event(encode(event)));
+    /// Sends an event that may be missed. False: it is, because lines wait already.
+    pub fn mention(&self, event: &Event) -> bool {
+        self.lines.try_send(Line::Event(encode(event))).is_ok()
     }
 
     /// Waits until everything sent before is written, or for a second.
@@ -99,8 +99,12 @@ pub(super) async fn every(counters: Arc<Counters>, reporter: Reporter) {
             let moved = (stats.now.held, stats.now.connected) != (stood.held, stood.connected);
             moved || silent >= SIGN_OF_LIFE || !stats.is_idle()
         }) {
-            (silent, stood) = (Duration::ZERO, stats.now);
-            reporter.mention(&Event::Stats(Box::new(stats)));
+            let now = stats.now;
+            if reporter.mention(&Event::Stats(Box::new(stats.clone()))) {
+                (silent, stood) = (Duration::ZERO, now);
+            } else {
+                counters.give_back(stats);
+            }
         }
     }
 }
@@ -153,6 +157,15 @@ impl Counters {
         Some(std::mem::replace(&mut span.stats, next))
     }
 
+    /// What was taken and could not be told; it is told with what came after it.
+    fn give_back(&self, mut stats: Stats) {
+        let mut span = self.lock();
+        stats.add(&span.stats);
+        let before = span.since.checked_sub(Duration::from_millis(stats.span_ms));
+        span.since = before.unwrap_or(span.since);
+        span.stats = stats;
+    }
+
     fn lock(&self) -> MutexGuard<'_, Span> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -182,5 +195,9 @@ mod tests {
         let second = counters.take(|_| true).unwrap();
         assert_eq!((second.retried, second.now.held), (0, 7));
         assert!(second.is_idle());
+        counters.count(|stats| (stats.retried, stats.now.held) = (3, 1));
+        counters.give_back(first);
+        let third = counters.take(|_| true).unwrap();
+        assert_eq!((third.retried, third.now.held), (5, 1), "nothing that could not be told is lost");
     }
 }

@@ -4,11 +4,11 @@
 #![allow(clippy::unwrap_used, reason = "what is missing in a helper fails its test")]
 
 use std::fs;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use sconce::launcher::gpus::{Gpu, Gpus};
 use sconce::launcher::{Cuda, Host};
+use sconce::protocol::admin::State;
 use sconce::shutdown::{Exit, Phase};
 use serde_json::{Value, json};
 
@@ -21,8 +21,7 @@ mod replace;
 mod stage;
 mod stuck;
 
-use stage::{PATIENCE, READY, Stage};
-use wait::until;
+use stage::{PATIENCE, READY, Stage, slot_is};
 
 /// Works on until the first slot has had as many workers as it may have.
 const UNTIL_FOUR_FIRST: &str = "while [ $(wc -l < born-0) -lt 4 ]; do sleep 0.02; done; exit 80";
@@ -157,15 +156,11 @@ async fn an_abort_does_not_wait_for_the_grace() {
 async fn a_stop_between_two_lives_of_a_worker_ends_the_slot_at_once() {
     let mut stage = Stage::new(1, "exit 7");
     (stage.policy.restart_delay, stage.policy.restart_delay_max) = (PATIENCE * 4, PATIENCE * 4);
-    let meanwhile = async {
-        stage.wait_for_lines("start-0", 1).await;
-        let process = Path::new("/proc").join(&stage.lines("pid-0")[0]);
-        until("the worker's end is seen", || async { (!process.exists()).then_some(()) }).await;
-        // It has reaped the worker. What it does then is done in its next turn of this one thread.
-        tokio::time::sleep(Duration::from_millis(20)).await;
+    let exit = stage.run_asked(async |_, board| {
+        slot_is(&board, "embed/0", State::Failed).await;
         stage.drain();
-    };
-    assert_eq!(stage.run_and(meanwhile).await, Exit::Done);
+    });
+    assert_eq!(exit.await, Exit::Done);
     assert_eq!(stage.lines("born-0").len(), 1);
 }
 

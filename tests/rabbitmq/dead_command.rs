@@ -383,19 +383,21 @@ async fn a_requeue_that_is_killed_leaves_each_letter_in_one_queue_or_in_both() {
         .await;
     sconce.signal(Signal::SIGKILL);
     assert_eq!(sconce.exit_code().await, -9, "{}", sconce.log());
-    let (mut tasks, mut dead) = (client.inbox(&settings.tasks).await, client.inbox(&settings.dead).await);
-    let (mut requeued, mut left) = (BTreeSet::new(), BTreeSet::new());
-    // What the broker still had of the dead command's comes before this is over.
-    let mut quiet = false;
-    while !quiet || requeued.union(&left).count() < LETTERS {
-        quiet = false;
-        tokio::select! {
-            biased;
-            task = tasks.next() => assert!(requeued.insert(task.correlation_id), "a task twice"),
-            letter = dead.next() => assert!(left.insert(letter.correlation_id), "a letter twice"),
-            () = tokio::time::sleep(Duration::from_secs(2)) => quiet = true,
-        }
-    }
+    // What the command held is the broker's again once nothing is unacked.
+    let counts = until("every letter is in a queue", || async {
+        let [tasks, dead] = [&settings.tasks, &settings.dead].map(|queue| Rabbit::shared().stats(queue));
+        let (tasks, dead) = (tasks?, dead?);
+        let all = (tasks.ready + dead.ready) as usize >= LETTERS;
+        (all && dead.unacked == 0).then_some((tasks.ready as usize, dead.ready as usize))
+    });
+    let (in_tasks, in_dead) = counts.await;
+    let ids = async |queue: &str, count: usize| {
+        let taken = client.inbox(queue).await.take(count).await;
+        taken.into_iter().map(|it| it.correlation_id).collect::<BTreeSet<_>>()
+    };
+    let (requeued, left) = (ids(&settings.tasks, in_tasks).await, ids(&settings.dead, in_dead).await);
+    assert_eq!((requeued.len(), left.len()), (in_tasks, in_dead), "none twice in a queue");
+    assert_eq!(requeued.union(&left).count(), LETTERS);
     let both = requeued.intersection(&left).count();
     assert!(both <= 64, "{both} in both queues");
 }

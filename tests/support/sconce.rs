@@ -220,12 +220,8 @@ impl Sconce {
         })
         .await;
         // The readers hold the lines until the pipes end, which is now.
-        let _ = tokio::time::timeout(Duration::from_secs(5), async {
-            while Arc::strong_count(&lines) > 2 {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-        })
-        .await;
+        let ended = until("the pipes end", || async { (Arc::strong_count(&lines) <= 2).then_some(()) });
+        let _ = tokio::time::timeout(Duration::from_secs(5), ended).await;
         code(status)
     }
 
