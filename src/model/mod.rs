@@ -111,6 +111,10 @@ pub type OutputOf<M> = <<M as Model>::Codec as Codec>::Output;
 /// What a forward pass gives: for each input, in order, a step or the input's own error.
 pub type Steps<M> = Vec<Result<Step<OutputOf<M>>, TaskError>>;
 
+/// What is left to do of a pass that was begun: wait for the device and take its results, one entry an
+/// input, in order.
+pub type Rest<M> = Box<dyn FnOnce(&mut M) -> Result<Steps<M>, ForwardError>>;
+
 /// Weights on one device.
 pub trait Model: Sized + 'static {
     /// Its decoder and encoder.
@@ -139,6 +143,22 @@ pub trait Model: Sized + 'static {
     /// # Errors
     /// [`ForwardError`] for what concerns the batch or the device rather than one input.
     fn forward(&mut self, inputs: &[&InputOf<Self>]) -> Result<Steps<Self>, ForwardError>;
+
+    /// Whether the device computes beside this thread, which can give it the next batch meanwhile.
+    fn computes_aside(&self) -> bool {
+        false
+    }
+
+    /// Where the device computes beside this thread: hands it one batch and does not wait for it. At most
+    /// two are begun at a time, and the first of them is waited for first. None: there is
+    /// [`Model::forward`] alone.
+    ///
+    /// # Errors
+    /// As [`Model::forward`].
+    fn begin(&mut self, inputs: &[&InputOf<Self>]) -> Result<Option<Rest<Self>>, ForwardError> {
+        let _ = inputs;
+        Ok(None)
+    }
 }
 
 /// Memory on a device, in bytes.

@@ -46,6 +46,8 @@ pub(super) struct BatchFormer<C: Codec> {
     /// Written by task futures, read here. Bound: beyond it, tasks wait where they are.
     pub(super) submissions: mpsc::Receiver<Submission<C>>,
     pub(super) batches: mpsc::Sender<Batch<Item<C>>>,
+    /// So many may be under way.
+    pub(super) depth: usize,
     pub(super) done: mpsc::Receiver<Done>,
     /// Tasks accepted but not yet submitted. Written by their futures, read here: an idle device
     /// waits (up to `max_delay`) only while it is above 0.
@@ -121,7 +123,7 @@ impl<C: Codec> BatchFormer<C> {
         }
     }
 
-    /// Fills the model thread's two places, or one of them with a suspect. Returns how many batches
+    /// Fills the model thread's places, or one of them with a suspect. Returns how many batches
     /// were handed over.
     async fn hand_over(&mut self, under_way: usize, submitting: bool) -> usize {
         if self.suspects.any() {
@@ -137,7 +139,7 @@ impl<C: Codec> BatchFormer<C> {
             return 0;
         }
         let mut handed = 0;
-        while under_way + handed < 2 {
+        while under_way + handed < self.depth {
             let device = if under_way + handed == 0 { Device::Idle } else { Device::Busy };
             let expecting = submitting && self.preparing.load(Ordering::Relaxed) > 0;
             let Some(batch) = self.batcher.take(Instant::now(), device, expecting) else { break };

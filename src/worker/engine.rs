@@ -1,20 +1,22 @@
-//! The model thread: loads the model, then computes one batch after the other, for life. Owns the
-//! thread and its channels; what happens to a batch is in `forward`. A device fault ends the thread.
+//! The model thread: loads the model, then computes one batch after the other, for life. Where the device
+//! computes beside this thread, it is given the next batch before the last is waited for, so that it never
+//! waits for us. Owns the thread and its channels; what happens to a batch is in `forward`. A device fault
+//! ends the thread.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 use std::{io, thread};
 
 use tokio::sync::mpsc::error::TryRecvError;
 use tokio::sync::{mpsc, oneshot};
 
 use super::batches::still_wanted;
-use super::forward::Forward;
+use super::forward::{Forward, Outcome};
 use super::report::Reporter;
 use super::ticket::{Pass, Ticket};
 use super::traced::passed;
 use crate::batching::Batch;
-use crate::model::{Codec, LoadError, LoadSpec, Model};
+use crate::model::{Codec, LoadError, LoadSpec, Model, Rest};
 use crate::telemetry::traces::Traces;
 
 /// One input on its way through the device.
@@ -42,12 +44,14 @@ pub(super) enum Done {
 pub(super) struct Loaded<C> {
     pub(super) codec: C,
     pub(super) device: String,
+    /// Batches that may be under way: one computes, one is at hand; and one more where the device is given
+    /// the next while it computes.
+    pub(super) depth: usize,
 }
 
 /// The model thread's ends.
 pub(super) struct Engine<C: Codec> {
-    /// Written by the batch former, read by the model thread. Bound 1: one batch computes, one is
-    /// at hand.
+    /// Written by the batch former, read by the model thread. Bound 1: what is at hand.
     pub(super) batches: mpsc::Sender<Batch<Item<C>>>,
     /// Written by the model thread after each batch, read by the batch former. Bound: one for each
     /// batch that can be under way.
@@ -55,6 +59,9 @@ pub(super) struct Engine<C: Codec> {
     /// The load's end.
     pub(super) loaded: oneshot::Receiver<Result<Loaded<C>, LoadError>>,
 }
+
+/// Batches under way at most.
+pub(super) const DEPTH: usize = 3;
 
 /// Starts the model thread.
 ///
@@ -66,63 +73,313 @@ pub(super) fn start<M: Model>(
     traces: Traces,
 ) -> io::Result<Engine<M::Codec>> {
     let (batches, queued) = mpsc::channel::<Batch<Item<M::Codec>>>(1);
-    let (done_in, done) = mpsc::channel(2);
+    let (done_in, done) = mpsc::channel(DEPTH);
     let (loaded_in, loaded) = oneshot::channel();
     thread::Builder::new().name("model".into()).spawn(move || match Forward::<M>::load(&spec, reporter) {
         Ok((forward, known)) => {
             drop(loaded_in.send(Ok(known)));
-            serve(forward, queued, &done_in, &traces);
+            Service { forward, done: done_in, traces, number: 0, ahead: None, freed: Instant::now() }
+                .serve(queued);
         }
         Err(error) => drop(loaded_in.send(Err(error))),
     })?;
     Ok(Engine { batches, done, loaded })
 }
 
-/// Computes batches until nobody sends or wants any more.
-fn serve<M: Model>(
-    mut forward: Forward<M>,
-    mut queued: mpsc::Receiver<Batch<Item<M::Codec>>>,
-    done: &mpsc::Sender<Done>,
-    traces: &Traces,
-) {
-    let mut number = 0;
-    let mut idle = true;
-    loop {
-        let next = match queued.try_recv() {
-            Err(TryRecvError::Empty) => {
-                if !std::mem::replace(&mut idle, true) {
-                    forward.announce_idle();
+/// The model thread at work.
+struct Service<M: Model> {
+    forward: Forward<M>,
+    done: mpsc::Sender<Done>,
+    traces: Traces,
+    /// Batches so far.
+    number: u64,
+    /// On the device, which computes it beside this thread.
+    ahead: Option<UnderWay<M>>,
+    /// When the last batch was done.
+    freed: Instant,
+}
+
+/// A batch whose computation has begun.
+struct UnderWay<M: Model> {
+    batch: Batch<Item<M::Codec>>,
+    number: u64,
+    began: Instant,
+    /// The same for spans.
+    began_at: Option<SystemTime>,
+    rest: Rest<M>,
+}
+
+impl<M: Model> Service<M> {
+    /// Computes batches until nobody sends or wants any more.
+    fn serve(mut self, mut queued: mpsc::Receiver<Batch<Item<M::Codec>>>) {
+        let mut idle = true;
+        loop {
+            let next = match queued.try_recv() {
+                Ok(batch) => Some(batch),
+                Err(_) if self.ahead.is_some() => None,
+                Err(TryRecvError::Empty) => {
+                    if !std::mem::replace(&mut idle, true) {
+                        self.forward.announce_idle();
+                    }
+                    let Some(batch) = queued.blocking_recv() else { return };
+                    Some(batch)
                 }
-                queued.blocking_recv()
+                Err(TryRecvError::Disconnected) => return,
+            };
+            idle &= next.is_none();
+            let goes_on = match next {
+                Some(batch) => self.take(batch),
+                None => self.finish_ahead(),
+            };
+            if !goes_on {
+                return;
             }
-            next => next.ok(),
-        };
-        let Some(batch) = next else { return };
-        // Not before: a batch that waits here for the device can still be handed back.
-        let said = match still_wanted(batch) {
-            None => Done::Unwanted,
-            Some(batch) => {
-                idle = false;
-                number += 1;
-                let began = traces.now();
-                let said = compute(&mut forward, &batch, number);
-                passed(traces, began, &batch, &said);
-                said
-            }
-        };
-        let over = matches!(said, Done::Fault(_));
-        if done.blocking_send(said).is_err() || over {
-            return;
         }
+    }
+
+    /// Begins a batch, and ends the one before it. False: it was the last.
+    fn take(&mut self, batch: Batch<Item<M::Codec>>) -> bool {
+        // Not before: a batch that waits here for the device can still be handed back.
+        let Some(batch) = still_wanted(batch) else { return self.say(Done::Unwanted) };
+        self.number += 1;
+        let (number, began, began_at) = (self.number, Instant::now(), self.traces.now());
+        let beside = self.ahead.as_ref().map(|ahead| &*ahead.batch.inputs);
+        let now = match self.forward.begin(&batch.inputs, beside) {
+            Some(Ok(rest)) => {
+                let before = self.ahead.replace(UnderWay { batch, number, began, began_at, rest });
+                return before.is_none_or(|before| self.finish(before));
+            }
+            Some(Err(error)) => Some(error),
+            None => None,
+        };
+        if !self.finish_ahead() {
+            return false;
+        }
+        let outcome = now.map_or_else(|| self.forward.pass(&batch.inputs), Err);
+        self.end(&batch, outcome, (number, began, began_at))
+    }
+
+    fn finish_ahead(&mut self) -> bool {
+        self.ahead.take().is_none_or(|ahead| self.finish(ahead))
+    }
+
+    fn finish(&mut self, UnderWay { batch, number, began, began_at, rest }: UnderWay<M>) -> bool {
+        let outcome = self.forward.wait(rest, batch.inputs.len());
+        self.end(&batch, outcome, (number, began, began_at))
+    }
+
+    /// Gives out what became of a batch. False: the thread is over.
+    fn end(
+        &mut self,
+        batch: &Batch<Item<M::Codec>>,
+        outcome: Outcome<M>,
+        (number, began, began_at): (u64, Instant, Option<SystemTime>),
+    ) -> bool {
+        let (inputs, tokens) = (batch.inputs.len(), batch.tokens);
+        // From when on the device had nothing else to do.
+        let began = began.max(self.freed);
+        let pass = Pass { number, size: inputs, tokens };
+        let said = match self.forward.settle(&batch.inputs, outcome, began, pass) {
+            Ok(()) => {
+                self.freed = Instant::now();
+                let (took, too_large) = (self.freed - began, self.forward.too_large());
+                Done::Computed { inputs, tokens, took, too_large }
+            }
+            Err(fault) => Done::Fault(fault),
+        };
+        passed(&self.traces, began_at, batch, &said);
+        self.say(said)
+    }
+
+    fn say(&self, said: Done) -> bool {
+        let over = matches!(said, Done::Fault(_));
+        self.done.blocking_send(said).is_ok() && !over
     }
 }
 
-fn compute<M: Model>(forward: &mut Forward<M>, batch: &Batch<Item<M::Codec>>, number: u64) -> Done {
-    let began = Instant::now();
-    let (inputs, tokens) = (batch.inputs.len(), batch.tokens);
-    let pass = Pass { number, size: inputs, tokens };
-    match forward.compute(&batch.inputs, began, pass) {
-        Ok(()) => Done::Computed { inputs, tokens, took: began.elapsed(), too_large: forward.too_large() },
-        Err(fault) => Done::Fault(fault),
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::Mutex;
+
+    use super::super::ticket::Computed;
+    use super::*;
+    use crate::config::Dtype;
+    use crate::model::{ForwardError, Prepared, Step, Steps};
+    use crate::protocol::control::TaskName;
+    use crate::protocol::{Message, TaskError};
+
+    /// Computes beside us: a batch is what its inputs say. 0 fails, 1 kills the device, 2 finds no memory,
+    /// 3 panics; others give themselves.
+    struct Aside(Arc<Mutex<Vec<String>>>);
+    struct Numbers;
+
+    thread_local! {
+        static LOG: Arc<Mutex<Vec<String>>> = Arc::default();
+    }
+
+    impl Codec for Numbers {
+        type Request = ();
+        type Input = u32;
+        type Output = u32;
+
+        fn endpoint(&self) -> &'static str {
+            "/v1/numbers"
+        }
+
+        fn prepare(&self, _: &Message) -> Result<Prepared<Self>, TaskError> {
+            unreachable!("inputs are made by the tests")
+        }
+
+        fn respond(&self, (): (), _: Vec<u32>) -> Result<Vec<u8>, TaskError> {
+            unreachable!("outputs are read by the tests")
+        }
+    }
+
+    impl Aside {
+        fn say(&self, what: &str, inputs: &[u32]) {
+            self.0.lock().unwrap().push(format!("{what} {inputs:?}"));
+        }
+    }
+
+    fn result(inputs: &[u32]) -> Result<Steps<Aside>, ForwardError> {
+        match inputs {
+            _ if inputs.contains(&0) => Err(ForwardError::Failed("no".into())),
+            _ if inputs.contains(&1) => Err(ForwardError::Device("gone".into())),
+            _ if inputs.contains(&3) => panic!("three"),
+            _ => Ok(inputs.iter().map(|input| Ok(Step::Done(*input))).collect()),
+        }
+    }
+
+    impl Model for Aside {
+        type Codec = Numbers;
+
+        fn load(_: &LoadSpec) -> Result<(Self, Numbers), LoadError> {
+            Ok((Self(LOG.with(Arc::clone)), Numbers))
+        }
+
+        fn device(&self) -> String {
+            "GPU-1".into()
+        }
+
+        fn forward(&mut self, inputs: &[&u32]) -> Result<Steps<Self>, ForwardError> {
+            let inputs: Vec<u32> = inputs.iter().map(|input| **input).collect();
+            self.say("forward", &inputs);
+            result(&inputs)
+        }
+
+        fn computes_aside(&self) -> bool {
+            true
+        }
+
+        fn begin(&mut self, inputs: &[&u32]) -> Result<Option<Rest<Self>>, ForwardError> {
+            let inputs: Vec<u32> = inputs.iter().map(|input| **input).collect();
+            self.say("begin", &inputs);
+            if inputs.len() > 1 && inputs.contains(&2) {
+                return Err(ForwardError::OutOfMemory("full".into()));
+            }
+            Ok(Some(Box::new(move |model: &mut Self| {
+                model.say("wait", &inputs);
+                result(&inputs)
+            })))
+        }
+    }
+
+    struct Ran {
+        log: Vec<String>,
+        said: Vec<Done>,
+        tasks: Vec<Option<Computed<u32>>>,
+    }
+
+    impl Ran {
+        /// What each task was answered: its output, an error, or nothing.
+        fn answers(&self) -> Vec<Option<Result<u32, String>>> {
+            let answer = |it: &Computed<u32>| match &it.outputs {
+                Ok(outputs) => Ok(outputs[0]),
+                Err(error) => Err(error.message.clone()),
+            };
+            self.tasks.iter().map(|it| it.as_ref().map(answer)).collect()
+        }
+    }
+
+    /// Has all these batches at hand at once, a task to an input.
+    fn run(batches: &[&[u32]]) -> Ran {
+        let spec = LoadSpec {
+            source: "aside".into(),
+            served_names: Vec::new(),
+            device: "GPU-1".into(),
+            max_inputs: 1,
+            dtype: Dtype::F32,
+        };
+        LOG.with(|log| log.lock().unwrap().clear());
+        let reporter = Reporter::start(io::sink()).unwrap();
+        let (forward, loaded) = Forward::<Aside>::load(&spec, reporter).unwrap();
+        assert_eq!(loaded.depth, 3);
+        let (send, queued) = mpsc::channel(8);
+        let (done, mut said) = mpsc::channel(8);
+        let mut waiting = Vec::new();
+        for batch in batches {
+            let item = |input: &u32| {
+                let name = TaskName { id: input.to_string(), fingerprint: input.to_string() };
+                let ticket = Arc::new(Ticket::new(name, None));
+                waiting.push(ticket.expect(1));
+                Item { input: *input, tokens: 1, index: 0, ticket }
+            };
+            let inputs: Vec<_> = batch.iter().map(item).collect();
+            send.try_send(Batch { tokens: inputs.len(), inputs }).unwrap();
+        }
+        drop(send);
+        let traces = Traces::default();
+        Service { forward, done, traces, number: 0, ahead: None, freed: Instant::now() }.serve(queued);
+        let mut all = Vec::new();
+        while let Ok(one) = said.try_recv() {
+            all.push(one);
+        }
+        let log = LOG.with(|log| log.lock().unwrap().clone());
+        Ran { log, said: all, tasks: waiting.iter_mut().map(|task| task.try_recv().ok()).collect() }
+    }
+
+    #[test]
+    fn the_device_has_its_next_batch_before_the_last_is_waited_for() {
+        let ran = run(&[&[10, 11], &[20], &[30]]);
+        let order =
+            ["begin [10, 11]", "begin [20]", "wait [10, 11]", "begin [30]", "wait [20]", "wait [30]"];
+        assert_eq!(ran.log, order);
+        assert_eq!(ran.answers(), [10, 11, 20, 30].map(|output| Some(Ok(output))));
+        assert!(ran.said.iter().all(|done| matches!(done, Done::Computed { .. })), "{:?}", ran.said);
+        let inputs: Vec<_> = ran.tasks.iter().flatten().map(|task| task.last.size).collect();
+        assert_eq!(inputs, [2, 2, 1, 1]);
+    }
+
+    #[test]
+    fn a_bad_input_and_a_panic_cost_their_batch_mates_nothing() {
+        for bad in [0, 3] {
+            let ran = run(&[&[10, bad], &[20]]);
+            let halves = ["forward [10]".to_owned(), format!("forward [{bad}]")];
+            assert_eq!(ran.log[3..5], halves, "{:?}", ran.log);
+            let answers = ran.answers();
+            assert_eq!((&answers[0], &answers[2]), (&Some(Ok(10)), &Some(Ok(20))));
+            assert!(answers[1].as_ref().is_some_and(Result::is_err), "{answers:?}");
+        }
+    }
+
+    #[test]
+    fn a_batch_that_finds_no_memory_waits_for_the_one_before_it_and_is_halved() {
+        let ran = run(&[&[10], &[20, 2], &[30]]);
+        let order = ["begin [10]", "begin [20, 2]", "wait [10]", "forward [20]", "forward [2]", "begin [30]"];
+        assert_eq!(ran.log[..6], order);
+        assert_eq!(ran.answers(), [10, 20, 2, 30].map(|output| Some(Ok(output))));
+        let limits = ran.said.iter().map(|done| match done {
+            Done::Computed { too_large, .. } => *too_large,
+            other => panic!("{other:?}"),
+        });
+        assert_eq!(limits.collect::<Vec<_>>(), [None, Some(2), None]);
+    }
+
+    #[test]
+    fn a_device_that_fails_answers_nothing_more() {
+        let ran = run(&[&[10], &[1], &[30], &[40]]);
+        assert!(matches!(&ran.said[..], [Done::Computed { .. }, Done::Fault(words)] if words == "gone"));
+        assert_eq!(ran.answers()[1..], [None, None, None]);
     }
 }

@@ -7,11 +7,11 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
-use super::engine::{Item, Loaded};
+use super::engine::{DEPTH, Item, Loaded};
 use super::report::Reporter;
 use super::ticket::Pass;
 use crate::model::{
-    Codec, Costed, ForwardError, InputOf, LoadError, LoadSpec, Model, OutputOf, Prepared, Step,
+    Codec, Costed, ForwardError, InputOf, LoadError, LoadSpec, Model, OutputOf, Prepared, Rest, Step, Steps,
 };
 use crate::protocol::control::TaskName;
 use crate::protocol::{TaskError, TaskErrorKind};
@@ -27,6 +27,8 @@ pub(super) struct Forward<M: Model> {
 }
 
 type Outputs<M> = Vec<Result<OutputOf<M>, TaskError>>;
+/// What a forward pass gave: one entry an input, or nothing.
+pub(super) type Outcome<M> = Result<Outputs<M>, ForwardError>;
 
 impl<M: Model> Forward<M> {
     /// Loads the model and has it compute the known input.
@@ -38,7 +40,8 @@ impl<M: Model> Forward<M> {
         let device = model.device();
         let mut forward = Self { model, known: Vec::new(), too_large: None, reporter };
         forward.try_known(&codec).map_err(|reason| LoadError::Device { device: device.clone(), reason })?;
-        Ok((forward, Loaded { codec, device }))
+        let depth = if forward.model.computes_aside() { DEPTH } else { DEPTH - 1 };
+        Ok((forward, Loaded { codec, device, depth }))
     }
 
     fn try_known(&mut self, codec: &M::Codec) -> Result<(), String> {
@@ -65,16 +68,39 @@ impl<M: Model> Forward<M> {
         self.compute_known().map(drop).map_err(|error| format!("{error} (after: {words})"))
     }
 
-    /// Computes `items` and gives each ticket its output. Fails when the device did.
-    pub(super) fn compute(
+    /// Hands `items` to a device that computes beside this thread; `beside` are those that it computes
+    /// meanwhile. None: the device does not, and the caller takes its time with [`Forward::pass`].
+    pub(super) fn begin(
         &mut self,
         items: &[Item<M::Codec>],
+        beside: Option<&[Item<M::Codec>]>,
+    ) -> Option<Result<Rest<M>, ForwardError>> {
+        self.announce(beside.unwrap_or_default(), items);
+        let inputs: Vec<&InputOf<M>> = items.iter().map(|item| &item.input).collect();
+        guarded(|| self.model.begin(&inputs)).transpose()
+    }
+
+    /// Computes `items`, which have been announced.
+    pub(super) fn pass(&mut self, items: &[Item<M::Codec>]) -> Outcome<M> {
+        let inputs: Vec<&InputOf<M>> = items.iter().map(|item| &item.input).collect();
+        attempt(&mut self.model, &inputs)
+    }
+
+    /// Waits for what was begun with so many inputs.
+    pub(super) fn wait(&mut self, rest: Rest<M>, inputs: usize) -> Outcome<M> {
+        complete::<M>(guarded(|| rest(&mut self.model))?, inputs)
+    }
+
+    /// Gives each ticket of `items` its output, or finds the cause of the failure. Fails when the device
+    /// did.
+    pub(super) fn settle(
+        &mut self,
+        items: &[Item<M::Codec>],
+        outcome: Outcome<M>,
         began: Instant,
         pass: Pass,
     ) -> Result<(), String> {
-        self.announce(items);
-        let inputs: Vec<&InputOf<M>> = items.iter().map(|item| &item.input).collect();
-        let (kind, words) = match attempt(&mut self.model, &inputs) {
+        let (kind, words) = match outcome {
             Ok(outputs) => return self.deliver(items, outputs, began, pass),
             Err(ForwardError::Device(fault)) => return Err(fault),
             Err(ForwardError::OutOfMemory(words)) => (TaskErrorKind::OutOfMemory, words),
@@ -93,8 +119,12 @@ impl<M: Model> Forward<M> {
         }
         tracing::warn!(batch.size = items.len(), error = words, "a batch failed; trying its halves");
         let (first, second) = items.split_at(items.len() / 2);
-        self.compute(first, began, pass)?;
-        self.compute(second, began, pass)
+        for half in [first, second] {
+            self.announce(&[], half);
+            let outcome = self.pass(half);
+            self.settle(half, outcome, began, pass)?;
+        }
+        Ok(())
     }
 
     fn deliver(
@@ -121,9 +151,9 @@ impl<M: Model> Forward<M> {
     }
 
     /// Tells the launcher which tasks are on the device, before they are.
-    fn announce(&self, items: &[Item<M::Codec>]) {
-        let mut tasks: Vec<TaskName> = Vec::with_capacity(items.len());
-        for item in items {
+    fn announce(&self, there: &[Item<M::Codec>], items: &[Item<M::Codec>]) {
+        let mut tasks: Vec<TaskName> = Vec::with_capacity(there.len() + items.len());
+        for item in there.iter().chain(items) {
             // The inputs of a task stand together.
             if tasks.last() != Some(&item.ticket.name) {
                 tasks.push(item.ticket.name.clone());
@@ -143,12 +173,20 @@ impl<M: Model> Forward<M> {
     }
 }
 
-fn attempt<M: Model>(model: &mut M, inputs: &[&InputOf<M>]) -> Result<Outputs<M>, ForwardError> {
-    let steps = catch_unwind(AssertUnwindSafe(|| model.forward(inputs))).unwrap_or_else(|panic| {
+fn attempt<M: Model>(model: &mut M, inputs: &[&InputOf<M>]) -> Outcome<M> {
+    complete::<M>(guarded(|| model.forward(inputs))?, inputs.len())
+}
+
+/// The error of a panic in its place.
+fn guarded<T>(call: impl FnOnce() -> Result<T, ForwardError>) -> Result<T, ForwardError> {
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| {
         Err(ForwardError::Failed(format!("panic: {}", panic_words(panic.as_ref()))))
-    })?;
-    if steps.len() != inputs.len() {
-        let words = format!("the model returned {} results for {} inputs", steps.len(), inputs.len());
+    })
+}
+
+fn complete<M: Model>(steps: Steps<M>, inputs: usize) -> Outcome<M> {
+    if steps.len() != inputs {
+        let words = format!("the model returned {} results for {inputs} inputs", steps.len());
         return Err(ForwardError::Failed(words));
     }
     Ok(steps.into_iter().map(|step| step.map(|Step::Done(output)| output)).collect())

@@ -247,6 +247,7 @@ fn assemble<C: Codec>(
         wishes: control.dials.batch(),
         submissions,
         batches: engine.batches,
+        depth: loaded.depth,
         done: engine.done,
         preparing: preparing.clone(),
         counters: counters.clone(),
@@ -255,6 +256,7 @@ fn assemble<C: Codec>(
     let station = station::Station {
         assignment: assignment.clone(),
         policy,
+        depth: loaded.depth,
         signature: Signature {
             worker: assignment.worker.clone(),
             device: loaded.device,

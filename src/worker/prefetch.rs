@@ -1,5 +1,5 @@
-//! How many messages a worker holds ahead, where that is left to it: two batches, one that computes
-//! and one at hand, by what messages have been carrying. Few enough that others get theirs, and that
+//! How many messages a worker holds ahead, where that is left to it: the batches that may be under way, by
+//! what messages have been carrying. Few enough that others get theirs, and that
 //! their bodies stay within a number of bytes. Pure, but for the lock around it; time is passed in.
 
 use std::num::NonZeroU16;
@@ -20,6 +20,8 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// What bounds it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
+    /// That may be under way.
+    pub(super) batches: usize,
     /// Tokens of a batch.
     pub(super) tokens: usize,
     /// Inputs of a batch.
@@ -97,7 +99,7 @@ impl Prefetch {
             .max(1.0);
         // Of messages that nothing came of, only the size is known.
         let known = self.tokens.count >= f64::from(MEASURED);
-        let in_batches = if known { 2.0 * batch } else { f64::from(self.current) };
+        let in_batches = if known { self.limits.batches as f64 * batch } else { f64::from(self.current) };
         let in_bytes = self.limits.bytes as f64 / self.bytes.value.max(1.0);
         in_batches.min(in_bytes).clamp(2.0, MOST).ceil()
     }
@@ -143,7 +145,7 @@ impl Live {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits = Limits { tokens: 1_024, requests: 512, bytes: 1 << 20 };
+    const LIMITS: Limits = Limits { batches: 2, tokens: 1_024, requests: 512, bytes: 1 << 20 };
 
     /// A prefetch of 128, a second after its last change.
     struct Hand {

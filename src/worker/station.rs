@@ -34,6 +34,8 @@ const FAREWELL: Duration = Duration::from_secs(5);
 pub(super) struct Station<C: Codec> {
     pub(super) assignment: Assignment,
     pub(super) policy: Policy,
+    /// Batches that may be under way.
+    pub(super) depth: usize,
     pub(super) signature: Signature,
     pub(super) codec: Arc<C>,
     pub(super) prepare: Lane,
@@ -119,10 +121,10 @@ impl<C: Codec> Station<C> {
 
     /// What bounds it under a wish.
     fn limits(&self) -> impl Fn(BatchChange) -> Limits + Send + 'static {
-        let (policy, bytes) = (self.policy, self.assignment.pool.prefetch_bytes);
+        let (policy, batches, bytes) = (self.policy, self.depth, self.assignment.pool.prefetch_bytes);
         move |wish| {
             let policy = dials::changed(policy, wish);
-            Limits { tokens: policy.max_tokens, requests: policy.max_requests, bytes }
+            Limits { batches, tokens: policy.max_tokens, requests: policy.max_requests, bytes }
         }
     }
 }

@@ -10,7 +10,7 @@ mod config;
 mod encoder;
 mod footprint;
 pub mod kernels;
-mod pooling;
+pub mod pooling;
 mod served;
 mod settings;
 mod tokenize;

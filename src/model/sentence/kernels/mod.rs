@@ -7,6 +7,7 @@ mod add_norm;
 mod attention;
 mod exp;
 mod feed_forward;
+pub mod gpu;
 mod product;
 
 pub use activation::Activation;

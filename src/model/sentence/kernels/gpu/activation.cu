@@ -1,0 +1,33 @@
+// x ← activation(x + bias), in place: between the halves of a feed-forward block.
+#include "numbers.cuh"
+
+// As `Activation` in activation.rs counts them.
+enum { GELU, GELU_TANH, RELU };
+
+template <u32 which>
+__device__ inline float activated(float x) {
+    if (which == GELU) return 0.5f * x * (1.0f + erff(x * 0.70710678f));
+    if (which == GELU_TANH) return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
+    // Not fmaxf, which would make a number of what is none.
+    return x < 0.0f ? 0.0f : x;
+}
+
+template <u32 which, typename N>
+__device__ inline void activate(N* x, const N* bias, size_t numbers, u32 width) {
+    const size_t all = static_cast<size_t>(gridDim.x) * blockDim.x;
+    for (size_t at = 4 * (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x); at < numbers; at += 4 * all) {
+        const float4 value = four(x + at), by = four(bias + at % width);
+        put_four(x + at, make_float4(activated<which>(value.x + by.x), activated<which>(value.y + by.y),
+                                     activated<which>(value.z + by.z), activated<which>(value.w + by.w)));
+    }
+}
+
+#define KERNELS(name, N)                                                                                \
+    extern "C" __global__ void activate_##name(N* x, const N* bias, u32 rows, u32 width, u32 which) {    \
+        const size_t numbers = static_cast<size_t>(rows) * width;                                        \
+        if (which == GELU) activate<GELU>(x, bias, numbers, width);                                      \
+        if (which == GELU_TANH) activate<GELU_TANH>(x, bias, numbers, width);                            \
+        if (which == RELU) activate<RELU>(x, bias, numbers, width);                                      \
+    }
+FOR_EACH_NUMBER(KERNELS)
+#undef KERNELS

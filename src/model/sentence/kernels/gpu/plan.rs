@@ -1,0 +1,113 @@
+//! What kernels are told of a batch, as one array of numbers that is copied to the device at once: the
+//! tokens' ids and places, the texts' first rows, and the tiles of attention. Decides how texts are cut into
+//! tiles: the smallest that takes what is left, so that short texts leave few threads idle, and long texts
+//! first, so that none is begun when the others are done.
+
+use super::WARP;
+
+/// Queries of the largest tile.
+const LARGEST: u32 = 64;
+
+/// A batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// `ids`, `places`, `starts`, `tiles`, one behind the other.
+    pub words: Vec<u32>,
+    /// Tokens of all texts: so many ids, and places.
+    pub tokens: usize,
+    /// So many starts, and one more, which is `tokens`.
+    pub texts: usize,
+    /// Three numbers each; by their size, the largest first.
+    pub tiles: Vec<Tiles>,
+}
+
+/// Tiles of one size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tiles {
+    /// Queries.
+    pub size: u32,
+    /// Where the first is in the plan.
+    pub at: usize,
+    /// So many.
+    pub count: u32,
+}
+
+impl Plan {
+    /// Of texts of `lengths` tokens, whose `ids` stand at `places`. `smallest` is the number of queries of
+    /// the smallest tile; others are of twice, and four times as many, up to 64.
+    pub fn new(ids: &[u32], places: &[u32], lengths: &[usize], smallest: u32) -> Self {
+        let mut words = Vec::with_capacity(2 * ids.len() + 4 * lengths.len());
+        words.extend(ids);
+        words.extend(places);
+        let mut next = 0;
+        let mut texts: Vec<[u32; 2]> = Vec::with_capacity(lengths.len());
+        for length in lengths {
+            words.push(next);
+            texts.push([next, *length as u32]);
+            next += *length as u32;
+        }
+        words.push(next);
+        texts.sort_by_key(|[_, length]| std::cmp::Reverse(*length));
+        let mut tiles = Vec::new();
+        let mut size = LARGEST;
+        while size >= smallest {
+            let at = words.len();
+            for text in &texts {
+                words.extend(cuts(*text, smallest).filter(|cut| cut.0 == size).flat_map(|cut| cut.1));
+            }
+            let count = (words.len() - at) / 3;
+            if count > 0 {
+                tiles.push(Tiles { size, at, count: count as u32 });
+            }
+            size /= 2;
+        }
+        Self { words, tokens: ids.len(), texts: lengths.len(), tiles }
+    }
+
+    /// Where the texts' first rows begin.
+    pub fn starts(&self) -> usize {
+        2 * self.tokens
+    }
+}
+
+/// The tiles of one text, each with its size: start, length, first query.
+fn cuts([start, length]: [u32; 2], smallest: u32) -> impl Iterator<Item = (u32, [u32; 3])> {
+    (0..length).step_by(LARGEST as usize).map(move |first| {
+        let left = (length - first).min(LARGEST);
+        (left.next_power_of_two().max(smallest), [start, length, first])
+    })
+}
+
+impl Tiles {
+    /// Threads of a block, with so many queries to a warp.
+    pub(super) fn threads(self, queries: u32) -> u32 {
+        self.size.div_ceil(queries) * WARP
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_batch_is_one_array_and_its_tiles_cover_every_query_once() {
+        let lengths = [70, 1, 17, 64, 130, 33];
+        let tokens = lengths.iter().sum::<usize>();
+        let ids: Vec<u32> = (100..).take(tokens).collect();
+        let places: Vec<u32> = (0..).take(tokens).collect();
+        let plan = Plan::new(&ids, &places, &lengths, 16);
+        assert_eq!((&plan.words[..tokens], &plan.words[tokens..2 * tokens]), (&*ids, &*places));
+        assert_eq!(plan.words[plan.starts()..][..7], [0, 70, 71, 88, 152, 282, 315]);
+        let mut seen = vec![0; tokens];
+        for tiles in &plan.tiles {
+            let of_size = plan.words[tiles.at..][..3 * tiles.count as usize].as_chunks::<3>().0;
+            assert!(of_size.is_sorted_by_key(|tile| std::cmp::Reverse(tile[1])), "long texts first");
+            for [start, length, first] in of_size {
+                let is_full = length - first > tiles.size / 2 || tiles.size == 16;
+                assert!(is_full, "{} queries in {tiles:?}", length - first);
+                (*first..*length.min(&(first + tiles.size))).for_each(|query| seen[(start + query) as usize] += 1);
+            }
+        }
+        assert!(seen.iter().all(|times| *times == 1), "{seen:?}");
+    }
+}

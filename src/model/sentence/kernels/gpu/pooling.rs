@@ -1,0 +1,36 @@
+//! Launches of `pooling.cu`.
+
+use super::super::super::pooling::Mode;
+use super::{Argument, Launch, Matrix, Pointer, Source};
+
+/// Threads a block, a number of the vector each.
+const THREADS: u32 = 128;
+/// Modes at most: each takes four bits of an argument.
+pub const MOST_MODES: usize = 8;
+
+/// `out` `[texts, modes·width]` in f32 ← the texts' vectors by each mode, from their tokens' `x`. `starts`
+/// are the texts' first rows, and the number of all rows.
+pub fn pool(out: Pointer, x: Matrix, (starts, texts): (Pointer, u32), modes: &[Mode]) -> Launch {
+    let code = |mode: &Mode| match mode {
+        Mode::Cls => 0,
+        Mode::Max => 1,
+        Mode::Mean => 2,
+        Mode::MeanSqrtLen => 3,
+    };
+    let codes = modes.iter().rev().fold(0, |codes, mode| codes << 4 | code(mode));
+    Launch {
+        source: Source::Pooling,
+        kernel: format!("pool_{}", x.number.name()),
+        grid: [texts, x.width.div_ceil(THREADS), 1],
+        threads: THREADS,
+        shared_bytes: 0,
+        arguments: vec![
+            Argument::Pointer(out),
+            Argument::Pointer(x.at),
+            Argument::Pointer(starts),
+            Argument::U32(codes),
+            Argument::U32(modes.len() as u32),
+            Argument::U32(x.width),
+        ],
+    }
+}
