@@ -23,7 +23,15 @@ static DEVICE: LazyLock<Library> = LazyLock::new(|| {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let library = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("kernels-{}.so", std::process::id()));
     let mut compiler = Command::new("c++");
-    compiler.args(["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered"]);
+    compiler.args([
+        "-std=c++17",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-Wno-clobbered",
+    ]);
     compiler.args(["-shared", "-fPIC", "-I"]).arg(root.join("src/model/sentence/kernels/gpu"));
     compiler.arg("-o").arg(&library).arg(root.join("tests/fixtures/emulator/kernels.cpp"));
     assert!(compiler.status().unwrap().success(), "c++ cannot compile the kernels");
@@ -55,7 +63,8 @@ fn run(launch: &Launch) {
             Argument::F32(factor) => u64::from(factor.to_bits()),
         })
         .collect();
-    let mut places: Vec<*mut c_void> = values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
+    let mut places: Vec<*mut c_void> =
+        values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
     // SAFETY: the library's own signature; pointers lead to `Memory` that lives until after this call.
     let done = unsafe {
         let entry = DEVICE.get::<Entry>(b"launch").unwrap();
@@ -168,7 +177,7 @@ fn normed(sums: &[f64], params: &[f32], eps: f64) -> Vec<f64> {
 #[test]
 fn rows_are_added_and_normed() {
     for number in ALL {
-        for (rows, width) in [(1, 4), (7, 32), (9, 384), (5, 768), (3, 12_288)] {
+        for (rows, width) in [(1, 4), (7, 32), (9, 384), (5, 768), (3, gpu::MOST_WIDTH as usize)] {
             let x = rounded(number, &noise(rows * width, 3.0, 1));
             let residual = rounded(number, &noise(rows * width, 2.0, 2));
             let params = noise(3 * width, 1.0, 3);
@@ -194,7 +203,8 @@ fn words_and_places_are_looked_up_and_normed() {
             .map(|at| {
                 let (row, column) = (at / width, at % width);
                 let (word, place) = (ids[row] as usize, places[row] as usize);
-                let sum = f64::from(words[word * width + column]) + f64::from(positions[place * width + column]);
+                let sum =
+                    f64::from(words[word * width + column]) + f64::from(positions[place * width + column]);
                 sum + f64::from(params[column])
             })
             .collect();
@@ -272,7 +282,9 @@ fn attended(qkv: &[f32], q_bias: &[f32], heads: usize, lengths: &[usize]) -> Vec
     let mut out = Vec::new();
     let mut start = 0;
     for &length in lengths {
-        let at = |row: usize, part: usize, i: usize| f64::from(qkv[(start + row) * 3 * hidden + part * hidden + i]);
+        let at = |row: usize, part: usize, i: usize| {
+            f64::from(qkv[(start + row) * 3 * hidden + part * hidden + i])
+        };
         for query in 0..length {
             for head in 0..heads {
                 let columns = head * d..(head + 1) * d;
@@ -284,7 +296,9 @@ fn attended(qkv: &[f32], q_bias: &[f32], heads: usize, lengths: &[usize]) -> Vec
                 let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
                 let sum: f64 = weights.iter().sum();
-                let value = |i: usize| weights.iter().enumerate().map(|(key, w)| w / sum * at(key, 2, i)).sum::<f64>();
+                let value = |i: usize| {
+                    weights.iter().enumerate().map(|(key, w)| w / sum * at(key, 2, i)).sum::<f64>()
+                };
                 out.extend(columns.clone().map(value));
             }
         }

@@ -30,6 +30,8 @@ pub fn open(device: &str) -> Result<(Device, String), LoadError> {
 
 #[cfg(feature = "cuda")]
 use cuda::open as open_gpu;
+#[cfg(feature = "cuda")]
+pub use cuda::{Brought, Copies, Fetched};
 
 #[cfg(not(feature = "cuda"))]
 fn open_gpu(_: &str) -> Result<(Device, String), String> {

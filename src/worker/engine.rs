@@ -342,8 +342,7 @@ mod tests {
     #[test]
     fn the_device_has_its_next_batch_before_the_last_is_waited_for() {
         let ran = run(&[&[10, 11], &[20], &[30]]);
-        let order =
-            ["begin [10, 11]", "begin [20]", "wait [10, 11]", "begin [30]", "wait [20]", "wait [30]"];
+        let order = ["begin [10, 11]", "begin [20]", "wait [10, 11]", "begin [30]", "wait [20]", "wait [30]"];
         assert_eq!(ran.log, order);
         assert_eq!(ran.answers(), [10, 11, 20, 30].map(|output| Some(Ok(output))));
         assert!(ran.said.iter().all(|done| matches!(done, Done::Computed { .. })), "{:?}", ran.said);

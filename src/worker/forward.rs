@@ -179,9 +179,8 @@ fn attempt<M: Model>(model: &mut M, inputs: &[&InputOf<M>]) -> Outcome<M> {
 
 /// The error of a panic in its place.
 fn guarded<T>(call: impl FnOnce() -> Result<T, ForwardError>) -> Result<T, ForwardError> {
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| {
-        Err(ForwardError::Failed(format!("panic: {}", panic_words(panic.as_ref()))))
-    })
+    catch_unwind(AssertUnwindSafe(call))
+        .unwrap_or_else(|panic| Err(ForwardError::Failed(format!("panic: {}", panic_words(panic.as_ref())))))
 }
 
 fn complete<M: Model>(steps: Steps<M>, inputs: usize) -> Outcome<M> {

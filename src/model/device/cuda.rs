@@ -1,10 +1,15 @@
 //! Opens the one GPU that this process is shown (`CUDA_VISIBLE_DEVICES`), and asks the driver which it
 //! is. CUDA's libraries are opened at run time; what is missing is said, and not found out by a panic.
 
+mod copies;
+
 use std::panic::catch_unwind;
 
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
+
+pub use copies::{Brought, Copies, Fetched};
 
 /// Libraries without which nothing is computed, and what to do where they are not.
 const NEEDED: [(&str, &str); 3] = [
@@ -24,16 +29,36 @@ pub(super) fn open(asked: &str) -> Result<(Device, String), String> {
         }
     }
     // Its own search for libraries panics, and it looks for further ones.
-    let opened = catch_unwind(|| Device::new_cuda(0)).map_err(|panic| {
+    let opened = catch_unwind(|| Device::new_cuda_with_stream(0)).map_err(|panic| {
         let words = panic.downcast_ref::<String>().cloned().unwrap_or_default();
         format!("CUDA cannot be started; are the libraries of CUDA 13 here? {words}")
     })?;
     let device = opened.map_err(|error| error.to_string())?;
     let cuda = device.as_cuda_device().map_err(|error| error.to_string())?;
-    let uuid = cuda.cuda_stream().context().uuid().map_err(|error| format!("no UUID: {error}"))?;
+    let stream = cuda.cuda_stream();
+    arrange(stream.context()).map_err(|error| format!("its memory cannot be arranged: {error}"))?;
+    let uuid = stream.context().uuid().map_err(|error| format!("no UUID: {error}"))?;
     let kind = if asked.starts_with("MIG-") { "MIG" } else { "GPU" };
     let uuid = uuid::Uuid::from_bytes(uuid.bytes.map(|byte| byte.cast_unsigned()));
     Ok((device, format!("{kind}-{uuid}")))
+}
+
+/// Has what streams do ordered by us alone, which costs two events a tensor otherwise; and has memory that a
+/// pass gave back kept for the next, where the driver would give it to the system at each wait.
+#[expect(unsafe_code, reason = "the driver's own interface has no safe form for either")]
+fn arrange(context: &CudaContext) -> Result<(), DriverError> {
+    // SAFETY: tensors live on one stream. What crosses to another does so in `copies`, which orders it.
+    unsafe { context.disable_event_tracking() };
+    if !context.has_async_alloc() {
+        return Ok(());
+    }
+    let mut kept = u64::MAX;
+    let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: the device is this context's, the pool the device's, and the threshold a number of 64 bits.
+    unsafe {
+        let pool = result::device::get_default_mem_pool(context.cu_device())?;
+        result::mem_pool::set_attribute(pool, threshold, std::ptr::from_mut(&mut kept).cast())
+    }
 }
 
 #[expect(unsafe_code, reason = "opening a library runs its initialisers; these are the driver's own")]

@@ -5,6 +5,11 @@
 use candle_core::{Device, Result, Tensor};
 
 use super::config::{Family, NetworkConfig};
+#[cfg(feature = "cuda")]
+use super::kernels::gpu::{
+    Plan,
+    cuda::{Planned, attends, embed},
+};
 use super::kernels::{FeedForward, NormParams, Published, SelfAttention, add_norm};
 use super::weights::{Table, WORDS, Weights};
 use crate::model::LoadError;
@@ -20,6 +25,10 @@ pub struct Encoder {
     norm: NormParams,
     layers: Vec<Layer>,
     padding: Option<u32>,
+    width: usize,
+    /// Queries of the smallest tile of attention.
+    #[cfg(feature = "cuda")]
+    smallest_tile: u32,
 }
 
 /// One block.
@@ -124,12 +133,48 @@ impl Encoder {
         let layer =
             |index| Reader { weights, config, prefix: format!("{}.{index}", names.layer) }.layer(&names);
         Ok(Self {
+            #[cfg(feature = "cuda")]
+            smallest_tile: attends(positions.dtype(), config.heads, hidden / config.heads)
+                .map_or(u32::MAX, |heads| heads.queries()),
             words,
             positions,
+            width: hidden,
             norm: norm(weights, config, "embeddings.LayerNorm", &no_bias)?,
             layers: (0..config.layers).map(layer).collect::<Loaded<_>>()?,
             padding: config.padding,
         })
+    }
+
+    /// Numbers of a token's vector.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// The plan of texts for a GPU's kernels.
+    #[cfg(feature = "cuda")]
+    pub fn plan(&self, ids: &[u32], lengths: &[usize]) -> Plan {
+        Plan::new(ids, &places(ids, lengths, self.padding), lengths, self.smallest_tile)
+    }
+
+    /// As [`Encoder::forward`], of a batch whose plan is on the device.
+    ///
+    /// # Errors
+    /// What candle or the device met.
+    #[cfg(feature = "cuda")]
+    pub fn forward_planned(&self, planned: &Planned) -> Result<Tensor> {
+        let Table::Tensor(words) = &self.words else { candle_core::bail!("the words are not on the GPU") };
+        let mut x = match embed([words, &self.positions], planned, self.norm.constants())? {
+            Some(x) => x,
+            None => {
+                let words = words.index_select(&planned.ids()?, 0)?;
+                add_norm(words, &self.positions.index_select(&planned.places()?, 0)?, &self.norm)?
+            }
+        };
+        for layer in &self.layers {
+            x = layer.attention.forward_planned(x, planned)?;
+            x = layer.feed_forward.forward(x)?;
+        }
+        Ok(x)
     }
 
     /// The last layer's vectors `[tokens, hidden]` of texts of `lengths` tokens, whose ids are

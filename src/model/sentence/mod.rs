@@ -10,6 +10,8 @@ mod config;
 mod encoder;
 mod footprint;
 pub mod kernels;
+#[cfg(feature = "cuda")]
+mod on_gpu;
 pub mod pooling;
 mod served;
 mod settings;
@@ -27,6 +29,8 @@ use self::served::ServedNames;
 use self::settings::SentenceSettings;
 use self::tokenize::TextTokenizer;
 use self::weights::Weights;
+#[cfg(feature = "cuda")]
+use super::Rest;
 use super::source::ModelFiles;
 use super::{Dtype, Footprint, ForwardError, LoadError, LoadSpec, Model, Step, Steps, device};
 use crate::protocol::{TaskError, TaskErrorKind};
@@ -35,9 +39,9 @@ use crate::protocol::{TaskError, TaskErrorKind};
 pub struct SentenceEncoder {
     encoder: Encoder,
     pooling: Pooling,
-    /// Numbers in a token's vector.
-    hidden: usize,
     device: String,
+    #[cfg(feature = "cuda")]
+    gpu: Option<on_gpu::OnGpu>,
 }
 
 impl Model for SentenceEncoder {
@@ -61,8 +65,17 @@ impl Model for SentenceEncoder {
             pooling: settings.pooling.clone(),
             max_inputs: spec.max_inputs,
         };
-        let (pooling, hidden) = (settings.pooling, config.hidden);
-        Ok((Self { encoder, pooling, hidden, device: opened }, codec))
+        #[cfg(feature = "cuda")]
+        let gpu = on_gpu::OnGpu::new(&device)
+            .map_err(|error| LoadError::Device { device: opened.clone(), reason: error.to_string() })?;
+        let model = Self {
+            encoder,
+            pooling: settings.pooling,
+            device: opened,
+            #[cfg(feature = "cuda")]
+            gpu,
+        };
+        Ok((model, codec))
     }
 
     fn footprint(spec: &LoadSpec, tokens: usize) -> Option<Footprint> {
@@ -77,24 +90,55 @@ impl Model for SentenceEncoder {
         if inputs.is_empty() {
             return Ok(Vec::new());
         }
-        let ids = inputs.iter().flat_map(|input| &input.ids).copied().collect();
-        let lengths: Vec<usize> = inputs.iter().map(|input| input.ids.len()).collect();
+        if let Some(rest) = self.begin(inputs)? {
+            return rest(self);
+        }
+        let (ids, lengths) = joined(inputs);
         let rows = self.encoder.forward(ids, &lengths).and_then(|rows| host(&rows));
         let rows = rows.map_err(|error| device::forward_error(&error))?;
+        let width = self.encoder.width();
         let mut rest = &*rows;
-        let pooled = lengths.iter().map(|n| {
-            let (text, others) = rest.split_at(n * self.hidden);
+        let pooled = lengths.iter().map(|length| {
+            let (text, others) = rest.split_at(length * width);
             rest = others;
-            let vector = self.pooling.pool(text, self.hidden);
-            match vector.iter().find(|number| !number.is_finite()) {
-                None => Ok(Step::Done(vector)),
-                Some(bad) => {
-                    let words = format!("the model gave {bad} in the embedding of an input of {n} tokens");
-                    Err(TaskError::new(TaskErrorKind::Internal, words))
-                }
-            }
+            checked(self.pooling.pool(text, width), *length)
         });
         Ok(pooled.collect())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn computes_aside(&self) -> bool {
+        self.gpu.is_some()
+    }
+
+    #[cfg(feature = "cuda")]
+    fn begin(&mut self, inputs: &[&Sentence]) -> Result<Option<Rest<Self>>, ForwardError> {
+        let Some(gpu) = &mut self.gpu else { return Ok(None) };
+        let (ids, lengths) = joined(inputs);
+        let begun = gpu.begin((&self.encoder, &self.pooling), &ids, lengths.clone());
+        let begun = begun.map_err(|error| device::forward_error(&error))?;
+        Ok(Some(Box::new(move |model| {
+            let Some(gpu) = &mut model.gpu else { return Ok(Vec::new()) };
+            let vectors = gpu.finish(begun, &model.pooling).map_err(|error| device::forward_error(&error))?;
+            Ok(vectors.into_iter().zip(lengths).map(|(vector, length)| checked(vector, length)).collect())
+        })))
+    }
+}
+
+/// The ids of all inputs, one behind the other, and how many each has.
+fn joined(inputs: &[&Sentence]) -> (Vec<u32>, Vec<usize>) {
+    let ids = inputs.iter().flat_map(|input| &input.ids).copied().collect();
+    (ids, inputs.iter().map(|input| input.ids.len()).collect())
+}
+
+/// The vector of an input of so many tokens, if it is numbers.
+fn checked(vector: Vec<f32>, tokens: usize) -> Result<Step<Vec<f32>>, TaskError> {
+    match vector.iter().find(|number| !number.is_finite()) {
+        None => Ok(Step::Done(vector)),
+        Some(bad) => {
+            let words = format!("the model gave {bad} in the embedding of an input of {tokens} tokens");
+            Err(TaskError::new(TaskErrorKind::Internal, words))
+        }
     }
 }
 

@@ -29,6 +29,12 @@ impl NormParams {
         Ok(Self { rows, host, eps })
     }
 
+    /// As a GPU's kernels take them.
+    #[cfg(feature = "cuda")]
+    pub fn constants(&self) -> super::gpu::cuda::Constants<'_> {
+        (&self.rows, self.eps)
+    }
+
     /// The same with `by` `[width]` added to the bias.
     ///
     /// # Errors
@@ -45,6 +51,10 @@ impl NormParams {
 /// # Errors
 /// When shapes or types do not fit: a fault of the caller.
 pub fn add_norm(x: Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() && super::gpu::cuda::add_norm(&x, residual, params.constants())? {
+        return Ok(x);
+    }
     if !x.device().is_cpu() || x.dtype() != DType::F32 {
         return composed(&x, residual, params);
     }

@@ -28,6 +28,10 @@ enum Weights {
     Laid(Laid),
     /// `[hidden, 3·hidden]`, `[3·hidden]`, `[hidden, hidden]`.
     Plain { qkv: Tensor, qkv_bias: Tensor, out: Tensor },
+    /// On a GPU that has a kernel for such heads. The bias is of queries, in f32: that of keys changes no
+    /// weight, that of values has passed through O into the norm's.
+    #[cfg(feature = "cuda")]
+    Kernel { qkv: Tensor, q_bias: Tensor, out: Tensor, heads: super::gpu::Heads },
 }
 
 /// The weights of one attention half, as they are published: matrices `[hidden, hidden]`, one row for
@@ -57,6 +61,13 @@ impl SelfAttention {
             norm = norm.with_bias_raised(&laid::through(&out, &v_bias))?;
             Weights::Laid(Laid::new([q, k, v], q_bias, &out, heads))
         } else {
+            #[cfg(feature = "cuda")]
+            if let Some(weights) = for_kernel(&matrices, &biases, &out, heads)? {
+                let host =
+                    |tensor: &Tensor| tensor.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1();
+                norm = norm.with_bias_raised(&laid::through(&host(&out)?, &host(biases[2])?))?;
+                return Ok(Self { weights, heads, norm });
+            }
             Weights::Plain {
                 qkv: Tensor::cat(&matrices, 0)?.t()?.contiguous()?,
                 qkv_bias: Tensor::cat(&biases, 0)?,
@@ -82,8 +93,42 @@ impl SelfAttention {
                 let seen = attention(&qkv, self.heads, lengths)?;
                 add_norm(x, &seen.matmul(out)?, &self.norm)
             }
+            #[cfg(feature = "cuda")]
+            Weights::Kernel { .. } => candle_core::bail!("a GPU's kernel needs the plan of its batch"),
         }
     }
+
+    /// The same of a batch whose plan is on the device.
+    ///
+    /// # Errors
+    /// What the driver says.
+    #[cfg(feature = "cuda")]
+    pub fn forward_planned(&self, x: Tensor, planned: &super::gpu::cuda::Planned) -> Result<Tensor> {
+        let Weights::Kernel { qkv, q_bias, out, heads } = &self.weights else {
+            return self.forward(x, &planned.lengths);
+        };
+        let seen = super::gpu::cuda::attend(&x.matmul(qkv)?, q_bias, *heads, planned)?;
+        add_norm(x, &seen.matmul(out)?, &self.norm)
+    }
+}
+
+/// The weights as a GPU's kernel takes them; none where there is none for such heads.
+#[cfg(feature = "cuda")]
+fn for_kernel(
+    matrices: &[&Tensor; 3],
+    biases: &[&Tensor; 3],
+    out: &Tensor,
+    heads: usize,
+) -> Result<Option<Weights>> {
+    let (dtype, hidden) = (out.dtype(), out.dim(0)?);
+    let heads = super::gpu::cuda::attends(dtype, heads, hidden / heads).filter(|_| out.device().is_cuda());
+    let Some(heads) = heads else { return Ok(None) };
+    Ok(Some(Weights::Kernel {
+        qkv: Tensor::cat(matrices, 0)?.t()?.contiguous()?,
+        q_bias: biases[0].to_dtype(candle_core::DType::F32)?.contiguous()?,
+        out: out.t()?.contiguous()?,
+        heads,
+    }))
 }
 
 #[cfg(test)]

@@ -61,7 +61,7 @@ impl FeedForward {
                 Ok(x)
             }
             Weights::Plain { up, up_bias, down } => {
-                let inner = bias_activation(&x.matmul(up)?, up_bias, self.activation)?;
+                let inner = bias_activation(x.matmul(up)?, up_bias, self.activation)?;
                 add_norm(x, &inner.matmul(down)?, &self.norm)
             }
         }

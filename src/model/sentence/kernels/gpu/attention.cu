@@ -88,7 +88,12 @@ __device__ inline void attend(N* out, const N* qkv, const float* q_bias, const u
                                                   float scale, u32 heads) {                                          \
         attend<N, 64>(out, qkv, q_bias, tiles, scale, heads);                                                        \
     }
-FOR_EACH_NUMBER(KERNELS)
+KERNELS(f32, float)
+// Cards with matrix units for both kinds of halves have the kernel below.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 800
+KERNELS(f16, f16)
+KERNELS(bf16, bf16)
+#endif
 #undef KERNELS
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800

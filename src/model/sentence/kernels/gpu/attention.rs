@@ -34,12 +34,7 @@ impl Heads {
 
 /// `out` `[tokens, heads·size]` ← softmax((Q + `q_bias`)·Kᵀ/√size)·V of the products `qkv` `[tokens,
 /// 3·heads·size]`, each text of `plan`, which lies at `planned`, over its own tokens. `q_bias` is in f32.
-pub fn attend(
-    [out, qkv, q_bias]: [Pointer; 3],
-    heads: Heads,
-    plan: &Plan,
-    planned: Pointer,
-) -> Vec<Launch> {
+pub fn attend([out, qkv, q_bias]: [Pointer; 3], heads: Heads, plan: &Plan, planned: Pointer) -> Vec<Launch> {
     let by = if heads.go_by_matrices() { "_by_matrices" } else { "" };
     let kernel = format!("attend{by}_{}_{}", heads.number.name(), heads.size);
     let scale = std::f32::consts::LOG2_E / (heads.size as f32).sqrt();

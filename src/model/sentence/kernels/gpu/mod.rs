@@ -14,12 +14,12 @@ mod activation;
 mod add_norm;
 mod attention;
 #[cfg(feature = "cuda")]
-pub(super) mod cuda;
+pub mod cuda;
 mod plan;
 mod pooling;
 
 pub use activation::activate;
-pub use add_norm::{Norm, add_norm, embed};
+pub use add_norm::{MOST_WIDTH, Norm, add_norm, embed};
 pub use attention::{Heads, attend};
 pub use plan::{Plan, Tiles};
 pub use pooling::pool;

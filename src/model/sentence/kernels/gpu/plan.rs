@@ -105,7 +105,8 @@ mod tests {
             for [start, length, first] in of_size {
                 let is_full = length - first > tiles.size / 2 || tiles.size == 16;
                 assert!(is_full, "{} queries in {tiles:?}", length - first);
-                (*first..*length.min(&(first + tiles.size))).for_each(|query| seen[(start + query) as usize] += 1);
+                (*first..*length.min(&(first + tiles.size)))
+                    .for_each(|query| seen[(start + query) as usize] += 1);
             }
         }
         assert!(seen.iter().all(|times| *times == 1), "{seen:?}");

@@ -5,11 +5,10 @@ use super::{Argument, Launch, Matrix, Pointer, Source};
 
 /// Threads a block, a number of the vector each.
 const THREADS: u32 = 128;
-/// Modes at most: each takes four bits of an argument.
-pub const MOST_MODES: usize = 8;
 
 /// `out` `[texts, modes·width]` in f32 ← the texts' vectors by each mode, from their tokens' `x`. `starts`
-/// are the texts' first rows, and the number of all rows.
+/// are the texts' first rows, and the number of all rows. A mode takes four bits of an argument: eight of
+/// them would fit, and there are four.
 pub fn pool(out: Pointer, x: Matrix, (starts, texts): (Pointer, u32), modes: &[Mode]) -> Launch {
     let code = |mode: &Mode| match mode {
         Mode::Cls => 0,

@@ -1,0 +1,155 @@
+//! Copies to the GPU and back that take place beside its computing: from and to page-locked memory, on
+//! streams of their own, ordered with the computing by events. Owns the streams and the page-locked memory,
+//! which is kept for the next copies: to lock pages takes longer than to copy them.
+
+use std::sync::Arc;
+
+use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaEvent, CudaStream, DeviceRepr, DriverError, PinnedHostSlice,
+};
+use candle_core::cuda_backend::{CudaDevice, CudaStorage, CudaStorageSlice, WrapErr};
+use candle_core::op::BackpropOp;
+use candle_core::{Device, Result, Storage, Tensor, bail};
+
+/// Numbers that page-locked memory is made for, at least.
+const LEAST: usize = 1 << 14;
+
+/// See the module.
+pub struct Copies {
+    device: CudaDevice,
+    inward: Arc<CudaStream>,
+    outward: Arc<CudaStream>,
+    /// What no copy uses.
+    words: Vec<PinnedHostSlice<u32>>,
+    numbers: Vec<PinnedHostSlice<f32>>,
+}
+
+/// Words on the device. They must stay until what uses them is computed, of which the device knows nothing:
+/// [`Copies::fetch`] takes them over.
+pub struct Brought {
+    /// `[words]`.
+    pub tensor: Tensor,
+    room: PinnedHostSlice<u32>,
+}
+
+/// Numbers on their way to the host.
+pub struct Fetched {
+    /// What the copies use.
+    parts: Option<(Brought, Tensor, PinnedHostSlice<f32>)>,
+    done: CudaEvent,
+}
+
+impl Copies {
+    /// To and from `device`.
+    ///
+    /// # Errors
+    /// It is no GPU, or its driver has no stream for us.
+    pub fn new(device: &Device) -> Result<Self> {
+        let device = device.as_cuda_device()?.clone();
+        let context = device.cuda_stream().context().clone();
+        let (inward, outward) = (context.new_stream().w()?, context.new_stream().w()?);
+        Ok(Self { device, inward, outward, words: Vec::new(), numbers: Vec::new() })
+    }
+
+    /// Copies `words` to the device; what it is given from now on finds them there.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn bring(&mut self, words: &[u32]) -> Result<Brought> {
+        let mut room = room(&mut self.words, words.len(), &self.inward).w()?;
+        let there = &mut room.as_mut_slice().w()?[..words.len()];
+        there.copy_from_slice(words);
+        let copy = self.inward.clone_htod(there).w()?;
+        let arrived = self.inward.record_event(None).w()?;
+        self.device.cuda_stream().wait(&arrived).w()?;
+        let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(copy, self.device.clone()));
+        let tensor = Tensor::from_storage(storage, words.len(), BackpropOp::none(), false);
+        Ok(Brought { tensor, room })
+    }
+
+    /// Copies what was computed with what was `brought`, a whole tensor in f32, to the host, once the device
+    /// has computed it.
+    ///
+    /// # Errors
+    /// What was met when it was given to the device, or what the driver says. Then nothing is under way any
+    /// more.
+    pub fn fetch(&mut self, brought: Brought, computed: Result<Tensor>) -> Result<Fetched> {
+        let copied = computed.and_then(|computed| {
+            let (room, done) = self.copy_out(&computed)?;
+            Ok((computed, room, done))
+        });
+        match copied {
+            Ok((computed, room, done)) => Ok(Fetched { parts: Some((brought, computed, room)), done }),
+            Err(error) => {
+                // The device may still read what is given back now. What is wrong with it, the next call says.
+                let _ = self.device.cuda_stream().synchronize();
+                let _ = self.outward.synchronize();
+                Err(error)
+            }
+        }
+    }
+
+    fn copy_out(&mut self, computed: &Tensor) -> Result<(PinnedHostSlice<f32>, CudaEvent)> {
+        let mut room = room(&mut self.numbers, computed.elem_count(), &self.outward).w()?;
+        let ready = self.device.cuda_stream().record_event(None).w()?;
+        self.outward.wait(&ready).w()?;
+        {
+            let (storage, layout) = computed.storage_and_layout();
+            let (Storage::Cuda(storage), Some((0, end))) = (&*storage, layout.contiguous_offsets()) else {
+                bail!("only a whole tensor of a GPU is fetched from it, and this is {layout:?}");
+            };
+            let CudaStorageSlice::F32(numbers) = &storage.slice else {
+                bail!("only f32 is fetched from a GPU, not {:?}", computed.dtype());
+            };
+            let there = &mut room.as_mut_slice().w()?[..end];
+            self.outward.memcpy_dtoh(&numbers.slice(..end), there).w()?;
+        }
+        // Whoever waits for it sleeps: a core of the host is worth more than some microseconds.
+        let done = self.outward.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
+        Ok((room, done))
+    }
+
+    /// Waits for what was fetched.
+    ///
+    /// # Errors
+    /// What the driver says, also of what was computed before.
+    pub fn wait(&mut self, mut fetched: Fetched) -> Result<Vec<f32>> {
+        fetched.done.synchronize().w()?;
+        let Some((brought, computed, room)) = fetched.parts.take() else { return Ok(Vec::new()) };
+        let numbers = room.as_slice().w()?[..computed.elem_count()].to_vec();
+        self.words.push(brought.room);
+        self.numbers.push(room);
+        Ok(numbers)
+    }
+}
+
+impl Drop for Fetched {
+    fn drop(&mut self) {
+        // After a fault of the device there is nothing to wait for, and this process ends.
+        let _ = self.done.synchronize();
+    }
+}
+
+/// Page-locked memory for so many numbers.
+fn room<T: DeviceRepr>(
+    free: &mut Vec<PinnedHostSlice<T>>,
+    count: usize,
+    stream: &CudaStream,
+) -> std::result::Result<PinnedHostSlice<T>, DriverError> {
+    match free.pop() {
+        Some(room) if room.len() >= count => Ok(room),
+        // One that is too small goes.
+        _ => lock_pages(stream, count.max(LEAST).next_power_of_two()),
+    }
+}
+
+#[expect(unsafe_code, reason = "such memory is only to be had uninitialised")]
+fn lock_pages<T: DeviceRepr>(
+    stream: &CudaStream,
+    count: usize,
+) -> std::result::Result<PinnedHostSlice<T>, DriverError> {
+    // SAFETY: any bits are a number of the two types that this file asks for, and each is written before it
+    // is read. Cached by the CPU, which reads what comes back.
+    unsafe { stream.context().alloc_pinned_with_flags(count, 0) }
+}
