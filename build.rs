@@ -3,15 +3,15 @@
 
 use std::env;
 use std::path::Path;
-use std::process::{Command, exit};
+use std::process::Command;
 
 const FOLDER: &str = "src/model/sentence/kernels/gpu";
 const KERNELS: [&str; 4] = ["activation", "add_norm", "attention", "pooling"];
 
-fn main() {
+fn main() -> Result<(), String> {
     println!("cargo:rerun-if-changed=build.rs");
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
-        return;
+        return Ok(());
     }
     for variable in ["NVCC", "CUDA_COMPUTE_CAP"] {
         println!("cargo:rerun-if-env-changed={variable}");
@@ -19,24 +19,19 @@ fn main() {
     println!("cargo:rerun-if-changed={FOLDER}");
     let compiler = env::var("NVCC").unwrap_or_else(|_| "nvcc".into());
     let capability = env::var("CUDA_COMPUTE_CAP").unwrap_or_else(|_| "80".into());
-    let out = env::var("OUT_DIR").expect("cargo names a folder for what build scripts make");
+    let out = env::var("OUT_DIR").map_err(|error| format!("OUT_DIR: {error}"))?;
     for kernel in KERNELS {
         let source = format!("{FOLDER}/{kernel}.cu");
         let ptx = Path::new(&out).join(format!("{kernel}.ptx"));
         let architecture = format!("-arch=compute_{capability}");
         let mut command = Command::new(&compiler);
         command.args(["-ptx", "-O3", "--std=c++17", &architecture, &source, "-o"]).arg(ptx);
-        match command.status() {
-            Ok(status) if status.success() => {}
-            Ok(status) => fail(&format!("{compiler} cannot compile {source}: {status}")),
-            Err(error) => {
-                fail(&format!("{compiler} cannot be started ({error}); build with scripts/build-cuda"))
-            }
+        let status = command.status().map_err(|error| {
+            format!("{compiler} cannot be started ({error}); scripts/build-cuda brings a compiler")
+        })?;
+        if !status.success() {
+            return Err(format!("{compiler} cannot compile {source}: {status}"));
         }
     }
-}
-
-fn fail(words: &str) -> ! {
-    eprintln!("error: {words}");
-    exit(1)
+    Ok(())
 }

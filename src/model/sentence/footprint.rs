@@ -1,11 +1,12 @@
 //! What a worker takes of its device's memory, from the model's files alone: for the launcher, which
 //! loads nothing.
 
-use candle_core::Device;
+use candle_core::{DType, Device};
 
 use super::candle_dtype;
 use super::config::NetworkConfig;
 use super::kernels::MOST_SCORES;
+use super::kernels::gpu::{Heads, Number};
 use super::weights::Weights;
 use crate::model::source::ModelFiles;
 use crate::model::{Footprint, LoadSpec};
@@ -20,19 +21,32 @@ pub(super) fn footprint(spec: &LoadSpec, tokens: usize) -> Option<Footprint> {
     let weights = Weights::read(path, config.family.base(), &Device::Cpu, dtype).ok()?;
     Some(Footprint {
         weights: (weights.numbers() * dtype.size_in_bytes()) as u64,
-        working: numbers(&config, tokens).saturating_mul(size_of::<f32>()) as u64,
+        working: working(&config, tokens, dtype) as u64,
     })
 }
 
-/// Numbers that live at once, at most, when candle's operations compute a layer on a device, each making
-/// a new tensor. Of attention the rows, queries, keys and values before and after they are put in order,
+/// Bytes that live at once, at most, while a layer is computed on a device.
+fn working(config: &NetworkConfig, tokens: usize, dtype: DType) -> usize {
+    // A text that is longer than the batch may be goes alone.
+    let tokens = tokens.max(config.positions);
+    let heads =
+        |number| Heads { number, count: config.heads as u32, size: (config.hidden / config.heads) as u32 };
+    if !Number::of(dtype).is_some_and(|number| heads(number).fit()) {
+        return numbers(config, tokens).saturating_mul(size_of::<f32>());
+    }
+    // The rows, with queries, keys and values, what these give and what O makes of it; or with the inner
+    // ones and what comes of them.
+    let row = (6 * config.hidden).max(2 * config.hidden + config.inner);
+    tokens.saturating_mul(row).saturating_mul(dtype.size_in_bytes())
+}
+
+/// Numbers that live at once, at most, where heads of this size have no kernel and candle's operations
+/// compute a layer, each making a new tensor. Of attention the rows, queries, keys and values before and after they are put in order,
 /// and the scores of a group of texts with their mask and in four steps of the softmax; of the
 /// feed-forward half the rows, and the inner ones before and after the activation. Counted as f32, in
 /// which candle computes where it matters.
 fn numbers(config: &NetworkConfig, tokens: usize) -> usize {
     let longest = config.positions;
-    // A text that is longer than the batch may be goes alone.
-    let tokens = tokens.max(longest);
     let scores = tokens.saturating_mul(longest).min(MOST_SCORES).max(longest.saturating_mul(longest));
     let attention =
         tokens.saturating_mul(10 * config.hidden).saturating_add(scores.saturating_mul(5 * config.heads));
@@ -61,6 +75,14 @@ mod tests {
         assert!(half.working > full.working, "{half:?}");
         assert_eq!(of(folder, Dtype::F32, 1), of(folder, Dtype::F32, 2), "one long text, in both cases");
         assert!(of(folder, Dtype::F32, usize::MAX).is_some());
+    }
+
+    #[test]
+    fn heads_that_have_a_kernel_keep_no_scores_and_compute_in_what_weights_are_kept_as() {
+        let mini_lm = concat!(env!("CARGO_MANIFEST_DIR"), "/models/all-MiniLM-L6-v2");
+        let working = |dtype| of(mini_lm, dtype, 16_384).unwrap().working;
+        assert_eq!(working(Dtype::F32), 16_384 * 6 * 384 * 4);
+        assert_eq!(working(Dtype::F16), working(Dtype::F32) / 2);
     }
 
     #[test]
