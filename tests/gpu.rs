@@ -1,0 +1,231 @@
+//! The program with CUDA in it, on a GPU that is made of this CPU: tests/fixtures/emulator stands in for
+//! NVIDIA's driver and cuBLAS, and does everything as late as CUDA allows. Run by `.ci/cuda`, since it needs
+//! the build with CUDA: scripts/build-cuda test --test gpu.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used, reason = "what is missing in a helper fails its test")]
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::LazyLock;
+
+use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+use serde_json::{Value, json};
+
+/// The one of tests/fixtures/nvml that is whole and well, and another.
+const GPU: &str = "GPU-a0000000-1111-2222-3333-444444444444";
+const OTHER: &str = "GPU-b0000000-1111-2222-3333-444444444444";
+
+/// A folder with the libraries that stand in for NVIDIA's.
+static DRIVER: LazyLock<PathBuf> = LazyLock::new(|| {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("driver");
+    fs::create_dir_all(&folder).unwrap();
+    let mut compiler = Command::new("c++");
+    compiler.args(["-std=c++17", "-O3", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered"]);
+    compiler.args(["-shared", "-fPIC", "-I"]).arg(root.join("src/model/sentence/kernels/gpu"));
+    compiler.arg("-o").arg(folder.join("libcuda.so")).arg(root.join("tests/fixtures/emulator/driver.cpp"));
+    assert!(compiler.status().unwrap().success(), "c++ cannot compile the driver");
+    for name in ["libcublas.so", "libcurand.so"] {
+        let _ = fs::remove_file(folder.join(name));
+        // One library by three names: they are of one device.
+        std::os::unix::fs::symlink("libcuda.so", folder.join(name)).unwrap();
+    }
+    let source = root.join("tests/fixtures/nvml/nvml.c");
+    let library = folder.join("libnvidia-ml.so.1");
+    let compiled = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(library).arg(source).status();
+    assert!(compiled.unwrap().success(), "cc cannot compile the driver's NVML");
+    folder
+});
+
+/// A BERT of two layers with heads of so many numbers, with weights from a seed.
+fn model(hidden: usize, heads: usize) -> tempfile::TempDir {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-bert-cls");
+    let folder = tempfile::tempdir().unwrap();
+    for entry in walk(&fixture) {
+        let to = folder.path().join(entry.strip_prefix(&fixture).unwrap());
+        fs::create_dir_all(to.parent().unwrap()).unwrap();
+        fs::copy(&entry, &to).unwrap();
+    }
+    let change = |file: &str, changes: Value| {
+        let path = folder.path().join(file);
+        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        for (name, value) in changes.as_object().unwrap() {
+            config[name] = value.clone();
+        }
+        fs::write(path, config.to_string()).unwrap();
+    };
+    let inner = 2 * hidden;
+    change(
+        "config.json",
+        json!({"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": inner}),
+    );
+    change("1_Pooling/config.json", json!({"word_embedding_dimension": hidden}));
+    let mut shapes = vec![
+        ("embeddings.word_embeddings.weight".to_owned(), vec![300, hidden]),
+        ("embeddings.position_embeddings.weight".to_owned(), vec![64, hidden]),
+        ("embeddings.token_type_embeddings.weight".to_owned(), vec![2, hidden]),
+    ];
+    let mut norms = vec!["embeddings.LayerNorm".to_owned()];
+    for layer in 0..2 {
+        let name = |part: &str| format!("encoder.layer.{layer}.{part}");
+        norms.extend([name("attention.output.LayerNorm"), name("output.LayerNorm")]);
+        for part in ["attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"] {
+            shapes.push((name(&format!("{part}.weight")), vec![hidden, hidden]));
+            shapes.push((name(&format!("{part}.bias")), vec![hidden]));
+        }
+        shapes.push((name("intermediate.dense.weight"), vec![inner, hidden]));
+        shapes.push((name("intermediate.dense.bias"), vec![inner]));
+        shapes.push((name("output.dense.weight"), vec![hidden, inner]));
+        shapes.push((name("output.dense.bias"), vec![hidden]));
+    }
+    for norm in norms {
+        shapes.push((format!("{norm}.weight"), vec![hidden]));
+        shapes.push((format!("{norm}.bias"), vec![hidden]));
+    }
+    let mut state = 7u32;
+    let tensors: Vec<(String, Vec<usize>, Vec<u8>)> = shapes
+        .into_iter()
+        .map(|(name, shape)| {
+            let range = if name.contains("LayerNorm") { 1.0 } else { 0.2 };
+            let numbers = (0..shape.iter().product::<usize>()).flat_map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (((state >> 8) as f32 / (1 << 23) as f32 - 1.0) * range).to_le_bytes()
+            });
+            let bytes = numbers.collect();
+            (name, shape, bytes)
+        })
+        .collect();
+    let views = tensors.iter().map(|(name, shape, bytes)| {
+        (name.as_str(), TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap())
+    });
+    serialize_to_file(views, None, &folder.path().join("model.safetensors")).unwrap();
+    folder
+}
+
+fn walk(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { walk(&path) } else { vec![path] }).collect()
+}
+
+/// One run of `run-batch`.
+struct Run<'a> {
+    model: &'a Path,
+    device: &'a str,
+    settings: &'a [&'a str],
+    variables: &'a [(&'a str, &'a str)],
+}
+
+struct Ran {
+    output: Output,
+    /// By text.
+    answers: HashMap<usize, Result<Vec<f64>, Value>>,
+}
+
+impl Ran {
+    fn said(&self) -> String {
+        String::from_utf8_lossy(&self.output.stderr).into_owned()
+    }
+
+    fn vector(&self, text: usize) -> &[f64] {
+        self.answers[&text].as_ref().unwrap_or_else(|error| panic!("text {text}: {error}\n{}", self.said()))
+    }
+}
+
+/// Of about 1 to 60 tokens.
+fn texts() -> Vec<String> {
+    let words = ["a", "cat", "rain", "the", "of", "river", "old", "sings", "under", "stone"];
+    let text = |n: usize| (0..n).map(|at| words[(at * 7 + n) % words.len()]).collect::<Vec<_>>().join(" ");
+    [1, 3, 14, 2, 9, 25, 5, 1, 40, 6, 12, 2, 30, 4, 8, 17].map(text).to_vec()
+}
+
+fn run(run: &Run<'_>) -> Ran {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
+    let line = |(at, text): (usize, &String)| {
+        let body = json!({"model": run.model.file_name().unwrap().to_str(), "input": text});
+        format!("{}\n", json!({"custom_id": at.to_string(), "method": "POST", "url": "/v1/embeddings", "body": body}))
+    };
+    fs::write(&input, texts().iter().enumerate().map(line).collect::<String>()).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));
+    command.arg("run-batch").arg("-i").arg(&input).arg("-o").arg(&output);
+    command.arg("--model").arg(run.model).args(["--devices", run.device]);
+    for setting in run.settings {
+        command.args(["--set", setting]);
+    }
+    for variable in ["SCONCE_CONFIG", "AMQP_URL", "CUDA_VISIBLE_DEVICES"] {
+        command.env_remove(variable);
+    }
+    command.env("LD_LIBRARY_PATH", &*DRIVER).env("EMULATED_GPUS", GPU);
+    let ran = command.envs(run.variables.iter().copied()).output().unwrap();
+    let lines = fs::read_to_string(&output).unwrap_or_default();
+    let answer = |line: &str| {
+        let line: Value = serde_json::from_str(line).unwrap();
+        let at = line["custom_id"].as_str().unwrap().parse().unwrap();
+        let vector = line["response"]["body"]["data"][0]["embedding"].as_array();
+        let vector = vector.map(|numbers| numbers.iter().map(|x| x.as_f64().unwrap()).collect());
+        (at, vector.ok_or(line))
+    };
+    Ran { output: ran, answers: lines.lines().map(answer).collect() }
+}
+
+fn largest_difference(a: &Ran, b: &Ran) -> f64 {
+    let each = (0..texts().len()).flat_map(|at| a.vector(at).iter().zip(b.vector(at)).map(|(x, y)| (x - y).abs()));
+    each.fold(0.0, f64::max)
+}
+
+/// Several batches, so that one is given to the device while it has another.
+const SMALL: &str = "pool[0].batch.max_tokens=80";
+
+#[test]
+fn a_gpu_gives_what_a_cpu_gives_in_every_precision() {
+    for (hidden, heads) in [(64, 2), (64, 1)] {
+        let folder = model(hidden, heads);
+        let model = folder.path();
+        let cpu = run(&Run { model, device: "cpu", settings: &[SMALL], variables: &[] });
+        for (dtype, within) in [("f32", 2e-6), ("f16", 4e-3), ("bf16", 3e-2)] {
+            let dtype = format!("pool[0].dtype={dtype}");
+            let gpu = run(&Run { model, device: "cuda:0", settings: &[SMALL, &dtype], variables: &[] });
+            let off = largest_difference(&gpu, &cpu);
+            assert!(off < within, "{heads} heads of {hidden}, {dtype}: {off}");
+            assert!(off > 0.0, "computed by the same device");
+        }
+    }
+}
+
+#[test]
+fn a_batch_that_finds_no_memory_is_halved_and_nothing_is_lost() {
+    let folder = model(64, 2);
+    let model = folder.path();
+    let whole = run(&Run { model, device: "cuda:0", settings: &[], variables: &[] });
+    // The weights, and some tens of tokens: NVML knows of 79 GiB, and so does the plan.
+    let variables = [("EMULATED_MEMORY", "700000")];
+    let halved = run(&Run { model, device: "cuda:0", settings: &[], variables: &variables });
+    assert!(halved.said().contains("out of device memory"), "{}", halved.said());
+    assert!(largest_difference(&halved, &whole) < 1e-6);
+}
+
+#[test]
+fn a_worker_that_is_shown_another_gpu_takes_no_work() {
+    let folder = model(64, 2);
+    let variables = [("EMULATED_SHOWS", OTHER)];
+    let settings = ["launcher.max_quick_failures=1"];
+    let ran = run(&Run { model: folder.path(), device: "cuda:0", settings: &settings, variables: &variables });
+    assert!(ran.said().contains(&format!("CUDA shows this process {OTHER} in its place")), "{}", ran.said());
+    assert!(ran.answers.values().all(Result::is_err), "{:?}", ran.answers.keys());
+}
+
+#[test]
+fn a_device_that_fails_at_its_work_is_given_up_and_the_work_is_not_answered_wrongly() {
+    let folder = model(64, 2);
+    let fault = folder.path().join("fault");
+    fs::write(&fault, "").unwrap();
+    let variables = [("EMULATED_FAULT", fault.to_str().unwrap())];
+    let settings = ["launcher.max_quick_failures=1"];
+    let ran = run(&Run { model: folder.path(), device: "cuda:0", settings: &settings, variables: &variables });
+    assert!(ran.said().contains("illegal memory access"), "{}", ran.said());
+    assert!(!ran.output.status.success());
+    assert!(ran.answers.values().all(Result::is_err), "{:?}", ran.answers.keys());
+}
