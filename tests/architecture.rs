@@ -25,6 +25,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "app",
         &[
             "protocol",
+            "batching",
             "shutdown",
             "config",
             "telemetry",

@@ -3,6 +3,7 @@
 
 pub mod batch_file;
 mod bench;
+mod bench_device;
 mod check_config;
 mod ctl;
 mod dead;
@@ -53,6 +54,7 @@ pub fn main(registry: &Registry) -> ExitCode {
         Command::Worker(arguments) => worker::run(&arguments, registry),
         Command::Publish(arguments) => publish::run(arguments),
         Command::Bench(arguments) => bench::run(&arguments),
+        Command::BenchDevice(arguments) => bench_device::run(&arguments, registry),
         Command::Dead(command) => dead::run(&command),
         Command::Stop(arguments) => stop::run(&arguments),
         Command::Ctl(arguments) => ctl::run(&arguments),

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use futures_util::future::BoxFuture;
 
-use super::link;
+use super::{bench_device, link};
 use crate::config::{Assignment, Settings};
 use crate::launcher::{Host, LaunchError, Needs, fit, plan};
 use crate::model::echo::Echo;
@@ -31,11 +31,12 @@ pub struct Registry {
 struct Served {
     run: Runner,
     footprint: Estimate,
+    measure: bench_device::Measure,
 }
 
 impl Served {
     fn of<M: Model>() -> Self {
-        Self { run: run::<M>, footprint: M::footprint }
+        Self { run: run::<M>, footprint: M::footprint, measure: bench_device::measure::<M> }
     }
 }
 
@@ -58,6 +59,11 @@ impl Registry {
     /// Who serves `model`.
     pub(super) fn runner(&self, model: &str) -> Runner {
         self.served(model).run
+    }
+
+    /// What measures `model` on a device, without a queue.
+    pub(super) fn measure(&self, model: &str) -> bench_device::Measure {
+        self.served(model).measure
     }
 
     /// The slots that settings mean on a host, if they fit it.

@@ -4,9 +4,11 @@
 //! Two runtimes: the launcher's has one thread, the main one, to which workers are tied; the queue
 //! and both files run on another.
 
+mod report;
+
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{BufReader, BufWriter, Write};
+use std::io::{self, BufReader, BufWriter, Write};
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,7 +19,9 @@ use indicatif::ProgressBar;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
+use self::report::Tally;
 use super::batch_file::{InputLine, InputLines, MAX_LINE, OrderedWriter, ResumePoint, claim};
+use super::bench::{Answer, inputs_of};
 use super::{Registry, load, pool_named, progress, start_logging};
 use crate::broker::Published;
 use crate::broker::embedded::{DeliveryLimit, EmbeddedBroker, LocalConsumer, QueueSpec};
@@ -42,7 +46,10 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     start_logging(Some(QUIET));
     let (output, point) = files(arguments).context(Exit::Usage)?;
     if point.done == point.total {
-        writeln!(std::io::stderr(), "all {} lines are answered already", point.total)?;
+        if arguments.json {
+            print(&mut Tally::default(), &pool, 0)?;
+        }
+        writeln!(io::stderr(), "all {} lines are answered already", point.total)?;
         return Ok(Exit::Done);
     }
     let input = point.open_input(&arguments.input)?;
@@ -67,6 +74,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         writer: Mutex::new(OrderedWriter::new(BufWriter::new(output), point.done, WINDOW)),
         written: Notify::new(),
         errors: AtomicU64::new(0),
+        tally: arguments.json.then(Mutex::default),
         bar: bar.clone(),
     });
     let stop = Stop::default();
@@ -105,7 +113,10 @@ fn conclude(run: &Run, exit: Exit, point: ResumePoint, arguments: &RunBatch) -> 
     File::options().write(true).open(&arguments.output)?.sync_all().context("the output")?;
     let done = run.lock_writer().next();
     let errors = run.errors.load(Ordering::Relaxed);
-    let mut says = std::io::stderr();
+    if let Some(tally) = &run.tally {
+        print(&mut tally.lock().unwrap_or_else(PoisonError::into_inner), &run.pool, errors)?;
+    }
+    let mut says = io::stderr();
     let (now, total) = (done - point.done, point.total);
     writeln!(says, "{now} of {total} lines answered now, {} before; {errors} with an error", point.done)?;
     if done == total {
@@ -114,6 +125,10 @@ fn conclude(run: &Run, exit: Exit, point: ResumePoint, arguments: &RunBatch) -> 
     }
     writeln!(says, "stopped at line {done} of {total}; the same command goes on from there")?;
     Ok(if exit == Exit::Done { Exit::Aborted } else { exit })
+}
+
+fn print(tally: &mut Tally, pool: &Pool, errors: u64) -> anyhow::Result<()> {
+    Ok(writeln!(io::stdout(), "{}", serde_json::to_string(&tally.report(&pool.name, errors))?)?)
 }
 
 /// The first task that fails; for ever pending while none does.
@@ -180,16 +195,25 @@ fn queues_of(pool: &Pool, delivery_limit: u32) -> Vec<QueueSpec> {
 struct Run {
     pool: Pool,
     broker: Arc<EmbeddedBroker>,
-    /// The `custom_id` of each line in work, by its sequence number. Written by the feed, taken by
-    /// the collectors. Bound: the window.
-    begun: Mutex<HashMap<usize, String>>,
+    /// The lines in work, by their sequence numbers. Written by the feed, taken by the collectors.
+    /// Bound: the window.
+    begun: Mutex<HashMap<usize, Begun>>,
     /// Written by the collectors, and by the feed for lines that are no requests.
     writer: Mutex<OrderedWriter<BufWriter<File>>>,
     /// Told by whoever wrote lines, heard by the feed, which waits for room in the window.
     written: Notify,
     /// Lines written that hold an error.
     errors: AtomicU64,
+    /// What a report is made of, where one was asked for. Written by the collectors.
+    tally: Option<Mutex<Tally>>,
     bar: ProgressBar,
+}
+
+/// A line in work.
+struct Begun {
+    custom_id: String,
+    /// As a report counts them; none is asked for: 0.
+    inputs: usize,
 }
 
 impl Run {
@@ -214,10 +238,9 @@ impl Run {
             }
             match parse(&line) {
                 Ok(request) => {
-                    self.begun
-                        .lock()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .insert(sequence, request.custom_id);
+                    let inputs = self.tally.as_ref().map_or(0, |_| inputs_of(&request.body));
+                    let begun = Begun { custom_id: request.custom_id, inputs };
+                    self.begun.lock().unwrap_or_else(PoisonError::into_inner).insert(sequence, begun);
                     let properties = Properties {
                         content_type: Some(JSON.into()),
                         correlation_id: Some(sequence.to_string()),
@@ -304,9 +327,12 @@ impl Run {
     fn answer(&self, message: &Message, status: u16, id: &str, body: &[u8]) -> anyhow::Result<()> {
         let sequence = message.properties.correlation_id.as_deref().and_then(|id| id.parse().ok());
         let sequence: usize = sequence.context("a reply without our correlation id")?;
-        let custom_id = self.begun.lock().unwrap_or_else(PoisonError::into_inner).remove(&sequence);
+        let begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner).remove(&sequence);
         // At least once: a line that has been answered may be answered again.
-        let Some(custom_id) = custom_id else { return Ok(()) };
+        let Some(Begun { custom_id, inputs }) = begun else { return Ok(()) };
+        if let Some(tally) = &self.tally {
+            tally.lock().unwrap_or_else(PoisonError::into_inner).count(inputs, &Answer::of(message));
+        }
         if status != 200 {
             self.errors.fetch_add(1, Ordering::Relaxed);
         }

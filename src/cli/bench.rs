@@ -1,5 +1,5 @@
-//! The arguments of `sconce bench`: what a load is, in words. Parses and bounds them; decides nothing
-//! else.
+//! The arguments of `sconce bench` and `sconce bench-device`: what a load is, in words. Parses and bounds
+//! them; decides nothing else.
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -56,6 +56,20 @@ pub struct Bench {
     /// Open loop: tasks a second, whatever comes back
     #[arg(long, value_name = "R", value_parser = rate)]
     pub rate: Option<f64>,
+    /// What tasks carry.
+    #[command(flatten)]
+    pub texts: Texts,
+    /// Longest wait for the next reply
+    #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = duration)]
+    pub timeout: Duration,
+    /// Print the report as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What tasks carry: texts made up from a seed, or those of a file.
+#[derive(Debug, Args)]
+pub struct Texts {
     /// Texts in a task
     #[arg(long, value_name = "N", default_value = "1", value_parser = count, conflicts_with = "input")]
     pub inputs: usize,
@@ -74,9 +88,45 @@ pub struct Bench {
     /// The same seed makes the same load
     #[arg(long, value_name = "S", default_value_t = 1)]
     pub seed: u64,
-    /// Longest wait for the next reply
-    #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = duration)]
-    pub timeout: Duration,
+}
+
+pub(super) const DEVICE_EXAMPLES: &str = "Examples:
+  sconce bench-device --model ./all-MiniLM-L6-v2 --device cuda:0
+  sconce bench-device --device cuda:0 --set pool[0].dtype=bf16 --set pool[0].batch.max_tokens=65536
+  sconce bench-device --device cpu --input requests.jsonl --json
+
+One process, as a worker of the pool would be: its device, threads, dtype and bounds of a batch; no queue,
+no broker, no launcher. All tasks are prepared first, on one thread, which is measured by itself. Then
+batches, formed as a worker forms them, go through the model one after the other, over and over, for
+--time; a quarter of that before it to warm up. What comes out is thrown away.
+
+So this is the most that a worker can reach; `sconce bench` measures what one does reach. Without --device
+it is the first of the pool's devices.";
+
+/// `sconce bench-device`.
+#[derive(Debug, Args)]
+pub struct BenchDevice {
+    /// Where settings come from.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// The pool whose model, dtype and batches to take; may be left out when there is only one
+    #[arg(long)]
+    pub pool: Option<String>,
+    /// The model: a folder, a Hugging Face id, or `echo`
+    #[arg(long)]
+    pub model: Option<String>,
+    /// The device: `cpu`, `cuda:0`, or a UUID
+    #[arg(long)]
+    pub device: Option<String>,
+    /// Tasks to compute, over and over
+    #[arg(long, value_name = "N", default_value = "2000", value_parser = count)]
+    pub tasks: usize,
+    /// What tasks carry.
+    #[command(flatten)]
+    pub texts: Texts,
+    /// How long to compute
+    #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = duration)]
+    pub time: Duration,
     /// Print the report as JSON
     #[arg(long)]
     pub json: bool,
@@ -118,8 +168,8 @@ mod tests {
     #[test]
     fn without_arguments_the_loop_is_closed_and_the_texts_are_made() {
         let bench = bench("").unwrap();
-        assert_eq!((bench.tasks, bench.in_flight, bench.rate, bench.inputs), (2_000, 512, None, 1));
-        assert_eq!((bench.words, bench.seed), (2..=254, 1));
+        assert_eq!((bench.tasks, bench.in_flight, bench.rate), (2_000, 512, None));
+        assert_eq!((bench.texts.inputs, bench.texts.words, bench.texts.seed), (1, 2..=254, 1));
     }
 
     #[test]

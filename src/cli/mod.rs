@@ -11,7 +11,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::shutdown::Exit;
 
-pub use bench::Bench;
+pub use bench::{Bench, BenchDevice, Texts};
 pub use ctl::{Ctl, CtlOrder, Healthcheck, Top};
 pub use dead::{Dead, DeadFilters, DeadList, DeadPurge, DeadRequeue, DeadShow, DeadSource};
 
@@ -55,6 +55,9 @@ JSON string: a text to embed. Replies are printed in the order of the tasks.")]
     /// Measure a running pool: publish a load, report rates, latencies and how busy the devices are
     #[command(after_help = bench::EXAMPLES)]
     Bench(Bench),
+    /// Measure a model on one device alone, without queue and broker: what a card can do
+    #[command(after_help = bench::DEVICE_EXAMPLES)]
+    BenchDevice(BenchDevice),
     /// Stop workers, each behind the work that was queued before
     #[command(after_help = "Examples:
   sconce stop                   one worker of the only pool, whichever takes the sentinel
@@ -199,6 +202,9 @@ pub struct RunBatch {
     /// The devices: `auto`, or a list such as `cpu,cpu`
     #[arg(long)]
     pub devices: Option<String>,
+    /// Print a report of the run as JSON: rates, batches, who answered how much, how busy devices were
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `sconce devices`.

@@ -61,16 +61,9 @@ impl Worker {
         deaths: Vec<control::Deaths>,
         paused: bool,
     ) -> io::Result<Self> {
-        let threads = assignment.threads.to_string();
         let mut child = Command::new(program)
             .args(["worker", "--launched-by", &std::process::id().to_string(), "--slot", &assignment.slot])
-            .env("RAYON_NUM_THREADS", &threads)
-            .env("CANDLE_NUM_THREADS", &threads)
-            .env("RUST_MIN_STACK", STACK)
-            // All that CUDA shows it is its own device, as number 0; a CPU worker sees none. By UUID:
-            // an index that is not there would hide every later one, and no error.
-            .env("CUDA_VISIBLE_DEVICES", if assignment.device == "cpu" { "" } else { &assignment.device })
-            .env("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+            .envs(environment(assignment))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -146,6 +139,21 @@ impl Worker {
     pub(super) fn kill(&mut self) {
         let _ = self.child.start_kill();
     }
+}
+
+/// What a worker finds in its environment: its threads, and its device.
+pub fn environment(assignment: &Assignment) -> [(&'static str, String); 5] {
+    let threads = assignment.threads.to_string();
+    let device = if assignment.device == "cpu" { "" } else { &assignment.device };
+    [
+        ("RAYON_NUM_THREADS", threads.clone()),
+        ("CANDLE_NUM_THREADS", threads),
+        ("RUST_MIN_STACK", STACK.to_owned()),
+        // All that CUDA shows it is its own device, as number 0; a CPU worker sees none. By UUID: an index
+        // that is not there would hide every later one, and no error.
+        ("CUDA_VISIBLE_DEVICES", device.to_owned()),
+        ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".to_owned()),
+    ]
 }
 
 fn lines<R: AsyncRead>(pipe: R) -> Lines<R> {

@@ -51,6 +51,7 @@ use board::Board;
 use fleet::Fleet;
 use order::{Ask, Handle};
 
+pub use child::environment;
 pub use fit::{Needs, fit};
 pub use logs::RawLines;
 pub use plan::{Cuda, Host, plan};

@@ -217,6 +217,17 @@ pub fn load_spec(assignment: &Assignment) -> LoadSpec {
     }
 }
 
+/// The bounds of an assignment's batches.
+pub fn policy(assignment: &Assignment) -> Policy {
+    let pool = &assignment.pool;
+    Policy {
+        max_tokens: assignment.max_tokens(),
+        // With fewer messages in hand, a batch of tasks with one input each could never fill.
+        max_requests: pool.prefetch.map_or(usize::MAX, usize::from).min(pool.batch.max_requests),
+        max_delay: pool.batch.max_delay,
+    }
+}
+
 type Assembled<C> = (station::Station<C>, batches::BatchFormer<C>, mpsc::Receiver<WorkerError>);
 
 /// Puts the worker's parts together: what its tasks share, the batch former, and the way by which that
@@ -227,16 +238,10 @@ fn assemble<C: Codec>(
     loaded: Loaded<C>,
     (counters, control): (Arc<report::Counters>, &Control),
 ) -> Result<Assembled<C>, WorkerError> {
-    let pool = &assignment.pool;
     let preparing = Arc::new(AtomicUsize::new(0));
     let (submit, submissions) = mpsc::channel(SUBMISSIONS);
     let (fault_in, fault) = mpsc::channel(1);
-    let policy = Policy {
-        max_tokens: assignment.max_tokens(),
-        // With fewer messages in hand, a batch of tasks with one input each could never fill.
-        max_requests: pool.prefetch.map_or(usize::MAX, usize::from).min(pool.batch.max_requests),
-        max_delay: pool.batch.max_delay,
-    };
+    let policy = policy(assignment);
     let quarantine = Arc::new(quarantine::Quarantine::new(control.reporter.clone()));
     let former = batches::BatchFormer {
         batcher: Batcher::new(policy),

@@ -10,30 +10,30 @@ pub(super) const STAGES: [&str; 4] = ["queue_ms", "prepare_ms", "wait_ms", "comp
 const SUCCEEDED: i64 = 200;
 
 /// A reply, as far as it is measured.
-pub(super) struct Answer<'a> {
+pub(in crate::app) struct Answer<'a> {
     /// 200 when it succeeded; none: not one of ours.
     pub(super) status_code: Option<i64>,
     pub(super) worker: Option<&'a str>,
-    pub(super) device: &'a str,
-    pub(super) model: &'a str,
+    pub(in crate::app) device: &'a str,
+    pub(in crate::app) model: &'a str,
     /// As [`STAGES`]; none where one is missing.
-    pub(super) stages: Option<[f64; 4]>,
+    pub(in crate::app) stages: Option<[f64; 4]>,
     /// Of the last forward pass that it was part of; none: it was part of none.
-    pub(super) batch: Option<Batch>,
+    pub(in crate::app) batch: Option<Batch>,
     /// Of a body that says so.
     pub(super) tokens: Option<u64>,
 }
 
 /// A forward pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Batch {
-    pub(super) inputs: f64,
-    pub(super) tokens: f64,
+pub(in crate::app) struct Batch {
+    pub(in crate::app) inputs: f64,
+    pub(in crate::app) tokens: f64,
 }
 
 impl Batch {
     /// Which part of it a task of so many inputs is: at most all.
-    pub(super) fn share(self, inputs: usize) -> f64 {
+    pub(in crate::app) fn share(self, inputs: usize) -> f64 {
         (inputs as f64 / self.inputs).min(1.0)
     }
 }
@@ -50,7 +50,7 @@ struct Usage {
 
 impl<'a> Answer<'a> {
     /// Reads a reply.
-    pub(super) fn of(reply: &'a Message) -> Self {
+    pub(in crate::app) fn of(reply: &'a Message) -> Self {
         let headers = &reply.properties.headers;
         let text = |name| headers.get(name).and_then(Value::as_str);
         let stages = STAGES.map(|name| number(headers, name));
@@ -71,7 +71,7 @@ impl<'a> Answer<'a> {
     }
 
     /// It is the result that was asked for.
-    pub(super) fn succeeded(&self) -> bool {
+    pub(in crate::app) fn succeeded(&self) -> bool {
         self.status_code == Some(SUCCEEDED)
     }
 

@@ -4,6 +4,7 @@
 mod answer;
 mod drive;
 mod load;
+mod replies;
 mod report;
 mod summary;
 mod tally;
@@ -16,16 +17,21 @@ use bytes::Bytes;
 use tokio::sync::watch;
 
 use self::drive::{Drive, Pace, Plan, Way};
-use self::load::{Arrivals, Bodies};
+use self::load::Arrivals;
 use self::report::{Load, Measured, Report};
 use super::requests::requests_in;
 use super::{link, pool_named, producer, progress, start_logging};
 use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, declare, subscribe};
 use crate::broker::{Consumer as _, Publisher as _};
-use crate::cli::Bench;
+use crate::cli::{Bench, Texts};
 use crate::config::{Pool, Settings};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
+
+pub(super) use self::answer::Answer;
+pub(super) use self::load::{Bodies, Work, inputs_of};
+pub(super) use self::replies::{OfReplies, WorkerShare, busy_percent};
+pub(super) use self::summary::{Sizes, Summary, rounded};
 
 /// Before a load is measured, where the user does not say and no more are in flight.
 const WARMUP: usize = 200;
@@ -37,7 +43,7 @@ pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
     let settings = super::load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET));
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
-    let bodies = bodies(arguments).context(Exit::Usage)?;
+    let bodies = bodies(&arguments.texts).context(Exit::Usage)?;
     let plan = plan(arguments);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let (measured, unanswered) = runtime.block_on(measure(arguments, (&settings, pool), plan, bodies))?;
@@ -50,7 +56,7 @@ pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
         pool: pool.name.clone(),
         queue: pool.task_queue.clone(),
         model: if models.is_empty() { pool.model.clone() } else { models.join(", ") },
-        seed: arguments.seed,
+        seed: arguments.texts.seed,
         tasks: plan.tasks,
         warmup: plan.warmup,
         load,
@@ -79,7 +85,7 @@ async fn measure(
     let reply_to = producer::reply_queue(&mut consumer, name).await?;
     let bar = progress::bar(Some(plan.total() as u64), 0, "tasks");
     let pace = match arguments.rate {
-        Some(rate) => Pace::Open(Arrivals::new(arguments.seed, rate)),
+        Some(rate) => Pace::Open(Arrivals::new(arguments.texts.seed, rate)),
         None => Pace::Closed(arguments.in_flight),
     };
     let way = Way { publisher: &publisher, queue: &pool.task_queue, reply_to: &reply_to };
@@ -98,9 +104,10 @@ fn plan(arguments: &Bench) -> Plan {
     Plan { warmup, tasks: arguments.tasks, behind: in_flight - 1 }
 }
 
-fn bodies(arguments: &Bench) -> anyhow::Result<Bodies> {
-    let Bench { seed, words, inputs, .. } = arguments;
-    let Some(path) = &arguments.input else {
+/// The endless load that the arguments mean.
+pub(super) fn bodies(texts: &Texts) -> anyhow::Result<Bodies> {
+    let Texts { seed, words, inputs, input } = texts;
+    let Some(path) = input else {
         return Ok(Bodies::texts(*seed, words.clone(), *inputs));
     };
     let name = || if path == Path::new("-") { "stdin".to_owned() } else { path.display().to_string() };

@@ -5,6 +5,7 @@ use std::fmt::{self, Write as _};
 
 use serde::Serialize;
 
+use super::replies::WorkerShare;
 use super::summary::{Sizes, Summary};
 
 /// What was asked, and what came of it.
@@ -75,15 +76,6 @@ pub(super) struct Measured {
 pub(super) struct Batches {
     pub(super) inputs: Option<Sizes>,
     pub(super) tokens: Option<Sizes>,
-}
-
-/// One worker's part.
-#[derive(Debug, Serialize)]
-pub(super) struct WorkerShare {
-    pub(super) worker: String,
-    pub(super) device: String,
-    pub(super) tasks: u64,
-    pub(super) busy_percent: f64,
 }
 
 impl fmt::Display for Report {

@@ -8,7 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::answer::{Answer, STAGES};
-use super::report::{Batches, Measured, WorkerShare};
+use super::replies::{OfReplies, busy_percent};
+use super::report::{Batches, Measured};
 use super::summary::{Sizes, Summary, rounded};
 
 /// A task that was published.
@@ -46,24 +47,6 @@ struct OfTasks {
     /// With the share of the batch that the task is.
     batch_inputs: Vec<(f64, f64)>,
     batch_tokens: Vec<(f64, f64)>,
-}
-
-/// Of the measured replies.
-#[derive(Debug, Default)]
-struct OfReplies {
-    began: Duration,
-    ended: Duration,
-    succeeded: u64,
-    inputs: u64,
-    tokens: Option<u64>,
-    workers: BTreeMap<String, Worker>,
-}
-
-#[derive(Debug, Default)]
-struct Worker {
-    device: String,
-    tasks: u64,
-    busy_ms: f64,
 }
 
 impl Tally {
@@ -125,7 +108,7 @@ impl Tally {
             self.of_replies.began = at;
         }
         if self.measures(before) {
-            self.of_replies.count(sent, at, answer);
+            self.of_replies.count(sent.inputs, at, answer);
             for (seen, name) in [(&mut self.models, answer.model), (&mut self.devices, answer.device)] {
                 if !name.is_empty() && !seen.contains(name) {
                     seen.insert(name.to_owned());
@@ -144,12 +127,10 @@ impl Tally {
         let OfTasks { succeeded, errors, latency_ms, stages_ms, batch_inputs, batch_tokens } = self.of_tasks;
         let measured = self.sent.iter().skip(self.warmup).take(self.tasks);
         let inputs: usize = measured.map(|sent| sent.inputs).sum();
-        let seconds = self.of_replies.ended.saturating_sub(self.of_replies.began).as_secs_f64();
+        let seconds = self.of_replies.seconds();
         let unanswered = self.sent.iter().filter(|sent| !sent.answered).count();
-        let a_second = |count: u64| if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 };
         let [queue_ms, prepare_ms, wait_ms, compute_ms] = stages_ms.map(Summary::of);
-        let workers = self.of_replies.shares(seconds);
-        let busy: f64 = workers.iter().map(|worker| worker.busy_percent).sum();
+        let workers = self.of_replies.shares();
         Measured {
             achieved_rate,
             model: self.models,
@@ -160,16 +141,16 @@ impl Tally {
             duplicates: self.duplicates,
             unanswered,
             seconds: rounded(seconds),
-            tasks_per_second: a_second(self.of_replies.succeeded),
-            inputs_per_second: a_second(self.of_replies.inputs),
-            tokens_per_second: self.of_replies.tokens.map(a_second),
+            tasks_per_second: self.of_replies.a_second(self.of_replies.succeeded),
+            inputs_per_second: self.of_replies.a_second(self.of_replies.inputs),
+            tokens_per_second: self.of_replies.tokens.map(|count| self.of_replies.a_second(count)),
             latency_ms: Summary::of(latency_ms),
             queue_ms,
             prepare_ms,
             wait_ms,
             compute_ms,
             batch: Batches { inputs: Sizes::of(batch_inputs), tokens: Sizes::of(batch_tokens) },
-            device_busy_percent: (!workers.is_empty()).then(|| rounded(busy / workers.len() as f64)),
+            device_busy_percent: busy_percent(&workers),
             workers,
         }
     }
@@ -192,40 +173,6 @@ impl OfTasks {
             self.batch_inputs.push((batch.inputs, share));
             self.batch_tokens.push((batch.tokens, share));
         }
-    }
-}
-
-impl OfReplies {
-    fn count(&mut self, sent: Sent, at: Duration, answer: &Answer<'_>) {
-        self.ended = at;
-        if answer.succeeded() {
-            self.succeeded += 1;
-            self.inputs += sent.inputs as u64;
-        }
-        if let Some(tokens) = answer.tokens {
-            *self.tokens.get_or_insert(0) += tokens;
-        }
-        let Some(name) = answer.worker else { return };
-        if !self.workers.contains_key(name) {
-            let device = answer.device.to_owned();
-            self.workers.insert(name.to_owned(), Worker { device, ..Worker::default() });
-        }
-        if let Some(worker) = self.workers.get_mut(name) {
-            worker.tasks += 1;
-            worker.busy_ms += answer.device_ms(sent.inputs);
-        }
-    }
-
-    fn shares(&self, seconds: f64) -> Vec<WorkerShare> {
-        // A batch at the edge may have begun before the span did.
-        let percent = |ms: f64| if seconds > 0.0 { (ms / seconds / 10.0).min(100.0) } else { 0.0 };
-        let share = |(worker, of): (&String, &Worker)| WorkerShare {
-            worker: worker.clone(),
-            device: of.device.clone(),
-            tasks: of.tasks,
-            busy_percent: rounded(percent(of.busy_ms)),
-        };
-        self.workers.iter().map(share).collect()
     }
 }
 

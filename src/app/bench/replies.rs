@@ -1,0 +1,93 @@
+//! Rates and busy shares, counted from replies as they come. Owns the sums; knows no clock: times are
+//! passed in, counted from any one moment.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::answer::Answer;
+use super::summary::rounded;
+
+/// Replies in a span of time.
+#[derive(Debug, Default)]
+pub(in crate::app) struct OfReplies {
+    pub(in crate::app) began: Duration,
+    /// The last reply.
+    pub(in crate::app) ended: Duration,
+    pub(in crate::app) succeeded: u64,
+    pub(in crate::app) inputs: u64,
+    /// None where no reply says any.
+    pub(in crate::app) tokens: Option<u64>,
+    workers: BTreeMap<String, Worker>,
+}
+
+#[derive(Debug, Default)]
+struct Worker {
+    device: String,
+    tasks: u64,
+    busy_ms: f64,
+}
+
+/// One worker's part.
+#[derive(Debug, Serialize)]
+pub(in crate::app) struct WorkerShare {
+    pub(in crate::app) worker: String,
+    pub(in crate::app) device: String,
+    pub(in crate::app) tasks: u64,
+    pub(in crate::app) busy_percent: f64,
+}
+
+impl OfReplies {
+    /// The reply to a task of so many inputs came.
+    pub(in crate::app) fn count(&mut self, inputs: usize, at: Duration, answer: &Answer<'_>) {
+        self.ended = at;
+        if answer.succeeded() {
+            self.succeeded += 1;
+            self.inputs += inputs as u64;
+        }
+        if let Some(tokens) = answer.tokens {
+            *self.tokens.get_or_insert(0) += tokens;
+        }
+        let Some(name) = answer.worker else { return };
+        if !self.workers.contains_key(name) {
+            let device = answer.device.to_owned();
+            self.workers.insert(name.to_owned(), Worker { device, ..Worker::default() });
+        }
+        if let Some(worker) = self.workers.get_mut(name) {
+            worker.tasks += 1;
+            worker.busy_ms += answer.device_ms(inputs);
+        }
+    }
+
+    /// How long the span is.
+    pub(in crate::app) fn seconds(&self) -> f64 {
+        self.ended.saturating_sub(self.began).as_secs_f64()
+    }
+
+    /// So many in the span, as a rate; 0 of none.
+    pub(in crate::app) fn a_second(&self, count: u64) -> f64 {
+        let seconds = self.seconds();
+        if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 }
+    }
+
+    /// What each worker did of it.
+    pub(in crate::app) fn shares(&self) -> Vec<WorkerShare> {
+        let seconds = self.seconds();
+        // A batch at the edge may have begun before the span did.
+        let percent = |ms: f64| if seconds > 0.0 { (ms / seconds / 10.0).min(100.0) } else { 0.0 };
+        let share = |(worker, of): (&String, &Worker)| WorkerShare {
+            worker: worker.clone(),
+            device: of.device.clone(),
+            tasks: of.tasks,
+            busy_percent: rounded(percent(of.busy_ms)),
+        };
+        self.workers.iter().map(share).collect()
+    }
+}
+
+/// The mean of the workers'; none without workers.
+pub(in crate::app) fn busy_percent(workers: &[WorkerShare]) -> Option<f64> {
+    let busy: f64 = workers.iter().map(|worker| worker.busy_percent).sum();
+    (!workers.is_empty()).then(|| rounded(busy / workers.len() as f64))
+}

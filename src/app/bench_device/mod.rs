@@ -1,0 +1,67 @@
+//! `sconce bench-device`: a model on one device, as a worker of the pool would have it, without a queue.
+//! Wires settings, texts and measuring together.
+
+mod measure;
+mod report;
+
+use std::io::{self, Write};
+use std::os::unix::process::CommandExt;
+
+use anyhow::Context;
+
+use self::report::Report;
+use super::bench::{Work, bodies};
+use super::{Registry, load, numa, pool_named, start_logging};
+use crate::cli::BenchDevice;
+use crate::config::Assignment;
+use crate::launcher::{Host, environment};
+use crate::shutdown::Exit;
+use crate::telemetry::QUIET;
+
+pub(super) use self::measure::{Measure, measure};
+
+/// Measures.
+pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Exit> {
+    let slot = slot(arguments, registry)?;
+    as_a_worker(&slot)?;
+    start_logging(Some(QUIET));
+    if let Some(node) = slot.numa_node {
+        numa::bind_near(node);
+    }
+    let tasks: Vec<Work> = bodies(&arguments.texts).context(Exit::Usage)?.take(arguments.tasks).collect();
+    let measured = registry.measure(&slot.pool.model)(&slot, &tasks, arguments.time)?;
+    let report = Report::new(&slot, tasks.len(), measured);
+    match arguments.json {
+        true => writeln!(io::stdout(), "{}", serde_json::to_string(&report)?)?,
+        false => write!(io::stdout(), "{report}")?,
+    }
+    Ok(Exit::Done)
+}
+
+/// The first worker that the settings mean, if it fits its device.
+fn slot(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Assignment> {
+    let loaded = load(&arguments.settings, &[])?.settings;
+    let (index, _) = pool_named(&loaded.pools, arguments.pool.as_deref())?;
+    let flags = [
+        arguments.model.clone().map(|model| (format!("pool[{index}].model"), model)),
+        arguments.device.clone().map(|device| (format!("pool[{index}].devices"), device)),
+        Some((format!("pool[{index}].workers_per_device"), "1".to_owned())),
+    ];
+    let mut settings = load(&arguments.settings, &flags.into_iter().flatten().collect::<Vec<_>>())?.settings;
+    settings.pools = vec![settings.pools.swap_remove(index)];
+    let slots = registry.plan(&settings, &Host::here())?;
+    slots.into_iter().next().context("the settings mean no worker")
+}
+
+/// Starts this program anew where it has not what a launcher gives a worker: CUDA and the pools of threads
+/// look at their variables once.
+fn as_a_worker(slot: &Assignment) -> anyhow::Result<()> {
+    let environment = environment(slot);
+    if environment.iter().all(|(name, value)| std::env::var(name).as_ref() == Ok(value)) {
+        return Ok(());
+    }
+    let program = std::env::current_exe().context("where is this program?")?;
+    let mut anew = std::process::Command::new(program);
+    anew.args(std::env::args_os().skip(1)).envs(environment);
+    Err(anew.exec()).context("starting anew, with the environment of a worker")
+}

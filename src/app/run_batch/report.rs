@@ -1,0 +1,177 @@
+//! What `run-batch --json` says of a run: rates, batches, and who answered. Owns the sums.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::app::bench::{Answer, OfReplies, WorkerShare, busy_percent, rounded};
+
+/// Counts replies.
+pub(super) struct Tally {
+    /// Times count from here.
+    made: Instant,
+    /// When the first line was taken in hand: what lies before is the start of the workers.
+    began: Option<Duration>,
+    answered: u64,
+    replies: OfReplies,
+    devices: BTreeMap<String, u64>,
+    model: String,
+    batches: Batches,
+}
+
+/// Forward passes, each once, however many lines tell of it.
+#[derive(Clone, Copy, Debug, Default)]
+struct Batches {
+    passes: f64,
+    inputs: f64,
+    tokens: f64,
+}
+
+impl Default for Tally {
+    fn default() -> Self {
+        Self {
+            made: Instant::now(),
+            began: None,
+            answered: 0,
+            replies: OfReplies::default(),
+            devices: BTreeMap::new(),
+            model: String::new(),
+            batches: Batches::default(),
+        }
+    }
+}
+
+impl Tally {
+    /// The reply to a line of so many inputs is here.
+    pub(super) fn count(&mut self, inputs: usize, answer: &Answer<'_>) {
+        self.count_at(self.made.elapsed(), inputs, answer);
+    }
+
+    fn count_at(&mut self, at: Duration, inputs: usize, answer: &Answer<'_>) {
+        self.answered += 1;
+        // All stages but the wait in the queue, which for the first lines is for the workers' start.
+        let in_hand = answer.stages.map_or(0.0, |[_, prepare, wait, compute]| prepare + wait + compute);
+        let taken = at.saturating_sub(Duration::from_secs_f64(in_hand / 1e3));
+        self.began = Some(self.began.map_or(taken, |before| before.min(taken)));
+        self.replies.count(inputs, at, answer);
+        *self.devices.entry(answer.device.to_owned()).or_default() += 1;
+        if self.model.is_empty() {
+            self.model = answer.model.to_owned();
+        }
+        if let Some(batch) = answer.batch.filter(|_| answer.succeeded()) {
+            let share = batch.share(inputs);
+            self.batches.passes += share;
+            self.batches.inputs += share * batch.inputs;
+            self.batches.tokens += share * batch.tokens;
+        }
+    }
+
+    /// What was counted, for a pool of this name, with so many lines that hold an error.
+    pub(super) fn report(&mut self, pool: &str, errors: u64) -> Report {
+        self.replies.began = self.began.unwrap_or_default();
+        let replies = &self.replies;
+        let Batches { passes, inputs, tokens } = self.batches;
+        let workers = replies.shares();
+        Report {
+            pool: pool.to_owned(),
+            model: self.model.clone(),
+            lines: self.answered,
+            errors,
+            devices: self.devices.clone(),
+            inputs: replies.inputs,
+            tokens: replies.tokens,
+            seconds: rounded(replies.seconds()),
+            lines_per_second: replies.a_second(self.answered),
+            inputs_per_second: replies.a_second(replies.inputs),
+            tokens_per_second: replies.tokens.map(|tokens| replies.a_second(tokens)),
+            batch: (passes > 0.0).then(|| Batch {
+                passes: passes.round() as u64,
+                mean_inputs: rounded(inputs / passes),
+                mean_tokens: rounded(tokens / passes),
+            }),
+            device_busy_percent: busy_percent(&workers),
+            workers,
+        }
+    }
+}
+
+/// The JSON.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    pool: String,
+    /// As the first reply names it.
+    model: String,
+    /// Answered by a worker in this run.
+    lines: u64,
+    /// Lines written in this run that hold an error, those that were no requests among them.
+    errors: u64,
+    /// How many of `lines` each device has answered, by its name in the reply.
+    devices: BTreeMap<String, u64>,
+    inputs: u64,
+    tokens: Option<u64>,
+    /// From the first line in a worker's hands to the last reply.
+    seconds: f64,
+    lines_per_second: f64,
+    inputs_per_second: f64,
+    tokens_per_second: Option<f64>,
+    batch: Option<Batch>,
+    workers: Vec<WorkerShare>,
+    device_busy_percent: Option<f64>,
+}
+
+#[derive(Debug, Serialize)]
+struct Batch {
+    passes: u64,
+    mean_inputs: f64,
+    mean_tokens: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::{Message, Properties, Value};
+
+    /// A reply to a line of one input, one of four in its batch, which took 300 ms in its worker's hands.
+    fn reply(device: &str) -> Message {
+        let headers = [
+            ("status_code", Value::from(200)),
+            ("worker", format!("h/p/{device}").into()),
+            ("device", device.into()),
+            ("model", "m".into()),
+            ("queue_ms", 9_000.0.into()),
+            ("prepare_ms", 50.0.into()),
+            ("wait_ms", 50.0.into()),
+            ("compute_ms", 200.0.into()),
+            ("batch_size", 4.into()),
+            ("batch_tokens", 40.into()),
+        ];
+        let headers = headers.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        let body = r#"{"usage":{"total_tokens":10}}"#;
+        Message { properties: Properties { headers, ..Properties::default() }, body: body.into() }
+    }
+
+    #[test]
+    fn a_run_lasts_from_the_first_line_in_hand_to_the_last_reply_and_a_batch_counts_once() {
+        let mut tally = Tally::default();
+        let ms = Duration::from_millis;
+        for (at, device) in [(ms(9_300), "a"), (ms(9_300), "a"), (ms(9_400), "b"), (ms(9_500), "a")] {
+            tally.count_at(at, 1, &Answer::of(&reply(device)));
+        }
+        let report = serde_json::to_value(tally.report("embed", 1)).unwrap();
+        assert_eq!((&report["seconds"], &report["tokens_per_second"]), (&0.5.into(), &80.0.into()));
+        assert_eq!((&report["lines"], &report["errors"], &report["tokens"]), (&4.into(), &1.into(), &40.into()));
+        assert_eq!(report["devices"], serde_json::json!({"a": 3, "b": 1}));
+        let batch = serde_json::json!({"passes": 1, "mean_inputs": 4.0, "mean_tokens": 40.0});
+        assert_eq!(report["batch"], batch);
+        // 150 of 500 ms, and 50.
+        assert_eq!(report["device_busy_percent"], 20.0);
+    }
+
+    #[test]
+    fn of_a_run_without_an_answer_nothing_is_made_up() {
+        let report = serde_json::to_value(Tally::default().report("embed", 3)).unwrap();
+        assert_eq!((&report["lines_per_second"], &report["errors"]), (&0.0.into(), &3.into()));
+        assert!(report["batch"].is_null() && report["device_busy_percent"].is_null());
+    }
+}
