@@ -3,12 +3,12 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, anyhow, bail, ensure};
+use anyhow::{Context, anyhow, ensure};
 
 use crate::app::bench::Work;
 use crate::batching::{Batch, Batcher, Device};
 use crate::config::Assignment;
-use crate::model::{Codec, InputOf, Model};
+use crate::model::{Codec, ForwardError, InputOf, Model, Rest, Steps};
 use crate::protocol::Message;
 use crate::shutdown::Exit;
 use crate::worker::{WorkerError, load_spec, policy};
@@ -75,29 +75,82 @@ pub(in crate::app) fn measure<M: Model>(
     Ok(Measured { loading, inputs, tokens, preparing, passes, computing: begun.elapsed() })
 }
 
-/// Goes round the batches for so long; ends with a whole one.
+/// Goes round the batches for so long; ends with a whole one. A device that computes beside this thread has
+/// its next batch before the last is waited for, as in a worker.
 fn compute<M: Model>(
     model: &mut M,
     batches: &[Batch<InputOf<M>>],
     time: Duration,
 ) -> anyhow::Result<Vec<Pass>> {
-    let mut passes = Vec::new();
     let begun = Instant::now();
+    let mut turns = Turns { model, passes: Vec::new(), ahead: None, freed: begun };
     for batch in batches.iter().cycle() {
-        let began = Instant::now();
-        let inputs: Vec<&InputOf<M>> = batch.inputs.iter().collect();
-        let failed = |words: String| {
-            let words = format!("a batch of {} inputs, {} tokens: {words}", inputs.len(), batch.tokens);
-            WorkerError::Device(words)
-        };
-        let steps = model.forward(&inputs).map_err(|error| failed(error.to_string()))?;
-        if let Some(error) = steps.iter().find_map(|step| step.as_ref().err()) {
-            bail!(failed(error.to_string()));
-        }
-        passes.push(Pass { inputs: inputs.len(), tokens: batch.tokens, took: began.elapsed() });
+        turns.take(batch)?;
         if begun.elapsed() >= time {
             break;
         }
     }
-    Ok(passes)
+    turns.finish_ahead()?;
+    Ok(turns.passes)
+}
+
+/// A batch that was begun, and when.
+type Ahead<'a, M> = (&'a Batch<InputOf<M>>, Instant, Rest<M>);
+
+/// Batches that take turns on a device.
+struct Turns<'a, M: Model> {
+    model: &'a mut M,
+    passes: Vec<Pass>,
+    ahead: Option<Ahead<'a, M>>,
+    /// When the last batch was done.
+    freed: Instant,
+}
+
+impl<'a, M: Model> Turns<'a, M> {
+    fn take(&mut self, batch: &'a Batch<InputOf<M>>) -> anyhow::Result<()> {
+        let began = Instant::now();
+        let inputs: Vec<&InputOf<M>> = batch.inputs.iter().collect();
+        match self.model.begin(&inputs) {
+            Ok(Some(rest)) => match self.ahead.replace((batch, began, rest)) {
+                Some(before) => self.finish(before),
+                None => Ok(()),
+            },
+            Ok(None) => {
+                let outcome = self.model.forward(&inputs);
+                self.end(batch, began, outcome)
+            }
+            Err(error) => Err(failed(batch, &error)),
+        }
+    }
+
+    fn finish_ahead(&mut self) -> anyhow::Result<()> {
+        self.ahead.take().map_or(Ok(()), |ahead| self.finish(ahead))
+    }
+
+    fn finish(&mut self, (batch, began, rest): Ahead<'a, M>) -> anyhow::Result<()> {
+        let outcome = rest(self.model);
+        self.end(batch, began, outcome)
+    }
+
+    fn end(
+        &mut self,
+        batch: &Batch<InputOf<M>>,
+        began: Instant,
+        outcome: Result<Steps<M>, ForwardError>,
+    ) -> anyhow::Result<()> {
+        let steps = outcome.map_err(|error| failed(batch, &error))?;
+        if let Some(error) = steps.iter().find_map(|step| step.as_ref().err()) {
+            return Err(failed(batch, error));
+        }
+        let began = began.max(self.freed);
+        self.freed = Instant::now();
+        let (inputs, tokens) = (batch.inputs.len(), batch.tokens);
+        self.passes.push(Pass { inputs, tokens, took: self.freed - began });
+        Ok(())
+    }
+}
+
+fn failed<I>(batch: &Batch<I>, error: &dyn std::error::Error) -> anyhow::Error {
+    let (inputs, tokens) = (batch.inputs.len(), batch.tokens);
+    WorkerError::Device(format!("a batch of {inputs} inputs, {tokens} tokens: {error}")).into()
 }

@@ -84,7 +84,10 @@ impl Report {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { model, dtype, device, threads, load_ms, tasks, inputs, tokens, .. } = self;
-        writeln!(f, "model     {model} in {dtype} on {device}, {threads} threads; loaded in {load_ms:.0} ms")?;
+        writeln!(
+            f,
+            "model     {model} in {dtype} on {device}, {threads} threads; loaded in {load_ms:.0} ms"
+        )?;
         let mean = *tokens as f64 / (*inputs).max(1) as f64;
         writeln!(f, "load      {tasks} tasks, {inputs} inputs, {mean:.1} tokens an input")?;
         writeln!(f, "prepare   {}: one thread", self.prepare)?;

@@ -160,7 +160,10 @@ mod tests {
         }
         let report = serde_json::to_value(tally.report("embed", 1)).unwrap();
         assert_eq!((&report["seconds"], &report["tokens_per_second"]), (&0.5.into(), &80.0.into()));
-        assert_eq!((&report["lines"], &report["errors"], &report["tokens"]), (&4.into(), &1.into(), &40.into()));
+        assert_eq!(
+            (&report["lines"], &report["errors"], &report["tokens"]),
+            (&4.into(), &1.into(), &40.into())
+        );
         assert_eq!(report["devices"], serde_json::json!({"a": 3, "b": 1}));
         let batch = serde_json::json!({"passes": 1, "mean_inputs": 4.0, "mean_tokens": 40.0});
         assert_eq!(report["batch"], batch);
