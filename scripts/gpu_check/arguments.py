@@ -30,10 +30,17 @@ def parse():
     """What is asked."""
     parser = argparse.ArgumentParser(prog="gpu-check", description=HELP)
     add = parser.add_argument
-    add("--sconce", type=Path, help="the program; by default target/cuda/release/sconce, built where cargo is")
+    add(
+        "--sconce", type=Path, help="the program; by default target/cuda/release/sconce, built where cargo is"
+    )
     add("--device", default="cuda:0", help="cuda:0, a UUID, or cpu, where what is CUDA's is not measured")
     add("--quick", action="store_true", help="one round, bf16 alone, f32 for results only")
-    add("--seconds", type=float, default=540, help="about how long it may take; what is left is not measured (540)")
+    add(
+        "--seconds",
+        type=float,
+        default=540,
+        help="about how long it may take; what is left is not measured (540)",
+    )
     add("--rounds", type=int, default=3, help="how often everything is timed, in turn (3)")
     add("--shapes", type=_names(SHAPES), default=[BERT_BASE.name, MINILM.name], help="bert-base,minilm; tiny")
     add("--dtypes", type=_names(DTYPES), default=list(DTYPES), help="bf16,f16,f32")

@@ -19,7 +19,9 @@ def smi(*arguments):
     if not shutil.which("nvidia-smi"):
         raise NotMeasured("no nvidia-smi here")
     command = ["nvidia-smi", "--format=csv,noheader,nounits", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False
+    )
     if done.returncode:
         raise NotMeasured(f"nvidia-smi: {done.stdout.strip()[:200]}")
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
@@ -34,7 +36,14 @@ class Load:
     def __enter__(self):
         self.process = None
         if shutil.which("nvidia-smi") and self.uuid.startswith("GPU-"):
-            asked = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", self.uuid, "-lms", str(EVERY)]
+            asked = [
+                "--query-gpu=utilization.gpu",
+                "--format=csv,noheader,nounits",
+                "-i",
+                self.uuid,
+                "-lms",
+                str(EVERY),
+            ]
             self.process = subprocess.Popen(["nvidia-smi", *asked], stdout=subprocess.PIPE, text=True)
             threading.Thread(target=self._read, daemon=True).start()
         return self
@@ -49,10 +58,13 @@ class Load:
             self.process.terminate()
             self.process.wait()
 
-    def percent(self, begin, end):
-        """The mean between two times; none where too little was seen."""
-        within = [share for at, share in self.seen if begin <= at <= end]
-        return statistics.mean(within) if len(within) >= 4 else None
+    def percent(self, begin, end, seconds):
+        """Of the span of so many seconds, between two times, in which it computed most: what is before and
+        behind it is the program's start and its end. None where too little was seen."""
+        within = [(at, share) for at, share in self.seen if begin <= at <= end]
+        spans = [[share for at, share in within if first <= at <= first + seconds] for first, _ in within]
+        whole = [span for span in spans if len(span) >= max(4, 0.8 * 1000 * seconds / EVERY)]
+        return max(map(statistics.mean, whole), default=None)
 
 
 def matrix_rate(torch, device, dtype):

@@ -36,7 +36,9 @@ class Plain:
         return [self._vector(it) for it in ids], [len(it) for it in ids]
 
     def _vector(self, ids):
-        words, places, kinds = (self.tensors[f"embeddings.{it}_embeddings.weight"] for it in ("word", "position", "token_type"))
+        words, places, kinds = (
+            self.tensors[f"embeddings.{it}_embeddings.weight"] for it in ("word", "position", "token_type")
+        )
         rows = [[a + b + c for a, b, c in zip(words[id], places[at], kinds[0])] for at, id in enumerate(ids)]
         rows = self._norm("embeddings.LayerNorm", rows)
         for layer in range(self.shape.layers):

@@ -133,7 +133,9 @@ class Bert:
 
     def _norm(self, name, rows):
         sizes = (self.shape.hidden,)
-        return functional.layer_norm(rows, sizes, self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"], 1e-12)
+        return functional.layer_norm(
+            rows, sizes, self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"], 1e-12
+        )
 
 
 def by_itself(folder, shape, device, kind):

@@ -121,7 +121,9 @@ def vectors(responses):
     found, tokens = [], []
     for response in responses:
         if response["status_code"] != 200:
-            raise ValueError(f"an answer with status {response['status_code']}: {str(response['body'])[:300]}")
+            raise ValueError(
+                f"an answer with status {response['status_code']}: {str(response['body'])[:300]}"
+            )
         numbers = array.array("f")
         numbers.frombytes(base64.b64decode(response["body"]["data"][0]["embedding"]))
         if sys.byteorder == "big":

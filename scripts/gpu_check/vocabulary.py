@@ -7,7 +7,28 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 CLS, SEP, UNK = 2, 3, 1
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 ENDINGS = ["ing", "ed", "er", "ly", "ness", "s", "al", "ity", "less", "ful"]
-ONSETS = ["b", "br", "c", "d", "dr", "f", "g", "h", "k", "l", "m", "n", "p", "pr", "r", "s", "st", "t", "v", "w"]
+ONSETS = [
+    "b",
+    "br",
+    "c",
+    "d",
+    "dr",
+    "f",
+    "g",
+    "h",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "pr",
+    "r",
+    "s",
+    "st",
+    "t",
+    "v",
+    "w",
+]
 VOWELS = ["a", "e", "i", "o", "u", "ea", "ou"]
 
 

@@ -10,6 +10,8 @@ from . import vocabulary
 
 STD = 0.02
 """As BERT's weights begin."""
+LOUD = 0.06
+"""Of words, so that texts differ in what they say more than they agree in being texts."""
 SHARP = 0.05
 """Of queries and keys, so that attention looks at some tokens more than at others."""
 NOISE = 0.02
@@ -27,8 +29,8 @@ def tensors(shape):
     def norm(name):
         return [(f"{name}.weight", (hidden,), 1.0, NOISE), (f"{name}.bias", (hidden,), 0.0, NOISE)]
 
-    rows = {"word": shape.vocabulary, "position": shape.positions, "token_type": 2}
-    found = [(f"embeddings.{it}_embeddings.weight", (rows[it], hidden), 0.0, STD) for it in rows]
+    rows = [("word", shape.vocabulary, LOUD), ("position", shape.positions, STD), ("token_type", 2, STD)]
+    found = [(f"embeddings.{it}_embeddings.weight", (count, hidden), 0.0, std) for it, count, std in rows]
     found += norm("embeddings.LayerNorm")
     for layer in range(shape.layers):
         at = f"encoder.layer.{layer}"

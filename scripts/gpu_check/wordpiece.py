@@ -19,7 +19,11 @@ class WordPiece:
         """The ids of a text, special ones included, cut to the longest."""
         found = []
         for part, special in self._parts(text):
-            found += [self.vocabulary[part]] if special else [id for word in _words(part) for id in self._word(word)]
+            found += (
+                [self.vocabulary[part]]
+                if special
+                else [id for word in _words(part) for id in self._word(word)]
+            )
         return [CLS, *found[: self.longest - 2], SEP]
 
     def _parts(self, text):

@@ -1,0 +1,144 @@
+"""Promises about who opens what: the launcher nothing, a worker its own device or none, every reply by name."""
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from . import card, sconce, starting
+from .findings import NotMeasured
+
+DEVICE_FAILED = 83
+LINES = 4_000
+
+
+def check(scene, findings):
+    """All of them."""
+    findings.check("the launcher never opens CUDA, its worker does, on one device", lambda: _launcher(scene))
+    findings.check("every reply names the device that computed it", lambda: _replies(scene))
+    findings.check("a worker that is shown another device than its own ends", lambda: _other_device(scene))
+    findings.check(
+        "a worker whose device is not there ends, and never computes elsewhere", lambda: _no_device(scene)
+    )
+    findings.check("a CPU worker works beside a GPU worker", lambda: _beside(scene))
+
+
+def _opened(pid):
+    """Whether a process has opened CUDA, and what of it."""
+    maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    found = {"libcuda"} if "libcuda.so" in maps else set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if os.readlink(file).startswith("/dev/nvidia-uvm"):
+                found.add("nvidia-uvm")
+        except OSError:
+            continue
+    return found
+
+
+def _shown(pid):
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(
+        (it.partition(b"=")[2].decode() for it in words if it.startswith(b"CUDA_VISIBLE_DEVICES=")), None
+    )
+
+
+def _launcher(scene):
+    scene.needs_gpu()
+    sconce.is_linux()
+    model = scene.models[0]
+    arguments, _ = scene.sconce.arguments(model.texts.first(LINES), model.folder, scene.uuid, ())
+    launcher = scene.sconce.start(*arguments)
+    seen, worker, shown, computing = set(), None, None, []
+    try:
+        while launcher.poll() is None:
+            try:
+                seen |= _opened(launcher.pid)
+                for child in sconce.children(launcher.pid):
+                    if "libcuda" in _opened(child):
+                        worker, shown = child, _shown(child)
+                        computing = computing or _computing()
+            except OSError:
+                # One of them has just ended.
+                pass
+            time.sleep(0.05)
+    finally:
+        sconce.ended_well(scene.sconce.end(launcher))
+    if worker is None:
+        raise NotMeasured("no worker with libcuda was seen")
+    kept = not seen and shown == scene.uuid and launcher.pid not in computing
+    listed = f"; nvidia-smi lists {computing}" if computing else ""
+    opened = ", ".join(sorted(seen)) or "neither libcuda nor /dev/nvidia-uvm"
+    return (
+        kept,
+        f"launcher {launcher.pid}: {opened}; worker {worker}: libcuda, CUDA_VISIBLE_DEVICES={shown}{listed}",
+    )
+
+
+def _computing():
+    """Process ids that nvidia-smi lists, which in a container may be others."""
+    try:
+        return [int(row[0]) for row in card.smi("--query-compute-apps=pid") if row[0].isdigit()]
+    except NotMeasured:
+        return []
+
+
+def _replies(scene):
+    texts = scene.models[0].texts.mixed(200)
+    ended, answers = scene.embed(scene.models[0], texts)
+    devices = sconce.ended_well(ended).report()["devices"]
+    return devices == {scene.uuid: len(texts)} and len(answers) == len(texts), f"{devices} of {len(texts)}"
+
+
+def _worker(scene, device, visible):
+    """A worker that is told to use `device`, and shown `visible`."""
+    start = starting.overheard(scene.sconce)
+    assignment = start["assignment"]
+    assignment["device"], assignment["pool"]["model"] = device, str(scene.models[0].folder)
+    command = [
+        str(scene.sconce.path),
+        "worker",
+        "--launched-by",
+        str(os.getpid()),
+        "--slot",
+        assignment["slot"],
+    ]
+    more = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    ended = subprocess.run(
+        command,
+        env=scene.sconce.environment(**more),
+        input=json.dumps(start) + "\n",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    scene.sconce.log.write(ended.stderr)
+    events = [json.loads(line) for line in ended.stdout.splitlines()]
+    stopped = next((it["cause"] for it in events if it["event"] == "stopped"), "")
+    ready = any(it["event"] == "ready" for it in events)
+    return ended.returncode == DEVICE_FAILED and not ready, f"exit {ended.returncode}: {stopped}", stopped
+
+
+def _other_device(scene):
+    scene.needs_gpu()
+    wrong = "GPU-00000000-0000-0000-0000-000000000000"
+    kept, seen, words = _worker(scene, wrong, scene.uuid)
+    return kept and scene.uuid in words, seen
+
+
+def _no_device(scene):
+    kept, seen, _ = _worker(scene, "GPU-00000000-0000-0000-0000-000000000000", "")
+    return kept, seen
+
+
+def _beside(scene):
+    scene.needs_gpu()
+    model = scene.models[0]
+    # Few at a time, so that the slower of the two gets some.
+    settings = ["pool[0].prefetch=8", "pool[0].batch.max_requests=8"]
+    ended, _ = scene.sconce.embed(model.texts.first(2_000), model.folder, f"{scene.uuid},cpu", settings)
+    devices = sconce.ended_well(ended).report()["devices"]
+    return set(devices) == {scene.uuid, "cpu"} and sum(devices.values()) == 2_000, f"{devices}"

@@ -1,0 +1,102 @@
+"""The promise about a device that is out of memory. Other programs can take it at any time: here PyTorch does,
+once the worker has its model and before it has its first task."""
+
+import os
+import signal
+import time
+
+from . import sconce
+from .findings import NotMeasured
+
+TEXTS = 3_000
+WORDS = 400
+TOKENS = 262_144
+"""Of a batch; as many as fit when the worker starts."""
+LEFT = 400 << 20
+"""Bytes that are left free."""
+PATIENCE = 60
+
+
+def check(scene, findings):
+    """It."""
+    promise = "out of device memory, a batch is split and every text answered"
+    findings.check(promise, lambda: _split(scene))
+
+
+def _free(scene):
+    return scene.torch.cuda.mem_get_info(scene.torch_device)[0]
+
+
+def _split(scene):
+    scene.needs_gpu()
+    sconce.is_linux()
+    free = _free(scene)
+    model = max(scene.models, key=lambda it: it.shape.flop_per_token)
+    texts = [" ".join(model.texts.words[:WORDS])] * TEXTS
+    tokens = TOKENS
+    while tokens > 8_192 and not _fits(scene, model, tokens):
+        tokens //= 2
+    settings = [*_settings(tokens), "launcher.replace=in_turn"]
+    arguments, made = scene.sconce.arguments(texts, model.folder, scene.uuid, settings)
+    launcher = scene.sconce.start(*arguments, SCONCE_LOG="warn")
+    taken = []
+    try:
+        _loaded(scene, launcher, free)
+        taken = _take(scene)
+        os.kill(launcher.pid, signal.SIGCONT)
+        ended = scene.sconce.end(launcher)
+    finally:
+        launcher.kill()
+        del taken
+        scene.torch.cuda.empty_cache()
+    codes = [answer["status_code"] for answer in sconce.answers(made)]
+    said = next((line for line in ended.err.splitlines() if "out of device memory" in line), None)
+    if said is None:
+        raise NotMeasured(f"batches of {tokens} tokens found room beside what PyTorch took")
+    kept = ended.code == 0 and codes == [200] * TEXTS
+    return (
+        kept,
+        f"{codes.count(200)} of {TEXTS} texts answered, batches of {tokens} tokens at first; {said[-160:]}",
+    )
+
+
+def _settings(tokens):
+    return [f"pool[0].batch.max_tokens={tokens}", "pool[0].batch.max_requests=2048"]
+
+
+def _fits(scene, model, tokens):
+    settings = [*_settings(tokens), f"pool[0].devices={scene.uuid}", f"pool[0].model={model.folder}"]
+    return scene.sconce.devices(settings).code == 0
+
+
+def _loaded(scene, launcher, free):
+    """Waits until the worker has its model. The launcher is stopped meanwhile: no task can come."""
+    end = time.monotonic() + PATIENCE
+    while not sconce.children(launcher.pid):
+        if time.monotonic() > end or launcher.poll() is not None:
+            raise NotMeasured("no worker was started")
+        time.sleep(0.005)
+    # The first line to the worker is on its way.
+    time.sleep(0.2)
+    os.kill(launcher.pid, signal.SIGSTOP)
+    before, still = free, 0
+    while still < 8:
+        if time.monotonic() > end:
+            raise NotMeasured("the worker did not load its model while it was waited for")
+        time.sleep(0.25)
+        now = _free(scene)
+        still = still + 1 if now == before and now < free else 0
+        before = now
+
+
+def _take(scene):
+    """Takes what is free, but for a little."""
+    torch, taken = scene.torch, []
+    while True:
+        size = min(_free(scene) - LEFT, 8 << 30)
+        if size < 16 << 20:
+            return taken
+        try:
+            taken.append(torch.empty(size, dtype=torch.uint8, device=scene.torch_device))
+        except torch.cuda.OutOfMemoryError:
+            return taken
