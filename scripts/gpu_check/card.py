@@ -8,6 +8,7 @@ import time
 
 from .findings import NotMeasured
 
+PLAIN = ["--format=csv,noheader,nounits"]
 EVERY = 250
 """Milliseconds between two looks at the card's load."""
 SIZE = {"cuda": 8192, "cpu": 1024}
@@ -18,10 +19,8 @@ def smi(*arguments):
     """What nvidia-smi prints, by lines and columns."""
     if not shutil.which("nvidia-smi"):
         raise NotMeasured("no nvidia-smi here")
-    command = ["nvidia-smi", "--format=csv,noheader,nounits", *arguments]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(["nvidia-smi", *PLAIN, *arguments], **pipes, text=True, timeout=60, check=False)
     if done.returncode:
         raise NotMeasured(f"nvidia-smi: {done.stdout.strip()[:200]}")
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
@@ -36,15 +35,16 @@ class Load:
     def __enter__(self):
         self.process = None
         if shutil.which("nvidia-smi") and self.uuid.startswith("GPU-"):
-            asked = [
+            command = [
+                "nvidia-smi",
                 "--query-gpu=utilization.gpu",
-                "--format=csv,noheader,nounits",
+                *PLAIN,
                 "-i",
                 self.uuid,
                 "-lms",
                 str(EVERY),
             ]
-            self.process = subprocess.Popen(["nvidia-smi", *asked], stdout=subprocess.PIPE, text=True)
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             threading.Thread(target=self._read, daemon=True).start()
         return self
 

@@ -8,6 +8,7 @@ from .findings import PASS, NotMeasured
 REFUSED = 78
 """The exit code of settings that cannot be."""
 MOST_WORKERS = 1024
+"""That settings take."""
 
 
 def starts(sconce, findings):
@@ -57,11 +58,9 @@ def _named(scene):
         ended, devices = _slots(scene, f'["{name}"]')
         if devices != {scene.uuid}:
             return False, f"{name} means {sorted(devices)}: {ended.last_words()}"
-    ended, every = _slots(scene, "auto")
-    return (
-        scene.uuid in every,
-        f"{', '.join(names)}; auto takes {len(every)} of {len(scene.host['nvidia']['gpus'])}",
-    )
+    _, every = _slots(scene, "auto")
+    count = len(scene.host["nvidia"]["gpus"])
+    return scene.uuid in every, f"{', '.join(names)}; auto takes {len(every)} of {count}"
 
 
 def _refused(scene):

@@ -1,6 +1,7 @@
 """What was found of each promise: PASS, FAIL, or not measured and why. Nothing passes without evidence."""
 
 import traceback
+from contextlib import contextmanager
 
 PASS, FAIL, NOT_MEASURED = "PASS", "FAIL", "not measured"
 
@@ -28,6 +29,15 @@ class Findings:
             traceback.print_exc(file=self.log)
             self.log.flush()
             self.add(promise, FAIL, f"{type(error).__name__}: {error}")
+
+    @contextmanager
+    def tolerated(self):
+        """What goes wrong within this is in the log, and nowhere else."""
+        try:
+            yield
+        except Exception:
+            traceback.print_exc(file=self.log)
+            self.log.flush()
 
     def add(self, promise, status, evidence):
         """Notes and prints it."""

@@ -11,7 +11,9 @@ RATES = re.compile(r"\bgflops=([\d.]+).*possible_gflops=([\d.]+)")
 
 def check(scene, findings):
     """All of them."""
-    findings.check("before its first task the card multiplied rightly and fast enough", lambda: _proven(scene))
+    findings.check(
+        "before its first task the card multiplied rightly and fast enough", lambda: _proven(scene)
+    )
     findings.check("a card that is slower than asked takes no work", lambda: _slow(scene))
 
 
@@ -30,7 +32,9 @@ def _proven(scene):
         return False, "its worker said nothing of it"
     reached, possible = (float(rate) for rate in rates.groups())
     share = 100 * reached / possible
-    return codes == [200] * TEXTS, f"{reached:,.0f} of {possible:,.0f} GFLOP/s in f32 ({share:.0f} %), then {TEXTS} texts"
+    return codes == [
+        200
+    ] * TEXTS, f"{reached:,.0f} of {possible:,.0f} GFLOP/s in f32 ({share:.0f} %), then {TEXTS} texts"
 
 
 def _slow(scene):

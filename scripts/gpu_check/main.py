@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from . import answers, arguments, discovery, isolation, memory, page, speed
+from . import answers, arguments, discovery, fitness, isolation, memory, page, speed
 from .findings import FAIL, NOT_MEASURED, PASS, Findings
 from .scene import Scene
 from .sconce import Sconce
@@ -36,7 +36,7 @@ def main():
         with open(asked.out / "gpu-check.log", "w", encoding="utf-8") as log:
             results = _run(asked, log)
     if asked.write_docs:
-        page.write_docs(results)
+        page.write_docs(results, asked.write_docs)
     return int(any(it["status"] == FAIL for it in results["findings"]))
 
 
@@ -54,16 +54,12 @@ def _run(asked, log):
         print(f"{results['conditions'].get('card', 'no GPU')}: {scene.uuid}", flush=True)
         for name in asked.shapes:
             scene.make(SHAPES[name])
-        for module in (discovery, isolation):
-            module.check(scene, findings)
-        for model in scene.models:
-            answers.check(scene, findings, model)
-        memory.check(scene, findings)
-        scene.sconce.forget()
-        page.save(asked.out, results)
+        for check in (discovery, isolation, fitness, answers, memory):
+            check.check(scene, findings)
+            sconce.forget()
+            page.save(asked.out, results)
         if not asked.no_speed:
             _measure(scene, findings, results, end)
-    page.save(asked.out, results)
     counts = [f"{findings.count(status)} {status}" for status in (PASS, FAIL, NOT_MEASURED)]
     print(f"\n{page.table(results['rows'])}\n\n{', '.join(counts)}; {asked.out}/gpu-check.md", flush=True)
     return results
@@ -72,28 +68,34 @@ def _run(asked, log):
 def _measure(scene, findings, results, end):
     """Fills the table, the rows that matter most first, each in its part of the time that is left."""
     asked = scene.asked
-    wanted = [(model, dtype) for dtype in asked.dtypes for model in scene.models]
+    wanted = [(model, dtype) for dtype in asked.timed for model in scene.models]
     for at, (model, dtype) in enumerate(wanted):
         left = end - time.monotonic()
-        # What there is no time for goes without, rather than all with too little.
-        left /= max(1, min(len(wanted) - at, left // (TRY + START + LEAST * MEASURED)))
-        rounds = asked.rounds
-        while rounds > 1 and (left - TRY) / rounds - START < LEAST * MEASURED:
-            rounds -= 1
-        seconds = ((left - TRY) / rounds - START) / MEASURED
+        rounds, seconds = _afforded(asked, left, len(wanted) - at)
         name = f"{model.shape.name} in {dtype}"
-        if seconds < LEAST / 2:
+        if seconds is None:
             findings.add(f"{name}: speed", NOT_MEASURED, f"{left:.0f} s were left; --seconds gives more")
+            page.save(asked.out, results)
             continue
-        try:
-            row = speed.measure(scene, model, dtype, min(MOST, seconds), rounds)
-        except Exception as error:
-            findings.add(f"{name}: speed", FAIL, f"{type(error).__name__}: {error}")
-            continue
-        results["rows"].append(row)
-        speed.judge(scene, findings, row)
-        print(page.table([row]), flush=True)
+        row = speed.measure(scene, findings, (model, dtype), seconds, rounds)
+        if row:
+            results["rows"].append(row)
+            speed.judge(scene, findings, row)
+            print(page.table([row]), flush=True)
         page.save(asked.out, results)
+
+
+def _afforded(asked, left, rows):
+    """How many rounds of measurements of how many seconds there is time for, in the next of some rows. None:
+    for none. What there is no time for goes without, rather than all with too little."""
+    if asked.measure:
+        return asked.rounds, asked.measure
+    left /= max(1, min(rows, left // (TRY + START + LEAST * MEASURED)))
+    for rounds in range(asked.rounds, 0, -1):
+        seconds = ((left - TRY) / rounds - START) / MEASURED
+        if seconds >= LEAST:
+            return rounds, min(MOST, seconds)
+    return 1, None
 
 
 def _program(asked):
@@ -104,9 +106,8 @@ def _program(asked):
         if path.exists():
             return path
     if not shutil.which("cargo"):
-        raise SystemExit(
-            f"gpu-check: {arguments.BUILT[0]} is not there, and there is no cargo to build it with; --sconce"
-        )
+        missing = f"{arguments.BUILT[0]} is not there, and no cargo to build it with"
+        raise SystemExit(f"gpu-check: {missing}; --sconce PATH names another")
     print("building target/cuda/release/sconce (ten minutes)", flush=True)
     subprocess.run([arguments.ROOT / "scripts/build-cuda"], check=True)
     return arguments.BUILT[0]

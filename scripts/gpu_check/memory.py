@@ -1,5 +1,5 @@
-"""The promise about a device that is out of memory. Other programs can take it at any time: here PyTorch does,
-once the worker has its model and before it has its first task."""
+"""The promise about a device that is out of memory. Other programs can take it at any time: here PyTorch
+does, once the worker has its model and before it has its first task."""
 
 import os
 import signal
@@ -14,7 +14,8 @@ TOKENS = 262_144
 """Of a batch; as many as fit when the worker starts."""
 LEFT = 400 << 20
 """Bytes that are left free."""
-PATIENCE = 60
+PATIENCE = 20
+"""Seconds until a launcher has started its worker."""
 
 
 def check(scene, findings):
@@ -30,18 +31,20 @@ def _free(scene):
 def _split(scene):
     scene.needs_gpu()
     sconce.is_linux()
-    free = _free(scene)
     model = max(scene.models, key=lambda it: it.shape.flop_per_token)
     texts = [" ".join(model.texts.words[:WORDS])] * TEXTS
     tokens = TOKENS
     while tokens > 8_192 and not _fits(scene, model, tokens):
         tokens //= 2
-    settings = [*_settings(tokens), "launcher.replace=in_turn"]
+    settings = _settings(tokens)
+    begun = time.monotonic()
+    sconce.ended_well(scene.embed(model, texts[:1], settings)[0])
+    usual = time.monotonic() - begun
     arguments, made = scene.sconce.arguments(texts, model.folder, scene.uuid, settings)
     launcher = scene.sconce.start(*arguments, SCONCE_LOG="warn")
     taken = []
     try:
-        _loaded(scene, launcher, free)
+        _loaded(launcher, usual)
         taken = _take(scene)
         os.kill(launcher.pid, signal.SIGCONT)
         ended = scene.sconce.end(launcher)
@@ -54,10 +57,8 @@ def _split(scene):
     if said is None:
         raise NotMeasured(f"batches of {tokens} tokens found room beside what PyTorch took")
     kept = ended.code == 0 and codes == [200] * TEXTS
-    return (
-        kept,
-        f"{codes.count(200)} of {TEXTS} texts answered, batches of {tokens} tokens at first; {said[-160:]}",
-    )
+    answered = f"{codes.count(200)} of {TEXTS} texts answered, batches of {tokens} tokens at first"
+    return kept, f"{answered}; {said[-160:]}"
 
 
 def _settings(tokens):
@@ -69,24 +70,18 @@ def _fits(scene, model, tokens):
     return scene.sconce.devices(settings).code == 0
 
 
-def _loaded(scene, launcher, free):
-    """Waits until the worker has its model. The launcher is stopped meanwhile: no task can come."""
+def _loaded(launcher, usual):
+    """Stops the launcher, so that no task comes, until its worker has its model: that, and one text, take
+    `usual` seconds."""
     end = time.monotonic() + PATIENCE
     while not sconce.children(launcher.pid):
         if time.monotonic() > end or launcher.poll() is not None:
             raise NotMeasured("no worker was started")
         time.sleep(0.005)
-    # The first line to the worker is on its way.
-    time.sleep(0.2)
+    # The first line to the worker is on its way; the model takes longer than that.
+    time.sleep(0.1)
     os.kill(launcher.pid, signal.SIGSTOP)
-    before, still = free, 0
-    while still < 8:
-        if time.monotonic() > end:
-            raise NotMeasured("the worker did not load its model while it was waited for")
-        time.sleep(0.25)
-        now = _free(scene)
-        still = still + 1 if now == before and now < free else 0
-        before = now
+    time.sleep(usual + 2)
 
 
 def _take(scene):

@@ -5,26 +5,25 @@ import os
 import platform
 import re
 import subprocess
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
 from . import card, pytorch
+from .arguments import ROOT
 from .findings import FAIL, NOT_MEASURED, PASS, NotMeasured
 from .speed import USUAL
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs/gpu.md"
 BEGIN, END = "<!-- `make gpu-check` writes from here -->", "<!-- to here -->"
 
 
-def _said(*command):
+def _commit():
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
-        )
-    except OSError:
-        return ""
-    return done.stdout.strip()
+        return subprocess.run(command, **pipes, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _processor():
@@ -41,7 +40,7 @@ def conditions(scene, arguments):
     found = {
         "when": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "command": " ".join(["scripts/gpu-check", *arguments]),
-        "commit": _said("git", "-C", str(ROOT), "describe", "--always", "--dirty") or "unknown",
+        "commit": _commit(),
         "sconce": scene.sconce.run("--version").out.strip(),
         "binary_bytes": os.path.getsize(scene.sconce.path),
         "processor": _processor(),
@@ -53,22 +52,18 @@ def conditions(scene, arguments):
     if scene.card:
         memory = (scene.card["memory"] or {"total": 0})["total"] / 2**30
         found["card"] = f"{scene.card['name']}, {memory:.0f} GiB, driver {scene.host['nvidia']['driver']}"
-        try:
+        with suppress(NotMeasured):
             asked = "--query-gpu=clocks.max.sm,power.limit"
             clock, power = card.smi(asked, "-i", scene.uuid)[0]
             found["card"] += f", {clock} MHz at most, {power} W"
-        except NotMeasured:
-            pass
     return found
 
 
 def save(folder, results):
     """Writes both files, whole at each moment."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (
-        ("gpu-check.json", json.dumps(results, indent=1)),
-        ("gpu-check.md", markdown(results)),
-    ):
+    files = {"gpu-check.json": json.dumps(results, indent=1), "gpu-check.md": markdown(results)}
+    for name, text in files.items():
         new = folder / f"{name}.new"
         new.write_text(text + "\n", encoding="utf-8")
         os.replace(new, folder / name)
@@ -82,16 +77,14 @@ def table(rows):
     """What was timed."""
     if not rows:
         return "Speed: not measured."
-    names = [
-        "model",
-        "dtype",
-        "sconce, texts/s",
-        "tokens/s",
-        "bare, tokens/s",
-        "queue costs",
+    names = ["model", "dtype", "sconce, texts/s", "tokens/s", "bare, tokens/s", "queue costs"]
+    names += [
         "PyTorch, texts/s",
+        f"sentence-transformers ({USUAL})",
+        "ahead",
+        "of the matrix rate",
+        "busy (worker, driver)",
     ]
-    names += [f"sentence-transformers ({USUAL})", "ahead", "of the matrix rate", "busy (worker, driver)"]
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for row in rows:
         theirs = _number(row.get("pytorch"), ",.0f")
@@ -115,22 +108,19 @@ def markdown(results):
     """The page."""
     where, rows = results["conditions"], results["rows"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items()) or "no PyTorch"
-    counts = {
-        status: sum(it["status"] == status for it in results["findings"])
-        for status in (PASS, FAIL, NOT_MEASURED)
-    }
+    statuses = [it["status"] for it in results["findings"]]
+    counts = ", ".join(f"{statuses.count(it)} {it}" for it in (PASS, FAIL, NOT_MEASURED) if it in statuses)
     lines = [
-        f"- {where['when']}, commit `{where['commit']}`, `{where['command']}`: "
-        + ", ".join(f"{count} {status}" for status, count in counts.items() if count),
+        f"- {where['when']}, commit `{where['commit']}`, `{where['command']}`: {counts}",
         f"- {where.get('card', 'no GPU')}; {where['processor']}, {where['cores']} cores; {where['system']}",
         f"- {where['sconce']}, a program of {where['binary_bytes'] / 1e6:.0f} MB; {versions}",
     ]
     if rows:
         means = sorted({f"{row['mean_tokens']:.0f}" for row in rows})
-        lines.append(
-            f"- texts of {' or '.join(means)} tokens on average, 5 to 258, from seed {results['seed']}; each number the"
-            f" median of {rows[0]['rounds']} rounds, in which all took turns; TF32 is off on both sides"
-        )
+        texts = f"texts of {' or '.join(means)} tokens on average, from seed {results['seed']}"
+        rounds = sorted({str(row["rounds"]) for row in rows})
+        turns = f"the median of {' or '.join(rounds)} rounds, in which all took turns"
+        lines.append(f"- {texts}; each number {turns}; TF32 is off on both sides")
     promises = ["| promise | | seen |", "|---|---|---|"]
     for it in results["findings"]:
         cells = (it[name].replace("|", "\\|") for name in ("promise", "status", "evidence"))
@@ -138,7 +128,7 @@ def markdown(results):
     return "\n\n".join(["\n".join(lines), table(rows), "\n".join(promises)])
 
 
-def write_docs(results, path=DOCS):
+def write_docs(results, path):
     """Puts the page into the document."""
     text = path.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)

@@ -2,9 +2,14 @@
 as its users do: sorted by length, in padded batches."""
 
 import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from . import weights
 from .wordpiece import WordPiece
+
+# Told here, because processes are started beside it.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 try:
     import torch
@@ -20,14 +25,10 @@ def dtype(name):
 
 def versions():
     """Of what is here of it."""
-    from importlib.metadata import PackageNotFoundError, version
-
     found = {}
     for name in ("torch", "transformers", "sentence-transformers", "tokenizers"):
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            pass
     return found
 
 
@@ -69,6 +70,10 @@ class Padded:
 
     def __init__(self, name, network, tokens, device):
         self.name, self.network, self.tokens, self.device = name, network, tokens, device
+
+    def prepare(self, texts):
+        """Does beforehand what is not timed."""
+        self.tokens.prepare(texts)
 
     def embed(self, texts, batch):
         """A matrix of the texts' vectors, on the host. Ids go to the device once, and are padded there."""
@@ -148,8 +153,10 @@ def in_transformers(folder, shape, device, kind):
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         from transformers import BertModel
+        from transformers.utils import logging
     except ImportError:
         return None
+    logging.disable_progress_bar()
     model = BertModel.from_pretrained(folder, attn_implementation="sdpa").to(device=device, dtype=kind).eval()
 
     def network(ids, mask):
@@ -169,13 +176,16 @@ class SentenceTransformers:
 
         self.model = SentenceTransformer(str(folder), device=str(device)).to(dtype=kind).eval()
 
+    def prepare(self, texts):
+        """Nothing: all of it is timed."""
+
     def embed(self, texts, batch):
         """A matrix of the texts' vectors, on the host."""
         return self.model.encode(texts, batch_size=batch, show_progress_bar=False)
 
 
-def in_sentence_transformers(folder, device, kind):
-    """None where it is not installed."""
+def in_sentence_transformers(folder, _, device, kind):
+    """sentence-transformers; none where it is not installed."""
     try:
         return SentenceTransformers(folder, device, kind)
     except ImportError:

@@ -46,22 +46,22 @@ class Sconce:
         own.update(more)
         return own
 
-    def start(self, *arguments, program=None, **more):
+    def start(self, *arguments, program=None, stdin=subprocess.DEVNULL, **more):
         """Starts a command. `more` goes into its environment."""
         command = [str(it) for it in (program or self.path, *arguments)]
         self.log.write(f"$ {' '.join(command)}\n")
         self.log.flush()
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, env=self.environment(**more), text=True, **pipes)
 
-    def end(self, process, longest=LONGEST):
+    def end(self, process):
         """Waits for its end; kills it when that takes too long."""
         try:
-            out, err = process.communicate(timeout=longest)
+            out, err = process.communicate(timeout=LONGEST)
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
-            err += f"\ngpu-check: killed after {longest} s\n"
+            err += f"\ngpu-check: killed after {LONGEST} s\n"
         self.log.write(err)
         self.log.flush()
         return Ended(process.returncode, out, err)

@@ -16,54 +16,63 @@ USUAL = 32
 """What sentence-transformers takes by itself."""
 TRIED = {"cuda": 2_048, "cpu": 64}
 """Texts to find the best with."""
-MOST = 100_000
+LEAST, MOST = 64, 100_000
 """Texts in a file."""
 BARE = 8_192
 """Texts that the bare forward pass goes round."""
 
 
 class Rivals:
-    """PyTorch in its best form, and sentence-transformers in its usual one."""
+    """PyTorch in its best form, and sentence-transformers in its usual one, where they are installed."""
 
-    def __init__(self, scene, model, dtype):
-        torch, device = scene.torch, scene.torch_device
-        kind, shape, folder = pytorch.dtype(dtype), model.shape, model.folder
-        self.torch = torch
-        self.rate = card.matrix_rate(torch, device, kind)
-        both = [make(folder, shape, device, kind) for make in (pytorch.by_itself, pytorch.in_transformers)]
-        texts = model.texts.first(TRIED[device.type])
-        self.best = max(self._tried(filter(None, both), texts, BATCHES[device.type]))
-        usual = pytorch.in_sentence_transformers(folder, device, kind)
-        self.usual = max(self._tried([usual], texts, [USUAL])) if usual else None
+    def __init__(self, scene, findings, model, dtype):
+        self.torch, self.device = scene.torch, scene.torch_device
+        self.texts = model.texts.first(TRIED[self.device.type])
+        given = (model.folder, model.shape, self.device, pytorch.dtype(dtype))
+        self.rate = card.matrix_rate(self.torch, self.device, given[-1])
+        self.best = self._best(pytorch.by_itself(*given))
+        self.usual = None
+        # A library that does not run here is no fault of ours.
+        with findings.tolerated():
+            library = pytorch.in_transformers(*given)
+            if library:
+                self.best = max(self.best, self._best(library), key=lambda it: it[0])
+        with findings.tolerated():
+            usual = pytorch.in_sentence_transformers(*given)
+            if usual:
+                self._timed(usual, self.texts, USUAL)
+            self.usual = usual
 
-    def _tried(self, rivals, texts, batches):
-        """Texts a second, batch, name, and who it is."""
-        for rival in rivals:
-            for batch in batches:
-                rival.embed(texts[: 2 * batch], batch)
-                yield self.timed(rival, texts, batch), batch, rival.name, rival
+    def _best(self, rival):
+        """Texts a second, with which batches, and who it is."""
+        found = []
+        for batch in BATCHES[self.device.type]:
+            self._timed(rival, self.texts[: 2 * batch], batch)
+            found.append((self._timed(rival, self.texts, batch), batch, rival))
+        return max(found, key=lambda it: it[0])
 
-    def timed(self, rival, texts, batch):
+    def _timed(self, rival, texts, batch):
         """Texts a second. The vectors are on the host when it ends, so that nothing is left to wait for."""
-        if hasattr(rival, "tokens"):
-            rival.tokens.prepare(texts)
+        rival.prepare(texts)
         start = time.perf_counter()
         rival.embed(texts, batch)
         return len(texts) / (time.perf_counter() - start)
 
     def round(self, texts):
         """One measurement of each."""
-        _, batch, _, rival = self.best
-        found = {"pytorch": self.timed(rival, texts, batch)}
+        _, batch, rival = self.best
+        found = {"pytorch": self._timed(rival, texts, batch)}
         if self.usual:
-            found["sentence_transformers"] = self.timed(self.usual[3], texts, USUAL)
-        self.free()
+            found["sentence_transformers"] = self._timed(self.usual, texts, USUAL)
+        if self.device.type == "cuda":
+            # What nothing is kept in is given back before it is our turn.
+            self.torch.cuda.empty_cache()
         return found
 
-    def free(self):
-        """Gives back memory of the card that nothing is kept in."""
-        if self.torch.cuda.is_available():
-            self.torch.cuda.empty_cache()
+    def __str__(self):
+        _, batch, rival = self.best
+        untimed = "" if rival.tokens.timed else ", tokenised before"
+        return f"{rival.name}, batches of {batch}{untimed}"
 
 
 def _queued(scene, model, dtype, texts):
@@ -76,9 +85,8 @@ def _queued(scene, model, dtype, texts):
         end = time.monotonic()
     scene.sconce.forget()
     if report["errors"] or report["lines"] != len(texts):
-        raise RuntimeError(
-            f"{report['lines']} of {len(texts)} texts answered, {report['errors']} with an error"
-        )
+        answered = f"{report['lines']} of {len(texts)} texts are answered"
+        raise RuntimeError(f"{answered}, {report['errors']} with an error")
     return {
         "texts": report["lines_per_second"],
         "tokens": report["tokens_per_second"],
@@ -103,17 +111,25 @@ def _bare(scene, model, dtype, texts, seconds):
     }
 
 
-def measure(scene, model, dtype, seconds, rounds):
-    """A row of the table: medians over the rounds. Each measurement takes about so many seconds."""
+def measure(scene, findings, which, seconds, rounds):
+    """A row of the table: medians over the rounds, in each of which all take turns. Each measurement takes
+    about so many seconds. None where it failed."""
+    row = {}
+    what = f"{which[0].shape.name} in {which[1]}: every text of a long run is answered"
+    findings.check(what, lambda: _measured(scene, findings, which, (seconds, rounds), row))
+    return row
+
+
+def _measured(scene, findings, which, effort, row):
+    (model, dtype), (seconds, rounds) = which, effort
     try:
-        rivals = Rivals(scene, model, dtype)
+        rivals = Rivals(scene, findings, model, dtype)
         rate = rivals.best[0]
     except NotMeasured:
         rivals = None
-        rate = _queued(scene, model, dtype, model.texts.first(TRIED["cuda" if scene.on_gpu else "cpu"]))[
-            "texts"
-        ]
-    texts = model.texts.first(max(64, min(MOST, int(rate * seconds))))
+        few = model.texts.first(TRIED["cuda" if scene.on_gpu else "cpu"])
+        rate = _queued(scene, model, dtype, few)["texts"]
+    texts = model.texts.first(max(LEAST, min(MOST, int(rate * seconds))))
     found = []
     for _ in range(rounds):
         one = _queued(scene, model, dtype, texts)
@@ -121,7 +137,8 @@ def measure(scene, model, dtype, seconds, rounds):
         if rivals:
             one.update(rivals.round(texts))
         found.append(one)
-    return _row(model.shape, dtype, len(texts), found, rivals)
+    row.update(_row(model.shape, dtype, len(texts), found, rivals))
+    return True, f"{rounds} times {len(texts):,}"
 
 
 def _row(shape, dtype, count, rounds, rivals):
@@ -137,7 +154,7 @@ def _row(shape, dtype, count, rounds, rivals):
     if rivals:
         best = [name for name in ("pytorch", "sentence_transformers") if name in row]
         row["ahead"] = middle(lambda one: one["texts"] / max(one[name] for name in best))
-        row["pytorch_is"] = f"{rivals.best[2]}, batches of {rivals.best[1]}"
+        row["pytorch_is"] = str(rivals)
         row["matrix_rate"] = rivals.rate
         row["matrix_percent"] = 100 * row["tokens"] * shape.flop_per_token / rivals.rate
     return row
@@ -162,6 +179,7 @@ def judge(scene, findings, row):
     findings.check(what, lambda: aim(queue, lambda it: it <= QUEUE, words_of_queue))
     driver, own = row["busy_by_driver"], row["busy"]
     busy = own if driver is None else driver
-    words_of_busy = f"{own:.1f} % by the worker's clock, {'unknown' if driver is None else f'{driver:.1f} %'} by the driver's"
+    by_driver = "unknown" if driver is None else f"{driver:.1f} %"
+    words_of_busy = f"{own:.1f} % by the worker's clock, {by_driver} by the driver's"
     what = f"{name}: the device is busy {BUSY:g} % of the time"
     findings.check(what, lambda: aim(busy, lambda it: it >= BUSY, words_of_busy))

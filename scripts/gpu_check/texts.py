@@ -1,4 +1,4 @@
-"""What is embedded: texts made from a seed, mostly short, some long, as sentences and paragraphs are. Pure."""
+"""What is embedded: texts made from a seed, mostly short, some long, as texts are. Pure."""
 
 import math
 import random

@@ -79,6 +79,27 @@ fn a_line_that_is_no_request_is_an_error_on_its_own_line_and_blank_lines_are_non
 }
 
 #[test]
+fn a_report_says_who_answered_how_much_and_stands_alone_on_stdout() {
+    let mut lines = slow_lines(10, 20);
+    lines.push("{}".into());
+    let rig = Rig::new(&lines);
+    let ended = rig.run_echo(&["--json", "--set", "pool[0].batch.max_requests=2"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+    assert_eq!((&report["lines"], &report["inputs"], &report["errors"]), (&10.into(), &10.into(), &1.into()));
+    assert_eq!((&report["model"], &report["devices"]), (&"echo".into(), &json!({"cpu": 10})));
+    let workers = report["workers"].as_array().unwrap();
+    let tasks: u64 = workers.iter().map(|worker| worker["tasks"].as_u64().unwrap()).sum();
+    assert_eq!(tasks, 10, "{report:#}");
+    // One batch takes 20 ms, at least.
+    let seconds = report["seconds"].as_f64().unwrap();
+    assert!(seconds >= 0.02 && report["device_busy_percent"].as_f64().unwrap() > 0.0, "{report:#}");
+    let again = rig.run_echo(&["--json"]);
+    let report: Value = serde_json::from_str(&again.stdout).unwrap();
+    assert_eq!((again.code, &report["lines"]), (Some(0), &0.into()));
+}
+
+#[test]
 fn an_empty_input_is_done_at_once() {
     let rig = Rig::new(&[]);
     let ended = rig.run_echo(&[]);
