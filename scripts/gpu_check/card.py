@@ -5,12 +5,12 @@ import statistics
 import subprocess
 import threading
 import time
+from contextlib import suppress
 
 from .findings import NotMeasured
 
-PLAIN = ["--format=csv,noheader,nounits"]
-EVERY = 250
-"""Milliseconds between two looks at the card's load."""
+EVERY = 0.25
+"""Seconds between two looks at the card's load."""
 SIZE = {"cuda": 8192, "cpu": 1024}
 """Rows and columns of the matrices."""
 
@@ -20,7 +20,8 @@ def smi(*arguments):
     if not shutil.which("nvidia-smi"):
         raise NotMeasured("no nvidia-smi here")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(["nvidia-smi", *PLAIN, *arguments], **pipes, text=True, timeout=60, check=False)
+    command = ["nvidia-smi", "--format=csv,noheader,nounits", *arguments]
+    done = subprocess.run(command, **pipes, text=True, timeout=60, check=False)
     if done.returncode:
         raise NotMeasured(f"nvidia-smi: {done.stdout.strip()[:200]}")
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
@@ -31,39 +32,30 @@ class Load:
 
     def __init__(self, uuid):
         self.uuid, self.seen = uuid, []
+        self.over = threading.Event()
+        self.looking = threading.Thread(target=self._look, daemon=True)
 
     def __enter__(self):
-        self.process = None
-        if shutil.which("nvidia-smi") and self.uuid.startswith("GPU-"):
-            command = [
-                "nvidia-smi",
-                "--query-gpu=utilization.gpu",
-                *PLAIN,
-                "-i",
-                self.uuid,
-                "-lms",
-                str(EVERY),
-            ]
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            threading.Thread(target=self._read, daemon=True).start()
+        self.looking.start()
         return self
 
-    def _read(self):
-        for line in self.process.stdout:
-            if line.strip().isdigit():
-                self.seen.append((time.monotonic(), int(line)))
+    def _look(self):
+        # Nothing to see on a CPU, and where the driver does not say.
+        with suppress(NotMeasured, ValueError, subprocess.TimeoutExpired):
+            while self.uuid != "cpu" and not self.over.wait(EVERY):
+                ((share,),) = smi("--query-gpu=utilization.gpu", "-i", self.uuid)
+                self.seen.append((time.monotonic(), float(share)))
 
     def __exit__(self, *_):
-        if self.process:
-            self.process.terminate()
-            self.process.wait()
+        self.over.set()
+        self.looking.join()
 
     def percent(self, begin, end, seconds):
         """Of the span of so many seconds, between two times, in which it computed most: what is before and
         behind it is the program's start and its end. None where too little was seen."""
         within = [(at, share) for at, share in self.seen if begin <= at <= end]
         spans = [[share for at, share in within if first <= at <= first + seconds] for first, _ in within]
-        whole = [span for span in spans if len(span) >= max(4, 0.8 * 1000 * seconds / EVERY)]
+        whole = [span for span in spans if len(span) >= max(4, seconds / EVERY / 2)]
         return max(map(statistics.mean, whole), default=None)
 
 
