@@ -1,5 +1,4 @@
-# `make` lists what there is. Needs cargo, a C compiler, curl; where the Hugging Face hub cannot be
-# reached, python3.
+# `make` lists what there is. Needs cargo, a C compiler, curl, and for the tests python3.
 
 CARGO = cargo
 MODEL = models/all-MiniLM-L6-v2
@@ -7,7 +6,7 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build cuda models demo test test-rabbitmq-4 check-deploy soak bench bench-parts fuzz lint fmt image
+.PHONY: help build cuda gpu-check models demo test test-rabbitmq-4 check-deploy soak bench bench-parts fuzz lint fmt image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -17,6 +16,9 @@ build: ## the program: target/release/sconce
 
 cuda: ## with CUDA in it, without a toolkit: target/cuda/release/sconce; CUDA_COMPUTE_CAP=80
 	scripts/build-cuda
+
+gpu-check: ## on a machine with a GPU and PyTorch: every promise, and the speed: make gpu-check ARGS=--quick
+	scripts/gpu-check $(ARGS)
 
 models: ## fetch the default model into models/
 	scripts/fetch-model

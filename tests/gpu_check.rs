@@ -10,6 +10,10 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
+#[cfg(feature = "cuda")]
+#[path = "support/emulator.rs"]
+mod emulator;
+
 const SCONCE: &str = env!("CARGO_BIN_EXE_sconce");
 const PAGE: &str = "before\n<!-- `make gpu-check` writes from here -->\nold\n<!-- to here -->\nbehind\n";
 
@@ -32,15 +36,24 @@ fn said(output: &Output) -> String {
     format!("{out}\n{err}")
 }
 
-/// Runs the check with a tiny network in f32; returns what it wrote.
-fn check(program: &Path, folder: &Path, more: &[&str]) -> (Output, Option<Value>) {
+/// The check with a tiny network; later arguments win.
+fn command(program: &Path, out: &Path) -> Command {
     let mut command = Command::new("python3");
-    command.arg(root().join("scripts/gpu-check")).arg("--sconce").arg(program).arg("--out").arg(folder);
+    command.arg(root().join("scripts/gpu-check")).arg("--sconce").arg(program).arg("--out").arg(out);
     command.args(["--device", "cpu", "--shapes", "tiny", "--dtypes", "f32", "--reference", "plain"]);
-    command.args(more).env("TMPDIR", folder);
-    let output = run(command);
-    let written = fs::read(folder.join("gpu-check.json")).ok();
-    (output, written.map(|bytes| serde_json::from_slice(&bytes).unwrap()))
+    command.env("TMPDIR", out.parent().unwrap());
+    command
+}
+
+fn results(out: &Path) -> Option<Value> {
+    let written = fs::read(out.join("gpu-check.json")).ok();
+    written.map(|bytes| serde_json::from_slice(&bytes).unwrap())
+}
+
+fn check(program: &Path, out: &Path, more: &[&str]) -> (Output, Option<Value>) {
+    let mut command = command(program, out);
+    command.args(more);
+    (run(command), results(out))
 }
 
 /// Promises with this status.
@@ -56,7 +69,7 @@ fn what_a_cpu_can_show_passes_and_what_it_cannot_is_not_measured() {
     let page = folder.path().join("page.md");
     fs::write(&page, PAGE).unwrap();
     let more = ["--measure", "0.2", "--rounds", "2", "--write-docs", page.to_str().unwrap()];
-    let (output, results) = check(Path::new(SCONCE), folder.path(), &more);
+    let (output, results) = check(Path::new(SCONCE), &folder.path().join("out"), &more);
     let results = results.unwrap_or_else(|| panic!("{}", said(&output)));
     assert_eq!((output.status.code(), with_status(&results, "FAIL")), (Some(0), vec![]), "{}", said(&output));
     let passed = with_status(&results, "PASS");
@@ -86,7 +99,7 @@ fn what_a_cpu_can_show_passes_and_what_it_cannot_is_not_measured() {
     assert!(written.starts_with("before\n") && written.ends_with("behind\n") && !written.contains("old"));
     assert!(written.contains("| tiny | f32 |"), "{written}");
     let left: Vec<PathBuf> = fs::read_dir(folder.path()).unwrap().map(|it| it.unwrap().path()).collect();
-    assert_eq!(left.len(), 4, "the weights are gone: {left:?}");
+    assert_eq!(left.len(), 2, "the page and the results, and nothing else: {left:?}");
 }
 
 /// A program that is asked for f32 and computes in bf16, as a card might that does not say so.
@@ -109,10 +122,10 @@ fn results_that_are_not_the_references_fail_with_the_distance() {
 #[test]
 fn a_program_that_does_not_start_and_a_card_that_is_not_there_are_failures() {
     let folder = tempfile::tempdir().unwrap();
-    let (output, results) = check(Path::new("/bin/false"), folder.path(), &[]);
+    let (output, results) = check(Path::new("/bin/false"), &folder.path().join("out"), &[]);
     assert_eq!((output.status.code(), results), (Some(1), None), "{}", said(&output));
     assert!(said(&output).contains("FAIL          the build starts"), "{}", said(&output));
-    let (output, _) = check(Path::new(SCONCE), folder.path(), &["--device", "cuda:99"]);
+    let (output, _) = check(Path::new(SCONCE), &folder.path().join("out"), &["--device", "cuda:99"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(said(&output).contains("no cuda:99 here"), "{}", said(&output));
 }
@@ -165,4 +178,47 @@ fn a_device_or_a_task_that_cannot_be_is_named() {
     let output = run(command);
     assert_eq!(output.status.code(), Some(64));
     assert!(said(&output).contains("task 1: "), "{}", said(&output));
+}
+
+/// The same on a GPU that is made of this CPU. Run by `.ci/cuda`.
+#[cfg(feature = "cuda")]
+mod on_a_gpu {
+    use super::*;
+
+    const GPU: &str = "GPU-a0000000-1111-2222-3333-444444444444";
+    /// Says of the first card of tests/fixtures/nvml what the driver would.
+    const SMI: &str = r#"#!/bin/sh
+case $* in
+*uuid,name*)
+    echo "GPU-a0000000-1111-2222-3333-444444444444, NVIDIA A100-SXM4-80GB, 81920, 580.65.06, 8.0"
+    echo "GPU-c0000000-1111-2222-3333-444444444444, NVIDIA A100-SXM4-80GB, 81920, 580.65.06, 8.0"
+    echo "GPU-e0000000-1111-2222-3333-444444444444, NVIDIA A100-SXM4-80GB, 81920, 580.65.06, 8.0"
+    ;;
+*utilization*) echo 97 ;;
+*clocks*) echo "1410, 400" ;;
+esac
+"#;
+
+    #[test]
+    fn every_promise_that_needs_no_pytorch_passes() {
+        let folder = tempfile::tempdir().unwrap();
+        let smi = folder.path().join("nvidia-smi");
+        fs::write(&smi, SMI).unwrap();
+        fs::set_permissions(&smi, fs::Permissions::from_mode(0o755)).unwrap();
+        let mut command = command(Path::new(SCONCE), &folder.path().join("out"));
+        command.args(["--device", "cuda:0", "--dtypes", "f32,f16,bf16", "--measure", "0.5", "--rounds", "1"]);
+        let path = format!("{}:{}", folder.path().display(), std::env::var("PATH").unwrap());
+        command.env("PATH", path).env("LD_LIBRARY_PATH", &*emulator::DRIVER).env("EMULATED_GPUS", GPU);
+        let output = run(command);
+        let results = results(&folder.path().join("out")).unwrap_or_else(|| panic!("{}", said(&output)));
+        // Of the emulated one's speed nothing is promised.
+        let failed = with_status(&results, "FAIL");
+        let speed = |promise: &String| promise.contains("the queue costs") || promise.contains("busy 90 %");
+        assert!(failed.iter().all(speed), "{}", said(&output));
+        let not_measured = with_status(&results, "not measured");
+        let pytorch =
+            |promise: &String| promise.contains("1.5 × PyTorch") || promise.contains("out of device memory");
+        assert!(not_measured.iter().all(pytorch), "{}", said(&output));
+        assert!(with_status(&results, "PASS").len() >= 20, "{}", said(&output));
+    }
 }
