@@ -11,6 +11,7 @@ TOLERANCE = {"f32": (1e-5, 0.99999), "f16": (2e-3, 0.9999), "bf16": (1e-2, 0.999
 REFERENCES = {"torch": "PyTorch", "plain": "Python's"}
 TEXTS, FEW = 192, 24
 """Compared in each shape; where Python alone computes them, fewer."""
+NOTHING = "there is nothing to compare with"
 
 
 def check(scene, findings):
@@ -102,7 +103,7 @@ def _theirs(scene, model, dtype, texts, expected):
 
 def _alone(scene, model, dtype, texts, found):
     if dtype not in found:
-        raise NotMeasured("there is nothing to compare with")
+        raise NotMeasured(NOTHING)
     settings = [f"pool[0].dtype={dtype}", "pool[0].batch.max_requests=1"]
     ended, responses = scene.embed(model, texts, settings)
     report = sconce.ended_well(ended).report()
@@ -114,8 +115,8 @@ def _alone(scene, model, dtype, texts, found):
 
 
 def _counted(tokens, found):
-    if isinstance(tokens, str):
-        raise NotMeasured(tokens)
+    if isinstance(tokens, str) or "tokens" not in found:
+        raise NotMeasured(tokens if isinstance(tokens, str) else NOTHING)
     differ = sum(a != b for a, b in zip(found["tokens"], tokens))
     return not differ, f"{sum(tokens)} tokens of {len(tokens)} texts, {differ} texts counted otherwise"
 

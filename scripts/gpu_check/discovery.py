@@ -64,14 +64,16 @@ def _named(scene):
 
 
 def _refused(scene):
-    count = len(scene.host["nvidia"]["gpus"])
-    entries = [f'["cuda:{count}"]', '["GPU-no-such-card"]', '["tpu"]', "[]"]
+    cards = scene.host["nvidia"]["gpus"]
+    # Where there is no driver, that is why.
+    of_card = ("there are", "none of this name") if cards else ("", "")
+    entries = {f'["cuda:{len(cards)}"]': of_card[0], '["GPU-no-such-card"]': of_card[1]}
+    entries.update({'["tpu"]': "a device is", "[]": "expected"})
     if scene.card:
-        number = scene.host["nvidia"]["gpus"].index(scene.card)
-        entries.append(f'["cuda:{number}", "{scene.uuid}"]')
-    for entry in entries:
+        entries[f'["cuda:{cards.index(scene.card)}", "{scene.uuid}"]'] = "there already"
+    for entry, why in entries.items():
         ended, _ = _slots(scene, entry)
-        if ended.code != REFUSED:
+        if ended.code != REFUSED or why not in ended.err:
             return False, f"{entry} ends with exit {ended.code}: {ended.last_words()}"
     return True, f"{', '.join(entries)}: exit {REFUSED} each; the last: {ended.last_words()}"
 

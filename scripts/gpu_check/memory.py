@@ -31,6 +31,7 @@ def _free(scene):
 def _split(scene):
     scene.needs_gpu()
     sconce.is_linux()
+    torch = scene.torch
     model = max(scene.models, key=lambda it: it.shape.flop_per_token)
     texts = [" ".join(model.texts.words[:WORDS])] * TEXTS
     tokens = TOKENS
@@ -51,7 +52,7 @@ def _split(scene):
     finally:
         launcher.kill()
         del taken
-        scene.torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     codes = [answer["status_code"] for answer in sconce.answers(made)]
     said = next((line for line in ended.err.splitlines() if "out of device memory" in line), None)
     if said is None:

@@ -27,7 +27,7 @@ class Ended:
     def last_words(self):
         """The last line that it wrote to its user."""
         lines = self.err.strip().splitlines()
-        return lines[-1][:400] if lines else "(silent)"
+        return lines[-1][:250] if lines else "(silent)"
 
 
 class Sconce:
