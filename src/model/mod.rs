@@ -30,6 +30,7 @@ pub mod source;
 use std::path::{Path, PathBuf};
 
 pub use crate::config::Dtype;
+pub use crate::protocol::control::Unfit;
 use crate::protocol::{Message, TaskError};
 
 /// An input and what it costs a forward pass.
@@ -225,6 +226,16 @@ pub enum LoadError {
         /// The device asked for.
         device: String,
         /// The driver's words.
+        reason: String,
+    },
+    /// The device is there, and not fit to be given work.
+    #[error("device {device:?} is unfit: {reason}")]
+    Unfit {
+        /// The device.
+        device: String,
+        /// What is wrong with it.
+        why: Unfit,
+        /// The same with numbers, and what to do.
         reason: String,
     },
     /// The hub could not deliver the model.
