@@ -207,7 +207,7 @@ fn note(slot: &str, line: &str) -> Option<Event> {
         Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
         Ok(Event::Stopped { cause }) => tracing::info!(slot, cause, "worker stopped"),
-        // The sight tells of what is wrong with a device.
+        // What is wrong with a device is in the worker's own log and in the cause that follows.
         Ok(Event::Stats(_) | Event::Unfit { .. }) => {}
         Err(error) => tracing::warn!(slot, %error, "unreadable event"),
     }

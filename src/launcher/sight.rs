@@ -146,10 +146,7 @@ impl Sight {
                 self.on_device.clone_from(tasks);
             }
             Event::Stats(stats) => self.account(stats, slot),
-            Event::Unfit { why, words } => {
-                tracing::error!(slot, reason = why.name(), words, "the worker's device is unfit");
-                self.why.unfit = Some((*why, words.clone()));
-            }
+            Event::Unfit { why, words } => self.why.unfit = Some((*why, words.clone())),
             _ => {}
         }
         launch.board.change(slot, |entry| post(entry, event, shown));
