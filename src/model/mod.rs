@@ -121,7 +121,8 @@ pub trait Model: Sized + 'static {
     /// Its decoder and encoder.
     type Codec: Codec;
 
-    /// Opens the device, loads the weights onto it. Called once, on the model's own thread.
+    /// Opens the device, loads the weights onto it. Called once, on the model's own thread, after the device
+    /// has multiplied known matrices rightly ([`device::prove`]).
     ///
     /// # Errors
     /// [`LoadError`] ends the worker with the code for its variant.

@@ -138,6 +138,20 @@ mod tests {
     }
 
     #[test]
+    fn the_documentation_lists_them_as_they_are() {
+        let page = include_str!("../../../docs/gpu.md");
+        for (weight, behind) in [
+            (Weight::Condemning, " | condemn the device |"),
+            (Weight::Passing, " | concern one process"),
+            (Weight::Nothing, ", and all others | are logged"),
+        ] {
+            let numbers = XIDS.iter().filter(|row| row.1 == weight).map(|row| row.0.to_string());
+            let row = format!("| {}{behind}", numbers.collect::<Vec<_>>().join(", "));
+            assert!(page.contains(&row), "{row}");
+        }
+    }
+
+    #[test]
     fn what_the_driver_wants_done_first_hinders_workers_unless_it_concerns_others() {
         assert!([0, 3, 5].iter().all(|action| recovery(*action).is_none()));
         assert!([1, 2, 4, 6, 7, 99].iter().all(|action| recovery(*action).is_some()));
