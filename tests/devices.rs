@@ -8,21 +8,10 @@ use std::process::{Command, Output};
 
 use serde_json::{Value, json};
 
-const WHOLE: &str = "GPU-a0000000-1111-2222-3333-444444444444";
-const DIVIDED: &str = "GPU-c0000000-1111-2222-3333-444444444444";
-const PARTS: [&str; 2] =
-    ["MIG-5a1b2c3d-0000-5000-8000-000000000001", "MIG-5a1b2c3d-0000-5000-8000-000000000002"];
-const LOST: &str = "GPU-e0000000-1111-2222-3333-444444444444";
+#[path = "support/nvml.rs"]
+mod nvml;
 
-/// A folder with that library.
-fn driver() -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/nvml/nvml.c");
-    let library = folder.path().join("libnvidia-ml.so.1");
-    let compiled = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(library).arg(source).status();
-    assert!(compiled.unwrap().success(), "cc cannot compile {source}");
-    folder
-}
+use nvml::{DIVIDED, LOST, PARTS, WHOLE, driver};
 
 fn sconce(libraries: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));

@@ -66,6 +66,7 @@ fn without_anything_written_the_documented_defaults_are_in_force() {
             workers_per_device: 1,
             threads: None,
             dtype: Dtype::F32,
+            min_speed: 0.2,
             prefetch: None,
             prefetch_bytes: 64 * 1024 * 1024,
             max_body: 8 * 1024 * 1024,

@@ -86,6 +86,7 @@ fn policy() -> anyhow::Result<Policy> {
         worker: String::new(),
         numa_node: None,
         device: "cpu".into(),
+        sharers: 1,
         threads: 1,
         pool,
         broker: settings.broker,

@@ -132,6 +132,7 @@ fn by_hand(arguments: &Worker) -> anyhow::Result<Assignment> {
         slot,
         numa_node: host.gpus.gpu_of(&device).and_then(|gpu| gpu.numa_node),
         device,
+        sharers: 1,
         threads: pool.threads.unwrap_or(host.cores),
         pool: pool.clone(),
         broker: settings.broker,

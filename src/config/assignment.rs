@@ -27,6 +27,10 @@ pub struct Assignment {
     /// The memory node that the device is near to, on a host with several.
     #[serde(default)]
     pub numa_node: Option<u32>,
+    /// Workers of the launcher that may compute on the device at once, this one included. A plan says 1; who
+    /// starts a worker says how many there are then.
+    #[serde(default = "alone")]
+    pub sharers: usize,
     /// Compute threads.
     pub threads: usize,
     /// The pool.
@@ -37,11 +41,20 @@ pub struct Assignment {
     pub telemetry: Telemetry,
 }
 
+fn alone() -> usize {
+    1
+}
+
 impl Assignment {
     /// Most tokens of a batch: the pool's, or by device.
     pub fn max_tokens(&self) -> usize {
         let by_device = if self.device == "cpu" { CPU_TOKENS * self.threads.max(1) } else { GPU_TOKENS };
         self.pool.batch.max_tokens.unwrap_or(by_device)
+    }
+
+    /// Share of what the device could do that it has to reach: the pool's, for each that computes on it.
+    pub fn min_speed(&self) -> f64 {
+        self.pool.min_speed / self.sharers.max(1) as f64
     }
 
     /// Unacked messages at first: the pool's, or two batches of short texts.

@@ -107,6 +107,7 @@ fn pool(page: &mut Page<'_>, index: usize, pool: &Pool) {
     page.line("workers_per_device", pool.workers_per_device.to_string());
     page.line("threads", number_or_auto(pool.threads));
     page.line("dtype", quoted(pool.dtype.name()));
+    page.line("min_speed", format!("{:?}", pool.min_speed));
     page.line("prefetch", number_or_auto(pool.prefetch));
     page.line("prefetch_bytes", quoted(&show_size(pool.prefetch_bytes)));
     page.line("max_body", quoted(&show_size(pool.max_body)));

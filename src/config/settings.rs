@@ -116,6 +116,8 @@ pub struct Pool {
     pub threads: Option<usize>,
     /// In which numbers the model computes.
     pub dtype: Dtype,
+    /// Share of what a GPU's multiprocessors and clock make possible that it has to reach, 0 to 1.
+    pub min_speed: f64,
     /// Unacked messages a worker holds; none: two batches of them, as they come.
     pub prefetch: Option<u16>,
     /// Bytes of task bodies that a worker aims to hold at most where `prefetch` is none.

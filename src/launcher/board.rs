@@ -116,6 +116,11 @@ impl Board {
         self.read(|sheet| sheet.slots.get(slot).map(|entry| entry.assignment.clone()))
     }
 
+    /// How many slots work on a device.
+    pub(super) fn slots_on(&self, device: &str) -> usize {
+        self.read(|sheet| sheet.slots.values().filter(|entry| entry.assignment.device == device).count())
+    }
+
     /// Takes a slot off it.
     pub(super) fn remove(&self, slot: &str) {
         self.write(|sheet| drop(sheet.slots.remove(slot)));

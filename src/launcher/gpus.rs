@@ -1,8 +1,11 @@
 //! The GPUs of this host, as NVML shows them: what a `devices` entry means, and which GPU can take a
-//! worker. Pure but for `nvml`, which asks the driver. Never opens CUDA: a process that has may hold a
-//! context on each device.
+//! worker. Pure but for `nvml` and `watch`, which ask the driver. Never opens CUDA: a process that has may
+//! hold a context on each device.
 
+pub(super) mod ailment;
 mod nvml;
+mod raw;
+pub(super) mod watch;
 
 use serde::Serialize;
 

@@ -13,6 +13,8 @@
 //! | `replace` | when its worker is replaced by a new one |
 //! | `running` | one worker process, from its spawn to its end |
 //! | `sight` | what is seen of it, and what its death means |
+//! | `fault` | what it ended of, by name |
+//! | `health` | which devices are out of order, by the driver |
 //! | `leave` | how it is brought to its end |
 //! | `child` | how a worker process is spawned and spoken to |
 //! | `board` | what is known of every slot |
@@ -25,9 +27,11 @@
 pub mod board;
 mod child;
 mod deaths;
+mod fault;
 mod fit;
 mod fleet;
 pub mod gpus;
+mod health;
 mod last_words;
 mod leave;
 mod logs;
@@ -99,6 +103,7 @@ struct Launch {
     policy: watch::Receiver<Launcher>,
     stop: Stop,
     deaths: deaths::Register,
+    health: Arc<health::Health>,
     board: Arc<Board>,
     /// One slot at a time changes its worker for a new one.
     turn: Arc<Semaphore>,
@@ -127,7 +132,8 @@ impl Launching {
         let (handle, asks) = Handle::new(board.clone());
         let deaths = deaths::Register::new(policy.borrow().poison_deaths);
         let (program, stop, turn) = (program.to_owned(), stop.clone(), Arc::new(Semaphore::new(1)));
-        let launch = Launch { program, policy, stop, deaths, board, turn, raw_lines };
+        let health = Arc::default();
+        let launch = Launch { program, policy, stop, deaths, health, board, turn, raw_lines };
         Self { launch: Arc::new(launch), policy: sender, asks, handle }
     }
 

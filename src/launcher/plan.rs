@@ -142,6 +142,7 @@ pub fn plan(settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchE
             slot,
             numa_node: host.gpus.gpu_of(&device).and_then(|gpu| gpu.numa_node),
             device,
+            sharers: 1,
             threads: pool.threads.unwrap_or(threads),
             pool: pool.clone(),
             broker: settings.broker.clone(),

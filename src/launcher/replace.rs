@@ -3,7 +3,6 @@
 //! drains first. A new one that never gets ready leaves the settings as they were. Decides when a
 //! worker is replaced, and sees the old one off.
 
-use std::io;
 use std::time::{Duration, Instant};
 
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
@@ -151,12 +150,12 @@ impl Slot {
         if assignment != self.assignment {
             wishes.batch = BatchChange::default();
         }
-        match Running::spawn(&self.launch, assignment, (known, &wishes), None).await {
+        match Running::spawn(&self.launch, assignment, (known, &wishes), true).await {
             Ok(mut running) => {
                 running.sight.be_on_probation();
                 *successor = Some(Successor { running, why });
             }
-            Err(error) => self.give_up_successor(why, &spawn_failed(&self.launch, &error)),
+            Err(refusal) => self.give_up_successor(why, &refusal.to_string()),
         }
     }
 
@@ -243,8 +242,4 @@ impl Slot {
             self.show(State::Paused);
         }
     }
-}
-
-fn spawn_failed(launch: &Launch, error: &io::Error) -> String {
-    format!("cannot spawn {}: {error}", launch.program.display())
 }

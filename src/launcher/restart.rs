@@ -30,7 +30,7 @@ impl Death {
 
 /// Why a worker is started in the place of another, as names for counting: how the one before ended,
 /// or what it was replaced for.
-pub const REASONS: [&str; 13] = [
+pub const REASONS: [&str; 18] = [
     "killed",
     "stuck",
     "silent",
@@ -39,6 +39,11 @@ pub const REASONS: [&str; 13] = [
     "model_failed",
     "device_failed",
     "wrong_device",
+    "wrong_result",
+    "too_slow",
+    "xid",
+    "ecc",
+    "off_the_bus",
     "bad_configuration",
     "recycled",
     "reloaded",

@@ -9,9 +9,11 @@ use tokio::time::sleep_until;
 
 use super::Launch;
 use super::child::{Sign, Worker};
+use super::gpus::ailment::Ailment;
+use super::health::Vigil;
 use super::leave::Step;
 use super::logs::re_emit;
-use super::sight::{Accused, Remains, Sight};
+use super::sight::{Remains, Sight};
 use crate::config::Assignment;
 use crate::protocol::control::{BatchChange, Command, Deaths, Event, decode};
 use crate::shutdown::Phase;
@@ -27,13 +29,26 @@ pub(super) struct Wishes {
     pub(super) log: Option<String>,
 }
 
+/// Why no worker was started.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Refusal {
+    /// The program cannot be started.
+    #[error("cannot spawn {program}: {error}")]
+    Spawn { program: String, error: io::Error },
+    /// Its device is out of order.
+    #[error("the device is out of order: {}", .0.words)]
+    Device(Ailment),
+}
+
 /// See the module.
 pub(super) struct Running {
     worker: Worker,
     pub(super) sight: Sight,
     step: Step,
-    /// When it is killed for being stuck.
+    /// When it is killed for being stuck, or once more where it does not end.
     kill_at: Option<Instant>,
+    /// On its device.
+    vigil: Vigil,
     pub(super) assignment: Assignment,
     /// The board shows it.
     pub(super) shown: bool,
@@ -46,22 +61,36 @@ pub(super) enum Happening {
     Step,
     /// It says nothing, or computes, for longer than it may.
     Overdue,
+    /// Its device is out of order.
+    Condemned(Ailment),
     /// Nobody can see it any more.
     Lost(io::Error),
 }
 
 impl Running {
-    /// Spawns one, and tells it all there is to tell.
+    /// Spawns one, and tells it all there is to tell. `beside`: of the slot there is another, which goes on.
     ///
     /// # Errors
-    /// The program cannot be started.
+    /// The program cannot be started, or the driver says that the device is out of order.
     pub(super) async fn spawn(
         launch: &Launch,
         assignment: Assignment,
         (deaths, wishes): (Vec<Deaths>, &Wishes),
-        accused: Option<Accused>,
-    ) -> io::Result<Self> {
-        let mut worker = Worker::spawn(&launch.program, &assignment, deaths, wishes.paused).await?;
+        beside: bool,
+    ) -> Result<Self, Refusal> {
+        launch.health.watch_over(&assignment.device);
+        // Before the driver is asked: what it says from now on is heard.
+        let vigil = launch.health.vigil(&assignment.device);
+        if let Some(ailment) = launch.health.refuses(&assignment.device) {
+            return Err(Refusal::Device(ailment));
+        }
+        let sharers = launch.board.slots_on(&assignment.device) + usize::from(beside);
+        let told = Assignment { sharers, ..assignment.clone() };
+        let spawned = Worker::spawn(&launch.program, &told, deaths, wishes.paused).await;
+        let mut worker = spawned.map_err(|error| {
+            let program = launch.program.display().to_string();
+            Refusal::Spawn { program, error }
+        })?;
         if wishes.batch != BatchChange::default() {
             worker.tell(&Command::SetBatch(wishes.batch)).await;
         }
@@ -74,8 +103,8 @@ impl Running {
             device = assignment.device,
             "worker spawned"
         );
-        let (sight, step) = (Sight::new(accused), Step::Drain);
-        Ok(Self { worker, sight, step, kill_at: None, assignment, shown: false })
+        let (sight, step) = (Sight::new(None), Step::Drain);
+        Ok(Self { worker, sight, step, kill_at: None, vigil, assignment, shown: false })
     }
 
     /// Its process id, while it lives.
@@ -104,6 +133,7 @@ impl Running {
         tokio::select! {
             sign = self.worker.next() => sign.map_or_else(Happening::Lost, Happening::Sign),
             () = self.step.is_due(&launch.stop) => Happening::Step,
+            ailment = self.vigil.condemned() => Happening::Condemned(ailment),
             () = sleep_until(bound.unwrap_or_else(Instant::now).into()), if bound.is_some() => Happening::Overdue,
         }
     }
@@ -119,6 +149,10 @@ impl Running {
             Happening::Sign(Sign::Ended(status)) => return Some(Some(status)),
             Happening::Step => self.step = self.step.take(&mut self.worker, grace).await,
             Happening::Overdue => self.be_overdue(launch),
+            Happening::Condemned(ailment) => {
+                self.sight.condemn(ailment, (launch, &self.assignment.slot), self.shown);
+                self.kill();
+            }
             Happening::Lost(error) => {
                 tracing::error!(slot = self.assignment.slot, %error, "lost sight of the worker");
                 return Some(None);
@@ -143,15 +177,19 @@ impl Running {
             let Some((_, fault)) = self.sight.bound(&self.assignment) else { return };
             self.kill_at = Some(self.sight.give_up(fault, (launch, &self.assignment.slot), self.shown));
         } else {
-            self.worker.kill();
-            self.kill_at = Some(Instant::now() + Duration::from_secs(10));
+            self.kill();
         }
+    }
+
+    fn kill(&mut self) {
+        self.worker.kill();
+        self.kill_at = Some(Instant::now() + Duration::from_secs(10));
     }
 
     /// After its end.
     pub(super) fn remains(self, status: Option<ExitStatus>, launch: &Launch) -> Remains {
         let forced = self.step.is_forced() || launch.stop.phase() >= Phase::Returning;
-        self.sight.end(status, forced, (launch, &self.assignment.slot))
+        self.sight.end(status, forced, (launch, &self.assignment))
     }
 }
 
@@ -169,7 +207,8 @@ fn note(slot: &str, line: &str) -> Option<Event> {
         Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
         Ok(Event::Stopped { cause }) => tracing::info!(slot, cause, "worker stopped"),
-        Ok(Event::Stats(_)) => {}
+        // What is wrong with a device is in the worker's own log and in the cause that follows.
+        Ok(Event::Stats(_) | Event::Unfit { .. }) => {}
         Err(error) => tracing::warn!(slot, %error, "unreadable event"),
     }
     event.ok()

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::Launch;
 use super::board::Entry;
+use super::fault::{Circumstances, Fault};
+use super::gpus::ailment::{Ailment, Kind};
 use super::last_words::LogTail;
 use super::restart::Death;
 use crate::config::Assignment;
@@ -34,27 +36,6 @@ pub(super) struct Accused {
     last: LastWords,
 }
 
-/// Why the launcher ends a worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fault {
-    /// It reported another device than its own.
-    WrongDevice,
-    /// A forward pass lasts longer than it may.
-    Stuck,
-    /// It says nothing any more.
-    Silent,
-}
-
-impl Fault {
-    fn name(self) -> &'static str {
-        match self {
-            Self::WrongDevice => "wrong_device",
-            Self::Stuck => "stuck",
-            Self::Silent => "silent",
-        }
-    }
-}
-
 /// See the module.
 pub(super) struct Sight {
     ready: Option<Instant>,
@@ -67,8 +48,8 @@ pub(super) struct Sight {
     /// In quarantine.
     alone: Option<TaskName>,
     heard: Instant,
-    /// Why it was killed.
-    fault: Option<Fault>,
+    /// Why it was killed, or said that it ends.
+    why: Circumstances,
     /// Work that the log has not told of yet.
     untold: Stats,
     born: Instant,
@@ -105,7 +86,7 @@ impl Sight {
             computing_since: None,
             alone: None,
             heard: Instant::now(),
-            fault: None,
+            why: Circumstances::default(),
             untold: Stats::default(),
             born: Instant::now(),
             on_probation: false,
@@ -147,7 +128,7 @@ impl Sight {
                 let own = &assignment.device;
                 if device != own {
                     tracing::error!(slot, device, own, "not its device; killing it");
-                    self.fault = Some(Fault::WrongDevice);
+                    self.why.fault = Some(Fault::WrongDevice);
                     return Err(Fault::WrongDevice);
                 }
                 self.death.was_ready = true;
@@ -165,6 +146,7 @@ impl Sight {
                 self.on_device.clone_from(tasks);
             }
             Event::Stats(stats) => self.account(stats, slot),
+            Event::Unfit { why, words } => self.why.unfit = Some((*why, words.clone())),
             _ => {}
         }
         launch.board.change(slot, |entry| post(entry, event, shown));
@@ -193,19 +175,42 @@ impl Sight {
     /// It is past its bound. When to kill it for that, if nothing moves.
     pub(super) fn give_up(&mut self, fault: Fault, (launch, slot): (&Launch, &str), shown: bool) -> Instant {
         tracing::error!(slot, reason = fault.name(), "the worker is stuck; it will be killed");
-        self.fault = Some(fault);
+        self.why.fault = Some(fault);
         if shown {
             launch.board.change(slot, |entry| entry.stuck_since = Some(Instant::now()));
         }
         Instant::now() + STUCK
     }
 
+    /// It was not even started, since its device is out of order.
+    pub(super) fn be_refused(&mut self, ailment: Ailment) {
+        self.why.fault = Some(Fault::Device(ailment));
+    }
+
+    /// Its device is out of order: it is killed for that. One that the driver does not let go of may take
+    /// its time to end, and those who watch are to see why.
+    pub(super) fn condemn(&mut self, ailment: Ailment, (launch, slot): (&Launch, &str), shown: bool) {
+        tracing::error!(
+            slot,
+            reason = ailment.kind.name(),
+            fault = ailment.words,
+            "its device is out of order; killing the worker"
+        );
+        if shown {
+            launch.board.change(slot, |entry| entry.report.last_failure = Some(ailment.words.clone()));
+        }
+        self.why.fault = Some(Fault::Device(ailment));
+    }
+
     /// Whether it moves again after all.
     pub(super) fn recovers(&mut self, assignment: &Assignment, launch: &Launch, shown: bool) -> bool {
+        if self.why.fault.as_ref().is_some_and(Fault::is_the_devices) {
+            return false;
+        }
         let moves = self.bound(assignment).is_none_or(|(at, _)| at > Instant::now());
         if moves {
             tracing::warn!(slot = assignment.slot, "the worker moves again");
-            self.fault = None;
+            self.why.fault = None;
             if shown {
                 launch.board.change(&assignment.slot, |entry| entry.stuck_since = None);
             }
@@ -234,21 +239,29 @@ impl Sight {
         mut self,
         status: Option<ExitStatus>,
         forced: bool,
-        (launch, slot): (&Launch, &str),
+        (launch, assignment): (&Launch, &Assignment),
     ) -> Remains {
+        let slot = &assignment.slot;
         self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
         self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
-        if self.fault == Some(Fault::WrongDevice) {
+        let mut devices = self.why.fault.as_ref().is_some_and(Fault::is_the_devices);
+        if devices {
             self.death.exit = Some(Exit::DeviceFailed);
         }
-        log_death(slot, status, &self.death);
-        let reason = self.fault.map_or_else(|| reason(&self.death, status), Fault::name);
+        // One that was not even started has not died.
+        if status.is_some() || !devices {
+            log_death(slot, status, &self.death);
+        }
+        let lately = launch.health.lately(&assignment.device);
+        let (reason, words) = self.why.name(&self.death, status, lately.as_ref());
+        // Memory that cannot be corrected is nobody's doing; other events may be a task's.
+        devices |= reason == Kind::Ecc.name();
         let mut tasks = std::mem::take(&mut self.on_device);
         let others = tasks.iter().any(|task| self.alone.as_ref() != Some(task));
         tasks.extend(self.alone.take().filter(|task| !tasks.contains(task)));
         let last = self.log.at_the_end(status);
-        let words = last.exit.clone();
-        if !forced && self.fault != Some(Fault::WrongDevice) && !tasks.is_empty() {
+        let words = words.unwrap_or_else(|| last.exit.clone());
+        if !forced && !devices && !tasks.is_empty() {
             let accused = Accused { tasks, alone: !others, last };
             match self.death.exit {
                 None | Some(Exit::Internal) => self.found_poison |= blame(&accused, launch, slot),
@@ -300,7 +313,7 @@ fn post(entry: &mut Entry, event: Event, shown: bool) {
                 entry.turn(if busy { State::Busy } else { State::Ready });
             }
         }
-        Event::Alone { .. } | Event::Stats(_) | Event::Stopped { .. } => {}
+        Event::Alone { .. } | Event::Stats(_) | Event::Unfit { .. } | Event::Stopped { .. } => {}
     }
 }
 
@@ -326,19 +339,6 @@ fn tell_of_work(untold: &mut Stats, slot: &str) {
         busy_percent = stats.busy_percent(),
         "work"
     );
-}
-
-/// What a worker died of, as a name.
-fn reason(death: &Death, status: Option<ExitStatus>) -> &'static str {
-    match death.exit {
-        Some(Exit::BrokerLost) => "broker_lost",
-        Some(Exit::ModelFailed) => "model_failed",
-        Some(Exit::DeviceFailed) => "device_failed",
-        Some(Exit::Config | Exit::Usage) => "bad_configuration",
-        Some(Exit::Internal) => "internal_error",
-        None if status.is_some_and(|status| status.code().is_none()) => "killed",
-        _ => "other",
-    }
 }
 
 fn log_death(slot: &str, status: Option<ExitStatus>, death: &Death) {

@@ -15,7 +15,7 @@ use super::board::Entry;
 use super::order::{Order, Ordered};
 use super::replace::{Successor, Trial, Why, next_of};
 use super::restart::{Verdict, judge};
-use super::running::{Running, Wishes};
+use super::running::{Refusal, Running, Wishes};
 use super::sight::{Accused, Remains, Sight};
 use crate::config::Assignment;
 use crate::protocol::admin::State;
@@ -230,10 +230,11 @@ impl Slot {
         let told_of = known.borrow_and_update().clone();
         self.show(State::Starting);
         let assignment = self.assignment.clone();
-        let mut current = match Running::spawn(&launch, assignment, (told_of, &self.wishes), accused).await {
+        let mut current = match Running::spawn(&launch, assignment, (told_of, &self.wishes), false).await {
             Ok(current) => current,
-            Err(error) => return (self.not_spawned(&error), Then::Judge),
+            Err(refusal) => return (self.not_spawned(refusal, accused), Then::Judge),
         };
+        current.sight.inherit(accused);
         if self.trial.is_some() {
             current.sight.be_on_probation();
         }
@@ -368,10 +369,14 @@ impl Slot {
         }
     }
 
-    fn not_spawned(&self, error: &std::io::Error) -> Remains {
-        let (slot, program) = (&self.assignment.slot, self.launch.program.display());
-        tracing::error!(slot, %program, %error, "cannot spawn a worker");
-        Sight::new(None).end(None, false, (&self.launch, slot))
+    fn not_spawned(&self, refusal: Refusal, accused: Option<Accused>) -> Remains {
+        let (launch, assignment) = (&self.launch, &self.assignment);
+        tracing::error!(slot = assignment.slot, reason = %refusal, "no worker was started");
+        let mut sight = Sight::new(accused);
+        if let Refusal::Device(ailment) = refusal {
+            sight.be_refused(ailment);
+        }
+        sight.end(None, false, (launch, assignment))
     }
 }
 

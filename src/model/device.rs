@@ -3,8 +3,11 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+mod fitness;
 
 use candle_core::{Device, Error};
+
+pub use fitness::{Proven, prove};
 
 use super::{ForwardError, LoadError};
 

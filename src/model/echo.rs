@@ -8,7 +8,8 @@
 //! `error` ([`ForwardError::Failed`]), `once` (the same, at a task's first attempt), `oom`, `device`,
 //! `panic`, or `exit` (the process aborts; `prepare`: already when it is prepared); the
 //! integer `fits` makes a pass run out of memory that has more inputs than so many. With
-//! `echo?faults=/a/file` the device is broken, and every pass fails, while that file exists. A
+//! `echo?faults=/a/file` the device is broken, and every pass fails, while that file exists; where it holds
+//! `wrong_result` or `too_slow`, the device is not even fit to be given work. A
 //! production pool served by `echo` ignores these fields, so that no message can stop its workers.
 
 use std::path::PathBuf;
@@ -18,7 +19,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::{Codec, Costed, ForwardError, LoadError, LoadSpec, Model, Prepared, Step, Steps, device};
+use super::{Codec, Costed, ForwardError, LoadError, LoadSpec, Model, Prepared, Step, Steps, Unfit, device};
 use crate::protocol::task::ATTEMPT;
 use crate::protocol::{Message, TaskError, TaskErrorKind, shorten};
 
@@ -99,6 +100,10 @@ impl Model for Echo {
         if !faults && spec.source != ECHO {
             let reason = format!("the echo model is {ECHO:?}, or {ECHO_WITH_FAULTS:?} in tests");
             return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
+        }
+        let held = broken.as_ref().and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
+        if let Some(why) = [Unfit::WrongResult, Unfit::TooSlow].into_iter().find(|it| it.name() == held) {
+            return Err(LoadError::Unfit { device, why, reason: "as a file says".to_owned() });
         }
         let codec = EchoCodec { faults, max_inputs: spec.max_inputs };
         Ok((Self { device, broken }, codec))

@@ -30,6 +30,7 @@ pub mod source;
 use std::path::{Path, PathBuf};
 
 pub use crate::config::Dtype;
+pub use crate::protocol::control::Unfit;
 use crate::protocol::{Message, TaskError};
 
 /// An input and what it costs a forward pass.
@@ -120,7 +121,8 @@ pub trait Model: Sized + 'static {
     /// Its decoder and encoder.
     type Codec: Codec;
 
-    /// Opens the device, loads the weights onto it. Called once, on the model's own thread.
+    /// Opens the device, loads the weights onto it. Called once, on the model's own thread, after the device
+    /// has multiplied known matrices rightly ([`device::prove`]).
     ///
     /// # Errors
     /// [`LoadError`] ends the worker with the code for its variant.
@@ -225,6 +227,16 @@ pub enum LoadError {
         /// The device asked for.
         device: String,
         /// The driver's words.
+        reason: String,
+    },
+    /// The device is there, and not fit to be given work.
+    #[error("device {device:?} is unfit: {reason}")]
+    Unfit {
+        /// The device.
+        device: String,
+        /// What is wrong with it.
+        why: Unfit,
+        /// The same with numbers, and what to do.
         reason: String,
     },
     /// The hub could not deliver the model.

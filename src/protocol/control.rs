@@ -121,11 +121,38 @@ pub enum Event {
         /// What asked for it.
         cause: String,
     },
+    /// Its device is not fit to be given work; it takes none, and exits.
+    Unfit {
+        /// What is wrong with the device.
+        why: Unfit,
+        /// The same in words, with numbers and what to do.
+        words: String,
+    },
     /// Last line before the exit.
     Stopped {
         /// What ended the worker, in words.
         cause: String,
     },
+}
+
+/// What a worker finds wrong with its device before it takes work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unfit {
+    /// It computes something else than is known to be right.
+    WrongResult,
+    /// It computes rightly, and far slower than it should.
+    TooSlow,
+}
+
+impl Unfit {
+    /// As it is counted.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::WrongResult => "wrong_result",
+            Self::TooSlow => "too_slow",
+        }
+    }
 }
 
 /// What a task is called by those who only pass its name on.
@@ -213,6 +240,7 @@ mod tests {
             Event::Paused,
             Event::Forward { tasks: vec![TaskName { id: "a\nb".into(), fingerprint: "0".into() }] },
             Event::Draining { cause: "a\nb".into() },
+            Event::Unfit { why: Unfit::TooSlow, words: "a\nb".into() },
             Event::Stopped { cause: "x".into() },
         ];
         for event in events {

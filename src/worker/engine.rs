@@ -68,20 +68,22 @@ pub(super) const DEPTH: usize = 3;
 /// # Errors
 /// The system has no thread for us.
 pub(super) fn start<M: Model>(
-    spec: LoadSpec,
+    (spec, min_speed): (LoadSpec, f64),
     reporter: Reporter,
     traces: Traces,
 ) -> io::Result<Engine<M::Codec>> {
     let (batches, queued) = mpsc::channel::<Batch<Item<M::Codec>>>(1);
     let (done_in, done) = mpsc::channel(DEPTH);
     let (loaded_in, loaded) = oneshot::channel();
-    thread::Builder::new().name("model".into()).spawn(move || match Forward::<M>::load(&spec, reporter) {
-        Ok((forward, known)) => {
-            drop(loaded_in.send(Ok(known)));
-            Service { forward, done: done_in, traces, number: 0, ahead: None, freed: Instant::now() }
-                .serve(queued);
+    thread::Builder::new().name("model".into()).spawn(move || {
+        match Forward::<M>::load(&spec, min_speed, reporter) {
+            Ok((forward, known)) => {
+                drop(loaded_in.send(Ok(known)));
+                Service { forward, done: done_in, traces, number: 0, ahead: None, freed: Instant::now() }
+                    .serve(queued);
+            }
+            Err(error) => drop(loaded_in.send(Err(error))),
         }
-        Err(error) => drop(loaded_in.send(Err(error))),
     })?;
     Ok(Engine { batches, done, loaded })
 }

@@ -12,6 +12,7 @@ use super::report::Reporter;
 use super::ticket::Pass;
 use crate::model::{
     Codec, Costed, ForwardError, InputOf, LoadError, LoadSpec, Model, OutputOf, Prepared, Rest, Step, Steps,
+    device,
 };
 use crate::protocol::control::TaskName;
 use crate::protocol::{TaskError, TaskErrorKind};
@@ -31,11 +32,17 @@ type Outputs<M> = Vec<Result<OutputOf<M>, TaskError>>;
 pub(super) type Outcome<M> = Result<Outputs<M>, ForwardError>;
 
 impl<M: Model> Forward<M> {
-    /// Loads the model and has it compute the known input.
+    /// Has the device prove itself, loads the model, and has it compute the known input.
     ///
     /// # Errors
-    /// It cannot be loaded, or its device computes nothing.
-    pub(super) fn load(spec: &LoadSpec, reporter: Reporter) -> Result<(Self, Loaded<M::Codec>), LoadError> {
+    /// It cannot be loaded, or its device computes nothing, wrongly, or more slowly than `min_speed` allows.
+    pub(super) fn load(
+        spec: &LoadSpec,
+        min_speed: f64,
+        reporter: Reporter,
+    ) -> Result<(Self, Loaded<M::Codec>), LoadError> {
+        // Kept while the model opens the device for itself.
+        let _proven = device::prove(&spec.device, spec.dtype, min_speed)?;
         let (model, codec) = M::load(spec)?;
         let device = model.device();
         let mut forward = Self { model, known: Vec::new(), too_large: None, reporter };

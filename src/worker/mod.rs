@@ -107,7 +107,9 @@ impl WorkerError {
     /// The exit code that says so.
     pub fn exit(&self) -> Exit {
         match self {
-            Self::Load(LoadError::Device { .. }) | Self::Device(_) => Exit::DeviceFailed,
+            Self::Load(LoadError::Device { .. } | LoadError::Unfit { .. }) | Self::Device(_) => {
+                Exit::DeviceFailed
+            }
             Self::Load(_) => Exit::ModelFailed,
             Self::Broker(BrokerError::Refused { .. }) | Self::NoDeadLetters { .. } => Exit::Config,
             Self::Broker(BrokerError::Unreachable { .. }) | Self::SentinelLost => Exit::BrokerLost,
@@ -187,13 +189,17 @@ async fn load<M: Model>(
 ) -> Result<Option<(Engine<M::Codec>, Loaded<M::Codec>)>, WorkerError> {
     let born = Instant::now();
     reporter.send(&Event::Loading).await;
-    let mut engine = engine::start::<M>(load_spec(assignment), reporter.clone(), traces.clone())?;
+    let spec = (load_spec(assignment), assignment.min_speed());
+    let mut engine = engine::start::<M>(spec, reporter.clone(), traces.clone())?;
     let loaded = tokio::select! {
         loaded = &mut engine.loaded => loaded,
         () = stop.reached(Phase::Finishing) => return Ok(None),
     };
-    let loaded =
-        loaded.map_err(|_| WorkerError::Internal("the model thread died while loading".into()))??;
+    let loaded = loaded.map_err(|_| WorkerError::Internal("the model thread died while loading".into()))?;
+    if let Err(LoadError::Unfit { why, reason, .. }) = &loaded {
+        reporter.send(&Event::Unfit { why: *why, words: reason.clone() }).await;
+    }
+    let loaded = loaded?;
     if loaded.device != assignment.device {
         let (found, own) = (&loaded.device, &assignment.device);
         let words = format!("the model says it is on {found} (`Model::device`), and its device is {own}");

@@ -28,7 +28,7 @@ async fn get(url: String) -> (u16, String) {
 }
 
 /// The metrics of a service, by name and labels.
-async fn metrics(admin: &str) -> BTreeMap<String, f64> {
+pub async fn metrics(admin: &str) -> BTreeMap<String, f64> {
     let (status, page) = get(format!("{admin}/metrics")).await;
     assert_eq!(status, 200);
     let lines = page.lines().filter(|line| !line.starts_with('#'));

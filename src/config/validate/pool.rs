@@ -12,7 +12,7 @@ use super::super::settings::{Batch, Devices, Dtype, Pool, Retry};
 use super::WAIT;
 use super::launcher::refuse_low_ceiling;
 use super::section::{Expected, Report, Section, origin};
-use super::values::{auto, duration, list, name, optional_name, size, text, whole};
+use super::values::{auto, duration, list, name, optional_name, share, size, text, whole};
 
 /// RabbitMQ caps the prefetch of a consumer of a quorum queue here.
 const PREFETCH: RangeInclusive<u64> = 1..=2000;
@@ -93,6 +93,7 @@ fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -
     let workers_per_device = section.read("workers_per_device", whole(PROCESSES));
     let threads = section.read("threads", auto(whole(PROCESSES)));
     let dtype = section.read("dtype", dtype);
+    let min_speed = section.read("min_speed", share);
     let prefetch = section.read("prefetch", auto(whole::<u16>(PREFETCH)));
     let prefetch_bytes = section.read("prefetch_bytes", size(BODY));
     let max_body = section.read("max_body", size(BODY));
@@ -114,6 +115,7 @@ fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -
         workers_per_device: workers_per_device?,
         threads: threads?,
         dtype: dtype?,
+        min_speed: min_speed?,
         prefetch: prefetch?,
         prefetch_bytes: prefetch_bytes?,
         max_body: max_body?,

@@ -1,10 +1,10 @@
 //! The rules of `[telemetry]`.
 
-use ::config::{Value, ValueKind};
+use ::config::Value;
 
 use super::super::settings::Telemetry;
 use super::section::{Expected, Section};
-use super::values::text;
+use super::values::{share, text};
 
 /// Where a collector takes spans.
 const TRACES: &str = "/v1/traces";
@@ -56,17 +56,6 @@ fn endpoint(value: &Value) -> Result<Option<String>, Expected> {
     Ok(Some(address))
 }
 
-/// A share from 0 to 1, also as text.
-fn share(value: &Value) -> Result<f64, Expected> {
-    let number = match &value.kind {
-        ValueKind::Float(number) => Some(*number),
-        ValueKind::I64(number) => Some(*number as f64),
-        ValueKind::String(text) => text.trim().parse().ok(),
-        _ => None,
-    };
-    number.filter(|number| (0.0..=1.0).contains(number)).ok_or_else(|| "a number from 0 to 1".to_owned())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -112,16 +101,5 @@ mod tests {
             assert!(endpoint(&Value::from(address)).is_err_and(|words| words.contains("/v1/traces is put")));
         }
         assert!(endpoint(&Value::from("http://c:4318/v1")).is_ok());
-    }
-
-    #[test]
-    fn a_share_may_come_as_text_and_whole() {
-        for (written, expected) in [("0", 0.0), ("0.25", 0.25), ("1e-3", 0.001), ("1", 1.0)] {
-            assert_eq!(share(&Value::from(written)), Ok(expected));
-        }
-        assert_eq!((share(&Value::from(1_i64)), share(&Value::from(0.5))), (Ok(1.0), Ok(0.5)));
-        for wrong in ["-0.1", "1.01", "NaN", "inf", "all", ""] {
-            assert!(share(&Value::from(wrong)).is_err(), "{wrong}");
-        }
     }
 }

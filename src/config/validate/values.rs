@@ -117,6 +117,17 @@ pub(super) fn size(range: RangeInclusive<u64>) -> impl Fn(&Value) -> Result<u64,
     }
 }
 
+/// A share from 0 to 1, also as text.
+pub(super) fn share(value: &Value) -> Result<f64, Expected> {
+    let number = match &value.kind {
+        ValueKind::Float(number) => Some(*number),
+        ValueKind::I64(number) => Some(*number as f64),
+        ValueKind::String(text) => text.trim().parse().ok(),
+        _ => None,
+    };
+    number.filter(|number| (0.0..=1.0).contains(number)).ok_or_else(|| "a number from 0 to 1".to_owned())
+}
+
 /// A list of text. As text: comma-separated, or an array as TOML and JSON write it. Blanks around
 /// the parts are dropped; parts may come out empty, text without anything in it is no parts.
 pub(super) fn list(value: &Value) -> Result<Vec<String>, Expected> {
@@ -233,5 +244,16 @@ mod tests {
         let range = Duration::from_secs(1)..=Duration::from_secs(90);
         let expected = Err("a duration from 1s to 1m30s".to_owned());
         assert_eq!(duration(range)(&written("2m")), expected);
+    }
+
+    #[test]
+    fn a_share_may_come_as_text_and_whole() {
+        for (written, expected) in [("0", 0.0), ("0.25", 0.25), ("1e-3", 0.001), ("1", 1.0)] {
+            assert_eq!(share(&Value::from(written)), Ok(expected));
+        }
+        assert_eq!((share(&Value::from(1_i64)), share(&Value::from(0.5))), (Ok(1.0), Ok(0.5)));
+        for wrong in ["-0.1", "1.01", "NaN", "inf", "all", ""] {
+            assert!(share(&Value::from(wrong)).is_err(), "{wrong}");
+        }
     }
 }

@@ -41,7 +41,11 @@ pub(super) fn ask() -> Gpus {
     }
 }
 
-fn open() -> Result<Nvml, NvmlError> {
+/// A session with the driver.
+///
+/// # Errors
+/// What [`in_words`] explains.
+pub(super) fn open() -> Result<Nvml, NvmlError> {
     let mut opened = Nvml::builder().lib_path(OsStr::new(LIBRARIES[0])).init();
     if matches!(opened, Err(NvmlError::LibloadingError(_))) {
         opened = Nvml::builder().lib_path(OsStr::new(LIBRARIES[1])).init();
@@ -50,7 +54,7 @@ fn open() -> Result<Nvml, NvmlError> {
 }
 
 /// An error, with what to do.
-fn in_words(error: &NvmlError) -> String {
+pub(super) fn in_words(error: &NvmlError) -> String {
     match error {
         NvmlError::LibloadingError(_) => {
             "no NVIDIA driver here (libnvidia-ml.so.1 is not found); install one, and in a container give \

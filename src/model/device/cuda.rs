@@ -8,6 +8,7 @@ use std::panic::catch_unwind;
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
+use sys::CUdevice_attribute_enum as Attribute;
 
 pub use copies::{Brought, Copies, Fetched};
 
@@ -59,6 +60,19 @@ fn arrange(context: &CudaContext) -> Result<(), DriverError> {
         let pool = result::device::get_default_mem_pool(context.cu_device())?;
         result::mem_pool::set_attribute(pool, threshold, std::ptr::from_mut(&mut kept).cast())
     }
+}
+
+/// What its multiprocessors could compute in f32 at the highest clock that the driver names, in operations a
+/// second: one product and one sum a unit and cycle. None where the driver names no clock.
+pub(super) fn possible(device: &Device) -> Option<f64> {
+    let stream = device.as_cuda_device().ok()?.cuda_stream();
+    let attribute = |which| stream.context().attribute(which).ok().filter(|value| *value > 0).map(f64::from);
+    let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    let kilohertz = attribute(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE)?;
+    let (major, minor) = stream.context().compute_capability().ok()?;
+    // Units of f32 in a multiprocessor, by CUDA's programming guide.
+    let units = if (major, minor) <= (8, 0) { 64.0 } else { 128.0 };
+    Some(multiprocessors * units * 2.0 * kilohertz * 1e3)
 }
 
 #[expect(unsafe_code, reason = "opening a library runs its initialisers; these are the driver's own")]

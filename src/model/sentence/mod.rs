@@ -8,6 +8,7 @@
 mod codec;
 mod config;
 mod encoder;
+mod fitness;
 mod footprint;
 pub mod kernels;
 #[cfg(feature = "cuda")]
@@ -20,7 +21,7 @@ mod weights;
 
 pub use codec::{EmbeddingOptions, Sentence, SentenceCodec};
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use self::config::NetworkConfig;
 use self::encoder::Encoder;
@@ -56,24 +57,28 @@ impl Model for SentenceEncoder {
         let tokenizer = TextTokenizer::read(path, &settings, config.max_tokens(), config.vocabulary)?;
         // Last of all files: a cache that holds it is complete.
         let path = files.required("model.safetensors")?;
-        let weights = Weights::read(path, config.family.base(), &device, candle_dtype(spec.dtype))?;
-        let encoder = Encoder::load(&weights, &config)?;
+        let dtype = candle_dtype(spec.dtype);
+        let on = |device: &Device, dtype| {
+            let weights = Weights::read(path.clone(), config.family.base(), device, dtype)?;
+            Ok(Self {
+                encoder: Encoder::load(&weights, &config)?,
+                pooling: settings.pooling.clone(),
+                device: opened.clone(),
+                #[cfg(feature = "cuda")]
+                gpu: on_gpu::OnGpu::new(device)
+                    .map_err(|error| LoadError::Device { device: opened.clone(), reason: error.to_string() })?,
+            })
+        };
+        let mut model = on(&device, dtype)?;
+        if fitness::is_to_be_compared(&device, dtype) {
+            fitness::compare(&mut model, on(&Device::Cpu, DType::F32)?, &tokenizer, spec.dtype)?;
+        }
         let codec = SentenceCodec {
             tokenizer,
             names: ServedNames::new(spec),
             width: settings.pooling.width(config.hidden),
             pooling: settings.pooling.clone(),
             max_inputs: spec.max_inputs,
-        };
-        #[cfg(feature = "cuda")]
-        let gpu = on_gpu::OnGpu::new(&device)
-            .map_err(|error| LoadError::Device { device: opened.clone(), reason: error.to_string() })?;
-        let model = Self {
-            encoder,
-            pooling: settings.pooling,
-            device: opened,
-            #[cfg(feature = "cuda")]
-            gpu,
         };
         Ok((model, codec))
     }

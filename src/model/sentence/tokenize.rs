@@ -57,6 +57,16 @@ impl TextTokenizer {
         Ok(Self { tokenizer, around, vocabulary, max_tokens, prompt })
     }
 
+    /// Most tokens of a text beside the special ones.
+    pub fn room(&self) -> usize {
+        self.max_tokens - self.around.0.len() - self.around.1.len()
+    }
+
+    /// Ids from here on have no vector.
+    pub fn vocabulary(&self) -> u32 {
+        self.vocabulary
+    }
+
     /// The ids of a text behind the prompt, cut to the limit.
     ///
     /// # Errors

@@ -1,0 +1,157 @@
+//! What a worker ended of, as a name for counting and in words. Pure.
+
+use std::process::ExitStatus;
+
+use super::gpus::ailment::Ailment;
+use super::restart::Death;
+use crate::protocol::control::Unfit;
+use crate::protocol::shorten;
+use crate::shutdown::Exit;
+
+/// Bytes of a worker's own words that are kept.
+const WORDS: usize = 500;
+
+/// Why the launcher ends a worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// It reported another device than its own.
+    WrongDevice,
+    /// A forward pass lasts longer than it may.
+    Stuck,
+    /// It says nothing any more.
+    Silent,
+    /// The driver says that its device is out of order.
+    Device(Ailment),
+}
+
+impl Fault {
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Self::WrongDevice => "wrong_device",
+            Self::Stuck => "stuck",
+            Self::Silent => "silent",
+            Self::Device(ailment) => ailment.kind.name(),
+        }
+    }
+
+    /// The device was at fault, and no task.
+    pub(super) fn is_the_devices(&self) -> bool {
+        matches!(self, Self::WrongDevice | Self::Device(_))
+    }
+}
+
+/// What is known of a worker's end beside its status.
+#[derive(Debug, Default)]
+pub(super) struct Circumstances {
+    /// Why it was killed.
+    pub(super) fault: Option<Fault>,
+    /// What it found wrong with its device.
+    pub(super) unfit: Option<(Unfit, String)>,
+}
+
+impl Circumstances {
+    /// The end's name; with its words, where the status does not say it all. `lately`: what happened on the
+    /// device just before.
+    pub(super) fn name(
+        &self,
+        death: &Death,
+        status: Option<ExitStatus>,
+        lately: Option<&Ailment>,
+    ) -> (&'static str, Option<String>) {
+        if let Some(fault) = &self.fault {
+            let words = match fault {
+                Fault::Device(ailment) => Some(ailment.words.clone()),
+                Fault::WrongDevice | Fault::Stuck | Fault::Silent => None,
+            };
+            return (fault.name(), words);
+        }
+        if let Some((why, words)) = &self.unfit {
+            return (why.name(), Some(shorten(words, WORDS)));
+        }
+        let by_itself = match death.exit {
+            Some(Exit::DeviceFailed | Exit::Internal) => true,
+            Some(_) => false,
+            None => status.is_some(),
+        };
+        match lately.filter(|_| by_itself) {
+            Some(ailment) => {
+                (ailment.kind.name(), Some(format!("{}, and then the worker died", ailment.words)))
+            }
+            None => (of_status(death, status), None),
+        }
+    }
+}
+
+/// What a worker died of, by its status.
+fn of_status(death: &Death, status: Option<ExitStatus>) -> &'static str {
+    match death.exit {
+        Some(Exit::BrokerLost) => "broker_lost",
+        Some(Exit::ModelFailed) => "model_failed",
+        Some(Exit::DeviceFailed) => "device_failed",
+        Some(Exit::Config | Exit::Usage) => "bad_configuration",
+        Some(Exit::Internal) => "internal_error",
+        None if status.is_some_and(|status| status.code().is_none()) => "killed",
+        _ => "other",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::time::Duration;
+
+    use super::super::gpus::ailment::Kind;
+    use super::super::restart::REASONS;
+    use super::*;
+
+    fn ended(code: i32) -> (Death, Option<ExitStatus>) {
+        let death =
+            Death { exit: Exit::from_code(code), was_ready: true, lived: Duration::ZERO, worked: true };
+        (death, Some(ExitStatus::from_raw(code << 8)))
+    }
+
+    fn ailment(kind: Kind) -> Ailment {
+        Ailment { kind, words: "Xid 31: x".to_owned() }
+    }
+
+    #[test]
+    fn what_the_launcher_and_the_worker_know_comes_before_the_status() {
+        let (death, status) = ended(83);
+        let name = |it: &Circumstances, lately: Option<&Ailment>| it.name(&death, status, lately);
+        let lately = Some(&ailment(Kind::Xid));
+        let mut it = Circumstances::default();
+        assert_eq!(name(&it, None), ("device_failed", None));
+        let words = Some("Xid 31: x, and then the worker died".to_owned());
+        assert_eq!(name(&it, lately), ("xid", words));
+        it.unfit = Some((Unfit::TooSlow, "slow".to_owned()));
+        assert_eq!(name(&it, lately), ("too_slow", Some("slow".to_owned())));
+        it.fault = Some(Fault::Device(ailment(Kind::OffTheBus)));
+        assert_eq!(name(&it, lately), ("off_the_bus", Some("Xid 31: x".to_owned())));
+        it.fault = Some(Fault::Stuck);
+        assert_eq!(name(&it, lately), ("stuck", None));
+    }
+
+    #[test]
+    fn a_worker_that_says_itself_why_it_ends_did_not_end_of_an_event_on_its_device() {
+        for (code, name) in
+            [(81, "broker_lost"), (82, "model_failed"), (78, "bad_configuration"), (0, "other")]
+        {
+            let (death, status) = ended(code);
+            let lately = ailment(Kind::Xid);
+            assert_eq!(Circumstances::default().name(&death, status, Some(&lately)), (name, None));
+        }
+        let (death, _) = ended(99);
+        let killed = Some(ExitStatus::from_raw(9));
+        assert_eq!(Circumstances::default().name(&death, killed, None).0, "killed");
+        assert_eq!(Circumstances::default().name(&death, killed, Some(&ailment(Kind::Ecc))).0, "ecc");
+    }
+
+    #[test]
+    fn every_name_is_one_that_is_counted() {
+        let kinds = [Kind::Xid, Kind::Ecc, Kind::OffTheBus, Kind::Mute].map(Kind::name);
+        let faults = [Fault::WrongDevice, Fault::Stuck, Fault::Silent].map(|it| it.name());
+        let unfit = [Unfit::WrongResult, Unfit::TooSlow].map(Unfit::name);
+        let all = kinds.iter().chain(&faults).chain(&unfit);
+        assert!(all.clone().all(|name| REASONS.contains(name)), "{:?}", all.collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,159 @@
+//! What can be wrong with a device, as it is counted and said, and what the driver's Xid numbers mean for
+//! those who compute on it. Pure.
+//!
+//! By NVIDIA's catalogue of Xids ("Analyzing Xid Errors with the Xid Catalog": what it has one do at once)
+//! and by which of them its device plugin for Kubernetes takes for the application's doing.
+
+/// What is wrong with a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Ailment {
+    pub(crate) kind: Kind,
+    /// In words, with the driver's number.
+    pub(crate) words: String,
+}
+
+/// The same as names for counting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// The driver reports an error.
+    Xid,
+    /// Memory that cannot be corrected.
+    Ecc,
+    /// The driver does not find the device any more.
+    OffTheBus,
+    /// The driver does not answer.
+    Mute,
+}
+
+impl Kind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Xid => "xid",
+            Self::Ecc => "ecc",
+            Self::OffTheBus => "off_the_bus",
+            Self::Mute => "device_failed",
+        }
+    }
+}
+
+/// What an event means for those who compute on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Weight {
+    /// Nothing: what is wrong is corrected, or follows from something else.
+    Nothing,
+    /// The driver ends whoever it concerns; if a worker ends now, this is why.
+    Passing,
+    /// Nobody can go on computing on it.
+    Condemning,
+}
+
+/// A number, what it means, and NVIDIA's words in short.
+type Row = (u64, Weight, Kind, &'static str);
+
+/// Those that concern who computes. Others are logged; whether the device can be used then is what the
+/// driver's recovery action says.
+const XIDS: [Row; 35] = [
+    (8, Weight::Passing, Kind::Xid, "GPU stopped processing"),
+    (11, Weight::Passing, Kind::Xid, "invalid or corrupted push buffer stream"),
+    (13, Weight::Passing, Kind::Xid, "graphics engine exception"),
+    (31, Weight::Passing, Kind::Xid, "GPU memory page fault"),
+    (32, Weight::Passing, Kind::Xid, "invalid or corrupted push buffer stream"),
+    (43, Weight::Passing, Kind::Xid, "GPU stopped processing"),
+    // It follows the end of a process, whatever that was: no reason for one.
+    (45, Weight::Nothing, Kind::Xid, "preemptive cleanup, due to previous errors"),
+    (46, Weight::Condemning, Kind::Xid, "GPU stopped processing"),
+    (48, Weight::Condemning, Kind::Ecc, "double bit ECC error"),
+    (61, Weight::Condemning, Kind::Xid, "internal micro-controller breakpoint"),
+    (62, Weight::Condemning, Kind::Xid, "internal micro-controller halt"),
+    (63, Weight::Nothing, Kind::Ecc, "page retirement or row remapping recorded"),
+    (64, Weight::Condemning, Kind::Ecc, "page retirement or row remapping failed"),
+    (68, Weight::Passing, Kind::Xid, "video processor exception"),
+    (69, Weight::Passing, Kind::Xid, "graphics engine class error"),
+    (74, Weight::Condemning, Kind::Xid, "NVLink error"),
+    (79, Weight::Condemning, Kind::OffTheBus, "GPU has fallen off the bus"),
+    (92, Weight::Nothing, Kind::Ecc, "high single-bit ECC error rate"),
+    (94, Weight::Passing, Kind::Ecc, "contained memory error"),
+    (95, Weight::Condemning, Kind::Ecc, "uncontained memory error"),
+    (109, Weight::Passing, Kind::Xid, "context switch timeout"),
+    (110, Weight::Condemning, Kind::Xid, "security fault"),
+    (119, Weight::Condemning, Kind::Xid, "GSP RPC timeout"),
+    (120, Weight::Condemning, Kind::Xid, "GSP error"),
+    (121, Weight::Nothing, Kind::Xid, "corrected C2C link error"),
+    (136, Weight::Condemning, Kind::Xid, "link training failed"),
+    (137, Weight::Passing, Kind::Xid, "NVLink privilege error"),
+    (140, Weight::Condemning, Kind::Ecc, "unrecovered ECC error"),
+    (143, Weight::Condemning, Kind::Xid, "GPU initialisation error"),
+    // The poll behind every event reads that action itself.
+    (154, Weight::Nothing, Kind::Xid, "GPU recovery action changed"),
+    (155, Weight::Condemning, Kind::Xid, "NVLink error defined by software"),
+    (156, Weight::Condemning, Kind::Ecc, "resource retirement"),
+    (158, Weight::Condemning, Kind::Xid, "GPU fatal timeout"),
+    (171, Weight::Nothing, Kind::Ecc, "uncorrectable DRAM error"),
+    (172, Weight::Nothing, Kind::Ecc, "uncorrectable SRAM error"),
+];
+
+/// What an Xid means.
+pub(super) fn xid(number: u64) -> (Ailment, Weight) {
+    match XIDS.iter().find(|(known, ..)| *known == number) {
+        Some((_, weight, kind, meaning)) => {
+            (Ailment { kind: *kind, words: format!("Xid {number}: {meaning}") }, *weight)
+        }
+        None => (Ailment { kind: Kind::Xid, words: format!("Xid {number}") }, Weight::Nothing),
+    }
+}
+
+/// What the driver wants done with a GPU before it is used again, by nvml.h's `nvmlDeviceGpuRecoveryAction_t`.
+/// None: nothing that hinders a worker here. (3 asks for no more traffic between GPUs, of which there is
+/// none; 5 concerns several hosts.)
+pub(super) fn recovery(action: u64) -> Option<&'static str> {
+    match action {
+        0 | 3 | 5 => None,
+        1 | 4 => Some("the driver wants the GPU reset before it is used again (nvidia-smi --gpu-reset)"),
+        2 | 7 => Some("the driver wants the host rebooted before the GPU is used again"),
+        6 => Some("the driver wants the GPU's PCIe bus reset before it is used again"),
+        _ => Some("the driver wants something done before the GPU is used again (nvidia-smi -q)"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_application_did_condemns_no_device_and_what_the_hardware_did_does() {
+        let weight = |number| xid(number).1;
+        assert!([13, 31, 43, 68, 69, 94, 109].iter().all(|it| weight(*it) == Weight::Passing));
+        assert!([45, 63, 92, 154, 9_999].iter().all(|it| weight(*it) == Weight::Nothing));
+        assert!([48, 62, 64, 74, 79, 95, 119, 120].iter().all(|it| weight(*it) == Weight::Condemning));
+    }
+
+    #[test]
+    fn each_xid_has_a_name_for_counting_its_number_and_its_meaning() {
+        let said = |number| (xid(number).0.kind.name(), xid(number).0.words);
+        assert_eq!(said(79), ("off_the_bus", "Xid 79: GPU has fallen off the bus".to_owned()));
+        assert_eq!(said(95), ("ecc", "Xid 95: uncontained memory error".to_owned()));
+        assert_eq!(said(31), ("xid", "Xid 31: GPU memory page fault".to_owned()));
+        assert_eq!(said(9_999), ("xid", "Xid 9999".to_owned()));
+        assert!(XIDS.is_sorted_by(|a, b| a.0 < b.0), "each number once");
+    }
+
+    #[test]
+    fn the_documentation_lists_them_as_they_are() {
+        let page = include_str!("../../../docs/gpu.md");
+        for (weight, behind) in [
+            (Weight::Condemning, " | condemn the device |"),
+            (Weight::Passing, " | concern one process"),
+            (Weight::Nothing, ", and all others | are logged"),
+        ] {
+            let numbers = XIDS.iter().filter(|row| row.1 == weight).map(|row| row.0.to_string());
+            let row = format!("| {}{behind}", numbers.collect::<Vec<_>>().join(", "));
+            assert!(page.contains(&row), "{row}");
+        }
+    }
+
+    #[test]
+    fn what_the_driver_wants_done_first_hinders_workers_unless_it_concerns_others() {
+        assert!([0, 3, 5].iter().all(|action| recovery(*action).is_none()));
+        assert!([1, 2, 4, 6, 7, 99].iter().all(|action| recovery(*action).is_some()));
+    }
+}

@@ -1,0 +1,252 @@
+//! Listens to the driver while the launcher runs: events of the GPUs (Xid, ECC), and every few seconds
+//! whether they are still there and what the driver wants done with them. Owns its session with NVML.
+//! Blocks for as long as the driver does: call it on a thread of its own.
+
+use std::collections::BTreeMap;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::enums::device::SampleValue;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::structs::device::FieldId;
+use nvml_wrapper::sys_exports::field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION;
+use nvml_wrapper::{Device, EventSet, Nvml};
+
+use super::ailment::{Ailment, Kind, Weight, recovery, xid};
+use super::nvml::{in_words, open};
+use super::raw::{self, Place};
+
+/// Between two looks at all devices, and before a driver that was lost is looked for again.
+const LOOK: Duration = Duration::from_secs(2);
+/// How long an event is waited for before it is asked whether anybody still listens.
+const WAIT: Duration = Duration::from_millis(500);
+
+/// What the driver says.
+#[derive(Debug)]
+pub(crate) enum Word {
+    /// Something happened on these devices.
+    Event { devices: Vec<String>, ailment: Ailment, weight: Weight },
+    /// All devices, each with what hinders its use now.
+    Look(BTreeMap<String, Option<Ailment>>),
+}
+
+/// A GPU, as it was when it could be asked.
+#[derive(Default)]
+struct Card {
+    /// Its MIG devices by UUID, with their places.
+    parts: BTreeMap<String, Option<Place>>,
+    /// The last event that condemned it.
+    last: Option<Ailment>,
+}
+
+/// All that were ever seen, by UUID.
+type Cards = BTreeMap<String, Card>;
+
+/// Listens until `hear` says false. Returns at once where there is no driver.
+pub(crate) fn listen(mut hear: impl FnMut(Word) -> bool) {
+    let mut cards = Cards::new();
+    loop {
+        match open() {
+            Ok(nvml) => match session(&nvml, &mut cards, &mut hear) {
+                Ok(Over::Deaf) => return,
+                Ok(Over::Changed) => continue,
+                Err(error) => tracing::warn!(%error, "lost the session with the driver; opening another"),
+            },
+            Err(error) if cards.is_empty() => {
+                tracing::info!(reason = in_words(&error), "devices are not watched");
+                return;
+            }
+            Err(error) => {
+                let gone = Ailment { kind: Kind::OffTheBus, words: in_words(&error) };
+                let all = cards.iter().flat_map(|(uuid, card)| card.parts.keys().chain([uuid]));
+                if !hear(Word::Look(all.map(|uuid| (uuid.clone(), Some(gone.clone()))).collect())) {
+                    return;
+                }
+            }
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Why a session is over.
+enum Over {
+    /// Nobody listens any more.
+    Deaf,
+    /// Devices have gone or come back: their events have to be asked for anew.
+    Changed,
+}
+
+/// One session with the driver.
+fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) -> Result<Over, NvmlError> {
+    get_to_know(nvml, cards)?;
+    let set = register(nvml, cards)
+        .inspect_err(|error| tracing::info!(%error, "the driver tells of no events; it is asked instead"))
+        .ok();
+    let mut known = look(nvml, cards);
+    if !hear(Word::Look(known.clone())) {
+        return Ok(Over::Deaf);
+    }
+    let mut looked = Instant::now();
+    loop {
+        let event = set.as_ref().map_or_else(
+            || {
+                thread::sleep(WAIT);
+                Err(NvmlError::Timeout)
+            },
+            |set| raw::wait(nvml, set, WAIT),
+        );
+        let (word, at_once) = match event {
+            Ok(event) => (event_on(&event, cards), true),
+            Err(NvmlError::Timeout) => (None, false),
+            Err(NvmlError::GpuLost) => {
+                // One of them is lost, and the next wait may return at once too.
+                thread::sleep(WAIT);
+                (None, true)
+            }
+            Err(error) => return Err(error),
+        };
+        if !word.is_none_or(&mut *hear) {
+            return Ok(Over::Deaf);
+        }
+        if !at_once && looked.elapsed() < LOOK {
+            continue;
+        }
+        let now = look(nvml, cards);
+        looked = Instant::now();
+        let changed = now.iter().any(|(uuid, ailment)| {
+            known.get(uuid).is_none_or(|before| before.is_some() != ailment.is_some())
+        });
+        known.clone_from(&now);
+        if !hear(Word::Look(now)) {
+            return Ok(Over::Deaf);
+        }
+        if changed {
+            return Ok(Over::Changed);
+        }
+    }
+}
+
+/// Adds the GPUs and parts that there are now to those that are known.
+fn get_to_know(nvml: &Nvml, cards: &mut Cards) -> Result<(), NvmlError> {
+    for index in 0..nvml.device_count()? {
+        let Ok((uuid, device)) = nvml.device_by_index(index).and_then(|it| Ok((it.uuid()?, it))) else {
+            continue;
+        };
+        let card = cards.entry(uuid).or_default();
+        let places = 0..device.mig_device_count().unwrap_or(0);
+        for part in places.filter_map(|place| device.mig_device_by_index(place).ok()) {
+            if let Ok(uuid) = part.uuid() {
+                card.parts.insert(uuid, raw::place(nvml, &part).ok());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Asks for the events of every card that has any.
+fn register<'a>(nvml: &'a Nvml, cards: &Cards) -> Result<EventSet<'a>, NvmlError> {
+    let wanted = EventTypes::CRITICAL_XID_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR;
+    let mut deaf = Vec::new();
+    'anew: loop {
+        let mut set = nvml.create_event_set()?;
+        for uuid in cards.keys().filter(|uuid| !deaf.contains(uuid)) {
+            let Ok(device) = nvml.device_by_uuid(uuid.as_str()) else { continue };
+            let has = device.supported_event_types().unwrap_or(EventTypes::empty()) & wanted;
+            if has.is_empty() {
+                tracing::info!(device = uuid, "the driver tells of no Xid and no ECC error of this device");
+                continue;
+            }
+            match device.register_events(has, set) {
+                Ok(registered) => set = registered,
+                // The set went with the failure.
+                Err(error) => {
+                    tracing::warn!(device = uuid, %error, "the driver does not tell of its errors");
+                    deaf.push(uuid);
+                    continue 'anew;
+                }
+            }
+        }
+        return Ok(set);
+    }
+}
+
+/// What an event says of which devices; none where it is of a card that is not known.
+fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
+    let uuid = event.device.uuid().ok()?;
+    let card = cards.get_mut(&uuid)?;
+    let (ailment, weight) = match event.kind {
+        kind if kind.contains(EventTypes::CRITICAL_XID_ERROR) => xid(event.data),
+        _ => (Ailment { kind: Kind::Ecc, words: "double bit ECC error".to_owned() }, Weight::Condemning),
+    };
+    let meant: Vec<String> = match event.place {
+        Some(place) => {
+            let of_place = |found: &Option<Place>| found.is_some_and(|found| place.holds(found));
+            card.parts.iter().filter(|(_, found)| of_place(found)).map(|(part, _)| part.clone()).collect()
+        }
+        None => card.parts.keys().chain([&uuid]).cloned().collect(),
+    };
+    if weight == Weight::Condemning && event.place.is_none() {
+        card.last = Some(ailment.clone());
+    }
+    tracing::warn!(device = uuid, ?meant, ?weight, fault = ailment.words, "the driver reports");
+    Some(Word::Event { devices: meant, ailment, weight })
+}
+
+/// Asks for every card and part what hinders its use.
+fn look(nvml: &Nvml, cards: &mut Cards) -> BTreeMap<String, Option<Ailment>> {
+    let mut states = BTreeMap::new();
+    for (uuid, card) in cards {
+        let found = nvml.device_by_uuid(uuid.as_str());
+        let ailment = match &found {
+            Ok(device) => lost(device).or_else(|| wants(device, card.last.as_ref())),
+            Err(error) => absent(error),
+        };
+        if ailment.is_none() {
+            card.last = None;
+        }
+        for part in card.parts.keys() {
+            let of_part = || match nvml.device_by_uuid(part.as_str()) {
+                Ok(device) => lost(&device),
+                Err(error) => absent(&error),
+            };
+            states.insert(part.clone(), ailment.clone().or_else(of_part));
+        }
+        states.insert(uuid.clone(), ailment);
+    }
+    states
+}
+
+/// A device that is gone is still known by its UUID, and answers nothing else.
+fn lost(device: &Device<'_>) -> Option<Ailment> {
+    device.memory_info().err().and_then(|error| absent(&error))
+}
+
+/// Whether an error says that the device is not there; others say that it has no such function.
+fn absent(error: &NvmlError) -> Option<Ailment> {
+    let words = format!("the driver says: {error}");
+    match error {
+        NvmlError::GpuLost
+        | NvmlError::NotFound
+        | NvmlError::InsufficientPower
+        | NvmlError::IrqIssue
+        | NvmlError::Unknown => Some(Ailment { kind: Kind::OffTheBus, words }),
+        NvmlError::ResetRequired => Some(Ailment { kind: Kind::Xid, words }),
+        _ => None,
+    }
+}
+
+/// What the driver wants done before the GPU is used again, with the event after which it wants that.
+fn wants(device: &Device<'_>, after: Option<&Ailment>) -> Option<Ailment> {
+    let mut answers = device.field_values_for(&[FieldId(NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)]).ok()?;
+    let action = match answers.pop()?.ok()?.value.ok()? {
+        SampleValue::U32(action) => action.into(),
+        SampleValue::U64(action) => action,
+        _ => return None,
+    };
+    let wanted = recovery(action)?;
+    Some(match after {
+        Some(Ailment { kind, words }) => Ailment { kind: *kind, words: format!("{words}; {wanted}") },
+        None => Ailment { kind: Kind::Xid, words: wanted.to_owned() },
+    })
+}

@@ -1,0 +1,242 @@
+//! What the driver has said of the devices since the launcher began: which are out of order, and what
+//! happened on them lately. Decides whether a worker is started on a device, and tells those that run
+//! that theirs is condemned. Owns the thread that listens to the driver, which begins with the first
+//! worker on a GPU and ends with the launcher; without a driver nothing is known, and nothing hindered.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+
+use super::gpus::ailment::{Ailment, Kind, Weight};
+use super::gpus::watch::{Word, listen};
+
+/// A worker that ends within this time after an event on its device has ended for that.
+const LATELY: Duration = Duration::from_secs(10);
+/// A driver that has said nothing for so long does not answer: it is asked every other second.
+const MUTE: Duration = Duration::from_secs(30);
+
+/// See the module. Shared by all slots.
+#[derive(Default)]
+pub(super) struct Health {
+    /// The driver is listened to, or cannot be.
+    begun: AtomicBool,
+    /// Held for reading or writing a few values.
+    sheet: Mutex<Sheet>,
+    /// Devices that were condemned, each with how often and why. Written by the listening thread, read by
+    /// the workers' vigils.
+    condemned: watch::Sender<BTreeMap<String, (u64, Ailment)>>,
+}
+
+#[derive(Default)]
+struct Sheet {
+    /// When the driver last answered; none: it never has.
+    heard: Option<Instant>,
+    /// What hinders the use of a device now.
+    ailing: BTreeMap<String, Ailment>,
+    /// The last event on a device that could end a worker.
+    events: BTreeMap<String, (Instant, Ailment)>,
+}
+
+/// One worker's eye on its device.
+pub(super) struct Vigil {
+    device: String,
+    condemned: watch::Receiver<BTreeMap<String, (u64, Ailment)>>,
+    /// How often its device had been condemned when this was last looked at.
+    seen: u64,
+}
+
+impl Health {
+    /// Begins to listen to the driver, unless `device` is no GPU or that has been done. The thread ends when
+    /// nobody else holds this.
+    pub(super) fn watch_over(self: &Arc<Self>, device: &str) {
+        if device == "cpu" || self.begun.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let health = Arc::downgrade(self);
+        let hear = move |word| health.upgrade().is_some_and(|health| health.hear(word));
+        if let Err(error) = thread::Builder::new().name("driver".into()).spawn(|| listen(hear)) {
+            tracing::warn!(%error, "no thread to listen to the driver; devices are not watched");
+        }
+    }
+
+    /// Takes in what the driver says. True: it is to say more.
+    fn hear(&self, word: Word) -> bool {
+        let now = Instant::now();
+        let mut sheet = self.sheet();
+        sheet.heard = Some(now);
+        let condemned = match word {
+            Word::Event { weight: Weight::Nothing, .. } => Vec::new(),
+            Word::Event { devices, ailment, weight } => {
+                for device in &devices {
+                    sheet.events.insert(device.clone(), (now, ailment.clone()));
+                }
+                let condemned = if weight == Weight::Condemning { devices } else { Vec::new() };
+                // Until the next look, which follows at once.
+                for device in &condemned {
+                    sheet.ailing.insert(device.clone(), ailment.clone());
+                }
+                condemned.into_iter().map(|device| (device, ailment.clone())).collect()
+            }
+            Word::Look(states) => {
+                let mut condemned = Vec::new();
+                for (device, state) in states {
+                    match state {
+                        Some(ailment) => {
+                            if sheet.ailing.insert(device.clone(), ailment.clone()).is_none() {
+                                tracing::error!(device, fault = ailment.words, "a device is out of order");
+                                condemned.push((device, ailment));
+                            }
+                        }
+                        None => {
+                            if sheet.ailing.remove(&device).is_some() {
+                                tracing::info!(device, "the driver says that the device can be used");
+                            }
+                        }
+                    }
+                }
+                condemned
+            }
+        };
+        drop(sheet);
+        self.condemned.send_if_modified(|all| {
+            for (device, ailment) in &condemned {
+                let times = all.get(device).map_or(0, |(times, _)| *times);
+                all.insert(device.clone(), (times + 1, ailment.clone()));
+            }
+            !condemned.is_empty()
+        });
+        true
+    }
+
+    /// Why no worker can be started on a device now, if so.
+    pub(super) fn refuses(&self, device: &str) -> Option<Ailment> {
+        if device == "cpu" {
+            return None;
+        }
+        let sheet = self.sheet();
+        let silence = sheet.heard.map_or(Duration::ZERO, |at| at.elapsed());
+        if silence > MUTE {
+            let words = format!("the driver has not answered for {} s", silence.as_secs());
+            return Some(Ailment { kind: Kind::Mute, words });
+        }
+        sheet.ailing.get(device).cloned()
+    }
+
+    /// What happened on a device a moment ago.
+    pub(super) fn lately(&self, device: &str) -> Option<Ailment> {
+        let sheet = self.sheet();
+        let (at, ailment) = sheet.events.get(device)?;
+        (at.elapsed() <= LATELY).then(|| ailment.clone())
+    }
+
+    /// An eye on a device, from now on.
+    pub(super) fn vigil(&self, device: &str) -> Vigil {
+        let condemned = self.condemned.subscribe();
+        let seen = condemned.borrow().get(device).map_or(0, |(times, _)| *times);
+        Vigil { device: device.to_owned(), condemned, seen }
+    }
+
+    fn sheet(&self) -> MutexGuard<'_, Sheet> {
+        self.sheet.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Vigil {
+    /// Waits until the device is condemned, or was since this was last asked. Safe to cancel.
+    pub(super) async fn condemned(&mut self) -> Ailment {
+        loop {
+            if let Some((times, ailment)) = self.condemned.borrow_and_update().get(&self.device)
+                && *times > self.seen
+            {
+                self.seen = *times;
+                return ailment.clone();
+            }
+            if self.condemned.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+
+    use super::*;
+
+    const LOST: &str = "lost";
+
+    fn ailment(kind: Kind, words: &str) -> Ailment {
+        Ailment { kind, words: words.to_owned() }
+    }
+
+    fn look(state: Option<Ailment>) -> Word {
+        Word::Look([("GPU-a".to_owned(), state), ("GPU-b".to_owned(), None)].into())
+    }
+
+    fn event(weight: Weight) -> Word {
+        Word::Event { devices: vec!["GPU-a".to_owned()], ailment: ailment(Kind::Xid, "Xid"), weight }
+    }
+
+    #[test]
+    fn a_device_that_is_condemned_takes_no_worker_until_the_driver_says_it_can() {
+        let health = Health::default();
+        assert_eq!(health.refuses("GPU-a"), None, "nothing is known yet");
+        health.hear(look(Some(ailment(Kind::OffTheBus, LOST))));
+        assert_eq!(health.refuses("GPU-a"), Some(ailment(Kind::OffTheBus, LOST)));
+        assert_eq!((health.refuses("GPU-b"), health.refuses("cpu")), (None, None));
+        health.hear(look(None));
+        assert_eq!(health.refuses("GPU-a"), None);
+        health.hear(event(Weight::Condemning));
+        assert_eq!(health.refuses("GPU-a"), Some(ailment(Kind::Xid, "Xid")), "until the next look");
+        health.hear(look(None));
+        assert_eq!(health.refuses("GPU-a"), None);
+    }
+
+    #[test]
+    fn those_who_were_there_hear_once_that_a_device_is_condemned_and_those_who_come_after_do_not() {
+        let health = Health::default();
+        let (mut eye, mut beside) = (health.vigil("GPU-a"), health.vigil("GPU-b"));
+        health.hear(event(Weight::Passing));
+        assert_eq!(eye.condemned().now_or_never(), None, "that is no reason to kill anybody");
+        health.hear(event(Weight::Condemning));
+        assert_eq!(eye.condemned().now_or_never(), Some(ailment(Kind::Xid, "Xid")));
+        assert_eq!(eye.condemned().now_or_never(), None);
+        let mut next = health.vigil("GPU-a");
+        health.hear(look(Some(ailment(Kind::Xid, "Xid"))));
+        assert_eq!(next.condemned().now_or_never(), None, "it is still the same");
+        health.hear(look(None));
+        health.hear(look(Some(ailment(Kind::OffTheBus, LOST))));
+        assert_eq!(next.condemned().now_or_never(), Some(ailment(Kind::OffTheBus, LOST)));
+        assert_eq!(beside.condemned().now_or_never(), None);
+    }
+
+    #[test]
+    fn an_event_is_remembered_for_a_moment_unless_it_means_nothing() {
+        let health = Health::default();
+        health.hear(event(Weight::Nothing));
+        assert_eq!(health.lately("GPU-a"), None);
+        health.hear(event(Weight::Passing));
+        assert_eq!(health.lately("GPU-a"), Some(ailment(Kind::Xid, "Xid")));
+        assert_eq!(health.lately("GPU-b"), None);
+        if let Some((at, _)) = health.sheet().events.get_mut("GPU-a") {
+            *at -= LATELY;
+        }
+        assert_eq!(health.lately("GPU-a"), None);
+    }
+
+    #[test]
+    fn a_driver_that_does_not_answer_any_more_hinders_every_start_on_a_gpu() {
+        let health = Health::default();
+        health.hear(look(None));
+        let silent = Instant::now().checked_sub(MUTE + Duration::from_secs(1));
+        health.sheet().heard = silent;
+        let refused = health.refuses("GPU-b").map(|it| (it.kind, it.words));
+        assert_eq!(refused, Some((Kind::Mute, "the driver has not answered for 31 s".to_owned())));
+        assert_eq!(health.refuses("cpu"), None);
+    }
+}

@@ -1,0 +1,285 @@
+//! Whether a device computes rightly, and fast enough, to be given work: a product of two known matrices
+//! of whole numbers, and on a GPU how long it takes. What a model computes is held against a reference
+//! by the model itself. Owns no state.
+
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device, Tensor};
+
+use super::{forward_error, open};
+use crate::config::Dtype;
+use crate::model::{ForwardError, LoadError, Unfit};
+
+/// Rows of the matrices on a GPU: enough to fill the largest, and a millisecond on a small one.
+const ON_GPU: usize = 2048;
+/// On a CPU, where it is to take a fraction of a millisecond.
+const ON_CPU: usize = 128;
+/// Up to here f32 has all whole numbers.
+const WHOLE: f32 = 16_777_216.0;
+/// The largest of the known numbers in f32: a product's entries stay far below [`WHOLE`].
+const LARGEST: i32 = 8;
+/// In half precision: entries stay below 256, up to which bf16 has all whole numbers (f16: 2048).
+const LARGEST_HALF: i32 = 1;
+/// How long a GPU may take to show that it is fast enough: its clock rises only once it has work, and
+/// others may compute on it at the same time.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// A device that has proven itself. While it is kept, opening the same device again is cheap.
+#[derive(Debug)]
+pub struct Proven {
+    _device: Device,
+}
+
+/// Opens `device` and has it multiply, in f32 and in `dtype`. A GPU that reaches less than the share
+/// `min_speed` of what its multiprocessors and their clock make possible in f32 is too slow.
+///
+/// # Errors
+/// [`LoadError::Device`] where it cannot be opened or cannot multiply, [`LoadError::Unfit`] where it does so
+/// wrongly or too slowly.
+pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadError> {
+    let (opened, name) = open(device)?;
+    let failed = |error: candle_core::Error| {
+        let reason = match forward_error(&error) {
+            ForwardError::OutOfMemory(words) => format!("no room for a known product: {words}"),
+            ForwardError::Failed(words) | ForwardError::Device(words) => {
+                format!("a known product fails: {words}")
+            }
+        };
+        LoadError::Device { device: name.clone(), reason }
+    };
+    let unfit = |why, reason| LoadError::Unfit { device: name.clone(), why, reason };
+    let rows = if opened.is_cpu() { ON_CPU } else { ON_GPU };
+    let mut factors = vec![(DType::F32, LARGEST)];
+    match dtype {
+        Dtype::F32 => {}
+        Dtype::Bf16 => factors.push((DType::BF16, LARGEST_HALF)),
+        Dtype::F16 => factors.push((DType::F16, LARGEST_HALF)),
+    }
+    for (dtype, largest) in factors {
+        let known = Known::new(rows, largest);
+        let product = known.on(&opened, dtype).and_then(Factors::multiply).map_err(failed)?;
+        known.judge(&product, dtype).map_err(|reason| unfit(Unfit::WrongResult, reason))?;
+    }
+    if let Some(possible) = possible(&opened).filter(|_| min_speed > 0.0) {
+        let factors = Known::new(rows, LARGEST).on(&opened, DType::F32).map_err(failed)?;
+        let wanted = possible * min_speed;
+        let reached = best_rate(2.0 * (rows as f64).powi(3), wanted, || factors.time()).map_err(failed)?;
+        tracing::debug!(
+            device = name,
+            gflops = reached / 1e9,
+            possible_gflops = possible / 1e9,
+            "multiplied"
+        );
+        judge_rate(reached, possible, min_speed).map_err(|reason| unfit(Unfit::TooSlow, reason))?;
+    }
+    Ok(Proven { _device: opened })
+}
+
+/// What a GPU could compute in f32, in operations a second; none where that is not known.
+#[cfg(feature = "cuda")]
+fn possible(device: &Device) -> Option<f64> {
+    super::cuda::possible(device)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn possible(_: &Device) -> Option<f64> {
+    None
+}
+
+/// Two square matrices of whole numbers, the same at each start.
+struct Known {
+    rows: usize,
+    left: Vec<i32>,
+    right: Vec<i32>,
+}
+
+impl Known {
+    /// Numbers from -`largest` to `largest`.
+    fn new(rows: usize, largest: i32) -> Self {
+        let mut numbers = Numbers(1);
+        let mut matrix = || (0..rows * rows).map(|_| numbers.next_within(largest)).collect();
+        Self { rows, left: matrix(), right: matrix() }
+    }
+
+    fn on(&self, device: &Device, dtype: DType) -> candle_core::Result<Factors> {
+        let tensor = |numbers: &[i32]| {
+            let numbers: Vec<f32> = numbers.iter().map(|number| *number as f32).collect();
+            Tensor::from_vec(numbers, (self.rows, self.rows), device)?.to_dtype(dtype)
+        };
+        Ok(Factors { left: tensor(&self.left)?, right: tensor(&self.right)? })
+    }
+
+    /// Whether `product` is that of the two, in whole numbers.
+    fn judge(&self, product: &[f32], dtype: DType) -> Result<(), String> {
+        let wrong = self.wrong_rows(product);
+        let Some(first) = wrong.first() else { return Ok(()) };
+        let (rows, count, dtype) = (self.rows, wrong.len(), dtype.as_str());
+        Err(format!(
+            "it multiplies wrongly: of a known product of {rows} x {rows} numbers in {dtype}, {count} rows are \
+             wrong, row {first} first; look at the card (dcgmi diag -r 3, nvidia-smi -q -d ECC) and take it out \
+             of `devices`"
+        ))
+    }
+
+    /// By Freivalds: (left · right) · x is left · (right · x), for an x that is chosen at random. A row with
+    /// one wrong number is always found, since no number of x is 0; one with several but for a chance of
+    /// one in 2²⁰.
+    fn wrong_rows(&self, product: &[f32]) -> Vec<usize> {
+        let mut numbers = Numbers(2);
+        let x: Vec<i64> = (0..self.rows).map(|_| (numbers.next() >> 44) as i64 + 1).collect();
+        let times_x = |row: &[i32]| row.iter().zip(&x).map(|(a, x)| i64::from(*a) * x).sum();
+        let right: Vec<i64> = self.right.chunks_exact(self.rows).map(times_x).collect();
+        let expected = self
+            .left
+            .chunks_exact(self.rows)
+            .map(|row| -> i64 { row.iter().zip(&right).map(|(a, b)| i64::from(*a) * b).sum() });
+        let found = product.chunks_exact(self.rows).map(|row| {
+            let terms = row.iter().zip(&x).map(|(number, x)| {
+                let whole = number.fract() == 0.0 && number.abs() <= WHOLE;
+                whole.then(|| *number as i64 * x)
+            });
+            terms.sum::<Option<i64>>()
+        });
+        let pairs = expected.zip(found.chain(std::iter::repeat(None))).enumerate();
+        pairs.filter(|(_, (expected, found))| Some(*expected) != *found).map(|(row, _)| row).collect()
+    }
+}
+
+/// The same on a device.
+struct Factors {
+    left: Tensor,
+    right: Tensor,
+}
+
+impl Factors {
+    fn multiply(self) -> candle_core::Result<Vec<f32>> {
+        self.left.matmul(&self.right)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+    }
+
+    fn time(&self) -> candle_core::Result<Duration> {
+        let device = self.left.device();
+        device.synchronize()?;
+        let began = Instant::now();
+        let product = self.left.matmul(&self.right)?;
+        device.synchronize()?;
+        let took = began.elapsed();
+        drop(product);
+        Ok(took)
+    }
+}
+
+/// The best rate at which products of so many operations each were computed, in operations a second: until
+/// one reaches `wanted`, or patience ends. The first is not counted: it loads code.
+fn best_rate<E>(
+    operations: f64,
+    wanted: f64,
+    mut product: impl FnMut() -> Result<Duration, E>,
+) -> Result<f64, E> {
+    product()?;
+    let (mut best, mut spent) = (0.0, Duration::ZERO);
+    while best < wanted && spent < PATIENCE {
+        let took = product()?.max(Duration::from_nanos(1));
+        best = f64::max(best, operations / took.as_secs_f64());
+        spent += took;
+    }
+    Ok(best)
+}
+
+fn judge_rate(reached: f64, possible: f64, min_speed: f64) -> Result<(), String> {
+    let share = reached / possible;
+    if share >= min_speed {
+        return Ok(());
+    }
+    Err(format!(
+        "it multiplies too slowly: {:.0} GFLOP/s in f32, {:.1} % of the {:.0} that its multiprocessors and \
+         clock make possible, and {:.1} % is asked for; look for a clock that does not rise (nvidia-smi -q -d \
+         PERFORMANCE,CLOCK), heat, missing power; where other programs use it too, lower pool.min_speed",
+        reached / 1e9,
+        share * 100.0,
+        possible / 1e9,
+        min_speed * 100.0,
+    ))
+}
+
+/// Xorshift: numbers that look random, and are the same each time.
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    /// From -`largest` to `largest`.
+    fn next_within(&mut self, largest: i32) -> i32 {
+        (self.next() >> 33) as i32 % (2 * largest + 1) - largest
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "what is missing in a helper fails its test")]
+mod tests {
+    use super::*;
+
+    fn multiplied(known: &Known, dtype: DType) -> Vec<f32> {
+        known.on(&Device::Cpu, dtype).and_then(Factors::multiply).unwrap()
+    }
+
+    #[test]
+    fn a_cpu_that_multiplies_rightly_is_fit_in_every_precision_and_not_judged_by_its_speed() {
+        for (dtype, _) in Dtype::ALL {
+            prove("cpu", dtype, 1.0).unwrap();
+        }
+        assert!(matches!(prove("GPU-5a", Dtype::F32, 0.0), Err(LoadError::Device { .. })));
+    }
+
+    /// Of the size that GPUs are asked for: else a right product could be taken for a wrong one.
+    #[test]
+    fn known_products_are_whole_numbers_that_their_precision_has() {
+        for (largest, bound) in [(LARGEST, WHOLE), (LARGEST_HALF, 256.0)] {
+            let known = Known::new(ON_GPU, largest);
+            let product = multiplied(&known, DType::F32);
+            assert!(known.judge(&product, DType::F32).is_ok());
+            let most = product.iter().fold(0.0, |most: f32, number| most.max(number.abs()));
+            assert!(most <= bound && most > bound.min(4096.0) / 4.0, "{most} of {bound}");
+        }
+    }
+
+    #[test]
+    fn one_wrong_number_is_found_and_its_row_is_named() {
+        let known = Known::new(ON_CPU, LARGEST);
+        let right = multiplied(&known, DType::F32);
+        assert_eq!(known.judge(&right, DType::F32), Ok(()));
+        let at = 77 * ON_CPU + 5;
+        let flipped = f32::from_bits(right[at].to_bits() ^ 1 << 12);
+        for bad in [right[at] + 1.0, flipped, right[at] + 0.5, f32::NAN, f32::INFINITY, 3e20] {
+            let mut wrong = right.clone();
+            wrong[at] = bad;
+            let words = known.judge(&wrong, DType::F32).unwrap_err();
+            assert!(words.contains("1 rows are") && words.contains("row 77 first"), "{bad}: {words}");
+        }
+        let words = known.judge(&right[..at], DType::F32).unwrap_err();
+        assert!(words.contains("row 77 first"), "cut off: {words}");
+        let zeros = vec![0.0; right.len()];
+        assert!(known.judge(&zeros, DType::F32).unwrap_err().contains("128 rows"), "no result at all");
+    }
+
+    #[test]
+    fn a_slow_device_is_found_with_numbers_and_one_that_is_fast_once_is_not_slow() {
+        let took = |milliseconds: &'static [u64]| {
+            let mut times = milliseconds.iter().chain(std::iter::repeat(milliseconds.last().unwrap()));
+            move || Ok::<_, ()>(Duration::from_millis(*times.next().unwrap()))
+        };
+        let rate = |times| best_rate(1e9, 1e10, took(times)).unwrap();
+        assert_eq!(rate(&[5_000, 1]), 1e12, "the first loads code");
+        assert_eq!(rate(&[1, 500, 500, 500, 1]), 1e12, "its clock rose, or who was beside it was done");
+        assert_eq!(rate(&[1, 2_000, 4_000, 1]), 5e8, "it took too long");
+        assert_eq!(judge_rate(2e11, 1e12, 0.2), Ok(()));
+        let words = judge_rate(1e11, 1e12, 0.2).unwrap_err();
+        for part in ["100 GFLOP/s", "10.0 %", "1000 that", "20.0 % is asked for", "pool.min_speed"] {
+            assert!(words.contains(part), "{part:?} is not in {words}");
+        }
+    }
+}
