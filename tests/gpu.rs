@@ -54,7 +54,9 @@ fn model(hidden: usize, heads: usize) -> tempfile::TempDir {
     for layer in 0..2 {
         let name = |part: &str| format!("encoder.layer.{layer}.{part}");
         norms.extend([name("attention.output.LayerNorm"), name("output.LayerNorm")]);
-        for part in ["attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"] {
+        for part in
+            ["attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"]
+        {
             shapes.push((name(&format!("{part}.weight")), vec![hidden, hidden]));
             shapes.push((name(&format!("{part}.bias")), vec![hidden]));
         }
@@ -128,7 +130,10 @@ fn run(run: &Run<'_>) -> Ran {
     let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
     let line = |(at, text): (usize, &String)| {
         let body = json!({"model": run.model.file_name().unwrap().to_str(), "input": text});
-        format!("{}\n", json!({"custom_id": at.to_string(), "method": "POST", "url": "/v1/embeddings", "body": body}))
+        format!(
+            "{}\n",
+            json!({"custom_id": at.to_string(), "method": "POST", "url": "/v1/embeddings", "body": body})
+        )
     };
     fs::write(&input, texts().iter().enumerate().map(line).collect::<String>()).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));
@@ -154,7 +159,8 @@ fn run(run: &Run<'_>) -> Ran {
 }
 
 fn largest_difference(a: &Ran, b: &Ran) -> f64 {
-    let each = (0..texts().len()).flat_map(|at| a.vector(at).iter().zip(b.vector(at)).map(|(x, y)| (x - y).abs()));
+    let each =
+        (0..texts().len()).flat_map(|at| a.vector(at).iter().zip(b.vector(at)).map(|(x, y)| (x - y).abs()));
     each.fold(0.0, f64::max)
 }
 
@@ -194,7 +200,8 @@ fn a_worker_that_is_shown_another_gpu_takes_no_work() {
     let folder = model(64, 2);
     let variables = [("EMULATED_SHOWS", OTHER)];
     let settings = ["launcher.max_quick_failures=1"];
-    let ran = run(&Run { model: folder.path(), device: "cuda:0", settings: &settings, variables: &variables });
+    let ran =
+        run(&Run { model: folder.path(), device: "cuda:0", settings: &settings, variables: &variables });
     assert!(ran.said().contains(&format!("CUDA shows this process {OTHER} in its place")), "{}", ran.said());
     assert!(ran.answers.values().all(Result::is_err), "{:?}", ran.answers.keys());
 }
@@ -206,8 +213,69 @@ fn a_device_that_fails_at_its_work_is_given_up_and_the_work_is_not_answered_wron
     fs::write(&fault, "").unwrap();
     let variables = [("EMULATED_FAULT", fault.to_str().unwrap())];
     let settings = ["launcher.max_quick_failures=1"];
-    let ran = run(&Run { model: folder.path(), device: "cuda:0", settings: &settings, variables: &variables });
+    let ran =
+        run(&Run { model: folder.path(), device: "cuda:0", settings: &settings, variables: &variables });
     assert!(ran.said().contains("illegal memory access"), "{}", ran.said());
     assert!(!ran.output.status.success());
     assert!(ran.answers.values().all(Result::is_err), "{:?}", ran.answers.keys());
+}
+
+/// It takes no work, which its launcher says in these words.
+fn is_refused(variables: &[(&str, &str)], settings: &[&str], words: &[&str]) {
+    let folder = model(64, 2);
+    let settings = [&["launcher.max_quick_failures=1"], settings].concat();
+    let ran = run(&Run { model: folder.path(), device: "cuda:0", settings: &settings, variables });
+    for word in words {
+        assert!(ran.said().contains(word), "{word:?} is not in {}", ran.said());
+    }
+    assert!(!ran.output.status.success());
+    assert!(ran.answers.values().all(Result::is_err), "{:?}", ran.answers.keys());
+}
+
+#[test]
+fn a_device_that_multiplies_wrongly_takes_no_work() {
+    let folder = tempfile::tempdir().unwrap();
+    let wrong = folder.path().join("wrong");
+    fs::write(&wrong, "").unwrap();
+    let variables = [("EMULATED_WRONG", wrong.to_str().unwrap())];
+    is_refused(
+        &variables,
+        &["pool[0].dtype=f16"],
+        &["it multiplies wrongly", "1 rows are wrong, row 0 first"],
+    );
+}
+
+#[test]
+fn a_device_that_multiplies_rightly_and_computes_the_network_wrongly_takes_no_work() {
+    for dtype in ["f32", "f16", "bf16"] {
+        let setting = format!("pool[0].dtype={dtype}");
+        let off = format!("the vector in {dtype} is off by");
+        is_refused(&[("EMULATED_IDLE", "activation")], &[&setting], &["it computes wrongly", &off]);
+    }
+    is_refused(&[("EMULATED_IDLE", "attention")], &[], &["it computes wrongly"]);
+}
+
+#[test]
+fn a_device_that_is_far_slower_than_its_clock_says_takes_no_work_unless_that_is_allowed() {
+    // A multiprocessor with a terahertz.
+    let fast = [("EMULATED_CLOCK", "1000000000")];
+    is_refused(&fast, &[], &["it multiplies too slowly", "of the 128000 that", "20.0 % is asked for"]);
+    let folder = model(64, 2);
+    let settled = |settings: &[&str], clock| {
+        let variables = [("EMULATED_CLOCK", clock)];
+        run(&Run { model: folder.path(), device: "cuda:0", settings, variables: &variables })
+    };
+    assert!(settled(&["pool[0].min_speed=0"], "1000000000").answers.values().all(Result::is_ok));
+    assert!(settled(&[], "1000").answers.values().all(Result::is_ok), "a megahertz");
+}
+
+#[test]
+fn a_worker_is_killed_when_the_driver_condemns_its_device_and_none_is_started_on_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let story = folder.path().join("story");
+    fs::write(&story, format!("wants {GPU} 1\nxid {GPU} 95\n")).unwrap();
+    let variables = [("NVML_STORY", story.to_str().unwrap())];
+    let words =
+        ["Xid 95: uncontained memory error", "killing the worker", "wants the GPU reset", "slot given up"];
+    is_refused(&variables, &["launcher.max_quick_failures=2"], &words);
 }

@@ -315,7 +315,7 @@ mod tests {
         };
         LOG.with(|log| log.lock().unwrap().clear());
         let reporter = Reporter::start(io::sink()).unwrap();
-        let (forward, loaded) = Forward::<Aside>::load(&spec, reporter).unwrap();
+        let (forward, loaded) = Forward::<Aside>::load(&spec, 0.0, reporter).unwrap();
         assert_eq!(loaded.depth, 3);
         let (send, queued) = mpsc::channel(8);
         let (done, mut said) = mpsc::channel(8);

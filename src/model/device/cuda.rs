@@ -10,6 +10,7 @@ use candle_core::cuda_backend::cudarc;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
 use sys::CUdevice_attribute_enum as Attribute;
 
+use super::fitness::Power;
 pub use copies::{Brought, Copies, Fetched};
 
 /// Libraries without which nothing is computed, and what to do where they are not.
@@ -62,17 +63,19 @@ fn arrange(context: &CudaContext) -> Result<(), DriverError> {
     }
 }
 
-/// What its multiprocessors could compute in f32 at the highest clock that the driver names, in operations a
-/// second: one product and one sum a unit and cycle. None where the driver names no clock.
-pub(super) fn possible(device: &Device) -> Option<f64> {
+/// With what it multiplies: its multiprocessors, and what they could do in f32 at the highest clock that the
+/// driver names, one product and one sum a unit and cycle.
+pub(super) fn power(device: &Device) -> Option<Power> {
     let stream = device.as_cuda_device().ok()?.cuda_stream();
-    let attribute = |which| stream.context().attribute(which).ok().filter(|value| *value > 0).map(f64::from);
+    let attribute = |which| stream.context().attribute(which).ok().filter(|value| *value > 0);
     let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-    let kilohertz = attribute(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE)?;
-    let (major, minor) = stream.context().compute_capability().ok()?;
     // Units of f32 in a multiprocessor, by CUDA's programming guide.
-    let units = if (major, minor) <= (8, 0) { 64.0 } else { 128.0 };
-    Some(multiprocessors * units * 2.0 * kilohertz * 1e3)
+    let capability = stream.context().compute_capability().ok()?;
+    let units = if capability <= (8, 0) { 64.0 } else { 128.0 };
+    let clock =
+        attribute(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE).map(|kilohertz| f64::from(kilohertz) * 1e3);
+    let possible = clock.map(|clock| f64::from(multiprocessors) * units * 2.0 * clock);
+    Some(Power { multiprocessors: multiprocessors as usize, possible })
 }
 
 #[expect(unsafe_code, reason = "opening a library runs its initialisers; these are the driver's own")]

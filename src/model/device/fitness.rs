@@ -10,10 +10,14 @@ use super::{forward_error, open};
 use crate::config::Dtype;
 use crate::model::{ForwardError, LoadError, Unfit};
 
-/// Rows of the matrices on a GPU: enough to fill the largest, and a millisecond on a small one.
-const ON_GPU: usize = 2048;
-/// On a CPU, where it is to take a fraction of a millisecond.
-const ON_CPU: usize = 128;
+/// Rows of the matrices on a CPU, where a product is to take a fraction of a millisecond, and on a GPU whose
+/// memory is nearly full.
+const FEWEST: usize = 128;
+/// On a GPU the product has two tiles of so many rows and columns for each multiprocessor: all of them compute,
+/// and for a millisecond at most.
+const TILE: usize = 128;
+/// Rows for more multiprocessors than any GPU has.
+const MOST: usize = 2560;
 /// Up to here f32 has all whole numbers.
 const WHOLE: f32 = 16_777_216.0;
 /// The largest of the known numbers in f32: a product's entries stay far below [`WHOLE`].
@@ -48,42 +52,58 @@ pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadE
         LoadError::Device { device: name.clone(), reason }
     };
     let unfit = |why, reason| LoadError::Unfit { device: name.clone(), why, reason };
-    let rows = if opened.is_cpu() { ON_CPU } else { ON_GPU };
-    let mut factors = vec![(DType::F32, LARGEST)];
-    match dtype {
-        Dtype::F32 => {}
-        Dtype::Bf16 => factors.push((DType::BF16, LARGEST_HALF)),
-        Dtype::F16 => factors.push((DType::F16, LARGEST_HALF)),
+    let power = power(&opened);
+    let rows = power.as_ref().map_or(FEWEST, |power| rows(power.multiprocessors));
+    let right = |known: &Known, product: &[f32], dtype| {
+        known.judge(product, dtype).map_err(|reason| unfit(Unfit::WrongResult, reason))
+    };
+    let (in_f32, product) = Known::tried(rows, LARGEST, &opened, DType::F32).map_err(failed)?;
+    right(&in_f32, &product, DType::F32)?;
+    let half = match dtype {
+        Dtype::F32 => None,
+        Dtype::Bf16 => Some(DType::BF16),
+        Dtype::F16 => Some(DType::F16),
+    };
+    if let Some(half) = half {
+        let (known, product) = Known::tried(rows, LARGEST_HALF, &opened, half).map_err(failed)?;
+        right(&known, &product, half)?;
     }
-    for (dtype, largest) in factors {
-        let known = Known::new(rows, largest);
-        let product = known.on(&opened, dtype).and_then(Factors::multiply).map_err(failed)?;
-        known.judge(&product, dtype).map_err(|reason| unfit(Unfit::WrongResult, reason))?;
-    }
-    if let Some(possible) = possible(&opened).filter(|_| min_speed > 0.0) {
-        let factors = Known::new(rows, LARGEST).on(&opened, DType::F32).map_err(failed)?;
+    // A smaller product says nothing of what the device could do.
+    let possible = power.and_then(|power| power.possible).filter(|_| in_f32.rows == rows);
+    if let Some(possible) = possible.filter(|_| min_speed > 0.0) {
+        let factors = in_f32.on(&opened, DType::F32).map_err(failed)?;
         let wanted = possible * min_speed;
         let reached = best_rate(2.0 * (rows as f64).powi(3), wanted, || factors.time()).map_err(failed)?;
-        tracing::debug!(
-            device = name,
-            gflops = reached / 1e9,
-            possible_gflops = possible / 1e9,
-            "multiplied"
-        );
+        let (gflops, possible_gflops) = (reached / 1e9, possible / 1e9);
+        tracing::debug!(device = name, gflops, possible_gflops, "known products computed");
         judge_rate(reached, possible, min_speed).map_err(|reason| unfit(Unfit::TooSlow, reason))?;
     }
     Ok(Proven { _device: opened })
 }
 
-/// What a GPU could compute in f32, in operations a second; none where that is not known.
+/// With what a GPU multiplies.
+#[derive(Debug)]
+pub(super) struct Power {
+    pub(super) multiprocessors: usize,
+    /// What they could compute in f32, in operations a second; none where the driver names no clock.
+    pub(super) possible: Option<f64>,
+}
+
+/// None: it is a CPU, or the driver does not say.
 #[cfg(feature = "cuda")]
-fn possible(device: &Device) -> Option<f64> {
-    super::cuda::possible(device)
+fn power(device: &Device) -> Option<Power> {
+    super::cuda::power(device)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn possible(_: &Device) -> Option<f64> {
+fn power(_: &Device) -> Option<Power> {
     None
+}
+
+/// Rows for so many multiprocessors.
+fn rows(multiprocessors: usize) -> usize {
+    let tiles = (1..).find(|tiles| tiles * tiles >= 2 * multiprocessors);
+    tiles.map_or(MOST, |tiles| (TILE * tiles).min(MOST))
 }
 
 /// Two square matrices of whole numbers, the same at each start.
@@ -99,6 +119,22 @@ impl Known {
         let mut numbers = Numbers(1);
         let mut matrix = || (0..rows * rows).map(|_| numbers.next_within(largest)).collect();
         Self { rows, left: matrix(), right: matrix() }
+    }
+
+    /// Two such, and their product by the device; with fewer rows where it has no room for so many.
+    fn tried(
+        mut rows: usize,
+        largest: i32,
+        device: &Device,
+        dtype: DType,
+    ) -> candle_core::Result<(Self, Vec<f32>)> {
+        loop {
+            let known = Self::new(rows, largest);
+            match known.on(device, dtype).and_then(Factors::multiply) {
+                Err(error) if rows > FEWEST && is_out_of_memory(&error) => rows = (rows / 2).max(FEWEST),
+                product => return Ok((known, product?)),
+            }
+        }
     }
 
     fn on(&self, device: &Device, dtype: DType) -> candle_core::Result<Factors> {
@@ -166,6 +202,10 @@ impl Factors {
         drop(product);
         Ok(took)
     }
+}
+
+fn is_out_of_memory(error: &candle_core::Error) -> bool {
+    matches!(forward_error(error), ForwardError::OutOfMemory(_))
 }
 
 /// The best rate at which products of so many operations each were computed, in operations a second: until
@@ -239,7 +279,7 @@ mod tests {
     #[test]
     fn known_products_are_whole_numbers_that_their_precision_has() {
         for (largest, bound) in [(LARGEST, WHOLE), (LARGEST_HALF, 256.0)] {
-            let known = Known::new(ON_GPU, largest);
+            let known = Known::new(MOST, largest);
             let product = multiplied(&known, DType::F32);
             assert!(known.judge(&product, DType::F32).is_ok());
             let most = product.iter().fold(0.0, |most: f32, number| most.max(number.abs()));
@@ -248,11 +288,19 @@ mod tests {
     }
 
     #[test]
+    fn each_multiprocessor_has_its_tiles() {
+        // One, a seventh of an A100, T4, A100, H100, B200.
+        let expected =
+            [(1, 256), (14, 768), (40, 1152), (108, 1920), (132, 2176), (148, 2304), (9_999, MOST)];
+        assert!(expected.iter().all(|(count, most)| rows(*count) == *most));
+    }
+
+    #[test]
     fn one_wrong_number_is_found_and_its_row_is_named() {
-        let known = Known::new(ON_CPU, LARGEST);
+        let known = Known::new(FEWEST, LARGEST);
         let right = multiplied(&known, DType::F32);
         assert_eq!(known.judge(&right, DType::F32), Ok(()));
-        let at = 77 * ON_CPU + 5;
+        let at = 77 * FEWEST + 5;
         let flipped = f32::from_bits(right[at].to_bits() ^ 1 << 12);
         for bad in [right[at] + 1.0, flipped, right[at] + 0.5, f32::NAN, f32::INFINITY, 3e20] {
             let mut wrong = right.clone();

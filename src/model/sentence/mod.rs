@@ -65,8 +65,10 @@ impl Model for SentenceEncoder {
                 pooling: settings.pooling.clone(),
                 device: opened.clone(),
                 #[cfg(feature = "cuda")]
-                gpu: on_gpu::OnGpu::new(device)
-                    .map_err(|error| LoadError::Device { device: opened.clone(), reason: error.to_string() })?,
+                gpu: on_gpu::OnGpu::new(device).map_err(|error| LoadError::Device {
+                    device: opened.clone(),
+                    reason: error.to_string(),
+                })?,
             })
         };
         let mut model = on(&device, dtype)?;
