@@ -66,7 +66,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
         };
         // Nobody may be reading any more.
         let farewell = async {
-            reporter.send(&Event::Stopped { cause }).await;
+            reporter.send(&Event::Stopped { cause, exit: Some(exit_of(&ended).code().into()) }).await;
             reporter.flush().await;
         };
         let _ = tokio::time::timeout(FAREWELL, farewell).await;
@@ -77,18 +77,18 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let ended = runtime.block_on(runtime.spawn(work)).context("the worker panicked")??;
     // Whatever still runs (a forward pass after an abort) ends with the process.
     runtime.shutdown_background();
-    Ok(exit_of(ended))
+    if let Err(error) = &ended {
+        tracing::error!(%error, exit = error.exit().code(), "the worker cannot go on");
+    }
+    Ok(exit_of(&ended))
 }
 
-fn exit_of(ended: Result<Ended, WorkerError>) -> Exit {
+fn exit_of(ended: &Result<Ended, WorkerError>) -> Exit {
     match ended {
         Ok(Ended::Drained) => Exit::Done,
         Ok(Ended::OnRequest) => Exit::StoppedOnRequest,
         Ok(Ended::Aborted) => Exit::Aborted,
-        Err(error) => {
-            tracing::error!(%error, exit = error.exit().code(), "the worker cannot go on");
-            error.exit()
-        }
+        Err(error) => error.exit(),
     }
 }
 

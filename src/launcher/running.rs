@@ -206,7 +206,7 @@ fn note(slot: &str, line: &str) -> Option<Event> {
         Ok(Event::Serving) => tracing::debug!(slot, "worker serving"),
         Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
-        Ok(Event::Stopped { cause }) => tracing::info!(slot, cause, "worker stopped"),
+        Ok(Event::Stopped { cause, .. }) => tracing::info!(slot, cause, "worker stopped"),
         // What is wrong with a device is in the worker's own log and in the cause that follows.
         Ok(Event::Stats(_) | Event::Unfit { .. }) => {}
         Err(error) => tracing::warn!(slot, %error, "unreadable event"),

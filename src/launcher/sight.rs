@@ -50,6 +50,8 @@ pub(super) struct Sight {
     heard: Instant,
     /// Why it was killed, or said that it ends.
     why: Circumstances,
+    /// The exit that it said it would give.
+    announced: Option<Exit>,
     /// Work that the log has not told of yet.
     untold: Stats,
     born: Instant,
@@ -87,6 +89,7 @@ impl Sight {
             alone: None,
             heard: Instant::now(),
             why: Circumstances::default(),
+            announced: None,
             untold: Stats::default(),
             born: Instant::now(),
             on_probation: false,
@@ -146,6 +149,7 @@ impl Sight {
                 self.on_device.clone_from(tasks);
             }
             Event::Stats(stats) => self.account(stats, slot),
+            Event::Stopped { exit, .. } => self.announced = exit.and_then(Exit::from_code),
             Event::Unfit { why, words } => self.why.unfit = Some((*why, words.clone())),
             _ => {}
         }
@@ -244,6 +248,12 @@ impl Sight {
         let slot = &assignment.slot;
         self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
         self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
+        // Its work was done and settled: what a library did to it at its very end changes nothing of that.
+        let settled = self.announced.filter(|exit| matches!(exit, Exit::Done | Exit::StoppedOnRequest));
+        if let Some(exit) = settled.filter(|_| status.is_some_and(|status| status.code().is_none())) {
+            tracing::warn!(slot, ?status, "the worker died after it had ended its work");
+            self.death.exit = Some(exit);
+        }
         let mut devices = self.why.fault.as_ref().is_some_and(Fault::is_the_devices);
         if devices {
             self.death.exit = Some(Exit::DeviceFailed);

@@ -132,6 +132,9 @@ pub enum Event {
     Stopped {
         /// What ended the worker, in words.
         cause: String,
+        /// The exit code that it is about to give.
+        #[serde(default)]
+        exit: Option<i32>,
     },
 }
 
@@ -241,7 +244,7 @@ mod tests {
             Event::Forward { tasks: vec![TaskName { id: "a\nb".into(), fingerprint: "0".into() }] },
             Event::Draining { cause: "a\nb".into() },
             Event::Unfit { why: Unfit::TooSlow, words: "a\nb".into() },
-            Event::Stopped { cause: "x".into() },
+            Event::Stopped { cause: "x".into(), exit: Some(80) },
         ];
         for event in events {
             let line = encode(&event);
@@ -277,10 +280,11 @@ mod tests {
 
         #[test]
         fn any_cause_survives_the_journey_on_one_line(cause in any::<String>()) {
-            let line = encode(&Event::Stopped { cause: cause.clone() });
+            let event = Event::Stopped { cause, exit: None };
+            let line = encode(&event);
             prop_assert_eq!(line.iter().position(|byte| *byte == b'\n'), Some(line.len() - 1));
             let text = std::str::from_utf8(&line).unwrap();
-            prop_assert_eq!(decode::<Event>(text).unwrap(), Event::Stopped { cause });
+            prop_assert_eq!(decode::<Event>(text).unwrap(), event);
         }
     }
 }

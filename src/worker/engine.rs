@@ -79,8 +79,12 @@ pub(super) fn start<M: Model>(
         match Forward::<M>::load(&spec, min_speed, reporter) {
             Ok((forward, known)) => {
                 drop(loaded_in.send(Ok(known)));
-                Service { forward, done: done_in, traces, number: 0, ahead: None, freed: Instant::now() }
-                    .serve(queued);
+                let mut service =
+                    Service { forward, done: done_in, traces, number: 0, ahead: None, freed: Instant::now() };
+                service.serve(queued);
+                // The process is about to end, and a driver takes back all it had. To give it back here, while
+                // the process and with it the driver may be ending already, would be a race with a crash.
+                std::mem::forget((service.forward, service.ahead));
             }
             Err(error) => drop(loaded_in.send(Err(error))),
         }
@@ -113,7 +117,7 @@ struct UnderWay<M: Model> {
 
 impl<M: Model> Service<M> {
     /// Computes batches until nobody sends or wants any more.
-    fn serve(mut self, mut queued: mpsc::Receiver<Batch<Item<M::Codec>>>) {
+    fn serve(&mut self, mut queued: mpsc::Receiver<Batch<Item<M::Codec>>>) {
         let mut idle = true;
         loop {
             let next = match queued.try_recv() {
@@ -309,7 +313,7 @@ mod tests {
         let spec = LoadSpec {
             source: "aside".into(),
             served_names: Vec::new(),
-            device: "GPU-1".into(),
+            device: "cpu".into(),
             max_inputs: 1,
             dtype: Dtype::F32,
         };
@@ -332,7 +336,9 @@ mod tests {
         }
         drop(send);
         let traces = Traces::default();
-        Service { forward, done, traces, number: 0, ahead: None, freed: Instant::now() }.serve(queued);
+        let mut service = Service { forward, done, traces, number: 0, ahead: None, freed: Instant::now() };
+        service.serve(queued);
+        drop(service);
         let mut all = Vec::new();
         while let Ok(one) = said.try_recv() {
             all.push(one);

@@ -40,6 +40,14 @@ async fn workers_stopped_on_request_are_not_started_again_and_the_launcher_is_do
 }
 
 #[tokio::test]
+async fn a_worker_that_dies_after_it_was_stopped_on_request_has_stopped_on_request() {
+    let said = r#"echo '{"event":"stopped","cause":"sentinel","exit":80}'"#;
+    let stage = Stage::new(1, &format!("{READY}; {said}; kill -SEGV $$"));
+    assert_eq!(stage.run().await, Exit::Done);
+    assert_eq!(stage.lines("born-0").len(), 1);
+}
+
+#[tokio::test]
 async fn a_slot_whose_device_never_opens_is_given_up_with_growing_delays_while_the_others_work_on() {
     let script = format!("[ $slot = 0 ] && exit 83\n{READY}\n{UNTIL_FOUR_FIRST}");
     let stage = Stage::new(2, &script);
