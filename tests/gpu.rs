@@ -250,9 +250,9 @@ fn a_device_that_multiplies_rightly_and_computes_the_network_wrongly_takes_no_wo
     for dtype in ["f32", "f16", "bf16"] {
         let setting = format!("pool[0].dtype={dtype}");
         let off = format!("the vector in {dtype} is off by");
-        is_refused(&[("EMULATED_IDLE", "activation")], &[&setting], &["it computes wrongly", &off]);
+        is_refused(&[("EMULATED_IDLE", "activate")], &[&setting], &["it computes wrongly", &off]);
     }
-    is_refused(&[("EMULATED_IDLE", "attention")], &[], &["it computes wrongly"]);
+    is_refused(&[("EMULATED_IDLE", "attend")], &[], &["it computes wrongly"]);
 }
 
 #[test]

@@ -87,7 +87,7 @@ impl Health {
                     match state {
                         Some(ailment) => {
                             if sheet.ailing.insert(device.clone(), ailment.clone()).is_none() {
-                                tracing::error!(device, fault = ailment.words, "a device is out of order");
+                                tracing::info!(device, fault = ailment.words, "a device is out of order");
                                 condemned.push((device, ailment));
                             }
                         }
