@@ -78,8 +78,13 @@ pub(super) fn start<M: Model>(
     thread::Builder::new().name("model".into()).spawn(move || match Forward::<M>::load(&spec, reporter) {
         Ok((forward, known)) => {
             drop(loaded_in.send(Ok(known)));
-            Service { forward, done: done_in, traces, number: 0, ahead: None, freed: Instant::now() }
-                .serve(queued);
+            let mut service =
+                Service { forward, done: done_in, traces, number: 0, ahead: None, freed: Instant::now() };
+            service.serve(queued);
+            // The process is about to end, and the driver takes back what it held. To give it back here,
+            // while the process and with it the driver may be ending already, is a race that ends in a
+            // crash; and a worker that crashed is started again.
+            std::mem::forget((service.forward, service.ahead));
         }
         Err(error) => drop(loaded_in.send(Err(error))),
     })?;
@@ -111,7 +116,7 @@ struct UnderWay<M: Model> {
 
 impl<M: Model> Service<M> {
     /// Computes batches until nobody sends or wants any more.
-    fn serve(mut self, mut queued: mpsc::Receiver<Batch<Item<M::Codec>>>) {
+    fn serve(&mut self, mut queued: mpsc::Receiver<Batch<Item<M::Codec>>>) {
         let mut idle = true;
         loop {
             let next = match queued.try_recv() {
@@ -201,6 +206,7 @@ impl<M: Model> Service<M> {
 mod tests {
     use std::io;
     use std::sync::Mutex;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::super::ticket::Computed;
     use super::*;
@@ -302,18 +308,21 @@ mod tests {
         }
     }
 
-    /// Has all these batches at hand at once, a task to an input.
-    fn run(batches: &[&[u32]]) -> Ran {
-        let spec = LoadSpec {
+    fn spec() -> LoadSpec {
+        LoadSpec {
             source: "aside".into(),
             served_names: Vec::new(),
             device: "GPU-1".into(),
             max_inputs: 1,
             dtype: Dtype::F32,
-        };
+        }
+    }
+
+    /// Has all these batches at hand at once, a task to an input.
+    fn run(batches: &[&[u32]]) -> Ran {
         LOG.with(|log| log.lock().unwrap().clear());
         let reporter = Reporter::start(io::sink()).unwrap();
-        let (forward, loaded) = Forward::<Aside>::load(&spec, reporter).unwrap();
+        let (forward, loaded) = Forward::<Aside>::load(&spec(), reporter).unwrap();
         assert_eq!(loaded.depth, 3);
         let (send, queued) = mpsc::channel(8);
         let (done, mut said) = mpsc::channel(8);
@@ -337,6 +346,43 @@ mod tests {
         }
         let log = LOG.with(|log| log.lock().unwrap().clone());
         Ran { log, said: all, tasks: waiting.iter_mut().map(|task| task.try_recv().ok()).collect() }
+    }
+
+    /// Says when it is given back.
+    struct Held(&'static AtomicBool);
+
+    static GIVEN_BACK: AtomicBool = AtomicBool::new(false);
+
+    impl Drop for Held {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+
+    impl Model for Held {
+        type Codec = Numbers;
+
+        fn load(_: &LoadSpec) -> Result<(Self, Numbers), LoadError> {
+            Ok((Self(&GIVEN_BACK), Numbers))
+        }
+
+        fn device(&self) -> String {
+            "GPU-1".into()
+        }
+
+        fn forward(&mut self, _: &[&u32]) -> Result<Steps<Self>, ForwardError> {
+            unreachable!("it is given nothing")
+        }
+    }
+
+    #[test]
+    fn a_model_that_has_worked_is_left_to_the_end_of_the_process() {
+        let reporter = Reporter::start(io::sink()).unwrap();
+        let mut engine = start::<Held>(spec(), reporter, Traces::default()).unwrap();
+        assert!(engine.loaded.blocking_recv().unwrap().is_ok());
+        drop(engine.batches);
+        assert!(engine.done.blocking_recv().is_none(), "the thread has ended");
+        assert!(!GIVEN_BACK.load(Ordering::SeqCst));
     }
 
     #[test]
