@@ -70,6 +70,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let run = Arc::new(Run {
         pool,
         broker: broker.clone(),
+        grace: settings.launcher.shutdown_grace,
         begun: Mutex::default(),
         writer: Mutex::new(OrderedWriter::new(BufWriter::new(output), point.done, WINDOW)),
         written: Notify::new(),
@@ -195,6 +196,8 @@ fn queues_of(pool: &Pool, delivery_limit: u32) -> Vec<QueueSpec> {
 struct Run {
     pool: Pool,
     broker: Arc<EmbeddedBroker>,
+    /// From the sentinels to the end of workers that took none.
+    grace: Duration,
     /// The lines in work, by their sequence numbers. Written by the feed, taken by the collectors.
     /// Bound: the window.
     begun: Mutex<HashMap<usize, Begun>>,
@@ -264,6 +267,9 @@ impl Run {
             let properties = Properties { kind: Some(SHUTDOWN.into()), ..Properties::default() };
             self.publish(Message { properties, body: "null".into() }).await?;
         }
+        // A worker that died behind its sentinel has been started again, and none is left for it.
+        tokio::time::sleep(self.grace).await;
+        stop.advance(Phase::Returning, "every line is answered");
         Ok(())
     }
 

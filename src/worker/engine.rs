@@ -207,6 +207,7 @@ impl<M: Model> Service<M> {
 mod tests {
     use std::io;
     use std::sync::Mutex;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::super::ticket::Computed;
     use super::*;
@@ -308,18 +309,21 @@ mod tests {
         }
     }
 
-    /// Has all these batches at hand at once, a task to an input.
-    fn run(batches: &[&[u32]]) -> Ran {
-        let spec = LoadSpec {
+    fn spec() -> LoadSpec {
+        LoadSpec {
             source: "aside".into(),
             served_names: Vec::new(),
             device: "cpu".into(),
             max_inputs: 1,
             dtype: Dtype::F32,
-        };
+        }
+    }
+
+    /// Has all these batches at hand at once, a task to an input.
+    fn run(batches: &[&[u32]]) -> Ran {
         LOG.with(|log| log.lock().unwrap().clear());
         let reporter = Reporter::start(io::sink()).unwrap();
-        let (forward, loaded) = Forward::<Aside>::load(&spec, 0.0, reporter).unwrap();
+        let (forward, loaded) = Forward::<Aside>::load(&spec(), 0.0, reporter).unwrap();
         assert_eq!(loaded.depth, 3);
         let (send, queued) = mpsc::channel(8);
         let (done, mut said) = mpsc::channel(8);
@@ -345,6 +349,43 @@ mod tests {
         }
         let log = LOG.with(|log| log.lock().unwrap().clone());
         Ran { log, said: all, tasks: waiting.iter_mut().map(|task| task.try_recv().ok()).collect() }
+    }
+
+    /// Says when it is given back.
+    struct Held(&'static AtomicBool);
+
+    static GIVEN_BACK: AtomicBool = AtomicBool::new(false);
+
+    impl Drop for Held {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+
+    impl Model for Held {
+        type Codec = Numbers;
+
+        fn load(_: &LoadSpec) -> Result<(Self, Numbers), LoadError> {
+            Ok((Self(&GIVEN_BACK), Numbers))
+        }
+
+        fn device(&self) -> String {
+            "GPU-1".into()
+        }
+
+        fn forward(&mut self, _: &[&u32]) -> Result<Steps<Self>, ForwardError> {
+            unreachable!("it is given nothing")
+        }
+    }
+
+    #[test]
+    fn a_model_that_has_worked_is_left_to_the_end_of_the_process() {
+        let reporter = Reporter::start(io::sink()).unwrap();
+        let mut engine = start::<Held>((spec(), 0.0), reporter, Traces::default()).unwrap();
+        assert!(engine.loaded.blocking_recv().unwrap().is_ok());
+        drop(engine.batches);
+        assert!(engine.done.blocking_recv().is_none(), "the thread has ended");
+        assert!(!GIVEN_BACK.load(Ordering::SeqCst));
     }
 
     #[test]

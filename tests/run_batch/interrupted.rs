@@ -1,6 +1,7 @@
 //! Runs that are killed, stopped, torn, started twice, or pointed at somebody else's output.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -53,6 +54,26 @@ fn a_killed_worker_is_replaced_and_every_line_is_answered_once() {
     let ended = run.wait();
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     rig.assert_all_answered(60);
+}
+
+/// As after a crash behind a sentinel: what is started in the worker's place finds none.
+#[test]
+fn a_worker_that_comes_too_late_for_a_sentinel_does_not_keep_the_run_from_its_end() {
+    let rig = Rig::new(&slow_lines(8, 100));
+    let (program, late) = (rig.path("sconce"), rig.path("late"));
+    fs::copy(env!("CARGO_BIN_EXE_sconce"), &program).unwrap();
+    fs::write(&late, "#!/bin/sh\ncat >'/dev/null'\n").unwrap();
+    fs::set_permissions(&late, fs::Permissions::from_mode(0o755)).unwrap();
+    let settings = ["--set", "launcher.shutdown_grace=1s", "--set", "launcher.restart_delay=10ms"];
+    let echo = ["--model", "echo", "--devices", "cpu,cpu"];
+    let run = rig.start_command(rig.command_of(&program, &[&echo[..], &settings, &ONE_BY_ONE].concat()));
+    rig.wait_for_lines(2);
+    let victim = run.workers()[0];
+    fs::rename(&late, &program).unwrap();
+    kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
+    let ended = run.wait();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    rig.assert_all_answered(8);
 }
 
 #[test]

@@ -78,7 +78,12 @@ impl Rig {
 
     /// The program's command line for this run; `more` behind it.
     pub fn command(&self, more: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));
+        self.command_of(Path::new(env!("CARGO_BIN_EXE_sconce")), more)
+    }
+
+    /// The same of a copy of the program.
+    pub fn command_of(&self, program: &Path, more: &[&str]) -> Command {
+        let mut command = Command::new(program);
         command.arg("run-batch").arg("-i").arg(self.input()).arg("-o").arg(self.output()).args(more);
         command.env_remove("AMQP_URL").env("TMPDIR", self.temp()).stdin(Stdio::null());
         for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("SCONCE_"))
@@ -96,9 +101,13 @@ impl Rig {
 
     /// Starts it with `arguments` alone.
     pub fn start(&self, arguments: &[&str]) -> Process {
+        self.start_command(self.command(arguments))
+    }
+
+    /// Starts a command.
+    pub fn start_command(&self, mut command: Command) -> Process {
         let number = fs::read_dir(self.folder.path()).unwrap().count();
         let (out, err) = (self.path(&format!("stdout-{number}")), self.path(&format!("stderr-{number}")));
-        let mut command = self.command(arguments);
         command.stdout(File::create(&out).unwrap()).stderr(File::create(&err).unwrap());
         Process { child: command.spawn().unwrap(), out, err }
     }
