@@ -32,7 +32,7 @@ const ORPHANED: Duration = Duration::from_secs(3);
 pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exit> {
     let stop = Stop::default();
     let (deaths, dials) = (KnownDeaths::default(), Dials::default());
-    let (assignment, patience) = match arguments.launched_by {
+    let (mut assignment, patience) = match arguments.launched_by {
         Some(launcher) => {
             telemetry::start(std::env::var("SCONCE_LOG").ok().as_deref(), Format::Json);
             tie_to(launcher)?;
@@ -45,6 +45,9 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     };
     if let Some(node) = assignment.numa_node {
         numa::bind_near(node);
+        // The plan has divided the cores of all nodes.
+        let near = thread::available_parallelism().map_or(assignment.threads, usize::from);
+        assignment.threads = assignment.threads.min(near);
     }
     // One thread: its tasks hand messages to each other, and waking another thread for that costs more
     // than what is done with them. What computes for long has threads of its own.

@@ -12,6 +12,8 @@ const CPU_TOKENS: usize = 1_024;
 const GPU_TOKENS: usize = 32_768;
 /// A short text, in tokens: before any has come, messages are taken for these.
 const SHORT_TEXT: usize = 16;
+/// Most threads that prepare tasks: with the slowest tokenizers, some 80,000 short texts a second.
+const MOST_FEEDERS: usize = 8;
 /// Most messages to hold before it is known how large they are.
 const FIRST_PREFETCH: usize = 256;
 
@@ -31,7 +33,7 @@ pub struct Assignment {
     /// starts a worker says how many there are then.
     #[serde(default = "alone")]
     pub sharers: usize,
-    /// Compute threads.
+    /// Threads that compute, or on a GPU's worker those that feed it.
     pub threads: usize,
     /// The pool.
     pub pool: Pool,
@@ -55,6 +57,12 @@ impl Assignment {
     /// Share of what the device could do that it has to reach: the pool's, for each that computes on it.
     pub fn min_speed(&self) -> f64 {
         self.pool.min_speed / self.sharers.max(1) as f64
+    }
+
+    /// Threads that prepare tasks, and as many that write replies: they take turns on the cores. Those of
+    /// a CPU worker compute.
+    pub fn feeders(&self) -> usize {
+        if self.device == "cpu" { 1 } else { self.threads.clamp(1, MOST_FEEDERS) }
     }
 
     /// Unacked messages at first: the pool's, or two batches of short texts.

@@ -112,7 +112,8 @@ pub struct Pool {
     pub devices: Devices,
     /// Worker processes on each device, at least 1.
     pub workers_per_device: usize,
-    /// Compute threads of a CPU worker; none: the cores divided among the CPU workers.
+    /// Compute threads of a CPU worker, or those that feed a GPU's; none: the cores divided among the
+    /// workers.
     pub threads: Option<usize>,
     /// In which numbers the model computes.
     pub dtype: Dtype,

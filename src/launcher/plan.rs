@@ -288,6 +288,21 @@ mod tests {
     }
 
     #[test]
+    fn the_workers_of_gpus_share_the_cores_and_feed_by_them() {
+        let mut host = with_gpus();
+        let threads = |host: &Host, flags: &[(&str, &str)]| {
+            let slots = planned_on(host, &[&[("pool[0].devices", "cuda:0,cuda:1,cpu")], flags].concat());
+            slots.unwrap().iter().map(|slot| (slot.threads, slot.feeders())).collect::<Vec<_>>()
+        };
+        assert_eq!(threads(&host, &[]), [(2, 2), (2, 2), (2, 1)]);
+        assert_eq!(threads(&host, &[("pool[0].threads", "3")]), [(3, 3), (3, 3), (3, 1)]);
+        host.cores = 2;
+        assert_eq!(threads(&host, &[]), [(1, 1); 3]);
+        host.cores = 96;
+        assert_eq!(threads(&host, &[])[0], (32, 8), "more would only look for work");
+    }
+
+    #[test]
     fn auto_is_an_error_where_a_driver_is_there_and_does_not_answer() {
         let unknown = Some("reboot after an update".to_owned());
         let mut host = with_gpus();

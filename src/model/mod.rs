@@ -78,7 +78,8 @@ pub trait Codec: Send + Sync + 'static {
 
     /// Whether a body of so many bytes, with so many inputs, is prepared and answered in a fraction of a
     /// millisecond. Then that is done where the worker's messages come and go, which for so long have to
-    /// wait; what takes longer has threads of its own, and waits until those have woken.
+    /// wait; what takes longer has threads of its own, and waits until those have woken. On a GPU's worker
+    /// all of it has.
     fn is_brief(&self, bytes: usize, inputs: usize) -> bool {
         let _ = (bytes, inputs);
         false

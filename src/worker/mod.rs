@@ -14,7 +14,7 @@
 //! | `deaths` | which tasks workers died of, as the launcher knows it |
 //! | `engine` | the model thread |
 //! | `forward` | what a failed batch means: a bad input, or a bad device |
-//! | `lane` | which work beside it has a thread of its own |
+//! | `lane` | which work beside it has threads of its own |
 //! | `outcome` | what happened → what becomes of the message |
 //! | `settle` | publish → confirm → ack |
 //! | `report` | control lines, counters |
@@ -274,8 +274,8 @@ fn assemble<C: Codec>(
             model: load_spec(assignment).model_name().to_owned(),
         },
         codec: Arc::new(loaded.codec),
-        prepare: lane::Lane::start("prepare")?,
-        respond: lane::Lane::start("respond")?,
+        prepare: lane::Lane::start("prepare", assignment.feeders())?,
+        respond: lane::Lane::start("respond", assignment.feeders())?,
         submit,
         preparing,
         quarantine,

@@ -121,7 +121,9 @@ impl<C: Codec> Station<C> {
 
     /// What bounds it under a wish.
     fn limits(&self) -> impl Fn(BatchChange) -> Limits + Send + 'static {
-        let (policy, batches, bytes) = (self.policy, self.depth, self.assignment.pool.prefetch_bytes);
+        // Where the device computes beside the cores, one batch more is being prepared and answered there.
+        let batches = self.depth + usize::from(self.assignment.device != "cpu");
+        let (policy, bytes) = (self.policy, self.assignment.pool.prefetch_bytes);
         move |wish| {
             let policy = dials::changed(policy, wish);
             Limits { batches, tokens: policy.max_tokens, requests: policy.max_requests, bytes }

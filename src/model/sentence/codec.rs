@@ -1,12 +1,19 @@
 //! `/v1/embeddings` bodies → token ids, and vectors → response bodies. Decides limits and names;
 //! never touches the device.
 
+use rayon::prelude::*;
+
 use super::pooling::{Pooling, normalize};
 use super::served::ServedNames;
 use super::tokenize::TextTokenizer;
 use crate::model::{Codec, Costed, Prepared};
 use crate::protocol::embeddings::{EmbeddingRequest, EmbeddingResponse, Encoding, Text, write_response};
 use crate::protocol::{Message, TaskError};
+
+/// So many texts are divided among the threads of the caller's pool.
+const MANY: usize = 64;
+/// Texts that one thread takes at least.
+const SHARE: usize = 16;
 
 /// One text, as the network takes it.
 #[derive(Clone, Debug)]
@@ -89,7 +96,7 @@ impl Codec for SentenceCodec {
 impl SentenceCodec {
     fn sentences(&self, mut request: EmbeddingRequest) -> Result<Vec<Costed<Sentence>>, TaskError> {
         let texts = std::mem::take(&mut request.texts);
-        let sentences = texts.into_iter().enumerate().map(|(index, text)| {
+        let sentence = |(index, text): (usize, Text)| {
             let ids = match text {
                 Text::Plain(text) => {
                     self.tokenizer.text(&text).map_err(|error| error.at(request.path(index)))?
@@ -97,7 +104,62 @@ impl SentenceCodec {
                 Text::Ids(ids) => self.tokenizer.ids(ids, &request.path(index))?,
             };
             Ok(Costed { tokens: ids.len(), input: Sentence { ids } })
-        });
-        sentences.collect()
+        };
+        // Elsewhere rayon would take them to threads that may be computing for long.
+        if texts.len() < MANY || rayon::current_thread_index().is_none() {
+            return texts.into_iter().enumerate().map(sentence).collect();
+        }
+        let shared = texts.into_par_iter().enumerate().with_min_len(SHARE);
+        // All of them first, so that the error is that of the first text that has one.
+        let sentences: Vec<_> = shared.map(sentence).collect();
+        sentences.into_iter().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::sentence::SentenceEncoder;
+    use crate::model::{LoadSpec, Model as _};
+
+    fn codec() -> SentenceCodec {
+        let spec = LoadSpec {
+            source: concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tiny-bert-cls").into(),
+            served_names: Vec::new(),
+            device: "cpu".into(),
+            max_inputs: 500,
+            dtype: Default::default(),
+        };
+        SentenceEncoder::load(&spec).unwrap().1
+    }
+
+    /// The ids of each input, or which of them is refused; also where threads share the work.
+    fn prepared(input: &serde_json::Value) -> Result<Vec<Vec<u32>>, Option<String>> {
+        let codec = codec();
+        let body = serde_json::json!({ "input": input }).to_string();
+        let message = Message { body: body.into(), ..Message::default() };
+        let prepare = || {
+            let prepared = codec.prepare(&message).map_err(|error| error.param)?;
+            Ok(prepared.inputs.into_iter().map(|costed| costed.input.ids).collect())
+        };
+        let alone = prepare();
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap();
+        assert_eq!(pool.install(prepare), alone);
+        alone
+    }
+
+    #[test]
+    fn threads_that_share_many_texts_keep_their_order() {
+        let texts: Vec<String> = (0..300).map(|n| format!("text {n} {}", "a b ".repeat(n % 7))).collect();
+        assert_eq!(prepared(&texts.into()).unwrap().len(), 300);
+    }
+
+    #[test]
+    fn the_first_of_several_bad_inputs_is_named_whoever_finds_it() {
+        let mut inputs = vec![vec![5]; 300];
+        for bad in [71, 150, 299] {
+            inputs[bad] = vec![4_000_000_000_u32];
+        }
+        assert_eq!(prepared(&inputs.into()).unwrap_err().as_deref(), Some("input[71]"));
     }
 }

@@ -13,6 +13,7 @@ mod footprint;
 pub mod kernels;
 #[cfg(feature = "cuda")]
 mod on_gpu;
+mod plain;
 pub mod pooling;
 mod served;
 mod settings;

@@ -1,11 +1,13 @@
 //! Texts and token ids → the ids that a forward pass takes. Decides where a text is cut and what
 //! special tokens stand around it, as sentence-transformers does.
 
+use std::borrow::Cow;
 use std::path::PathBuf;
 
 use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
 use tokenizers::{Tokenizer, TruncationParams};
 
+use super::plain::Plain;
 use super::settings::SentenceSettings;
 use crate::model::LoadError;
 use crate::model::source;
@@ -14,6 +16,7 @@ use crate::protocol::{TaskError, TaskErrorKind};
 /// A model's tokenizer and its limits.
 pub struct TextTokenizer {
     tokenizer: Tokenizer,
+    plain: Option<Plain>,
     /// Special tokens before and behind each text.
     around: (Vec<u32>, Vec<u32>),
     /// Ids from here on have no vector.
@@ -54,7 +57,8 @@ impl TextTokenizer {
         tokenizer.with_truncation(Some(truncation)).map_err(of_library)?;
         let vocabulary = u32::try_from(vocabulary).unwrap_or(u32::MAX);
         let prompt = settings.prompt.clone();
-        Ok(Self { tokenizer, around, vocabulary, max_tokens, prompt })
+        let plain = Plain::of(&tokenizer);
+        Ok(Self { tokenizer, plain, around, vocabulary, max_tokens, prompt })
     }
 
     /// Most tokens of a text beside the special ones.
@@ -73,19 +77,27 @@ impl TextTokenizer {
     /// `Internal` when the tokenizer fails, or gives an id that the network has no vector for.
     pub fn text(&self, text: &str) -> Result<Vec<u32>, TaskError> {
         let internal = |reason: String| TaskError::new(TaskErrorKind::Internal, reason);
-        let encoding = if self.prompt.is_empty() {
-            self.tokenizer.encode_fast(text, true)
-        } else {
-            self.tokenizer.encode_fast(format!("{}{text}", self.prompt), true)
+        let text = match self.prompt.as_str() {
+            "" => Cow::Borrowed(text),
+            prompt => Cow::Owned(format!("{prompt}{text}")),
         };
-        let encoding = encoding.map_err(|error| internal(format!("the tokenizer failed: {error}")))?;
-        let ids = encoding.get_ids();
+        let (before, behind) = &self.around;
+        let most = self.max_tokens - before.len() - behind.len();
+        let plain = self.plain.as_ref().and_then(|plain| plain.ids(&self.tokenizer, &text, most));
+        let ids = match plain {
+            Some(ids) => [before, &*ids, behind].concat(),
+            None => {
+                let encoding = self.tokenizer.encode_fast(text, true);
+                let failed = |error| internal(format!("the tokenizer failed: {error}"));
+                encoding.map_err(failed)?.get_ids().to_vec()
+            }
+        };
         if ids.is_empty() {
             return Err(internal("the tokenizer made no tokens of the text".into()));
         }
         match ids.iter().find(|id| **id >= self.vocabulary) {
             Some(id) => Err(internal(format!("the tokenizer gave {id}, of {}", self.vocabulary))),
-            None => Ok(ids.to_vec()),
+            None => Ok(ids),
         }
     }
 

@@ -1,0 +1,181 @@
+//! Tokenises what is plain, which is nearly all of most English texts: words of ASCII, by BERT's WordPiece.
+//! Gives the ids that the library gives in a tenth of its time, since that keeps for each character where it
+//! came from. Decides for which tokenizers, texts and words it can; the library does the rest.
+
+use tokenizers::models::wordpiece::WordPiece;
+use tokenizers::{Model as _, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper, Tokenizer};
+
+/// Between words, in ASCII.
+const BLANKS: [char; 4] = [' ', '\t', '\n', '\r'];
+
+/// What it has to know of a tokenizer.
+pub(super) struct Plain {
+    lowercase: bool,
+    /// Stands before a piece that continues a word.
+    prefix: String,
+    /// For words that the vocabulary has no pieces for.
+    unknown: u32,
+    /// A word with more letters is unknown.
+    longest: usize,
+    /// Special tokens, which the library finds in texts too.
+    added: Vec<String>,
+}
+
+impl Plain {
+    /// None: the tokenizer is of another kind.
+    pub(super) fn of(tokenizer: &Tokenizer) -> Option<Self> {
+        let NormalizerWrapper::BertNormalizer(normalizer) = tokenizer.get_normalizer()? else { return None };
+        let PreTokenizerWrapper::BertPreTokenizer(_) = tokenizer.get_pre_tokenizer()? else { return None };
+        let model = model_of(tokenizer)?;
+        let added = tokenizer.get_added_tokens_decoder();
+        if !normalizer.clean_text || added.values().any(|token| token.normalized || token.content.is_empty())
+        {
+            return None;
+        }
+        Some(Self {
+            lowercase: normalizer.lowercase,
+            prefix: model.continuing_subword_prefix.clone(),
+            unknown: model.token_to_id(&model.unk_token)?,
+            longest: model.max_input_chars_per_word,
+            added: added.into_values().map(|token| token.content).collect(),
+        })
+    }
+
+    /// The ids of `text` without special tokens, `most` at most. None: the library has to do all of it. The
+    /// tokenizer is the one that this was made of.
+    pub(super) fn ids(&self, tokenizer: &Tokenizer, text: &str, most: usize) -> Option<Vec<u32>> {
+        let model = model_of(tokenizer)?;
+        if self.added.iter().any(|token| text.contains(token)) {
+            return None;
+        }
+        let (mut ids, mut rest) = (Vec::with_capacity(most.min(text.len() / 2)), text);
+        while !rest.is_empty() && ids.len() < most {
+            // What BERT does with a word does not depend on those beside it.
+            let (plain, behind) = rest.split_at(words_of(rest, true));
+            self.words(model, plain, &mut ids, most);
+            let (foreign, behind) = behind.split_at(words_of(behind, false));
+            if !foreign.is_empty() && ids.len() < most {
+                ids.extend(tokenizer.encode_fast(foreign, false).ok()?.get_ids());
+            }
+            rest = behind;
+        }
+        ids.truncate(most);
+        Some(ids)
+    }
+
+    /// Adds the pieces of a text of ASCII, until there are `most` ids.
+    fn words(&self, model: &WordPiece, text: &str, ids: &mut Vec<u32>, most: usize) {
+        let mut word = String::new();
+        for letter in text.chars() {
+            match letter {
+                _ if BLANKS.contains(&letter) => self.pieces(model, &mut word, ids),
+                // The library takes them out, and joins what they stood between.
+                _ if letter.is_ascii_control() => {}
+                _ if letter.is_ascii_punctuation() => {
+                    self.pieces(model, &mut word, ids);
+                    word.push(letter);
+                    self.pieces(model, &mut word, ids);
+                }
+                _ if self.lowercase => word.push(letter.to_ascii_lowercase()),
+                _ => word.push(letter),
+            }
+            if ids.len() >= most {
+                return;
+            }
+        }
+        self.pieces(model, &mut word, ids);
+    }
+
+    /// Adds the pieces of `word`, each as long as can be, and empties it.
+    fn pieces(&self, model: &WordPiece, word: &mut String, ids: &mut Vec<u32>) {
+        let before = ids.len();
+        let mut known = word.len() <= self.longest;
+        // Its first piece stands alone, a further one behind the prefix.
+        let mut prefix = 0;
+        while known && word.len() > prefix {
+            let piece = |end: &usize| model.token_to_id(&word[..*end]).map(|id| (id, *end));
+            let found = (prefix + 1..=word.len()).rev().find_map(|end| piece(&end));
+            known = found.is_some();
+            if let Some((id, end)) = found {
+                ids.push(id);
+                word.replace_range(..end, &self.prefix);
+                prefix = self.prefix.len();
+            }
+        }
+        if !known {
+            ids.truncate(before);
+            ids.push(self.unknown);
+        }
+        word.clear();
+    }
+}
+
+/// Bytes of the words at the beginning of `text` that are of ASCII alone, or those that are not.
+fn words_of(text: &str, ascii: bool) -> usize {
+    let words = text.split_inclusive(BLANKS);
+    words.take_while(|word| word.is_ascii() == ascii).map(str::len).sum()
+}
+
+fn model_of(tokenizer: &Tokenizer) -> Option<&WordPiece> {
+    match tokenizer.get_model() {
+        ModelWrapper::WordPiece(model) => Some(model),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn tokenizer(name: &str) -> Tokenizer {
+        let path = format!("{}/tests/fixtures/{name}/tokenizer.json", env!("CARGO_MANIFEST_DIR"));
+        let mut tokenizer = Tokenizer::from_file(path).unwrap();
+        tokenizer.with_padding(None).with_truncation(None).unwrap();
+        tokenizer
+    }
+
+    fn ids(tokenizer: &Tokenizer, text: &str) -> Option<Vec<u32>> {
+        Plain::of(tokenizer).unwrap().ids(tokenizer, text, usize::MAX)
+    }
+
+    #[test]
+    fn other_tokenizers_and_texts_with_special_tokens_are_the_librarys() {
+        let bert = tokenizer("tiny-bert-cls");
+        assert!(ids(&bert, "plain").is_some());
+        assert_eq!(ids(&bert, "a [SEP] b"), None);
+        for other in ["tiny-roberta", "tiny-xlm-roberta"] {
+            assert!(Plain::of(&tokenizer(other)).is_none(), "{other}");
+        }
+    }
+
+    #[test]
+    fn a_text_is_cut_behind_the_last_piece_that_fits() {
+        let bert = tokenizer("tiny-bert-cls");
+        let whole = ids(&bert, "unbelievable things, again").unwrap();
+        for most in 0..whole.len() {
+            let cut = Plain::of(&bert).unwrap().ids(&bert, "unbelievable things, again", most);
+            assert_eq!(cut.unwrap(), whole[..most]);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_gets_the_librarys_ids(
+            text in "[ -~]{0,80}|[a-eE-H .,'\t\n\u{0}\u{1}\u{b}\u{7f}]{0,80}|[a-z]{95,105}|\\PC{0,40}\
+                |([a-d]{1,3}|[éßΣ中。’\u{301}\u{a0}\u{2003}\u{200d}]{1,2}|[ \n\r\u{c}]){0,30}",
+            cased in any::<bool>(),
+        ) {
+            let mut bert = tokenizer("tiny-bert-cls");
+            if cased {
+                let cased = tokenizers::normalizers::BertNormalizer::new(true, true, None, false);
+                bert.with_normalizer(Some(cased)).unwrap();
+            }
+            let library = bert.encode(text.as_str(), false).unwrap();
+            if let Some(own) = ids(&bert, &text) {
+                prop_assert_eq!(own, library.get_ids());
+            }
+        }
+    }
+}
