@@ -255,7 +255,7 @@ impl Sight {
             self.death.exit = Some(exit);
         }
         let mut devices = self.why.fault.as_ref().is_some_and(Fault::is_the_devices);
-        if devices {
+        if devices && !matches!(self.death.exit, Some(Exit::Done | Exit::StoppedOnRequest)) {
             self.death.exit = Some(Exit::DeviceFailed);
         }
         // One that was not even started has not died.

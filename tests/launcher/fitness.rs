@@ -215,6 +215,24 @@ async fn a_slot_whose_gpu_is_to_be_reset_is_given_up_and_tried_again_on_order() 
 }
 
 #[tokio::test]
+async fn a_worker_that_was_stopped_on_request_has_stopped_though_its_device_is_lost_before_it_is_gone() {
+    const NAME: &str = "fitness::a_worker_that_was_stopped_on_request_has_stopped_though_its_device_is_lost_before_it_is_gone";
+    let Some(driver) = Driver::of(NAME) else { return };
+    let said = r#"echo '{"event":"stopped","cause":"sentinel","exit":80}'"#;
+    let lasts = format!("[ $slot = 0 ] && {{ {said}; trace stopped; exec sleep 100; }}");
+    let stage = Driver::stage(&format!("{READY_THERE}\n{lasts}\n{OBEY}"));
+    let exit = stage.run_asked(async |_, board| {
+        all_ready(&board).await;
+        stage.wait_for_lines("trace-0", 1).await;
+        driver.tells(&format!("lost {WHOLE} 1"));
+        slot_is(&board, "embed/0", State::Stopped).await;
+        assert_eq!((restarts(&board, 0), stage.lines("born-0").len()), (vec![], 1));
+        stage.drain();
+    });
+    assert_eq!(exit.await, Exit::Done);
+}
+
+#[tokio::test]
 async fn a_worker_whose_device_computes_wrongly_or_slowly_is_counted_so_and_the_others_work_on() {
     for why in ["wrong_result", "too_slow"] {
         let unfit = format!(r#"{{"event":"unfit","why":"{why}","words":"off by 7"}}"#);
