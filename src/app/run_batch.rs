@@ -46,11 +46,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     start_logging(Some(QUIET));
     let (output, point) = files(arguments).context(Exit::Usage)?;
     if point.done == point.total {
-        if arguments.json {
-            print(&mut Tally::default(), &pool, 0)?;
-        }
-        writeln!(io::stderr(), "all {} lines are answered already", point.total)?;
-        return Ok(Exit::Done);
+        return nothing_left(arguments, &pool, point.total);
     }
     let input = point.open_input(&arguments.input)?;
 
@@ -107,6 +103,14 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     queues.block_on(broker.shutdown());
     bar.finish_and_clear();
     conclude(&run, exit, point, arguments)
+}
+
+fn nothing_left(arguments: &RunBatch, pool: &Pool, lines: usize) -> anyhow::Result<Exit> {
+    if arguments.json {
+        print(&mut Tally::default(), pool, 0)?;
+    }
+    writeln!(io::stderr(), "all {lines} lines are answered already")?;
+    Ok(Exit::Done)
 }
 
 /// Says what was done, and what is missing.
