@@ -9,7 +9,9 @@ from . import card, sconce, starting
 from .findings import NotMeasured
 
 DEVICE_FAILED = 83
-LINES = 4_000
+TEXTS = 100
+BESIDE, MOST = 3e13, 20_000
+"""Operations that a CPU takes longer for than a card to load the model; and texts, at most."""
 
 
 def check(scene, findings):
@@ -44,7 +46,7 @@ def _launcher(scene):
     scene.needs_gpu()
     sconce.is_linux()
     model = scene.models[0]
-    arguments, _ = scene.sconce.arguments(model.texts.first(LINES), model.folder, scene.uuid, ())
+    arguments, _ = scene.sconce.arguments(model.texts.first(TEXTS), model.folder, scene.uuid, ())
     launcher = scene.sconce.start(*arguments)
     seen, worker, shown, computing = set(), None, None, []
     try:
@@ -79,7 +81,7 @@ def _computing():
 
 
 def _replies(scene):
-    texts = scene.models[0].texts.mixed(200)
+    texts = scene.models[0].texts.mixed(TEXTS)
     ended, answers = scene.embed(scene.models[0], texts)
     devices = sconce.ended_well(ended).report()["devices"]
     return devices == {scene.uuid: len(texts)} and len(answers) == len(texts), f"{devices} of {len(texts)}"
@@ -123,6 +125,7 @@ def _beside(scene):
     model = scene.models[0]
     # Few at a time, so that the slower of the two gets some.
     settings = ["pool[0].prefetch=8", "pool[0].batch.max_requests=8"]
-    ended, _ = scene.sconce.embed(model.texts.first(2_000), model.folder, f"{scene.uuid},cpu", settings)
+    count = min(MOST, int(BESIDE / (60 * model.shape.flop_per_token)))
+    ended, _ = scene.sconce.embed(model.texts.first(count), model.folder, f"{scene.uuid},cpu", settings)
     devices = sconce.ended_well(ended).report()["devices"]
-    return set(devices) == {scene.uuid, "cpu"} and sum(devices.values()) == 2_000, f"{devices}"
+    return set(devices) == {scene.uuid, "cpu"} and sum(devices.values()) == count, f"{devices}"

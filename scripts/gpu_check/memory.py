@@ -8,6 +8,8 @@ import time
 from . import sconce
 from .findings import NotMeasured
 
+FULL = "out of memory"
+"""In the driver's words."""
 TEXTS = 3_000
 WORDS = 400
 TOKENS = 262_144
@@ -54,12 +56,12 @@ def _split(scene):
         del taken
         torch.cuda.empty_cache()
     codes = [answer["status_code"] for answer in sconce.answers(made)]
-    said = next((line for line in ended.err.splitlines() if "out of device memory" in line), None)
-    if said is None:
+    halved = [line for line in ended.err.splitlines() if "trying its halves" in line and FULL in line]
+    if not halved:
         raise NotMeasured(f"batches of {tokens} tokens found room beside what PyTorch took")
     kept = ended.code == 0 and codes == [200] * TEXTS
-    answered = f"{codes.count(200)} of {TEXTS} texts answered, batches of {tokens} tokens at first"
-    return kept, f"{answered}; {said[-160:]}"
+    seen = f"{codes.count(200)} of {TEXTS} texts answered; batches of {tokens} tokens at first"
+    return kept, f"{seen}, {len(halved)} halved: {halved[0][28:170]}"
 
 
 def _settings(tokens):

@@ -127,8 +127,7 @@ def _measured(scene, findings, which, effort, row):
         rate = rivals.best[0]
     except NotMeasured:
         rivals = None
-        few = model.texts.first(TRIED["cuda" if scene.on_gpu else "cpu"])
-        rate = _queued(scene, model, dtype, few)["texts"]
+        rate = _queued(scene, model, dtype, model.texts.first(LEAST))["texts"]
     texts = model.texts.first(max(LEAST, min(MOST, int(rate * seconds))))
     found = []
     for _ in range(rounds):
