@@ -45,6 +45,29 @@ fn model(hidden: usize, heads: usize) -> tempfile::TempDir {
         json!({"hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": inner}),
     );
     change("1_Pooling/config.json", json!({"word_embedding_dimension": hidden}));
+    let shapes = shapes(hidden, inner);
+    let mut state = 7u32;
+    let tensors: Vec<(String, Vec<usize>, Vec<u8>)> = shapes
+        .into_iter()
+        .map(|(name, shape)| {
+            let range = if name.contains("LayerNorm") { 1.0 } else { 0.2 };
+            let numbers = (0..shape.iter().product::<usize>()).flat_map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (((state >> 8) as f32 / (1 << 23) as f32 - 1.0) * range).to_le_bytes()
+            });
+            let bytes = numbers.collect();
+            (name, shape, bytes)
+        })
+        .collect();
+    let views = tensors.iter().map(|(name, shape, bytes)| {
+        (name.as_str(), TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap())
+    });
+    serialize_to_file(views, None, &folder.path().join("model.safetensors")).unwrap();
+    folder
+}
+
+/// The names and shapes of its tensors.
+fn shapes(hidden: usize, inner: usize) -> Vec<(String, Vec<usize>)> {
     let mut shapes = vec![
         ("embeddings.word_embeddings.weight".to_owned(), vec![300, hidden]),
         ("embeddings.position_embeddings.weight".to_owned(), vec![64, hidden]),
@@ -69,24 +92,7 @@ fn model(hidden: usize, heads: usize) -> tempfile::TempDir {
         shapes.push((format!("{norm}.weight"), vec![hidden]));
         shapes.push((format!("{norm}.bias"), vec![hidden]));
     }
-    let mut state = 7u32;
-    let tensors: Vec<(String, Vec<usize>, Vec<u8>)> = shapes
-        .into_iter()
-        .map(|(name, shape)| {
-            let range = if name.contains("LayerNorm") { 1.0 } else { 0.2 };
-            let numbers = (0..shape.iter().product::<usize>()).flat_map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (((state >> 8) as f32 / (1 << 23) as f32 - 1.0) * range).to_le_bytes()
-            });
-            let bytes = numbers.collect();
-            (name, shape, bytes)
-        })
-        .collect();
-    let views = tensors.iter().map(|(name, shape, bytes)| {
-        (name.as_str(), TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap())
-    });
-    serialize_to_file(views, None, &folder.path().join("model.safetensors")).unwrap();
-    folder
+    shapes
 }
 
 fn walk(folder: &Path) -> Vec<PathBuf> {
