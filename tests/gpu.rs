@@ -106,6 +106,8 @@ struct Run<'a> {
     device: &'a str,
     settings: &'a [&'a str],
     variables: &'a [(&'a str, &'a str)],
+    /// All texts, and not each by itself.
+    in_one_task: bool,
 }
 
 struct Ran {
@@ -134,14 +136,15 @@ fn texts() -> Vec<String> {
 fn run(run: &Run<'_>) -> Ran {
     let folder = tempfile::tempdir().unwrap();
     let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
-    let line = |(at, text): (usize, &String)| {
-        let body = json!({"model": run.model.file_name().unwrap().to_str(), "input": text});
-        format!(
-            "{}\n",
-            json!({"custom_id": at.to_string(), "method": "POST", "url": "/v1/embeddings", "body": body})
-        )
+    let line = |(at, texts): (usize, Value)| {
+        let body = json!({"model": run.model.file_name().unwrap().to_str(), "input": texts});
+        let line =
+            json!({"custom_id": at.to_string(), "method": "POST", "url": "/v1/embeddings", "body": body});
+        format!("{line}\n")
     };
-    fs::write(&input, texts().iter().enumerate().map(line).collect::<String>()).unwrap();
+    let tasks =
+        if run.in_one_task { vec![json!(texts())] } else { texts().into_iter().map(Value::from).collect() };
+    fs::write(&input, tasks.into_iter().enumerate().map(line).collect::<String>()).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));
     command.arg("run-batch").arg("-i").arg(&input).arg("-o").arg(&output);
     command.arg("--model").arg(run.model).args(["--devices", run.device]);
@@ -156,12 +159,13 @@ fn run(run: &Run<'_>) -> Ran {
     let lines = fs::read_to_string(&output).unwrap_or_default();
     let answer = |line: &str| {
         let line: Value = serde_json::from_str(line).unwrap();
-        let at = line["custom_id"].as_str().unwrap().parse().unwrap();
-        let vector = line["response"]["body"]["data"][0]["embedding"].as_array();
-        let vector = vector.map(|numbers| numbers.iter().map(|x| x.as_f64().unwrap()).collect());
-        (at, vector.ok_or(line))
+        let at: usize = line["custom_id"].as_str().unwrap().parse().unwrap();
+        let Some(data) = line["response"]["body"]["data"].as_array() else { return vec![(at, Err(line))] };
+        let vector =
+            |it: &Value| it["embedding"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
+        (at..).zip(data.iter().map(|it| Ok(vector(it)))).collect()
     };
-    Ran { output: ran, answers: lines.lines().map(answer).collect() }
+    Ran { output: ran, answers: lines.lines().flat_map(answer).collect() }
 }
 
 fn largest_difference(a: &Ran, b: &Ran) -> f64 {
@@ -178,10 +182,16 @@ fn a_gpu_gives_what_a_cpu_gives_in_every_precision() {
     for (hidden, heads) in [(64, 2), (64, 1)] {
         let folder = model(hidden, heads);
         let model = folder.path();
-        let cpu = run(&Run { model, device: "cpu", settings: &[SMALL], variables: &[] });
+        let cpu = run(&Run { model, device: "cpu", settings: &[SMALL], variables: &[], in_one_task: false });
         for (dtype, within) in [("f32", 2e-6), ("f16", 4e-3), ("bf16", 3e-2)] {
             let dtype = format!("pool[0].dtype={dtype}");
-            let gpu = run(&Run { model, device: "cuda:0", settings: &[SMALL, &dtype], variables: &[] });
+            let gpu = run(&Run {
+                model,
+                device: "cuda:0",
+                settings: &[SMALL, &dtype],
+                variables: &[],
+                in_one_task: false,
+            });
             let off = largest_difference(&gpu, &cpu);
             assert!(off < within, "{heads} heads of {hidden}, {dtype}: {off}");
             assert!(off > 0.0, "computed by the same device");
@@ -193,10 +203,12 @@ fn a_gpu_gives_what_a_cpu_gives_in_every_precision() {
 fn a_batch_that_finds_no_memory_is_halved_and_nothing_is_lost() {
     let folder = model(64, 2);
     let model = folder.path();
-    let whole = run(&Run { model, device: "cuda:0", settings: &[], variables: &[] });
-    // The weights, and some tens of tokens: NVML knows of 79 GiB, and so does the plan.
+    let whole = run(&Run { model, device: "cuda:0", settings: &[], variables: &[], in_one_task: true });
+    // The weights, and some tens of tokens: NVML knows of 79 GiB, and so does the plan. The inputs of a task
+    // come together, and so all are in one batch.
     let variables = [("EMULATED_MEMORY", "700000")];
-    let halved = run(&Run { model, device: "cuda:0", settings: &[], variables: &variables });
+    let halved =
+        run(&Run { model, device: "cuda:0", settings: &[], variables: &variables, in_one_task: true });
     assert!(halved.said().contains("out of device memory"), "{}", halved.said());
     assert!(largest_difference(&halved, &whole) < 1e-6);
 }
@@ -206,8 +218,13 @@ fn a_worker_that_is_shown_another_gpu_takes_no_work() {
     let folder = model(64, 2);
     let variables = [("EMULATED_SHOWS", OTHER)];
     let settings = ["launcher.max_quick_failures=1"];
-    let ran =
-        run(&Run { model: folder.path(), device: "cuda:0", settings: &settings, variables: &variables });
+    let ran = run(&Run {
+        model: folder.path(),
+        device: "cuda:0",
+        settings: &settings,
+        variables: &variables,
+        in_one_task: false,
+    });
     assert!(ran.said().contains(&format!("CUDA shows this process {OTHER} in its place")), "{}", ran.said());
     assert!(ran.answers.values().all(Result::is_err), "{:?}", ran.answers.keys());
 }
@@ -219,8 +236,13 @@ fn a_device_that_fails_at_its_work_is_given_up_and_the_work_is_not_answered_wron
     fs::write(&fault, "").unwrap();
     let variables = [("EMULATED_FAULT", fault.to_str().unwrap())];
     let settings = ["launcher.max_quick_failures=1"];
-    let ran =
-        run(&Run { model: folder.path(), device: "cuda:0", settings: &settings, variables: &variables });
+    let ran = run(&Run {
+        model: folder.path(),
+        device: "cuda:0",
+        settings: &settings,
+        variables: &variables,
+        in_one_task: false,
+    });
     assert!(ran.said().contains("illegal memory access"), "{}", ran.said());
     assert!(!ran.output.status.success());
     assert!(ran.answers.values().all(Result::is_err), "{:?}", ran.answers.keys());
@@ -230,7 +252,13 @@ fn a_device_that_fails_at_its_work_is_given_up_and_the_work_is_not_answered_wron
 fn is_refused(variables: &[(&str, &str)], settings: &[&str], words: &[&str]) {
     let folder = model(64, 2);
     let settings = [&["launcher.max_quick_failures=1"], settings].concat();
-    let ran = run(&Run { model: folder.path(), device: "cuda:0", settings: &settings, variables });
+    let ran = run(&Run {
+        model: folder.path(),
+        device: "cuda:0",
+        settings: &settings,
+        variables,
+        in_one_task: false,
+    });
     for word in words {
         assert!(ran.said().contains(word), "{word:?} is not in {}", ran.said());
     }
@@ -269,7 +297,13 @@ fn a_device_that_is_far_slower_than_its_clock_says_takes_no_work_unless_that_is_
     let folder = model(64, 2);
     let settled = |settings: &[&str], clock| {
         let variables = [("EMULATED_CLOCK", clock)];
-        run(&Run { model: folder.path(), device: "cuda:0", settings, variables: &variables })
+        run(&Run {
+            model: folder.path(),
+            device: "cuda:0",
+            settings,
+            variables: &variables,
+            in_one_task: false,
+        })
     };
     assert!(settled(&["pool[0].min_speed=0"], "1000000000").answers.values().all(Result::is_ok));
     assert!(settled(&[], "1000").answers.values().all(Result::is_ok), "a megahertz");
