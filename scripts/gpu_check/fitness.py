@@ -6,7 +6,7 @@ from . import sconce
 from .findings import NotMeasured
 
 TEXTS = 16
-RATES = re.compile(r"\bgflops=([\d.]+).*possible_gflops=([\d.]+)")
+RATES = [re.compile(rf"\b{name}=([\d.]+)") for name in ("gflops", "possible_gflops")]
 
 
 def check(scene, findings):
@@ -27,10 +27,10 @@ def _proven(scene):
     scene.needs_gpu()
     ended, codes = _run(scene)
     sconce.ended_well(ended)
-    rates = RATES.search(ended.err)
-    if rates is None:
+    rates = [rate.search(ended.err) for rate in RATES]
+    if None in rates:
         return False, "its worker said nothing of it"
-    reached, possible = (float(rate) for rate in rates.groups())
+    reached, possible = (float(rate.group(1)) for rate in rates)
     share = 100 * reached / possible
     return codes == [
         200
