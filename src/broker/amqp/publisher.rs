@@ -4,12 +4,13 @@
 //! one of a later window, so once a window is resolved its returns are known, by what they hold.
 
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use futures_util::StreamExt;
-use futures_util::future::{BoxFuture, join_all};
+use futures_util::future::{BoxFuture, MaybeDone, join_all, maybe_done};
+use futures_util::{StreamExt, poll};
 use lapin::message::BasicReturnMessage;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::ShortString;
@@ -25,6 +26,10 @@ use crate::protocol::Message;
 /// Most messages in a window: enough to hide the confirm's latency, few enough to repeat cheaply
 /// when the connection breaks.
 const WINDOW: usize = 512;
+
+/// Bytes of bodies that are given to lapin ahead of what it has written: enough that a batch's replies
+/// leave in one write, and the broker takes them at once; little beside what they take here already.
+const AHEAD: usize = 1 << 20;
 
 /// How RabbitMQ's direct reply-to addresses begin: no queues, at most once, and no way to know
 /// whether anybody still listens.
@@ -133,11 +138,17 @@ impl Windows {
             };
             // The rest of a batch is being published in this very moment. A window costs the broker a
             // write to disk, whatever is in it.
-            tokio::task::yield_now().await;
-            while window.len() < WINDOW
-                && let Ok(request) = queued.try_recv()
-            {
-                window.push(request);
+            loop {
+                tokio::task::yield_now().await;
+                let before = window.len();
+                while window.len() < WINDOW
+                    && let Ok(request) = queued.try_recv()
+                {
+                    window.push(request);
+                }
+                if window.len() == before || window.len() == WINDOW {
+                    break;
+                }
             }
             if let Some(closed) = closed {
                 self.say_goodbye().await;
@@ -317,14 +328,26 @@ async fn unless_stuck<T>(work: impl Future<Output = T>, limit: Duration, blocked
 #[expect(clippy::disallowed_methods, reason = "this is the publisher that all others go through")]
 async fn publish_and_confirm(channel: &Channel, window: &[Request]) -> Result<Vec<Published>, Error> {
     let mut confirms: Vec<PublisherConfirm> = Vec::with_capacity(window.len());
+    let (mut under_way, mut bytes) = (Vec::new(), 0);
     for request in window {
         let properties = properties_to(&request.message.properties);
         // RabbitMQ 4.0 returns a mandatory message to a direct reply-to even as it delivers it.
         let mandatory = !request.queue.starts_with(DIRECT_REPLY_TO);
         let options = BasicPublishOptions { mandatory, immediate: false };
         let (queue, body) = (short(&request.queue), &request.message.body);
-        confirms.push(channel.basic_publish("".into(), queue, options, body, properties).await?);
+        let mut publish =
+            Box::pin(maybe_done(channel.basic_publish("".into(), queue, options, body, properties)));
+        // Its first poll puts the message behind the others; what it waits for is that lapin's thread has
+        // written it.
+        let _ = poll!(&mut publish);
+        under_way.push(publish);
+        bytes += request.message.body.len();
+        if bytes >= AHEAD {
+            written(&mut under_way, &mut confirms).await?;
+            bytes = 0;
+        }
     }
+    written(&mut under_way, &mut confirms).await?;
     let mut returned = Vec::new();
     let mut acked = Vec::with_capacity(confirms.len());
     for confirmation in join_all(confirms).await {
@@ -338,6 +361,21 @@ async fn publish_and_confirm(channel: &Channel, window: &[Request]) -> Result<Ve
         false => Published::Nacked,
     };
     Ok(window.iter().zip(acked).map(answer).collect())
+}
+
+/// Waits until all of them are written.
+async fn written<F>(
+    under_way: &mut Vec<Pin<Box<MaybeDone<F>>>>,
+    confirms: &mut Vec<PublisherConfirm>,
+) -> Result<(), Error>
+where
+    F: Future<Output = Result<PublisherConfirm, Error>>,
+{
+    for mut publish in under_way.drain(..) {
+        publish.as_mut().await;
+        confirms.extend(publish.as_mut().take_output().transpose()?);
+    }
+    Ok(())
 }
 
 /// Two messages that are equal in all this share a queue, hence a fate.

@@ -6,6 +6,8 @@ use candle_core::{D, DType, Result, Tensor, bail};
 
 /// Most scores of a head that are computed at once, unless one text alone has more: they are kept whole.
 pub const MOST_SCORES: usize = 1 << 22;
+/// Less than one row in so many is padding.
+const PADDING: usize = 20;
 
 /// softmax(Q·Kᵀ/√d)·V for each text and head. `qkv` is `[tokens, 3·heads·d]`, the three products side
 /// by side; `lengths` are the texts' tokens, which add up to `tokens`. Gives `[tokens, heads·d]`.
@@ -42,6 +44,15 @@ struct Group {
     longest: usize,
 }
 
+impl Group {
+    /// Whether a text that is longer than all of them, or as long, may join.
+    fn takes(&self, length: usize) -> bool {
+        let texts = self.starts.len() + 1;
+        let (rows, tokens) = (texts * length, self.lengths.iter().sum::<usize>() + length);
+        PADDING * (rows - tokens) < rows && rows * length <= MOST_SCORES
+    }
+}
+
 fn groups(lengths: &[usize]) -> Vec<Group> {
     let starts = lengths.iter().scan(0, |next, n| Some(std::mem::replace(next, *next + n)));
     let mut texts: Vec<(usize, usize)> =
@@ -49,11 +60,7 @@ fn groups(lengths: &[usize]) -> Vec<Group> {
     texts.sort_unstable();
     let mut groups: Vec<Group> = Vec::new();
     for (n, start) in texts {
-        let joins = |group: &&mut Group| {
-            let shortest = group.lengths[0];
-            n <= shortest + shortest / 4 && (group.starts.len() + 1) * n * n <= MOST_SCORES
-        };
-        match groups.last_mut().filter(joins) {
+        match groups.last_mut().filter(|group| group.takes(n)) {
             Some(group) => {
                 group.starts.push(start);
                 group.lengths.push(n);
@@ -120,9 +127,13 @@ mod tests {
 
     #[test]
     fn a_group_is_of_about_one_length_and_bounded() {
-        let lengths = [40, 8, 10, 11, 45];
+        let lengths = [40, 8, 10, 11, 42, 42, 45];
         let sizes: Vec<_> = groups(&lengths).into_iter().map(|group| (group.lengths, group.starts)).collect();
-        assert_eq!(sizes, [(vec![8, 10], vec![40, 48]), (vec![11], vec![58]), (vec![40, 45], vec![0, 69])]);
+        let pair = (vec![10, 11], vec![48, 58]);
+        assert_eq!(
+            sizes,
+            [(vec![8], vec![40]), pair, (vec![40, 42, 42], vec![0, 69, 111]), (vec![45], vec![153])]
+        );
         for group in groups(&[512; 200]) {
             assert!(group.starts.len() <= 16, "{} texts of 512 tokens", group.starts.len());
         }
