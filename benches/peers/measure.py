@@ -21,19 +21,24 @@ def round_of(scene):
     others = Others(scene.all_cores)
     workers = scene.workers
     with sconce.Workers(scene.embedding, workers) as launch:
-        found["sconce"] = _texts_per_second(scene, workers)
+        found["sconce"] = _texts_per_second(scene, scene.embedding, workers)
         found["sconce_private_mb"] = _mean([private_megabytes(pid) for pid in children(launch.pid)])
         alone = ("--input", scene.one_text, "--in-flight", 1, "--warmup", 50, "--tasks", ALONE)
         report = scene.embedding.bench(*alone)
         found["beyond_forward_ms"] = report["latency_ms"]["p50"] - report["compute_ms"]["p50"]
         found["forward_ms"] = report["compute_ms"]["p50"]
+    # Side by side what differs by little.
+    found |= _in_process(scene)
+    with sconce.Workers(scene.embedding, 1):
+        found["sconce_one_worker"] = _texts_per_second(scene, scene.embedding, 1)
+    if scene.apart:
+        for name, count in (("apart", workers), ("apart_one_worker", 1)):
+            with sconce.Workers(scene.apart, count):
+                found[name] = _texts_per_second(scene, scene.apart, count)
     found["celery"] = _ask(scene.celery)
     found["celery_private_mb"] = _mean([private_megabytes(pid) for pid in children(scene.celery_worker.pid)])
     found["sentence_transformers"] = _ask(scene.sentence_transformers)
     found["onnx_runtime"] = _ask(scene.onnx_runtime)
-    found |= _in_process(scene)
-    with sconce.Workers(scene.embedding, 1):
-        found["sconce_one_worker"] = _texts_per_second(scene, 1)
     found["ready_s"] = _median([sconce.seconds_to_ready(scene.embedding) for _ in range(STARTS)])
     found |= _echo(scene)
     found["others"] = others.share()
@@ -41,9 +46,9 @@ def round_of(scene):
     return found
 
 
-def _texts_per_second(scene, workers):
+def _texts_per_second(scene, pool, workers):
     many = ("--in-flight", IN_FLIGHT * workers, "--tasks", scene.count)
-    return scene.embedding.bench("--input", scene.texts, *many)["tasks_per_second"]
+    return pool.bench("--input", scene.texts, *many)["tasks_per_second"]
 
 
 def _ask(peer):

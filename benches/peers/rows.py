@@ -37,8 +37,19 @@ def _over(ours, theirs):
     return {"value": lambda n: n[ours] / n[theirs], "detail": detail}
 
 
+def _apart(workers):
+    return [
+        Row(
+            f"RabbitMQ and client on other cores, {workers} workers : the encoder without a queue",
+            **at_least(0.95),
+            **_over("apart", "in_process"),
+        ),
+        Row("the same : 1 worker", **at_least(1.9), **_over("apart", "apart_one_worker")),
+    ]
+
+
 def rows(workers, tokens_per_text):
-    """All of them, for so many workers and texts of so many tokens on average."""
+    """Those of every run, for so many workers and texts of so many tokens on average."""
 
     def limit(n):
         return n["products_flops"] / (FLOP_PER_TOKEN * tokens_per_text)
@@ -102,7 +113,8 @@ def table(rounds, workers, tokens_per_text):
     """The rows as Markdown: medians of what each round found, with the least and the most."""
     middle = {name: statistics.median(it[name] for it in rounds) for name in rounds[0]}
     lines = ["| measured | target | median | least – most | | in numbers |", "|---|---|---|---|---|---|"]
-    for row in rows(workers, tokens_per_text):
+    every = rows(workers, tokens_per_text) + (_apart(workers) if "apart" in middle else [])
+    for row in every:
         values = [row.value(it) for it in rounds]
         value = statistics.median(values)
         mark = {True: "✓", False: "✗", None: ""}[row.passes(value)]

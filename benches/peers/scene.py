@@ -28,10 +28,14 @@ def _asked(name):
 
 def pin():
     """Ties this process, hence all that it starts, to the cores of CORES; by default the first two.
-    Returns them, and those of RabbitMQ and the clients: the same, or BROKER_CORES."""
-    cores = _asked("CORES") or sorted(os.sched_getaffinity(0))[:2]
+    Returns them, those of RabbitMQ and the clients: the same, or BROKER_CORES; and as many of those that
+    nobody has, none where they are too few."""
+    every = sorted(os.sched_getaffinity(0))
+    cores = _asked("CORES") or every[:2]
+    broker_cores = _asked("BROKER_CORES") or cores
+    free = [core for core in every if core not in {*cores, *broker_cores}][: len(cores)]
     os.sched_setaffinity(0, cores)
-    return cores, _asked("BROKER_CORES") or cores
+    return cores, broker_cores, free if len(free) == len(cores) else []
 
 
 class Scene:
@@ -39,8 +43,8 @@ class Scene:
     the broker."""
 
     def __init__(self, count):
-        self.cores, self.broker_cores = pin()
-        self.all_cores = sorted({*self.cores, *self.broker_cores})
+        self.cores, self.broker_cores, self.free_cores = pin()
+        self.all_cores = sorted({*self.cores, *self.broker_cores, *self.free_cores})
         self.workers = len(self.cores)
         self.logs = FOLDER / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -73,8 +77,13 @@ class Scene:
     def _set(self):
         say(f"starting RabbitMQ and the peers on the cores {self.cores}")
         self.broker = self.stack.enter_context(Rabbit(self.broker_cores)).url
-        self.embedding = sconce.Pool(self, self.model, "bench.embed")
-        self.echo = sconce.Pool(self, "echo", "bench.echo", [f"pool[0].prefetch={sconce.PREFETCH}"])
+        here = (self.broker, self.broker_cores)
+        self.embedding = sconce.Pool(self, here, self.model, "bench.embed")
+        self.echo = sconce.Pool(self, here, "echo", "bench.echo", [f"pool[0].prefetch={sconce.PREFETCH}"])
+        self.apart = None
+        if self.free_cores:
+            there = (self.stack.enter_context(Rabbit(self.free_cores)).url, self.free_cores)
+            self.apart = sconce.Pool(self, there, self.model, "bench.embed")
         self.sentence_transformers = self._peer("sentence_transformers_client", THREADS=self.workers)
         onnx = (FOLDER / "minilm.onnx").resolve()
         self.onnx_runtime = self._peer("onnx_runtime_client", THREADS=self.workers, ONNX_FILE=onnx)

@@ -17,13 +17,15 @@ BOOT = 60
 
 
 class Pool:
-    """Where tasks go, and with which settings workers take them."""
+    """Where tasks go, and with which settings workers take them. `broker` is its address, and the cores
+    of the client."""
 
-    def __init__(self, scene, model, queue, settings=()):
+    def __init__(self, scene, broker, model, queue, settings=()):
         self.scene = scene
+        url, self.client_cores = broker
         pairs = [f"pool[0].model={model}", f"pool[0].task_queue={queue}", "pool[0].threads=1", *settings]
         self.settings = [word for pair in pairs for word in ("--set", pair)]
-        self.environment = {"SCONCE_BROKER__URL": scene.broker, "SCONCE_LOG_FORMAT": "json"}
+        self.environment = {"SCONCE_BROKER__URL": url, "SCONCE_LOG_FORMAT": "json"}
 
     def bench(self, *arguments):
         """Runs `sconce bench`; returns its report."""
@@ -36,7 +38,7 @@ class Pool:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 check=False,
-                preexec_fn=lambda: os.sched_setaffinity(0, self.scene.broker_cores),
+                preexec_fn=lambda: os.sched_setaffinity(0, self.client_cores),
             )
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed; see {log.name}")
