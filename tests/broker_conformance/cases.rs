@@ -225,20 +225,6 @@ pub async fn exactly_the_publishes_to_missing_queues_are_unroutable(rig: &impl R
     rig.ready_becomes(&replies, routed).await;
 }
 
-/// In messages and in bytes more than a publisher sends ahead.
-pub async fn what_is_published_in_turn_arrives_in_that_order(rig: &impl Rig) {
-    const COUNT: u16 = 1_200;
-    let queue = rig.fresh_queue().await;
-    let mut link = rig.open(&queue, COUNT).await;
-    let publishes = (0..COUNT).map(|n| link.publisher.publish(&queue, text(format!("{n:4096}")).into()));
-    for published in join_all(publishes).await {
-        assert_eq!(published.ok(), Some(Published::Confirmed));
-    }
-    let arrived = link.take_many(COUNT.into()).await;
-    let arrived: Vec<String> = bodies(&arrived).iter().map(|body| body.trim().to_owned()).collect();
-    assert_eq!(arrived, (0..COUNT).map(|n| n.to_string()).collect::<Vec<_>>());
-}
-
 pub async fn an_expired_message_is_never_delivered(rig: &impl Rig) {
     let queue = rig.fresh_queue().await;
     let mut short = text("expired");

@@ -1,5 +1,11 @@
 //! The way of a task through a real broker when nothing goes wrong.
 
+use std::sync::Arc;
+
+use futures_util::future::join_all;
+use sconce::broker::amqp::AmqpPublisher;
+use sconce::broker::{Published, Publisher as _};
+use sconce::protocol::{Message, Properties};
 use serde_json::json;
 
 use crate::support::client::{Client, Task};
@@ -23,6 +29,26 @@ async fn a_task_is_answered_in_the_queue_it_names_and_else_in_the_pools() {
     assert_eq!(sconce.workers().len(), 1);
     assert_eq!(sconce.stop().await, 0);
     client.ready_becomes(&settings.tasks, 0).await;
+}
+
+/// More of them, and of their bytes, than a publisher sends ahead.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_published_arrives_in_its_order() {
+    const COUNT: usize = 1_200;
+    let rabbit = Rabbit::shared();
+    let client = Client::connect(&rabbit.url()).await;
+    let mut inbox = client.private_inbox().await;
+    let publisher = AmqpPublisher::new(crate::amqp_rig::connector(rabbit.url()));
+    let message = |n: usize| {
+        let properties = Properties { correlation_id: Some(n.to_string()), ..Properties::default() };
+        Arc::new(Message { properties, body: format!("{:4096}", "{}").into() })
+    };
+    let publishes = join_all((0..COUNT).map(|n| publisher.publish(&inbox.queue, message(n))));
+    // Or tokio would make some of them wait, and let others pass them.
+    let published = tokio::task::unconstrained(publishes).await;
+    assert!(published.into_iter().all(|it| it.ok() == Some(Published::Confirmed)));
+    let arrived: Vec<String> = inbox.take(COUNT).await.into_iter().map(|it| it.correlation_id).collect();
+    assert_eq!(arrived, (0..COUNT).map(|n| n.to_string()).collect::<Vec<_>>());
 }
 
 /// Has `sconce` answer one task, and stops it.

@@ -41,15 +41,15 @@ struct Group {
     /// Their first rows in the batch.
     starts: Vec<usize>,
     lengths: Vec<usize>,
+    tokens: usize,
     longest: usize,
 }
 
 impl Group {
     /// Whether a text that is longer than all of them, or as long, may join.
     fn takes(&self, length: usize) -> bool {
-        let texts = self.starts.len() + 1;
-        let (rows, tokens) = (texts * length, self.lengths.iter().sum::<usize>() + length);
-        PADDING * (rows - tokens) < rows && rows * length <= MOST_SCORES
+        let rows = (self.starts.len() + 1) * length;
+        PADDING * (rows - self.tokens - length) < rows && rows * length <= MOST_SCORES
     }
 }
 
@@ -64,9 +64,10 @@ fn groups(lengths: &[usize]) -> Vec<Group> {
             Some(group) => {
                 group.starts.push(start);
                 group.lengths.push(n);
+                group.tokens += n;
                 group.longest = n;
             }
-            None => groups.push(Group { starts: vec![start], lengths: vec![n], longest: n }),
+            None => groups.push(Group { starts: vec![start], lengths: vec![n], tokens: n, longest: n }),
         }
     }
     groups
