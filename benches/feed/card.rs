@@ -3,6 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use sconce::model::device::Proven;
 use sconce::model::sentence::{Sentence, SentenceCodec, SentenceEncoder};
 use sconce::model::{ForwardError, LoadError, LoadSpec, Model, Rest, Step, Steps};
 
@@ -24,6 +25,10 @@ pub struct Card {
 
 impl Model for Card {
     type Codec = SentenceCodec;
+
+    fn prove(_: &LoadSpec, _: f64) -> Result<Option<Proven>, LoadError> {
+        Ok(None)
+    }
 
     fn load(spec: &LoadSpec) -> Result<(Self, SentenceCodec), LoadError> {
         let unsupported = || LoadError::Unsupported {

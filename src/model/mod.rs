@@ -122,8 +122,17 @@ pub trait Model: Sized + 'static {
     /// Its decoder and encoder.
     type Codec: Codec;
 
-    /// Opens the device, loads the weights onto it. Called once, on the model's own thread, after the device
-    /// has multiplied known matrices rightly ([`device::prove`]).
+    /// Has the device multiply known matrices, before anything is loaded. For a model whose device candle
+    /// does not open there is nothing to keep.
+    ///
+    /// # Errors
+    /// As [`device::prove`].
+    fn prove(spec: &LoadSpec, min_speed: f64) -> Result<Option<device::Proven>, LoadError> {
+        device::prove(&spec.device, spec.dtype, min_speed).map(Some)
+    }
+
+    /// Opens the device, loads the weights onto it. Called once, on the model's own thread, after
+    /// [`Model::prove`].
     ///
     /// # Errors
     /// [`LoadError`] ends the worker with the code for its variant.

@@ -12,7 +12,6 @@ use super::report::Reporter;
 use super::ticket::Pass;
 use crate::model::{
     Codec, Costed, ForwardError, InputOf, LoadError, LoadSpec, Model, OutputOf, Prepared, Rest, Step, Steps,
-    device,
 };
 use crate::protocol::control::TaskName;
 use crate::protocol::{TaskError, TaskErrorKind};
@@ -42,7 +41,7 @@ impl<M: Model> Forward<M> {
         reporter: Reporter,
     ) -> Result<(Self, Loaded<M::Codec>), LoadError> {
         // Kept while the model opens the device for itself.
-        let _proven = device::prove(&spec.device, spec.dtype, min_speed)?;
+        let _proven = M::prove(spec, min_speed)?;
         let (model, codec) = M::load(spec)?;
         let device = model.device();
         let mut forward = Self { model, known: Vec::new(), too_large: None, reporter };
