@@ -215,41 +215,20 @@ fn a_batch_that_finds_no_memory_is_halved_and_nothing_is_lost() {
 
 #[test]
 fn a_worker_that_is_shown_another_gpu_takes_no_work() {
-    let folder = model(64, 2);
-    let variables = [("EMULATED_SHOWS", OTHER)];
-    let settings = ["launcher.max_quick_failures=1"];
-    let ran = run(&Run {
-        model: folder.path(),
-        device: "cuda:0",
-        settings: &settings,
-        variables: &variables,
-        in_one_task: false,
-    });
-    assert!(ran.said().contains(&format!("CUDA shows this process {OTHER} in its place")), "{}", ran.said());
-    assert!(ran.answers.values().all(Result::is_err), "{:?}", ran.answers.keys());
+    let words = format!("CUDA shows this process {OTHER} in its place");
+    is_given_up(&[("EMULATED_SHOWS", OTHER)], &[], &[&words]);
 }
 
 #[test]
 fn a_device_that_fails_at_its_work_is_given_up_and_the_work_is_not_answered_wrongly() {
-    let folder = model(64, 2);
+    let folder = tempfile::tempdir().unwrap();
     let fault = folder.path().join("fault");
     fs::write(&fault, "").unwrap();
-    let variables = [("EMULATED_FAULT", fault.to_str().unwrap())];
-    let settings = ["launcher.max_quick_failures=1"];
-    let ran = run(&Run {
-        model: folder.path(),
-        device: "cuda:0",
-        settings: &settings,
-        variables: &variables,
-        in_one_task: false,
-    });
-    assert!(ran.said().contains("illegal memory access"), "{}", ran.said());
-    assert!(!ran.output.status.success());
-    assert!(ran.answers.values().all(Result::is_err), "{:?}", ran.answers.keys());
+    is_given_up(&[("EMULATED_FAULT", fault.to_str().unwrap())], &[], &["illegal memory access"]);
 }
 
-/// It takes no work, which its launcher says in these words.
-fn is_refused(variables: &[(&str, &str)], settings: &[&str], words: &[&str]) {
+/// Its launcher gives it up, in these words, and no text is answered.
+fn is_given_up(variables: &[(&str, &str)], settings: &[&str], words: &[&str]) {
     let folder = model(64, 2);
     let settings = [&["launcher.max_quick_failures=1"], settings].concat();
     let ran = run(&Run {
@@ -272,7 +251,7 @@ fn a_device_that_multiplies_wrongly_takes_no_work() {
     let wrong = folder.path().join("wrong");
     fs::write(&wrong, "").unwrap();
     let variables = [("EMULATED_WRONG", wrong.to_str().unwrap())];
-    is_refused(
+    is_given_up(
         &variables,
         &["pool[0].dtype=f16"],
         &["it multiplies wrongly", "1 rows are wrong, row 0 first"],
@@ -284,16 +263,16 @@ fn a_device_that_multiplies_rightly_and_computes_the_network_wrongly_takes_no_wo
     for dtype in ["f32", "f16", "bf16"] {
         let setting = format!("pool[0].dtype={dtype}");
         let off = format!("the vector in {dtype} is off by");
-        is_refused(&[("EMULATED_IDLE", "activate")], &[&setting], &["it computes wrongly", &off]);
+        is_given_up(&[("EMULATED_IDLE", "activate")], &[&setting], &["it computes wrongly", &off]);
     }
-    is_refused(&[("EMULATED_IDLE", "attend")], &[], &["it computes wrongly"]);
+    is_given_up(&[("EMULATED_IDLE", "attend")], &[], &["it computes wrongly"]);
 }
 
 #[test]
 fn a_device_that_is_far_slower_than_its_clock_says_takes_no_work_unless_that_is_allowed() {
     // A multiprocessor with a terahertz.
     let fast = [("EMULATED_CLOCK", "1000000000")];
-    is_refused(&fast, &[], &["it multiplies too slowly", "of the 128000 that", "20.0 % is asked for"]);
+    is_given_up(&fast, &[], &["it multiplies too slowly", "of the 128000 that", "20.0 % is asked for"]);
     let folder = model(64, 2);
     let settled = |settings: &[&str], clock| {
         let variables = [("EMULATED_CLOCK", clock)];
@@ -317,5 +296,5 @@ fn a_worker_is_killed_when_the_driver_condemns_its_device_and_none_is_started_on
     let variables = [("NVML_STORY", story.to_str().unwrap())];
     let words =
         ["Xid 95: uncontained memory error", "killing the worker", "wants the GPU reset", "slot given up"];
-    is_refused(&variables, &["launcher.max_quick_failures=2"], &words);
+    is_given_up(&variables, &["launcher.max_quick_failures=2"], &words);
 }

@@ -136,20 +136,7 @@ impl Windows {
                 }
                 closed = closing.recv() => closed,
             };
-            // The rest of a batch is being published in this very moment. A window costs the broker a
-            // write to disk, whatever is in it.
-            loop {
-                tokio::task::yield_now().await;
-                let before = window.len();
-                while window.len() < WINDOW
-                    && let Ok(request) = queued.try_recv()
-                {
-                    window.push(request);
-                }
-                if window.len() == before || window.len() == WINDOW {
-                    break;
-                }
-            }
+            gather(&mut queued, &mut window).await;
             if let Some(closed) = closed {
                 self.say_goodbye().await;
                 let _ = closed.send(());
@@ -278,6 +265,21 @@ impl Windows {
         };
         self.connector.pass_turn();
         Err(Failure { broker, reason, refused })
+    }
+}
+
+/// Fills the window with what joins it: the rest of a batch is being published in this very moment. A window
+/// costs the broker a write to disk, whatever is in it.
+async fn gather(queued: &mut mpsc::Receiver<Request>, window: &mut Vec<Request>) {
+    let mut before = usize::MAX;
+    while window.len() != before && window.len() < WINDOW {
+        before = window.len();
+        tokio::task::yield_now().await;
+        while window.len() < WINDOW
+            && let Ok(request) = queued.try_recv()
+        {
+            window.push(request);
+        }
     }
 }
 
