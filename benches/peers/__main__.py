@@ -31,8 +31,9 @@ def main():
         capacity = statistics.median(it["sconce"] for it in found)
         points = measure.load_curve(scene, capacity, SHARES, SECONDS)
     table = rows.table(found, scene.workers, scene.tokens / scene.count)
+    conditions = page.conditions(scene, found)
     plot.draw(points, capacity, page.PLOT)
-    page.write(page.conditions(scene, found), table, points)
+    page.write(conditions, table, points)
     print(table)
 
 

@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::SyncSender;
 use std::time::{Instant, SystemTime};
 
 use tokio::sync::{mpsc, watch};
@@ -45,7 +46,7 @@ pub(super) struct BatchFormer<C: Codec> {
     pub(super) quarantine: Arc<Quarantine>,
     /// Written by task futures, read here. Bound: beyond it, tasks wait where they are.
     pub(super) submissions: mpsc::Receiver<Submission<C>>,
-    pub(super) batches: mpsc::Sender<Batch<Item<C>>>,
+    pub(super) batches: SyncSender<Batch<Item<C>>>,
     /// So many may be under way.
     pub(super) depth: usize,
     pub(super) done: mpsc::Receiver<Done>,
@@ -63,7 +64,7 @@ impl<C: Codec> BatchFormer<C> {
         let mut under_way = 0;
         let mut submitting = true;
         while submitting || under_way > 0 || !self.batcher.is_empty() || self.suspects.any() {
-            under_way += self.hand_over(under_way, submitting).await;
+            under_way += self.hand_over(under_way, submitting);
             let waits = under_way > 0 || self.quarantine.is_occupied();
             let due = if waits { None } else { self.batcher.due() };
             let mut submitted = Vec::new();
@@ -125,14 +126,14 @@ impl<C: Codec> BatchFormer<C> {
 
     /// Fills the model thread's places, or one of them with a suspect. Returns how many batches
     /// were handed over.
-    async fn hand_over(&mut self, under_way: usize, submitting: bool) -> usize {
+    fn hand_over(&mut self, under_way: usize, submitting: bool) -> usize {
         if self.suspects.any() {
             // Nothing beside a suspect: a death must have one cause.
             if under_way > 0 {
                 return 0;
             }
             if let Some(batch) = self.suspects.next() {
-                return usize::from(self.batches.send(batch).await.is_ok());
+                return usize::from(self.batches.try_send(batch).is_ok());
             }
         }
         if self.quarantine.is_occupied() {
@@ -143,7 +144,7 @@ impl<C: Codec> BatchFormer<C> {
             let device = if under_way + handed == 0 { Device::Idle } else { Device::Busy };
             let expecting = submitting && self.preparing.load(Ordering::Relaxed) > 0;
             let Some(batch) = self.batcher.take(Instant::now(), device, expecting) else { break };
-            if self.batches.send(batch).await.is_err() {
+            if self.batches.try_send(batch).is_err() {
                 // The thread's last word, a fault, is in `done`.
                 break;
             }

@@ -4,10 +4,10 @@
 //! ends the thread.
 
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant, SystemTime};
 use std::{io, thread};
 
-use tokio::sync::mpsc::error::TryRecvError;
 use tokio::sync::{mpsc, oneshot};
 
 use super::batches::still_wanted;
@@ -51,8 +51,9 @@ pub(super) struct Loaded<C> {
 
 /// The model thread's ends.
 pub(super) struct Engine<C: Codec> {
-    /// Written by the batch former, read by the model thread. Bound 1: what is at hand.
-    pub(super) batches: mpsc::Sender<Batch<Item<C>>>,
+    /// Written by the batch former, read by the model thread. Bound: the batches that can be under way, so
+    /// that sending one never waits.
+    pub(super) batches: SyncSender<Batch<Item<C>>>,
     /// Written by the model thread after each batch, read by the batch former. Bound: one for each
     /// batch that can be under way.
     pub(super) done: mpsc::Receiver<Done>,
@@ -63,6 +64,10 @@ pub(super) struct Engine<C: Codec> {
 /// Batches under way at most.
 pub(super) const DEPTH: usize = 3;
 
+/// How long the device is idle before the launcher hears of it, if it hears of nothing else. That takes a core
+/// for a moment: on a small machine the one that the replies to the last batch are sent from.
+const PAUSE: Duration = Duration::from_millis(5);
+
 /// Starts the model thread.
 ///
 /// # Errors
@@ -72,7 +77,7 @@ pub(super) fn start<M: Model>(
     reporter: Reporter,
     traces: Traces,
 ) -> io::Result<Engine<M::Codec>> {
-    let (batches, queued) = mpsc::channel::<Batch<Item<M::Codec>>>(1);
+    let (batches, queued) = sync_channel::<Batch<Item<M::Codec>>>(DEPTH);
     let (done_in, done) = mpsc::channel(DEPTH);
     let (loaded_in, loaded) = oneshot::channel();
     thread::Builder::new().name("model".into()).spawn(move || {
@@ -117,30 +122,34 @@ struct UnderWay<M: Model> {
 
 impl<M: Model> Service<M> {
     /// Computes batches until nobody sends or wants any more.
-    fn serve(&mut self, mut queued: mpsc::Receiver<Batch<Item<M::Codec>>>) {
+    fn serve(&mut self, queued: Receiver<Batch<Item<M::Codec>>>) {
         let mut idle = true;
         loop {
-            let next = match queued.try_recv() {
-                Ok(batch) => Some(batch),
-                Err(_) if self.ahead.is_some() => None,
-                Err(TryRecvError::Empty) => {
-                    if !std::mem::replace(&mut idle, true) {
-                        self.forward.announce_idle();
-                    }
-                    let Some(batch) = queued.blocking_recv() else { return };
-                    Some(batch)
-                }
-                Err(TryRecvError::Disconnected) => return,
-            };
-            idle &= next.is_none();
-            let goes_on = match next {
-                Some(batch) => self.take(batch),
-                None => self.finish_ahead(),
+            let goes_on = match queued.try_recv() {
+                Ok(batch) => self.take(batch),
+                Err(_) if self.ahead.is_some() => self.finish_ahead(true),
+                Err(_) => match self.wait(&queued, idle) {
+                    Some(batch) => self.take(batch),
+                    None => false,
+                },
             };
             if !goes_on {
                 return;
             }
+            idle = false;
         }
+    }
+
+    /// Waits for a batch; none will come: none. The launcher knows that the device is `idle`, or is told.
+    fn wait(&self, queued: &Receiver<Batch<Item<M::Codec>>>, idle: bool) -> Option<Batch<Item<M::Codec>>> {
+        if !idle {
+            match queued.recv_timeout(PAUSE) {
+                Ok(batch) => return Some(batch),
+                Err(RecvTimeoutError::Timeout) => self.forward.tell_idle(),
+                Err(RecvTimeoutError::Disconnected) => return None,
+            }
+        }
+        queued.recv().ok()
     }
 
     /// Begins a batch, and ends the one before it. False: it was the last.
@@ -153,24 +162,35 @@ impl<M: Model> Service<M> {
         let now = match self.forward.begin(&batch.inputs, beside) {
             Some(Ok(rest)) => {
                 let before = self.ahead.replace(UnderWay { batch, number, began, began_at, rest });
-                return before.is_none_or(|before| self.finish(before));
+                return before.is_none_or(|before| self.finish(before, false));
             }
             Some(Err(error)) => Some(error),
             None => None,
         };
-        if !self.finish_ahead() {
+        if !self.finish_ahead(false) {
             return false;
         }
-        let outcome = now.map_or_else(|| self.forward.pass(&batch.inputs), Err);
+        let outcome = match now {
+            Some(error) => {
+                self.forward.mark_idle();
+                Err(error)
+            }
+            None => self.forward.pass(&batch.inputs),
+        };
         self.end(&batch, outcome, (number, began, began_at))
     }
 
-    fn finish_ahead(&mut self) -> bool {
-        self.ahead.take().is_none_or(|ahead| self.finish(ahead))
+    fn finish_ahead(&mut self, idle: bool) -> bool {
+        self.ahead.take().is_none_or(|ahead| self.finish(ahead, idle))
     }
 
-    fn finish(&mut self, UnderWay { batch, number, began, began_at, rest }: UnderWay<M>) -> bool {
+    /// Ends a batch whose computation has begun. Behind it the device is `idle`, or has another.
+    fn finish(&mut self, under_way: UnderWay<M>, idle: bool) -> bool {
+        let UnderWay { batch, number, began, began_at, rest } = under_way;
         let outcome = self.forward.wait(rest, batch.inputs.len());
+        if idle {
+            self.forward.mark_idle();
+        }
         self.end(&batch, outcome, (number, began, began_at))
     }
 

@@ -1,6 +1,6 @@
 //! A model that computes beside its thread, and what the thread does with it.
 
-use std::io;
+use std::io::{self, Read as _};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -8,11 +8,11 @@ use super::super::ticket::Computed;
 use super::*;
 use crate::config::Dtype;
 use crate::model::{ForwardError, Prepared, Step, Steps};
-use crate::protocol::control::TaskName;
+use crate::protocol::control::{Event, TaskName, decode};
 use crate::protocol::{Message, TaskError};
 
 /// Computes beside us: a batch is what its inputs say. 0 fails, 1 kills the device, 2 finds no memory,
-/// 3 panics; others give themselves.
+/// 3 panics; a batch with 4 is computed on our thread; others give themselves.
 struct Aside(Arc<Mutex<Vec<String>>>);
 struct Numbers;
 
@@ -80,6 +80,9 @@ impl Model for Aside {
         if inputs.len() > 1 && inputs.contains(&2) {
             return Err(ForwardError::OutOfMemory("full".into()));
         }
+        if inputs.contains(&4) {
+            return Ok(None);
+        }
         Ok(Some(Box::new(move |model: &mut Self| {
             model.say("wait", &inputs);
             result(&inputs)
@@ -89,6 +92,8 @@ impl Model for Aside {
 
 struct Ran {
     log: Vec<String>,
+    /// What the launcher was told to be on the device, time after time.
+    told: Vec<Vec<String>>,
     said: Vec<Done>,
     tasks: Vec<Option<Computed<u32>>>,
 }
@@ -117,10 +122,11 @@ fn spec() -> LoadSpec {
 /// Has all these batches at hand at once, a task to an input.
 fn run(batches: &[&[u32]]) -> Ran {
     LOG.with(|log| log.lock().unwrap().clear());
-    let reporter = Reporter::start(io::sink()).unwrap();
+    let (mut lines, out) = io::pipe().unwrap();
+    let reporter = Reporter::start(out).unwrap();
     let (forward, loaded) = Forward::<Aside>::load(&spec(), 0.0, reporter).unwrap();
     assert_eq!(loaded.depth, 3);
-    let (send, queued) = mpsc::channel(8);
+    let (send, queued) = sync_channel(8);
     let (done, mut said) = mpsc::channel(8);
     let mut waiting = Vec::new();
     for batch in batches {
@@ -137,13 +143,21 @@ fn run(batches: &[&[u32]]) -> Ran {
     let traces = Traces::default();
     let mut service = Service { forward, done, traces, number: 0, ahead: None, freed: Instant::now() };
     service.serve(queued);
+    service.forward.tell_idle();
     drop(service);
+    let mut text = String::new();
+    lines.read_to_string(&mut text).unwrap();
+    let told = text.lines().map(|line| match decode(line).unwrap() {
+        Event::Forward { tasks } => tasks.into_iter().map(|task| task.id).collect(),
+        other => panic!("{other:?}"),
+    });
+    let told = told.collect();
     let mut all = Vec::new();
     while let Ok(one) = said.try_recv() {
         all.push(one);
     }
     let log = LOG.with(|log| log.lock().unwrap().clone());
-    Ran { log, said: all, tasks: waiting.iter_mut().map(|task| task.try_recv().ok()).collect() }
+    Ran { log, told, said: all, tasks: waiting.iter_mut().map(|task| task.try_recv().ok()).collect() }
 }
 
 /// Says when it is given back.
@@ -192,6 +206,16 @@ fn the_device_has_its_next_batch_before_the_last_is_waited_for() {
     assert!(ran.said.iter().all(|done| matches!(done, Done::Computed { .. })), "{:?}", ran.said);
     let inputs: Vec<_> = ran.tasks.iter().flatten().map(|task| task.last.size).collect();
     assert_eq!(inputs, [2, 2, 1, 1]);
+}
+
+#[test]
+fn the_launcher_is_told_what_is_on_the_device() {
+    let ran = run(&[&[10, 11], &[20], &[30, 4], &[40]]);
+    let told: [&[&str]; 5] = [&["10", "11"], &["10", "11", "20"], &["20", "30", "4"], &["40"], &[]];
+    assert_eq!(ran.told, told);
+    let ran = run(&[&[10], &[20, 2]]);
+    let told: [&[&str]; 5] = [&["10"], &["10", "20", "2"], &["20"], &["2"], &[]];
+    assert_eq!(ran.told, told);
 }
 
 #[test]

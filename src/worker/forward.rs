@@ -89,7 +89,9 @@ impl<M: Model> Forward<M> {
     /// Computes `items`, which have been announced.
     pub(super) fn pass(&mut self, items: &[Item<M::Codec>]) -> Outcome<M> {
         let inputs: Vec<&InputOf<M>> = items.iter().map(|item| &item.input).collect();
-        attempt(&mut self.model, &inputs)
+        let outcome = attempt(&mut self.model, &inputs);
+        self.mark_idle();
+        outcome
     }
 
     /// Waits for what was begun with so many inputs.
@@ -168,9 +170,15 @@ impl<M: Model> Forward<M> {
         self.reporter.forward(tasks);
     }
 
-    /// Tells the launcher that the device has nothing to do.
-    pub(super) fn announce_idle(&self) {
-        self.reporter.forward(Vec::new());
+    /// Nothing is on the device any more. The launcher hears of it before anything else, so before anything
+    /// that comes of the outputs.
+    pub(super) fn mark_idle(&self) {
+        self.reporter.mark_idle();
+    }
+
+    /// Tells the launcher that nothing is on the device, if it has not heard.
+    pub(super) fn tell_idle(&self) {
+        self.reporter.tell_idle();
     }
 
     /// Tokens of the smallest batch that has found no memory since the last call.

@@ -30,7 +30,22 @@ pub struct Reporter {
     /// read is soon gone; meanwhile `stats` are dropped and other events wait.
     lines: mpsc::Sender<Line>,
     /// Held for one write, by the writing thread and by the model thread.
-    out: Arc<Mutex<dyn Write + Send>>,
+    out: Arc<Mutex<Out>>,
+}
+
+struct Out {
+    stdout: Box<dyn Write + Send>,
+    device: Device,
+}
+
+/// The device, as the launcher is to know it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Device {
+    /// It computes, as the launcher has been told.
+    Busy,
+    /// The launcher is yet to hear of it: before anything else.
+    Idle,
+    ToldIdle,
 }
 
 impl Reporter {
@@ -40,12 +55,12 @@ impl Reporter {
     /// The system has no thread for us.
     pub fn start(out: impl Write + Send + 'static) -> std::io::Result<Self> {
         let (lines, mut queued) = mpsc::channel::<Line>(64);
-        let out: Arc<Mutex<dyn Write + Send>> = Arc::new(Mutex::new(out));
+        let out = Arc::new(Mutex::new(Out { stdout: Box::new(out), device: Device::ToldIdle }));
         let shared = out.clone();
         thread::Builder::new().name("control-lines".into()).spawn(move || {
             while let Some(line) = queued.blocking_recv() {
                 match line {
-                    Line::Event(line) => write(&shared, &line),
+                    Line::Event(line) => lock(&shared).write(&line),
                     Line::Mark(written) => drop(written.send(())),
                 }
             }
@@ -53,11 +68,26 @@ impl Reporter {
         Ok(Self { lines, out })
     }
 
-    /// Tells, before a forward pass, which tasks are in it; none: the device is idle. Written when
-    /// this returns: the process may not live to write it later. Blocks; for the model thread alone,
-    /// whose order it keeps.
+    /// Tells, before a forward pass, which tasks are in it. Written when this returns: the process may not
+    /// live to write it later. Blocks; for the model thread alone, whose order it keeps.
     pub(super) fn forward(&self, tasks: Vec<TaskName>) {
-        write(&self.out, &encode(&Event::Forward { tasks }));
+        let line = encode(&Event::Forward { tasks });
+        let mut out = lock(&self.out);
+        out.device = Device::Busy;
+        out.write(&line);
+    }
+
+    /// The device is idle. Told with what is written next, or by [`Reporter::tell_idle`]: to tell it at once
+    /// would take a core from the replies that are about to leave.
+    pub(super) fn mark_idle(&self) {
+        lock(&self.out).mark_idle();
+    }
+
+    /// Tells that the device is idle, unless that has been told.
+    pub(super) fn tell_idle(&self) {
+        let mut out = lock(&self.out);
+        out.mark_idle();
+        out.write(b"");
     }
 
     /// Sends an event that the launcher acts on.
@@ -81,10 +111,25 @@ impl Reporter {
     }
 }
 
-/// A launcher that is gone shows as the end of our stdin, not here.
-fn write(out: &Mutex<dyn Write + Send>, line: &[u8]) {
-    let mut out = out.lock().unwrap_or_else(PoisonError::into_inner);
-    drop(out.write_all(line).and_then(|()| out.flush()));
+fn lock(out: &Mutex<Out>) -> MutexGuard<'_, Out> {
+    out.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Out {
+    fn mark_idle(&mut self) {
+        if self.device == Device::Busy {
+            self.device = Device::Idle;
+        }
+    }
+
+    /// A launcher that is gone shows as the end of our stdin, not here.
+    fn write(&mut self, line: &[u8]) {
+        if self.device == Device::Idle {
+            self.device = Device::ToldIdle;
+            drop(self.stdout.write_all(&encode(&Event::Forward { tasks: Vec::new() })));
+        }
+        drop(self.stdout.write_all(line).and_then(|()| self.stdout.flush()));
+    }
 }
 
 /// Sends `stats` while there is something new to say; now and then in any case, which shows that the
@@ -182,7 +227,36 @@ fn resident() -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read as _;
+
     use super::*;
+    use crate::protocol::control::decode;
+
+    #[tokio::test]
+    async fn that_the_device_is_idle_is_told_once_and_before_anything_else() {
+        let (mut lines, out) = std::io::pipe().unwrap();
+        let reporter = Reporter::start(out).unwrap();
+        let pass = |id: &str| reporter.forward(vec![TaskName { id: id.into(), fingerprint: "f".into() }]);
+        pass("a");
+        reporter.mark_idle();
+        pass("b");
+        reporter.mark_idle();
+        reporter.send(&Event::Alone { task: None }).await;
+        reporter.flush().await;
+        reporter.mark_idle();
+        reporter.tell_idle();
+        pass("c");
+        reporter.tell_idle();
+        drop(reporter);
+        let mut text = String::new();
+        lines.read_to_string(&mut text).unwrap();
+        let said = text.lines().map(|line| match decode(line).unwrap() {
+            Event::Forward { tasks } => tasks.first().map_or("idle".to_owned(), |task| task.id.clone()),
+            Event::Alone { .. } => "alone".to_owned(),
+            other => panic!("{other:?}"),
+        });
+        assert_eq!(said.collect::<Vec<_>>(), ["a", "b", "idle", "alone", "c", "idle"]);
+    }
 
     #[test]
     fn counts_are_given_once_and_where_the_worker_stands_each_time() {

@@ -15,13 +15,18 @@ use serde_json::{Value, json};
 pub const PATIENCE: Duration = Duration::from_secs(90);
 
 /// Polls until there is an answer.
-pub fn eventually<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+pub fn eventually<T>(what: &str, look: impl FnMut() -> Option<T>) -> T {
+    patiently(look).unwrap_or_else(|| panic!("waited in vain until {what}"))
+}
+
+/// Polls until there is an answer, or nobody has patience any more.
+fn patiently<T>(mut look: impl FnMut() -> Option<T>) -> Option<T> {
     let until = Instant::now() + PATIENCE;
     loop {
-        if let Some(found) = look() {
+        let found = look();
+        if found.is_some() || Instant::now() > until {
             return found;
         }
-        assert!(Instant::now() < until, "waited in vain until {what}");
         thread::sleep(Duration::from_millis(10));
     }
 }
@@ -180,15 +185,8 @@ impl Process {
 
     /// Waits for its end; kills it and panics when that takes too long.
     pub fn wait(mut self) -> Ended {
-        let what = "the run ends";
-        let until = Instant::now() + PATIENCE;
-        let status = loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                break status;
-            }
-            assert!(Instant::now() < until, "waited in vain until {what}; stderr: {}", self.stderr());
-            thread::sleep(Duration::from_millis(10));
-        };
+        let ended = patiently(|| self.child.try_wait().unwrap());
+        let status = ended.unwrap_or_else(|| panic!("the run does not end; stderr: {}", self.stderr()));
         let stdout = fs::read_to_string(&self.out).unwrap_or_default();
         Ended { code: status.code(), stderr: self.stderr(), stdout }
     }

@@ -45,7 +45,8 @@ pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let bodies = bodies(&arguments.texts).context(Exit::Usage)?;
     let plan = plan(arguments);
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    // One thread, which is woken less often: a client that takes cores and time belongs to no measurement.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (measured, unanswered) = runtime.block_on(measure(arguments, (&settings, pool), plan, bodies))?;
     let load = match arguments.rate {
         Some(rate) => Load::Open { rate, achieved_rate: measured.achieved_rate },

@@ -199,6 +199,7 @@ impl Supervisor {
         let consumer_tag = Arc::new(tokio::sync::Mutex::new(session.consumer.tag()));
         let channel = session.channel.clone();
         let open = Open { session: number, channel, consumer_tag, ledger: Arc::default() };
+        self.let_acks_gather(&open, session.prefetch);
         self.hold(Some(open.clone()));
         let mut end = tokio::select! {
             end = self.pump(&open, &mut session, careful) => end,
@@ -239,7 +240,7 @@ impl Supervisor {
                 delivered = session.consumer.next(), if !ended => match delivered {
                     Some(Ok(delivery)) => {
                         session.delivered(delivery.delivery_tag);
-                        open.ledger().delivered(delivery.delivery_tag);
+                        open.ledger().delivered(delivery.delivery_tag, delivery.redelivered);
                         let event = Event::Delivery(Box::new(delivery_from(delivery, open.session, session.addressed)));
                         if self.events.send(Ok(event)).await.is_err() {
                             break End::Closed(None);
@@ -290,8 +291,17 @@ impl Supervisor {
         let prefetch = *self.prefetch.borrow_and_update();
         session.consume_anew(prefetch, &self.connector).await.map_err(|error| Lost::from(&error))?;
         *consumer_tag = session.consumer.tag();
+        self.let_acks_gather(open, prefetch);
         tracing::debug!(prefetch, "the prefetch follows the messages");
         Ok(true)
+    }
+
+    /// Has acks wait for more, until a quarter of the prefetch waits. Those of a queue of our own need not:
+    /// they are written nowhere.
+    fn let_acks_gather(&self, open: &Open, prefetch: u16) {
+        if let Subscription::Tasks { .. } = self.subscription {
+            open.ledger().gather(usize::from(prefetch) / 4);
+        }
     }
 }
 

@@ -3,7 +3,8 @@
 //!
 //! Few matters beyond speed: RabbitMQ holds back what a channel settles on a quorum queue while more
 //! than 32 such commands are under way, and forgets what it holds when the channel closes. Acks in a
-//! burst before a close would so be lost, and their tasks answered twice.
+//! burst before a close would so be lost, and their tasks answered twice. And it writes each command to
+//! disk, while a task that comes right behind a reply waits for that.
 
 use std::collections::BTreeSet;
 
@@ -16,19 +17,52 @@ pub(super) struct Ack {
     pub(super) multiple: bool,
 }
 
+/// What becomes of an ack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// The caller sends, see [`Ledger::take`].
+    Send,
+    /// The caller waits a little for more to send with it, then asks [`Ledger::begin`].
+    Gather,
+    /// Somebody else sends it.
+    Leave,
+}
+
+/// Who cares for the acks that wait.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Sender {
+    #[default]
+    Nobody,
+    /// Somebody waits for more of them. Others may send meanwhile.
+    Gathering,
+    /// Somebody is sending what [`Ledger::take`] gives, and will take again.
+    Sending,
+}
+
 /// See the module.
 #[derive(Debug, Default)]
 pub(super) struct Ledger {
     unsettled: BTreeSet<u64>,
     acked: BTreeSet<u64>,
-    /// Somebody is sending what [`Ledger::take`] gives, and will take again.
-    sending: bool,
+    sender: Sender,
+    /// So many acks wait for no more.
+    enough: usize,
+    /// The last delivery that was not its message's first.
+    redelivered: u64,
 }
 
 impl Ledger {
+    /// Acks may wait for more, until they are so many. Without this call none waits.
+    pub(super) fn gather(&mut self, enough: usize) {
+        self.enough = enough;
+    }
+
     /// A delivery came. Called in the order of tags, before anybody can settle it.
-    pub(super) fn delivered(&mut self, tag: u64) {
+    pub(super) fn delivered(&mut self, tag: u64, redelivered: bool) {
         self.unsettled.insert(tag);
+        if redelivered {
+            self.redelivered = tag;
+        }
     }
 
     /// Whether `full` deliveries are unsettled, none of them from before the tag `first`, and nobody is
@@ -36,9 +70,12 @@ impl Ledger {
     /// [`Ledger::take`].
     pub(super) fn hold(&mut self, first: u64, full: usize) -> bool {
         let own = self.unsettled.first().is_some_and(|oldest| *oldest >= first);
-        let free = own && self.unsettled.len() >= full && !self.sending;
-        self.sending |= free;
-        free
+        own && self.unsettled.len() >= full && self.begin()
+    }
+
+    /// Whether nobody is sending: then the caller is, see [`Ledger::take`].
+    pub(super) fn begin(&mut self) -> bool {
+        std::mem::replace(&mut self.sender, Sender::Sending) != Sender::Sending
     }
 
     /// A delivery went back. Called once the broker has been told: while this is under way, no
@@ -47,10 +84,19 @@ impl Ledger {
         self.unsettled.remove(&tag);
     }
 
-    /// A delivery is to be acked. True: the caller must send, see [`Ledger::take`].
-    pub(super) fn ack(&mut self, tag: u64) -> bool {
+    /// A delivery is to be acked. At once where it, or one behind it, was delivered before: such a one may end
+    /// the process that works on it, and what was done just before would have to be done again.
+    pub(super) fn ack(&mut self, tag: u64) -> Turn {
         self.acked.insert(tag);
-        !std::mem::replace(&mut self.sending, true)
+        let at_once = tag <= self.redelivered || self.acked.len() >= self.enough;
+        let (sender, turn) = match self.sender {
+            Sender::Sending => (Sender::Sending, Turn::Leave),
+            _ if at_once => (Sender::Sending, Turn::Send),
+            Sender::Gathering => (Sender::Gathering, Turn::Leave),
+            Sender::Nobody => (Sender::Gathering, Turn::Gather),
+        };
+        self.sender = sender;
+        turn
     }
 
     /// What to send now, in this order. Empty: nothing more, and the caller no longer sends.
@@ -67,7 +113,7 @@ impl Ledger {
             self.unsettled.remove(&tag);
             acks.push(Ack { tag, multiple: false });
         }
-        self.sending = !acks.is_empty();
+        self.sender = if acks.is_empty() { Sender::Nobody } else { Sender::Sending };
         acks
     }
 
@@ -83,7 +129,14 @@ impl Ledger {
 
     /// The sender gave up in the middle; the next ack makes a new one.
     pub(super) fn abandon(&mut self) {
-        self.sending = false;
+        self.sender = Sender::Nobody;
+    }
+
+    /// Who gathered no longer does.
+    pub(super) fn gathered(&mut self) {
+        if self.sender == Sender::Gathering {
+            self.sender = Sender::Nobody;
+        }
     }
 }
 
@@ -95,18 +148,18 @@ mod tests {
 
     fn ledger(tags: std::ops::RangeInclusive<u64>) -> Ledger {
         let mut ledger = Ledger::default();
-        tags.for_each(|tag| ledger.delivered(tag));
+        tags.for_each(|tag| ledger.delivered(tag, false));
         ledger
     }
 
     #[test]
     fn acks_up_to_the_first_gap_are_one_command() {
         let mut ledger = ledger(1..=6);
-        let sends: Vec<_> = [2, 1, 3, 5].map(|tag| ledger.ack(tag)).into();
-        assert_eq!(sends, [true, false, false, false], "one sender");
+        let turns = [2, 1, 3, 5].map(|tag| ledger.ack(tag));
+        assert_eq!(turns, [Turn::Send, Turn::Leave, Turn::Leave, Turn::Leave], "one sender");
         assert_eq!(ledger.take(), [Ack { tag: 3, multiple: true }, Ack { tag: 5, multiple: false }]);
         assert_eq!(ledger.take(), []);
-        assert!(ledger.ack(4));
+        assert_eq!(ledger.ack(4), Turn::Send);
         assert_eq!(ledger.take(), [Ack { tag: 4, multiple: true }]);
     }
 
@@ -116,11 +169,48 @@ mod tests {
         assert!(!ledger.hold(1, 6), "fewer than a full prefetch");
         assert!(!ledger.hold(2, 4), "one is of an older consumer");
         assert!(ledger.hold(1, 5));
-        assert!(!ledger.ack(1), "somebody sends");
+        assert_eq!(ledger.ack(1), Turn::Leave, "somebody sends");
         assert!(!ledger.hold(1, 5));
         assert_eq!(ledger.take(), [Ack { tag: 1, multiple: true }]);
         assert_eq!(ledger.take(), []);
         assert!(ledger.hold(2, 4));
+    }
+
+    #[test]
+    fn acks_wait_for_more_until_they_are_enough_and_then_whoever_comes_sends() {
+        let mut ledger = ledger(1..=9);
+        ledger.gather(3);
+        assert_eq!(
+            [1, 2, 3, 4].map(|tag| ledger.ack(tag)),
+            [Turn::Gather, Turn::Leave, Turn::Send, Turn::Leave]
+        );
+        assert!(!ledger.begin(), "who gathered finds that somebody sends");
+        assert_eq!(ledger.take(), [Ack { tag: 4, multiple: true }]);
+        assert_eq!((ledger.take(), ledger.ack(5)), (vec![], Turn::Gather));
+        assert!(ledger.hold(5, 5), "nobody is sending yet");
+        ledger.gathered();
+        assert!(!ledger.begin());
+        assert_eq!((ledger.take(), ledger.take()), (vec![Ack { tag: 5, multiple: true }], vec![]));
+        assert_eq!(ledger.ack(6), Turn::Gather);
+        ledger.gathered();
+        assert_eq!(ledger.ack(7), Turn::Gather, "the one before was given up");
+        ledger.gathered();
+        assert!(ledger.begin());
+        assert_eq!(ledger.take(), [Ack { tag: 7, multiple: true }]);
+    }
+
+    #[test]
+    fn acks_up_to_what_was_delivered_before_wait_for_none() {
+        let mut ledger = Ledger::default();
+        ledger.gather(10);
+        for tag in 1..=4 {
+            ledger.delivered(tag, tag == 2);
+        }
+        assert_eq!(
+            [1, 2].map(|tag| (ledger.ack(tag), ledger.take().len(), ledger.take().len())),
+            [(Turn::Send, 1, 0); 2]
+        );
+        assert_eq!(ledger.ack(3), Turn::Gather);
     }
 
     #[test]
@@ -146,7 +236,7 @@ mod tests {
             for (what, which) in steps {
                 match what {
                     0 => {
-                        ledger.delivered(next);
+                        ledger.delivered(next, false);
                         at_broker.insert(next);
                         open.push(next);
                         next += 1;

@@ -56,7 +56,7 @@ impl Page {
 
     /// The consumer has brought this.
     pub(super) fn came(&mut self, delivery: &Delivery) {
-        self.ledger.delivered(delivery.delivery_tag);
+        self.ledger.delivered(delivery.delivery_tag, false);
         if let Some(end) = self.ends.last_mut() {
             *end = delivery.delivery_tag;
         }

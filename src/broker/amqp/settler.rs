@@ -9,12 +9,15 @@ use lapin::Channel;
 use lapin::options::{BasicAckOptions, BasicNackOptions};
 use lapin::types::ShortString;
 
-use super::ledger::{Ack, Ledger};
+use super::ledger::{Ack, Ledger, Turn};
 use crate::broker::{Receipt, Settler};
 
 /// What the broker takes to act on settled deliveries, with room to spare: it says nothing when it
 /// has. See `ledger` for what is at stake.
 const SETTLING: Duration = Duration::from_millis(100);
+/// How long an ack waits for others. The broker writes each such command to disk, and a task that somebody
+/// sends upon a reply would wait for that; by the end of this it has come.
+const GATHER: Duration = Duration::from_millis(2);
 /// Returns in a row between two pauses: half of what a quorum queue's client takes at once.
 const RETURNS: usize = 16;
 /// The pause between them.
@@ -40,9 +43,20 @@ impl Open {
     pub(super) fn ledger(&self) -> MutexGuard<'_, Ledger> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
 
-impl Open {
+    /// Acks a delivery: several at once become few commands. The one who sends does so for those that come
+    /// meanwhile too. False: the session is over.
+    async fn ack(&self, tag: u64) -> bool {
+        let turn = self.ledger().ack(tag);
+        if turn == Turn::Gather {
+            let gathering = Gathering(self);
+            tokio::time::sleep(GATHER).await;
+            drop(gathering);
+        }
+        let sends = turn == Turn::Send || turn == Turn::Gather && self.ledger().begin();
+        !sends || self.send_acks().await
+    }
+
     /// Sends the acks that wait, as the one who sends. False: the session is over.
     pub(super) async fn send_acks(&self) -> bool {
         let sending = Sending(self);
@@ -86,6 +100,15 @@ impl AmqpSettler {
     }
 }
 
+/// Lets others gather once this one no longer does.
+struct Gathering<'a>(&'a Open);
+
+impl Drop for Gathering<'_> {
+    fn drop(&mut self) {
+        self.0.ledger().gathered();
+    }
+}
+
 /// Lets the next ack send when this one is dropped in the middle.
 struct Sending<'a>(&'a Open);
 
@@ -96,14 +119,12 @@ impl Drop for Sending<'_> {
 }
 
 impl Settler for AmqpSettler {
-    /// Several at once become few commands: the first sends, for those that come meanwhile too.
     fn ack(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
         Box::pin(async move {
-            let Some(open) = self.open(receipt) else { return false };
-            if !open.ledger().ack(receipt.tag) {
-                return true;
+            match self.open(receipt) {
+                Some(open) => open.ack(receipt.tag).await,
+                None => false,
             }
-            open.send_acks().await
         })
     }
 
