@@ -9,6 +9,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -284,8 +285,19 @@ fn environment(folder: &Path, name: &str) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// Ports that nobody uses, all different because they are held together.
+/// Ports that nobody uses, and that nobody else is given before the node listens: no other node of
+/// this process, and no connection, because they lie below the range that the system gives out.
 fn free_ports<const N: usize>() -> [u16; N] {
-    let held = [(); N].map(|()| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port"));
-    held.map(|listener| listener.local_addr().expect("an address").port())
+    const FIRST: u32 = 10_000;
+    const COUNT: u32 = 20_000;
+    /// Where a process begins, so that two at a time do not walk through the same ports.
+    const STRIDE: u32 = 509;
+    static GIVEN: AtomicU32 = AtomicU32::new(0);
+    let begin = std::process::id().wrapping_mul(STRIDE);
+    let next = || {
+        let port = FIRST + begin.wrapping_add(GIVEN.fetch_add(1, Ordering::Relaxed)) % COUNT;
+        u16::try_from(port).expect("a port")
+    };
+    let is_free = |port: &u16| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok();
+    [(); N].map(|()| (0..COUNT).map(|_| next()).find(is_free).expect("a free port"))
 }
