@@ -50,9 +50,9 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
         assignment.threads = assignment.threads.min(near);
     }
     // One thread: its tasks hand messages to each other, and waking another thread for that costs more
-    // than what is done with them. What computes for long has threads of its own.
-    let mut runtime = tokio::runtime::Builder::new_multi_thread();
-    let runtime = runtime.worker_threads(1).thread_stack_size(STACK).enable_all().build()?;
+    // than what is done with them. What computes for long has threads of its own. Tasks that are woken
+    // together run in turn, so that a batch's replies leave together.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
     let traces = spans::tracer(&assignment);
     let control = Control { reporter: reporter.clone(), deaths, dials, traces };
@@ -77,9 +77,14 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
         anyhow::Ok(ended)
     };
     // Not on this thread: its stack is the shell's to limit, and messages may nest deeply.
-    let ended = runtime.block_on(runtime.spawn(work)).context("the worker panicked")??;
-    // Whatever still runs (a forward pass after an abort) ends with the process.
-    runtime.shutdown_background();
+    let messages = thread::Builder::new().name("messages".into()).stack_size(STACK);
+    let messages = messages.spawn(move || {
+        let ended = runtime.block_on(work);
+        // Whatever still runs (a forward pass after an abort) ends with the process.
+        runtime.shutdown_background();
+        ended
+    })?;
+    let ended = messages.join().map_err(|_| anyhow!("the worker panicked"))??;
     if let Err(error) = &ended {
         tracing::error!(%error, exit = error.exit().code(), "the worker cannot go on");
     }

@@ -28,6 +28,8 @@ pub const ECHO: &str = "echo";
 /// The same, for tests: honours `fail` and `fits`.
 pub const ECHO_WITH_FAULTS: &str = "echo?faults";
 
+/// Bytes that are read and written in a fraction of a millisecond.
+const BRIEF: usize = 4 << 10;
 /// Longest `sleep_ms`.
 const MAX_SLEEP_MS: u64 = 600_000;
 
@@ -151,8 +153,12 @@ impl Codec for EchoCodec {
         Some(Message { body: "{}".into(), ..Message::default() })
     }
 
-    fn is_brief(&self, bytes: usize, _: usize) -> bool {
-        bytes <= 4 << 10
+    fn prepares_briefly(&self, bytes: usize) -> bool {
+        bytes <= BRIEF
+    }
+
+    fn responds_briefly(&self, bytes: usize, _: usize) -> bool {
+        bytes <= BRIEF
     }
 
     fn prepare(&self, message: &Message) -> Result<Prepared<Self>, TaskError> {

@@ -76,11 +76,16 @@ pub trait Codec: Send + Sync + 'static {
         None
     }
 
-    /// Whether a body of so many bytes, with so many inputs, is prepared and answered in a fraction of a
-    /// millisecond. Then that is done where the worker's messages come and go, which for so long have to
-    /// wait; what takes longer has threads of its own, and waits until those have woken. On a GPU's worker
-    /// all of it has.
-    fn is_brief(&self, bytes: usize, inputs: usize) -> bool {
+    /// Whether a task of so many bytes is prepared in a millisecond at most. Then that is done where the
+    /// worker's messages come and go, which for so long have to wait; what takes longer has threads of its
+    /// own, waits until those have woken, and is overtaken meanwhile. On a GPU's worker all of it has.
+    fn prepares_briefly(&self, bytes: usize) -> bool {
+        let _ = bytes;
+        false
+    }
+
+    /// The same of the response to a task of so many bytes, with so many inputs.
+    fn responds_briefly(&self, bytes: usize, inputs: usize) -> bool {
         let _ = (bytes, inputs);
         false
     }

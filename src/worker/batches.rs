@@ -15,6 +15,7 @@ use super::engine::{Done, Item};
 use super::quarantine::Quarantine;
 use super::report::Counters;
 use super::suspects::Suspects;
+use super::ticket::Complete;
 use crate::batching::{Batch, Batcher, Device, Policy};
 use crate::model::Codec;
 use crate::protocol::control::BatchChange;
@@ -49,7 +50,7 @@ pub(super) struct BatchFormer<C: Codec> {
     pub(super) batches: SyncSender<Batch<Item<C>>>,
     /// So many may be under way.
     pub(super) depth: usize,
-    pub(super) done: mpsc::Receiver<Done>,
+    pub(super) done: mpsc::Receiver<Done<C::Output>>,
     /// Tasks accepted but not yet submitted. Written by their futures, read here: an idle device
     /// waits (up to `max_delay`) only while it is above 0.
     pub(super) preparing: Arc<AtomicUsize>,
@@ -77,8 +78,9 @@ impl<C: Codec> BatchFormer<C> {
                     }
                 }
                 done = self.done.recv() => match done {
-                    Some(Done::Computed { inputs, tokens, took, too_large }) => {
+                    Some(Done::Computed { complete, inputs, tokens, took, too_large }) => {
                         under_way -= 1;
+                        complete.into_iter().for_each(Complete::tell);
                         self.counters.count(|stats| stats.batch(inputs, tokens, took.as_secs_f64()));
                         if let Some(most) = self.sizing.learn(too_large) {
                             self.batcher.limit_tokens(most);

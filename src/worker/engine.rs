@@ -13,10 +13,10 @@ use tokio::sync::{mpsc, oneshot};
 use super::batches::still_wanted;
 use super::forward::{Forward, Outcome};
 use super::report::Reporter;
-use super::ticket::{Pass, Ticket};
+use super::ticket::{Complete, Pass, Ticket};
 use super::traced::passed;
 use crate::batching::Batch;
-use crate::model::{Codec, LoadError, LoadSpec, Model, Rest};
+use crate::model::{Codec, LoadError, LoadSpec, Model, OutputOf, Rest};
 use crate::telemetry::traces::Traces;
 
 /// One input on its way through the device.
@@ -31,9 +31,15 @@ pub(super) struct Item<C: Codec> {
 
 /// What the model thread says of a batch.
 #[derive(Debug)]
-pub(super) enum Done {
-    /// Its outputs are with their tickets. `too_large`: so many tokens found no memory at once.
-    Computed { inputs: usize, tokens: usize, took: Duration, too_large: Option<usize> },
+pub(super) enum Done<O> {
+    /// These tasks are to be told. `too_large`: so many tokens found no memory at once.
+    Computed {
+        complete: Vec<Complete<O>>,
+        inputs: usize,
+        tokens: usize,
+        took: Duration,
+        too_large: Option<usize>,
+    },
     /// Nobody waited for any of its inputs any more.
     Unwanted,
     /// The device is gone; the batch's inputs are unanswered. Last word of the thread.
@@ -56,7 +62,7 @@ pub(super) struct Engine<C: Codec> {
     pub(super) batches: SyncSender<Batch<Item<C>>>,
     /// Written by the model thread after each batch, read by the batch former. Bound: one for each
     /// batch that can be under way.
-    pub(super) done: mpsc::Receiver<Done>,
+    pub(super) done: mpsc::Receiver<Done<C::Output>>,
     /// The load's end.
     pub(super) loaded: oneshot::Receiver<Result<Loaded<C>, LoadError>>,
 }
@@ -100,7 +106,7 @@ pub(super) fn start<M: Model>(
 /// The model thread at work.
 struct Service<M: Model> {
     forward: Forward<M>,
-    done: mpsc::Sender<Done>,
+    done: mpsc::Sender<Done<OutputOf<M>>>,
     traces: Traces,
     /// Batches so far.
     number: u64,
@@ -209,15 +215,18 @@ impl<M: Model> Service<M> {
             Ok(()) => {
                 self.freed = Instant::now();
                 let (took, too_large) = (self.freed - began, self.forward.too_large());
-                Done::Computed { inputs, tokens, took, too_large }
+                Done::Computed { complete: self.forward.complete(), inputs, tokens, took, too_large }
             }
-            Err(fault) => Done::Fault(fault),
+            Err(fault) => {
+                self.forward.complete().into_iter().for_each(Complete::tell);
+                Done::Fault(fault)
+            }
         };
         passed(&self.traces, began_at, batch, &said);
         self.say(said)
     }
 
-    fn say(&self, said: Done) -> bool {
+    fn say(&self, said: Done<OutputOf<M>>) -> bool {
         let over = matches!(said, Done::Fault(_));
         self.done.blocking_send(said).is_ok() && !over
     }

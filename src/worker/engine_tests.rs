@@ -94,7 +94,7 @@ struct Ran {
     log: Vec<String>,
     /// What the launcher was told to be on the device, time after time.
     told: Vec<Vec<String>>,
-    said: Vec<Done>,
+    said: Vec<Done<u32>>,
     tasks: Vec<Option<Computed<u32>>>,
 }
 
@@ -153,7 +153,10 @@ fn run(batches: &[&[u32]]) -> Ran {
     });
     let told = told.collect();
     let mut all = Vec::new();
-    while let Ok(one) = said.try_recv() {
+    while let Ok(mut one) = said.try_recv() {
+        if let Done::Computed { complete, .. } = &mut one {
+            complete.drain(..).for_each(Complete::tell);
+        }
         all.push(one);
     }
     let log = LOG.with(|log| log.lock().unwrap().clone());

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use super::engine::{DEPTH, Item, Loaded};
 use super::report::Reporter;
-use super::ticket::Pass;
+use super::ticket::{Complete, Pass};
 use crate::model::{
     Codec, Costed, ForwardError, InputOf, LoadError, LoadSpec, Model, OutputOf, Prepared, Rest, Step, Steps,
 };
@@ -23,6 +23,8 @@ pub(super) struct Forward<M: Model> {
     known: Vec<InputOf<M>>,
     /// Tokens of the smallest batch that has found no memory since this was last asked for.
     too_large: Option<usize>,
+    /// Since this was last asked for.
+    complete: Vec<Complete<OutputOf<M>>>,
     reporter: Reporter,
 }
 
@@ -44,7 +46,7 @@ impl<M: Model> Forward<M> {
         let _proven = M::prove(spec, min_speed)?;
         let (model, codec) = M::load(spec)?;
         let device = model.device();
-        let mut forward = Self { model, known: Vec::new(), too_large: None, reporter };
+        let mut forward = Self { model, known: Vec::new(), too_large: None, complete: Vec::new(), reporter };
         forward.try_known(&codec).map_err(|reason| LoadError::Device { device: device.clone(), reason })?;
         let depth = if forward.model.computes_aside() { DEPTH } else { DEPTH - 1 };
         Ok((forward, Loaded { codec, device, depth }))
@@ -99,7 +101,7 @@ impl<M: Model> Forward<M> {
         complete::<M>(guarded(|| rest(&mut self.model))?, inputs)
     }
 
-    /// Gives each ticket of `items` its output, or finds the cause of the failure. Fails when the device
+    /// Gives each ticket of `items` its output (see [`Forward::complete`]), or finds the cause of the failure. Fails when the device
     /// did.
     pub(super) fn settle(
         &mut self,
@@ -118,7 +120,7 @@ impl<M: Model> Forward<M> {
             self.prove_device(&words)?;
             let error = TaskError::new(kind, words);
             tracing::warn!(task.id = alone.ticket.name.id, %error, "the model failed on an input");
-            alone.ticket.deliver(alone.index, Err(error), began, pass);
+            self.complete.extend(alone.ticket.deliver(alone.index, Err(error), began, pass));
             return Ok(());
         }
         if kind == TaskErrorKind::OutOfMemory {
@@ -153,7 +155,7 @@ impl<M: Model> Forward<M> {
             self.prove_device(&words)?;
         }
         for (item, output) in items.iter().zip(outputs) {
-            item.ticket.deliver(item.index, output, began, pass);
+            self.complete.extend(item.ticket.deliver(item.index, output, began, pass));
         }
         Ok(())
     }
@@ -179,6 +181,11 @@ impl<M: Model> Forward<M> {
     /// Tells the launcher that nothing is on the device, if it has not heard.
     pub(super) fn tell_idle(&self) {
         self.reporter.tell_idle();
+    }
+
+    /// The tasks that were completed since the last call, to be told.
+    pub(super) fn complete(&mut self) -> Vec<Complete<OutputOf<M>>> {
+        std::mem::take(&mut self.complete)
     }
 
     /// Tokens of the smallest batch that has found no memory since the last call.

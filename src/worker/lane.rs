@@ -16,11 +16,17 @@ use super::forward::panic_words;
 /// Work that waits for a thread.
 const WAITING: usize = 64;
 
-/// How long a piece of work takes; [`Codec::is_brief`](crate::model::Codec::is_brief) says so.
+/// How long a piece of work takes, as its [`Codec`](crate::model::Codec) says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Effort {
     Brief,
     Long,
+}
+
+impl Effort {
+    pub(super) fn of(is_brief: bool) -> Self {
+        if is_brief { Self::Brief } else { Self::Long }
+    }
 }
 
 /// Threads that take up one thing after the other, in the order of their coming. A piece of work that

@@ -115,8 +115,9 @@ impl<C: Codec> Shared<C> {
         let began = Instant::now();
         let (codec, own) = (self.codec.clone(), task.clone());
         let preparation = move || codec.prepare(&own.message);
-        let effort = self.effort(task, 1);
-        let prepared = self.beside_others(suspect, self.prepare.run(effort, preparation)).await;
+        let bytes = task.message.body.len();
+        let brief = self.codec.prepares_briefly(bytes);
+        let prepared = self.beside_others(suspect, self.prepare.run(Effort::of(brief), preparation)).await;
         let Prepared { request, inputs } = prepared.map_err(internal)??;
         receipt.prepare_ms = ms(began);
         if inputs.is_empty() {
@@ -125,7 +126,7 @@ impl<C: Codec> Shared<C> {
         self.prefetch.prepared(inputs.len(), inputs.iter().map(|input| input.tokens).sum());
         let prepared = Instant::now();
         let computed = ticket.expect(inputs.len());
-        let effort = self.effort(task, inputs.len());
+        let brief = self.codec.responds_briefly(bytes, inputs.len());
         let items = inputs.into_iter().enumerate().map(|(index, costed)| Item {
             input: costed.input,
             tokens: costed.tokens,
@@ -144,11 +145,7 @@ impl<C: Codec> Shared<C> {
         receipt.batch_tokens = computed.last.tokens as i64;
         let (codec, outputs) = (self.codec.clone(), computed.outputs?);
         let response = move || codec.respond(request, outputs);
-        self.beside_others(suspect, self.respond.run(effort, response)).await.map_err(internal)?
-    }
-
-    fn effort(&self, task: &Task, inputs: usize) -> Effort {
-        if self.codec.is_brief(task.message.body.len(), inputs) { Effort::Brief } else { Effort::Long }
+        self.beside_others(suspect, self.respond.run(Effort::of(brief), response)).await.map_err(internal)?
     }
 
     /// Does something of a task on a lane: while no other is in quarantine, if it is not there itself.

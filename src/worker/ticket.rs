@@ -30,6 +30,21 @@ pub(super) struct Computed<O> {
     pub(super) compute: Duration,
 }
 
+/// A task whose outputs are complete, and who waits for them: its own future, which is told once the whole
+/// batch is done. Told one after the other, the first would take the model thread's core and answer alone.
+#[derive(Debug)]
+pub(super) struct Complete<O> {
+    computed: Computed<O>,
+    waits: oneshot::Sender<Computed<O>>,
+}
+
+impl<O> Complete<O> {
+    /// Gives the outputs to who waits for them.
+    pub(super) fn tell(self) {
+        let _ = self.waits.send(self.computed);
+    }
+}
+
 /// One forward pass, as each of its inputs sees it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Pass {
@@ -110,8 +125,15 @@ impl<O> Ticket<O> {
             || self.lock().done.as_ref().is_none_or(oneshot::Sender::is_closed)
     }
 
-    /// One input went through a forward pass.
-    pub(super) fn deliver(&self, index: usize, output: Result<O, TaskError>, began: Instant, pass: Pass) {
+    /// One input went through a forward pass. It was the last, or an error: the task's end.
+    #[must_use]
+    pub(super) fn deliver(
+        &self,
+        index: usize,
+        output: Result<O, TaskError>,
+        began: Instant,
+        pass: Pass,
+    ) -> Option<Complete<O>> {
         let mut gathered = self.lock();
         if gathered.last.number != pass.number {
             gathered.compute += began.elapsed();
@@ -127,14 +149,16 @@ impl<O> Ticket<O> {
             }
             Err(error) => gathered.error = Some(error),
         }
-        gathered.end_if_complete();
+        gathered.complete()
     }
 
     /// The task ends with an error, whatever its inputs still do.
     pub(super) fn fail(&self, error: TaskError) {
         let mut gathered = self.lock();
         gathered.error = Some(error);
-        gathered.end_if_complete();
+        if let Some(complete) = gathered.complete() {
+            complete.tell();
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Gathered<O>> {
@@ -143,15 +167,15 @@ impl<O> Ticket<O> {
 }
 
 impl<O> Gathered<O> {
-    fn end_if_complete(&mut self) {
+    fn complete(&mut self) -> Option<Complete<O>> {
         let outputs = match self.error.take() {
             Some(error) => Err(error),
-            None if self.left > 0 => return,
+            None if self.left > 0 => return None,
             None => Ok(std::mem::take(&mut self.outputs).into_iter().flatten().collect()),
         };
-        let Some(done) = self.done.take() else { return };
+        let waits = self.done.take()?;
         let (started, last, compute) = (self.started, self.last, self.compute);
-        let _ = done.send(Computed { outputs, started, last, compute });
+        Some(Complete { computed: Computed { outputs, started, last, compute }, waits })
     }
 }
 
@@ -169,10 +193,12 @@ mod tests {
         let ticket = ticket();
         let mut computed = ticket.expect(3);
         for index in [2, 0] {
-            ticket.deliver(index, Ok(index), Instant::now(), Pass { number: 1, size: 2, tokens: 2 });
-            assert!(computed.try_recv().is_err());
+            let pass = Pass { number: 1, size: 2, tokens: 2 };
+            assert!(ticket.deliver(index, Ok(index), Instant::now(), pass).is_none());
         }
-        ticket.deliver(1, Ok(1), Instant::now(), Pass { number: 2, size: 1, tokens: 9 });
+        let complete = ticket.deliver(1, Ok(1), Instant::now(), Pass { number: 2, size: 1, tokens: 9 });
+        assert!(computed.try_recv().is_err(), "not before it is told");
+        complete.unwrap().tell();
         let computed = computed.try_recv().unwrap();
         assert_eq!(computed.outputs.unwrap(), [0, 1, 2]);
         assert_eq!(computed.last.tokens, 9);

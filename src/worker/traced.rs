@@ -153,7 +153,7 @@ pub(super) fn passed<C: Codec>(
     traces: &Traces,
     began: Option<SystemTime>,
     batch: &Batch<Item<C>>,
-    said: &Done,
+    said: &Done<C::Output>,
 ) {
     let Some(began) = began else { return };
     let (mut links, mut tasks) = (Vec::new(), 0);

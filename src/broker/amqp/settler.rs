@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use futures_util::future::BoxFuture;
+use futures_util::future::{BoxFuture, try_join_all};
 use lapin::Channel;
 use lapin::options::{BasicAckOptions, BasicNackOptions};
 use lapin::types::ShortString;
@@ -69,10 +69,10 @@ impl Open {
                 std::mem::forget(sending);
                 return true;
             }
-            for Ack { tag, multiple } in acks {
-                if self.channel.basic_ack(tag, BasicAckOptions { multiple }).await.is_err() {
-                    return false;
-                }
+            let send = |Ack { tag, multiple }| self.channel.basic_ack(tag, BasicAckOptions { multiple });
+            // Each returns once it is written: awaited one by one, each would be a write of its own.
+            if try_join_all(acks.into_iter().map(send)).await.is_err() {
+                return false;
             }
         }
     }
