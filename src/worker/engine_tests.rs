@@ -95,6 +95,8 @@ struct Ran {
     /// What the launcher was told to be on the device, time after time.
     told: Vec<Vec<String>>,
     said: Vec<Done<u32>>,
+    /// Tasks that were told together, batch by batch.
+    together: Vec<usize>,
     tasks: Vec<Option<Computed<u32>>>,
 }
 
@@ -152,15 +154,17 @@ fn run(batches: &[&[u32]]) -> Ran {
         other => panic!("{other:?}"),
     });
     let told = told.collect();
-    let mut all = Vec::new();
+    let (mut all, mut together) = (Vec::new(), Vec::new());
     while let Ok(mut one) = said.try_recv() {
         if let Done::Computed { complete, .. } = &mut one {
+            together.push(complete.len());
             complete.drain(..).for_each(Complete::tell);
         }
         all.push(one);
     }
     let log = LOG.with(|log| log.lock().unwrap().clone());
-    Ran { log, told, said: all, tasks: waiting.iter_mut().map(|task| task.try_recv().ok()).collect() }
+    let tasks = waiting.iter_mut().map(|task| task.try_recv().ok()).collect();
+    Ran { log, told, said: all, together, tasks }
 }
 
 /// Says when it is given back.
@@ -209,6 +213,7 @@ fn the_device_has_its_next_batch_before_the_last_is_waited_for() {
     assert!(ran.said.iter().all(|done| matches!(done, Done::Computed { .. })), "{:?}", ran.said);
     let inputs: Vec<_> = ran.tasks.iter().flatten().map(|task| task.last.size).collect();
     assert_eq!(inputs, [2, 2, 1, 1]);
+    assert_eq!(ran.together, [2, 1, 1]);
 }
 
 #[test]
@@ -244,6 +249,7 @@ fn a_batch_that_finds_no_memory_waits_for_the_one_before_it_and_is_halved() {
         other => panic!("{other:?}"),
     });
     assert_eq!(limits.collect::<Vec<_>>(), [None, Some(2), None]);
+    assert_eq!(ran.together, [1, 0, 1], "halves are told as they are done: the next may end the process");
 }
 
 #[test]

@@ -23,7 +23,7 @@ pub(super) struct Forward<M: Model> {
     known: Vec<InputOf<M>>,
     /// Tokens of the smallest batch that has found no memory since this was last asked for.
     too_large: Option<usize>,
-    /// Since this was last asked for.
+    /// Tasks that were completed since this was last asked for.
     complete: Vec<Complete<OutputOf<M>>>,
     reporter: Reporter,
 }
@@ -101,8 +101,8 @@ impl<M: Model> Forward<M> {
         complete::<M>(guarded(|| rest(&mut self.model))?, inputs)
     }
 
-    /// Gives each ticket of `items` its output (see [`Forward::complete`]), or finds the cause of the failure. Fails when the device
-    /// did.
+    /// Gives each ticket of `items` its output, or finds the cause of the failure. What is complete then is
+    /// in [`Forward::complete`]. Fails when the device did.
     pub(super) fn settle(
         &mut self,
         items: &[Item<M::Codec>],
@@ -133,6 +133,8 @@ impl<M: Model> Forward<M> {
             self.announce(&[], half);
             let outcome = self.pass(half);
             self.settle(half, outcome, began, pass)?;
+            // At once: the other half may end this process.
+            self.complete().into_iter().for_each(Complete::tell);
         }
         Ok(())
     }
