@@ -217,10 +217,7 @@ impl<M: Model> Service<M> {
                 let (took, too_large) = (self.freed - began, self.forward.too_large());
                 Done::Computed { complete: self.forward.complete(), inputs, tokens, took, too_large }
             }
-            Err(fault) => {
-                self.forward.complete().into_iter().for_each(Complete::tell);
-                Done::Fault(fault)
-            }
+            Err(fault) => Done::Fault(fault),
         };
         passed(&self.traces, began_at, batch, &said);
         self.say(said)
