@@ -1,6 +1,8 @@
 """A RabbitMQ node of our own: Debian's server with its own settings, on ports and in a folder of its own."""
 
+import errno
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -21,9 +23,19 @@ rm -rf "$FOLDER"
 """
 
 
+PORTS = range(10_000, 30_000)
+"""Below those that the system gives to connections: it would give one away before the node listens."""
+
+
 def free_ports(count):
     """Ports that nobody uses, all different because they are held together."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    held = []
+    while len(held) < count:
+        try:
+            held.append(socket.create_server(("127.0.0.1", random.choice(PORTS))))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
     ports = [it.getsockname()[1] for it in held]
     for it in held:
         it.close()

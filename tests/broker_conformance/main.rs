@@ -4,5 +4,8 @@
 mod cases;
 mod embedded;
 mod rig;
+#[path = "../support/wait.rs"]
+#[allow(dead_code, reason = "each test crate uses a part of it")]
+mod wait;
 
 conformance!(embedded_queue, crate::embedded::EmbeddedRig);

@@ -6,6 +6,8 @@ use std::time::Duration;
 use sconce::broker::{Consumer, Delivery, Event, Publisher, Settler};
 use sconce::protocol::Message;
 
+use crate::wait::until;
+
 /// No case waits longer for anything.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -85,14 +87,8 @@ pub trait Rig: Sized {
 
     /// Waits until `count` messages are ready.
     async fn ready_becomes(&self, queue: &str, count: usize) {
-        let reached = async {
-            while self.ready(queue).await != count {
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-        };
-        if tokio::time::timeout(PATIENCE, reached).await.is_err() {
-            panic!("{} ready in {queue}, not {count}", self.ready(queue).await);
-        }
+        let what = format!("{count} messages ready in {queue}");
+        until(&what, || async { (self.ready(queue).await == count).then_some(()) }).await;
     }
 }
 

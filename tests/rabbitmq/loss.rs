@@ -138,11 +138,11 @@ async fn a_lost_publishing_connection_costs_no_reply() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_forward_pass_of_several_heartbeats_keeps_the_connection() {
     let rabbit = Rabbit::shared();
-    let settings = Settings::echo(rabbit.url()).set("broker.heartbeat", "1s");
+    let settings = Settings::echo(rabbit.url()).set("broker.heartbeat", "2s");
     let sconce = Sconce::launched(&settings).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
-    client.publish(&settings.tasks, Task::new(json!({"input": "a", "sleep_ms": 5000}))).await;
+    client.publish(&settings.tasks, Task::new(json!({"input": "a", "sleep_ms": 9000}))).await;
     let reply = replies.next().await;
     assert_eq!((reply.status_code(), reply.header("attempt").as_str()), (200, "1"));
     assert_eq!(sconce.logged("lost the broker"), 0, "{}", sconce.log());

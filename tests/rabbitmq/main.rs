@@ -10,6 +10,7 @@ mod support;
 #[path = "rig.rs"]
 mod amqp_rig;
 use conformance_rig as rig;
+use support::wait;
 
 mod access;
 mod admin;

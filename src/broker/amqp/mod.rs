@@ -4,6 +4,7 @@
 //! that never yields again, so each session here is built whole and dropped whole.
 
 mod admin;
+mod alarm;
 mod connect;
 mod consumer;
 mod control;

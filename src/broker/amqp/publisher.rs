@@ -6,17 +6,17 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::future::{BoxFuture, MaybeDone, join_all, maybe_done};
-use futures_util::{StreamExt, poll};
+use futures_util::poll;
 use lapin::message::BasicReturnMessage;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::ShortString;
 use lapin::{Channel, Connection, Error, ErrorKind, PublisherConfirm};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
+use super::alarm::{unless_stuck, watch_alarms};
 use super::connect::{Connector, Failure, Outage, words};
 use super::convert::{properties_to, short};
 use super::topology::retry_queue;
@@ -109,9 +109,8 @@ struct Live {
     /// When the channel was opened.
     since: Instant,
     broker: String,
-    /// The broker reads nothing from us for now (an alarm). Written by the listener of the
-    /// connection's events, read where a wait would otherwise be given up.
-    blocked: Arc<AtomicBool>,
+    /// See [`watch_alarms`].
+    blocked: watch::Receiver<bool>,
 }
 
 struct Windows {
@@ -188,9 +187,8 @@ impl Windows {
         window.retain(|request| !request.answer.is_closed());
         let Some(live) = self.live.as_ref().filter(|_| !window.is_empty()) else { return Ok(window) };
         let limit = self.connector.settings().confirm_timeout;
-        let blocked = live.blocked.clone();
         let exchange = publish_and_confirm(&live.channel, &window);
-        let failure = match unless_stuck(exchange, limit, &blocked).await {
+        let failure = match unless_stuck(exchange, limit, live.blocked.clone()).await {
             Some(Ok(answers)) => {
                 let stubborn = answers.contains(&Published::Nacked) && live.since.elapsed() >= STUBBORN;
                 for (request, answer) in window.into_iter().zip(answers) {
@@ -256,8 +254,7 @@ impl Windows {
         let limit = self.connector.settings().connect_timeout;
         let (reason, refused) = match tokio::time::timeout(limit, confirming_channel(&connection)).await {
             Ok(Ok(channel)) => {
-                let blocked = Arc::default();
-                tokio::spawn(watch_alarms(connection.events_listener(), Arc::clone(&blocked)));
+                let blocked = watch_alarms(&connection);
                 return Ok(Live { connection, channel, since: Instant::now(), broker, blocked });
             }
             Ok(Err(error)) => words(&error),
@@ -293,38 +290,6 @@ async fn confirming_channel(connection: &Connection) -> Result<Channel, Error> {
     let channel = connection.create_channel().await?;
     channel.confirm_select(ConfirmSelectOptions::default()).await?;
     Ok(channel)
-}
-
-async fn watch_alarms(
-    events: impl futures_util::Stream<Item = lapin::Event> + Send + 'static,
-    blocked: Arc<AtomicBool>,
-) {
-    let mut events = std::pin::pin!(events);
-    while let Some(event) = events.next().await {
-        match event {
-            lapin::Event::ConnectionBlocked(reason) => {
-                tracing::warn!(reason = reason.as_str(), "the broker takes no messages for now");
-                blocked.store(true, Ordering::Relaxed);
-            }
-            lapin::Event::ConnectionUnblocked => {
-                tracing::info!("the broker takes messages again");
-                blocked.store(false, Ordering::Relaxed);
-            }
-            _ => {}
-        }
-    }
-}
-
-/// `work`, or nothing when it takes longer than `limit` without the broker having said why.
-async fn unless_stuck<T>(work: impl Future<Output = T>, limit: Duration, blocked: &AtomicBool) -> Option<T> {
-    let mut work = std::pin::pin!(work);
-    loop {
-        match tokio::time::timeout(limit, &mut work).await {
-            Ok(done) => return Some(done),
-            Err(_) if blocked.load(Ordering::Relaxed) => {}
-            Err(_) => return None,
-        }
-    }
 }
 
 #[expect(clippy::disallowed_methods, reason = "this is the publisher that all others go through")]
