@@ -36,12 +36,12 @@ async fn a_prefetch_that_outlasts_half_of_the_brokers_timeout_is_warned_of_once_
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_task_in_hand_for_half_of_the_brokers_timeout_is_warned_of_while_it_is_computed() {
-    let settings = Settings::echo(Rabbit::shared().url()).set("broker.consumer_timeout", "3s");
+    let settings = Settings::echo(Rabbit::shared().url()).set("broker.consumer_timeout", "10s");
     let (sconce, client, mut inbox) = serve(&settings).await;
     client.publish(&settings.tasks, Task::new(json!({"input": 1}))).await;
     inbox.next().await;
     assert_eq!(sconce.logged("consumer timeout"), 0, "a quick task is no reason");
     client.publish(&settings.tasks, Task::new(json!({"input": 2, "sleep_ms": 20_000}))).await;
     sconce.wait_for_log("a task has been in hand for ").await;
-    assert_eq!(sconce.logged("of the broker's 3.0 s consumer timeout"), 1);
+    assert_eq!(sconce.logged("of the broker's 10.0 s consumer timeout"), 1);
 }

@@ -162,6 +162,20 @@ impl Rabbit {
 
     /// Runs `rabbitmqctl`, and gives what it prints; panics where it fails.
     pub fn ctl(&self, arguments: &[&str]) -> String {
+        let begun = Instant::now();
+        loop {
+            match self.try_ctl(arguments) {
+                Ok(printed) => return printed,
+                // It takes connections a moment before it says of itself that it runs.
+                Err(error) if error.contains("requires the 'rabbit' app to be running") => {
+                    assert!(begun.elapsed() < BOOT, "rabbitmqctl {arguments:?}: {error}");
+                }
+                Err(error) => panic!("rabbitmqctl {arguments:?}: {error}"),
+            }
+        }
+    }
+
+    fn try_ctl(&self, arguments: &[&str]) -> Result<String, String> {
         let (folder, container) = (&self.folder, container(&self.name));
         let output = Engine::chosen()
             .ctl(&Place { folder, container, environment: &self.environment })
@@ -172,8 +186,7 @@ impl Rabbit {
             .expect("rabbitmqctl");
         let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
         let (out, error) = (text(&output.stdout), text(&output.stderr));
-        assert!(output.status.success(), "rabbitmqctl {arguments:?}: {out}{error}");
-        out
+        if output.status.success() { Ok(out) } else { Err(out + &error) }
     }
 
     /// What a queue of the virtual host `/` holds; none when it does not exist. Counts of quorum
