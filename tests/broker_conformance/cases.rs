@@ -7,7 +7,8 @@ use futures_util::future::join_all;
 use sconce::broker::{Delay, Delivery, Event, Published};
 use sconce::protocol::{Headers, Message, Properties, Value};
 
-use crate::rig::{CEILING, Link, PATIENCE, Rig};
+use crate::rig::{CEILING, Link, Rig};
+use crate::wait::bounded;
 
 fn text(body: impl Into<String>) -> Message {
     Message { body: body.into().into(), ..Message::default() }
@@ -109,8 +110,8 @@ pub async fn after_a_cancel_the_prefetched_come_and_then_the_end(rig: &impl Rig)
     link.consumer.cancel().await;
     let held = link.take_many(3).await;
     assert_eq!(bodies(&held), ["0", "1", "2"]);
-    let end = tokio::time::timeout(PATIENCE, link.consumer.next()).await;
-    assert!(matches!(end, Ok(Ok(Event::End))), "{end:?}");
+    let end = bounded("the end", link.consumer.next()).await;
+    assert!(matches!(end, Ok(Event::End)), "{end:?}");
     ack_all(&link, &held).await;
     link.consumer.close().await;
     rig.ready_becomes(&queue, 2).await;
@@ -166,9 +167,9 @@ pub async fn a_cancel_behind_a_changed_prefetch_is_the_end(rig: &impl Rig) {
         link.consumer.set_prefetch(prefetch(6)).await;
         link.consumer.cancel().await;
         loop {
-            match tokio::time::timeout(PATIENCE, link.consumer.next()).await {
-                Ok(Ok(Event::Delivery(delivery))) => held.push(*delivery),
-                Ok(Ok(Event::End)) => break,
+            match bounded("a delivery or the end", link.consumer.next()).await {
+                Ok(Event::Delivery(delivery)) => held.push(*delivery),
+                Ok(Event::End) => break,
                 other => panic!("neither a delivery nor the end but {other:?}"),
             }
         }

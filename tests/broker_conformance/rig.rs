@@ -6,16 +6,17 @@ use std::time::Duration;
 use sconce::broker::{Consumer, Delivery, Event, Publisher, Settler};
 use sconce::protocol::Message;
 
-use crate::wait::until;
-
-/// No case waits longer for anything.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+use crate::wait::{bounded, until};
 
 /// The ceiling of delays that a rig's queues know.
 pub const CEILING: Duration = Duration::from_millis(1000);
 
 /// How long "nothing comes" is watched.
-pub const SILENCE: Duration = Duration::from_millis(200);
+const SILENCE: Duration = Duration::from_millis(200);
+
+/// After so long without a delivery, all that were under way have come: longer than a busy disk holds up
+/// a broker.
+const STILLNESS: Duration = Duration::from_secs(2);
 
 /// One worker's connection to a broker.
 pub struct Link {
@@ -27,8 +28,8 @@ pub struct Link {
 impl Link {
     /// The next delivery; panics on anything else.
     pub async fn take(&mut self) -> Delivery {
-        match tokio::time::timeout(PATIENCE, self.consumer.next()).await {
-            Ok(Ok(Event::Delivery(delivery))) => *delivery,
+        match bounded("a delivery", self.consumer.next()).await {
+            Ok(Event::Delivery(delivery)) => *delivery,
             other => panic!("no delivery but {other:?}"),
         }
     }
@@ -45,7 +46,7 @@ impl Link {
     /// Deliveries until none has come for a while.
     pub async fn take_all(&mut self) -> Vec<Delivery> {
         let mut taken = Vec::new();
-        while let Ok(event) = tokio::time::timeout(SILENCE, self.consumer.next()).await {
+        while let Ok(event) = tokio::time::timeout(STILLNESS, self.consumer.next()).await {
             match event {
                 Ok(Event::Delivery(delivery)) => taken.push(*delivery),
                 other => panic!("no delivery but {other:?}"),

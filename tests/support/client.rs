@@ -47,6 +47,7 @@ pub struct Received {
 pub struct Inbox {
     pub queue: String,
     consumer: lapin::Consumer,
+    /// For as long as it is held, its connection stands.
     _channel: Channel,
 }
 
