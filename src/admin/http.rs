@@ -1,8 +1,11 @@
 //! What is served over HTTP: metrics for Prometheus, health for probes. Without a password, hence on
-//! the loopback address unless the settings say otherwise. Owns the listening socket.
+//! the loopback address unless the settings say otherwise. Owns the listening socket and the connections.
+//! Each connection is accepted at once, so that a probe never waits for strangers; where as many are open as
+//! there may be, one that has not sent its request yet makes room.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use axum::Router;
@@ -10,11 +13,14 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
+use hyper::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinHandle;
 
 use super::devices::Devices;
 use super::health::{Check, answer};
@@ -25,10 +31,20 @@ use crate::shutdown::{Phase, Stop};
 /// OpenMetrics, as the metrics are written.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Connections at once.
+/// Connections open at once: a bound of the sockets, and of the requests being answered.
 const CONNECTIONS: usize = 64;
-/// How long one may last.
-const LONGEST: Duration = Duration::from_secs(10);
+
+/// How long a connection may last, counted from its acceptance.
+#[derive(Clone, Copy)]
+struct Limits {
+    /// Until the whole head of its request has come.
+    head: Duration,
+    /// In all.
+    whole: Duration,
+}
+
+/// Those of the service. A probe sends its head in one packet; 2 s leave room for a lost one.
+const LIMITS: Limits = Limits { head: Duration::from_secs(2), whole: Duration::from_secs(10) };
 
 #[derive(Clone)]
 struct Served {
@@ -37,7 +53,7 @@ struct Served {
     devices: Devices,
 }
 
-/// Serves until it is dropped. Where another process listens already, it says so and serves nothing.
+/// Serves until the runtime ends. Where another process listens already, it says so and serves nothing.
 ///
 /// # Errors
 /// The address is none of this host's, or not ours to use.
@@ -56,33 +72,68 @@ pub async fn serve(address: SocketAddr, board: Arc<Board>, stop: Stop) -> std::i
     // The real one, where the settings say port 0.
     let address = listener.local_addr()?;
     tracing::info!(%address, "serving /metrics, /livez, /readyz and /startupz");
+    tokio::spawn(accept(listener, router(board, stop), LIMITS));
+    Ok(())
+}
+
+fn router(board: Arc<Board>, stop: Stop) -> Router {
     let served = Served { board, stop, devices: Devices::default() };
     let mut router = Router::new().route("/metrics", get(scrape));
     for check in [Check::Live, Check::Ready, Check::Startup] {
         router = router.route(check.path(), get(move |state| health(check, state)));
     }
-    tokio::spawn(accept(listener, router.with_state(served)));
-    Ok(())
+    router.with_state(served)
 }
 
-/// Takes connections, one request each: as many at once as there may be, each for as long as it may last.
-async fn accept(listener: TcpListener, router: Router) {
-    let places = Arc::new(Semaphore::new(CONNECTIONS));
+/// Accepts each connection at once. Where it is one too many, the oldest of those that have not sent their
+/// whole request head is closed; where all have, the oldest.
+async fn accept(listener: TcpListener, router: Router, limits: Limits) {
+    // In the order in which they came.
+    let mut open: Vec<Connection> = Vec::new();
     loop {
-        let Ok(place) = places.clone().acquire_owned().await else { return };
         let Ok((stream, _)) = listener.accept().await else {
             // Out of descriptors, most likely.
             tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         };
-        let service = TowerToHyperService::new(router.clone());
-        let mut http = http1::Builder::new();
-        http.timer(TokioTimer::new()).keep_alive(false);
-        let connection = http.serve_connection(TokioIo::new(stream), service);
-        tokio::spawn(async move {
-            let _ = tokio::time::timeout(LONGEST, connection).await;
-            drop(place);
+        open.retain(|connection| !connection.task.is_finished());
+        if open.len() == CONNECTIONS {
+            let idle = open.iter().position(|connection| !connection.has_asked.load(Ordering::Relaxed));
+            open.remove(idle.unwrap_or(0)).close().await;
+        }
+        open.push(Connection::start(stream, router.clone(), limits));
+    }
+}
+
+/// An open connection: one request, one answer. Owned by [`accept`].
+struct Connection {
+    /// Whether the whole head of its request has come. Set by the connection's task, read by [`accept`].
+    has_asked: Arc<AtomicBool>,
+    task: JoinHandle<()>,
+}
+
+impl Connection {
+    fn start(stream: TcpStream, router: Router, limits: Limits) -> Self {
+        let has_asked = Arc::new(AtomicBool::new(false));
+        let (asked, routes) = (Arc::clone(&has_asked), TowerToHyperService::new(router));
+        // hyper calls it when it has read the whole head.
+        let service = service_fn(move |request: Request<Incoming>| {
+            asked.store(true, Ordering::Relaxed);
+            routes.call(request)
         });
+        let mut http = http1::Builder::new();
+        http.timer(TokioTimer::new()).header_read_timeout(limits.head).keep_alive(false);
+        let connection = http.serve_connection(TokioIo::new(stream), service);
+        let task = tokio::spawn(async move {
+            let _ = tokio::time::timeout(limits.whole, connection).await;
+        });
+        Self { has_asked, task }
+    }
+
+    /// Closes it. Its socket is gone when this returns: no more descriptors are open than there may be.
+    async fn close(self) {
+        self.task.abort();
+        let _ = self.task.await;
     }
 }
 
@@ -98,4 +149,141 @@ async fn health(check: Check, State(served): State<Served>) -> impl IntoResponse
     let (is_so, lines) = served.board.read(|sheet| answer(check, sheet, stopping));
     let status = if is_so { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, lines.join("\n") + "\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use futures_util::future::join_all;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::sync::Semaphore;
+    use tokio::time::timeout;
+
+    use super::*;
+
+    const PROBE: &str = "GET /livez HTTP/1.1\r\nhost: x\r\n\r\n";
+    const SLOW: &str = "GET /slow HTTP/1.1\r\nhost: x\r\n\r\n";
+    /// Long enough for anything that happens at all, on a busy machine.
+    const PATIENCE: Duration = Duration::from_secs(40);
+    /// Longer than any test: nothing is closed because its time is over.
+    const NEVER: Limits = Limits { head: Duration::from_secs(3_600), whole: Duration::from_secs(3_600) };
+
+    /// Serves within these limits; where.
+    async fn served(router: Router, limits: Limits) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(accept(listener, router, limits));
+        address
+    }
+
+    /// The health of a launcher without slots.
+    fn of_nothing() -> Router {
+        router(Arc::new(Board::default()), Stop::default())
+    }
+
+    /// `/livez`, and `/slow`, which counts who has asked in `asked` and answers once `go` has permits.
+    fn slow(asked: &Arc<Semaphore>, go: &Arc<Semaphore>) -> Router {
+        let (asked, go) = (Arc::clone(asked), Arc::clone(go));
+        let answer = move || async move {
+            asked.add_permits(1);
+            let _ = go.acquire().await;
+            "slow"
+        };
+        Router::new().route("/slow", get(answer)).route("/livez", get(|| async { "lives" }))
+    }
+
+    /// A connection that has sent this.
+    async fn connection(address: SocketAddr, sent: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        stream.write_all(sent.as_bytes()).await.unwrap();
+        stream
+    }
+
+    /// What comes until the server closes the connection.
+    async fn answer(mut stream: TcpStream) -> String {
+        let mut text = Vec::new();
+        // The server resets a connection of which it has not read all: that is an end too.
+        let _ = timeout(PATIENCE, stream.read_to_end(&mut text)).await.expect("the server closes it");
+        String::from_utf8(text).unwrap()
+    }
+
+    async fn probe(address: SocketAddr) {
+        let answer = answer(connection(address, PROBE).await).await;
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    }
+
+    /// How long the server leaves a connection open that sends this, and then `more` ten times a second.
+    async fn lasts(address: SocketAddr, sent: &str, more: &str) -> Duration {
+        let begun = Instant::now();
+        let mut stream = connection(address, sent).await;
+        while timeout(Duration::from_millis(100), stream.read(&mut [0])).await.is_err() {
+            assert!(begun.elapsed() < PATIENCE, "the server does not close it");
+            // Where it has been closed meanwhile, the next read says so.
+            let _ = stream.write_all(more.as_bytes()).await;
+        }
+        begun.elapsed()
+    }
+
+    #[tokio::test]
+    async fn a_probe_is_answered_though_strangers_hold_all_connections_and_the_oldest_make_room() {
+        let address = served(of_nothing(), NEVER).await;
+        let mut strangers = Vec::new();
+        for number in 0..200 {
+            // Every other one sends a part of a head.
+            let (sent, left) = PROBE.split_at(if number % 2 == 0 { 0 } else { 25 });
+            strangers.push((connection(address, sent).await, left));
+        }
+        probe(address).await;
+        let youngest = strangers.split_off(200 + 1 - CONNECTIONS);
+        for (stream, _) in strangers {
+            assert_eq!(answer(stream).await, "");
+        }
+        for (mut stream, left) in youngest {
+            stream.write_all(left.as_bytes()).await.unwrap();
+            let answer = answer(stream).await;
+            assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        }
+    }
+
+    #[tokio::test]
+    async fn the_oldest_of_those_being_answered_makes_room_only_where_all_are() {
+        for idle in [1, 0] {
+            let (asked, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
+            let address = served(slow(&asked, &go), NEVER).await;
+            let mut streams = Vec::new();
+            for _ in idle..CONNECTIONS {
+                streams.push(connection(address, SLOW).await);
+            }
+            let all = asked.acquire_many((CONNECTIONS - idle) as u32);
+            drop(timeout(PATIENCE, all).await.expect("all have asked").unwrap());
+            let closed = if idle == 1 { connection(address, "").await } else { streams.remove(0) };
+            probe(address).await;
+            assert_eq!(answer(closed).await, "", "with {idle} idle");
+            go.add_permits(CONNECTIONS);
+            for stream in streams {
+                let answer = answer(stream).await;
+                assert!(answer.ends_with("slow"), "with {idle} idle: {answer}");
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn who_has_not_sent_a_whole_head_in_time_is_cut_however_it_sends() {
+        let address = served(of_nothing(), LIMITS).await;
+        let clients = [("", ""), ("GET /livez HTTP/1.1\r\nhost", ""), ("GET /livez HTTP/1.1\r\nx: ", "x")];
+        let lasted = join_all(clients.map(|(sent, more)| lasts(address, sent, more))).await;
+        for (lasted, client) in lasted.iter().zip(clients) {
+            assert!((LIMITS.head..LIMITS.whole).contains(lasted), "{client:?}: {lasted:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_connection_ends_when_its_time_is_over_though_its_answer_is_not_ready() {
+        let (asked, go) = (Arc::new(Semaphore::new(0)), Arc::new(Semaphore::new(0)));
+        let limits = Limits { whole: Duration::from_millis(200), ..NEVER };
+        let address = served(slow(&asked, &go), limits).await;
+        assert_eq!(answer(connection(address, SLOW).await).await, "");
+        assert_eq!(asked.available_permits(), 1);
+    }
 }

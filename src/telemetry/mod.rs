@@ -8,18 +8,42 @@ pub mod traces;
 use std::io::{self, IsTerminal, Write};
 use std::sync::OnceLock;
 
-use tracing::{Level, Metadata};
+use tracing::Level;
 use tracing_subscriber::filter::{FilterExt, LevelFilter, filter_fn};
 use tracing_subscriber::layer::Filter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::{EnvFilter, Registry, reload};
 
-/// What a service logs without `SCONCE_LOG`: our own events and the libraries' warnings. Not lapin's:
-/// what it calls an error (a closed channel, a lost connection) `broker::amqp` handles and logs once,
-/// and it would show the bodies of returned messages.
-const DEFAULT_FILTER: &str = "warn,sconce=info,lapin=off";
+/// What a service logs without `SCONCE_LOG`: our own events and the libraries' warnings.
+const DEFAULT_FILTER: &str = "warn,sconce=info";
 /// The same for a command whose output a person reads.
-pub const QUIET: &str = "warn,lapin=off";
+pub const QUIET: &str = "warn";
+
+/// Libraries of which nothing is shown, whatever the filter says. At WARN lapin writes out each message that
+/// the broker returns, as a list of bytes, and at TRACE each frame, the one with our password included. What
+/// it calls an error (a closed channel, a lost connection) `broker::amqp` handles and logs once.
+const NOT_SHOWN: [&str; 2] = ["amq_protocol", "lapin"];
+
+/// Libraries of which warnings and errors are shown, and nothing below, whatever the filter says. Below they
+/// write out what they carry: tokenizers each character of a text, ureq addresses and headers (a collector's
+/// key, a signed address of a model), OpenTelemetry what a collector answers, rustls its handshakes. All that
+/// can log are listed, so that nobody needs to read each line of theirs again with each release.
+const WARNINGS_ONLY: [&str; 14] = [
+    "axum",
+    "hf_hub",
+    "hickory",
+    "hyper",
+    "jiff",
+    "jni",
+    "mio",
+    "opentelemetry",
+    "quinn",
+    "reqwest",
+    "rustls",
+    "tokenizers",
+    "tower",
+    "ureq",
+];
 
 /// How lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,23 +96,31 @@ pub fn set_filter(filter: &str) -> Result<(), String> {
     }
 }
 
-/// What `filter` lets through, less what is never shown. Says of itself which levels it has no use for,
-/// or nobody could know: the tokenizer writes a line for each character at the lowest, and asking about
-/// each of them took longer than its work.
+/// What `filter` lets through, less what may hold a message or a password. Says of itself which levels it has
+/// no use for, or nobody could know: the tokenizer writes a line for each character at the lowest, and asking
+/// about each of them took longer than its work.
 fn shown(filter: EnvFilter) -> impl Filter<Registry> + Send + Sync + 'static {
     let least = filter.max_level_hint().unwrap_or(LevelFilter::TRACE);
-    let not_frames = filter_fn(|metadata| !writes_out_frames(metadata)).with_max_level_hint(least);
-    filter.and(not_frames)
+    let harmless = filter_fn(|metadata| !may_hold_secrets(metadata.target(), *metadata.level()));
+    filter.and(harmless.with_max_level_hint(least))
 }
 
-/// At this level lapin writes out every frame, the one with our password included. Whatever the filter
-/// says, it is not shown.
-fn writes_out_frames(metadata: &Metadata<'_>) -> bool {
-    *metadata.level() == Level::TRACE && metadata.target().starts_with("lapin")
+/// Whether an event of this target and level may hold a message's body or headers, or a password.
+fn may_hold_secrets(target: &str, level: Level) -> bool {
+    is_of(&NOT_SHOWN, target) || (level > Level::WARN && is_of(&WARNINGS_ONLY, target))
+}
+
+/// Whether `target` is a path in one of these libraries or in a crate of its family: `hyper::proto`,
+/// `hyper_util::rt`; OpenTelemetry writes `opentelemetry-otlp`.
+fn is_of(libraries: &[&str], target: &str) -> bool {
+    let continues = |rest: &str| rest.starts_with(char::is_alphanumeric);
+    libraries.iter().any(|library| target.strip_prefix(*library).is_some_and(|rest| !continues(rest)))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Seek};
+
     use super::*;
 
     #[test]
@@ -98,5 +130,62 @@ mod tests {
         {
             assert_eq!(shown(EnvFilter::new(written)).max_level_hint(), Some(least), "{written}");
         }
+    }
+
+    /// An event of each target at each level.
+    macro_rules! say {
+        ($($target:literal)*) => {$(
+            tracing::error!(target: $target, "said");
+            tracing::warn!(target: $target, "said");
+            tracing::info!(target: $target, "said");
+            tracing::debug!(target: $target, "said");
+            tracing::trace!(target: $target, "said");
+        )*};
+    }
+
+    #[test]
+    fn whatever_the_filter_says_no_library_shows_what_may_hold_a_message_or_a_password() {
+        for filter in ["trace", "off,lapin=trace,amq_protocol_tcp=trace,ureq=trace,sconce=trace,own=trace"] {
+            let mut file = tempfile::tempfile().unwrap();
+            let lines = tracing_subscriber::fmt::layer()
+                .with_writer(file.try_clone().unwrap())
+                .with_ansi(false)
+                .without_time()
+                .with_filter(shown(EnvFilter::new(filter)));
+            tracing::subscriber::with_default(tracing_subscriber::registry().with(lines), || {
+                say!("lapin::returned_messages" "amq_protocol_tcp" "ureq::unit" "sconce::worker" "own");
+            });
+            file.rewind().unwrap();
+            let mut written = String::new();
+            file.read_to_string(&mut written).unwrap();
+            let mut seen: Vec<_> = written.lines().map(str::trim).collect();
+            assert_eq!(
+                seen.drain(..2).collect::<Vec<_>>(),
+                ["ERROR ureq::unit: said", "WARN ureq::unit: said"]
+            );
+            let all = ["ERROR", "WARN", "INFO", "DEBUG", "TRACE"];
+            let ours = ["sconce::worker", "own"].map(|it| all.map(|level| format!("{level} {it}: said")));
+            assert_eq!(seen, ours.concat(), "{filter}");
+        }
+    }
+
+    #[test]
+    fn every_library_that_can_log_is_listed_by_its_family() {
+        let packages = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.lock")).split("[[package]]");
+        let mut listed = 0;
+        for package in packages.skip(1) {
+            let dependency =
+                |line: &str| line.strip_prefix(" \"")?.split([' ', '"']).next().map(str::to_owned);
+            if !package.lines().filter_map(dependency).any(|it| it == "log" || it == "tracing") {
+                continue;
+            }
+            let name = package.lines().find_map(|line| line.strip_prefix("name = ")).unwrap();
+            let name = name.trim_matches('"').replace('-', "_");
+            if !["sconce", "tracing_log", "tracing_subscriber"].contains(&name.as_str()) {
+                assert!(may_hold_secrets(&name, Level::INFO), "{name} logs: add it to WARNINGS_ONLY");
+                listed += 1;
+            }
+        }
+        assert!(listed >= 10, "{listed} packages that log");
     }
 }
