@@ -9,8 +9,8 @@ use super::{bench_device, link};
 use crate::config::{Assignment, Settings};
 use crate::launcher::{Host, LaunchError, Needs, fit, plan};
 use crate::model::echo::Echo;
-use crate::model::sentence::SentenceEncoder;
-use crate::model::{Footprint, LoadSpec, Model};
+use crate::model::sentence::{self, SentenceEncoder};
+use crate::model::{Footprint, LoadError, LoadSpec, Model};
 use crate::shutdown::Stop;
 use crate::worker::{self, Control, Ended, WorkerError, load_spec};
 
@@ -82,9 +82,19 @@ impl Registry {
         plan(settings, host)
     }
 
+    /// The digest of `model`'s files; none for one that goes by a registered name, which alone knows what
+    /// it is loaded from.
+    pub(super) fn weights(&self, model: &str) -> Result<Option<String>, LoadError> {
+        if self.registered(model).is_some() { Ok(None) } else { sentence::digest(model).map(Some) }
+    }
+
     fn served(&self, model: &str) -> Served {
+        self.registered(model).unwrap_or_else(Served::of::<SentenceEncoder>)
+    }
+
+    fn registered(&self, model: &str) -> Option<Served> {
         let name = model.split([':', '?']).next().unwrap_or(model);
-        self.named.get(name).copied().unwrap_or_else(Served::of::<SentenceEncoder>)
+        self.named.get(name).copied()
     }
 }
 

@@ -8,10 +8,10 @@ mod report;
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Write};
+use std::io::{self, BufWriter, Write};
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -20,7 +20,9 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
 use self::report::Tally;
-use super::batch_file::{InputLine, InputLines, MAX_LINE, OrderedWriter, ResumePoint, claim};
+use super::batch_file::{
+    CountedInput, InputChanged, InputLine, MAX_LINE, MadeBy, OrderedWriter, ResumePoint, claim,
+};
 use super::bench::{Answer, inputs_of};
 use super::{Registry, load, pool_named, progress, start_logging};
 use crate::broker::Published;
@@ -44,9 +46,11 @@ const MAX_READY: usize = 1_024;
 pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Exit> {
     let (settings, pool) = settings(arguments)?;
     start_logging(Some(QUIET));
-    let (output, point) = files(arguments).context(Exit::Usage)?;
-    if point.done == point.total {
-        return nothing_left(arguments, &pool, point.total);
+    let weights = registry.weights(&pool.model).context(Exit::ModelFailed)?;
+    let (output, point) = files(arguments, &pool, weights).context(Exit::Usage)?;
+    let total = point.input.lines;
+    if point.done == total {
+        return nothing_left(arguments, &pool, total);
     }
     let input = point.open_input(&arguments.input)?;
 
@@ -62,7 +66,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         let _inside = queues.enter();
         Arc::new(EmbeddedBroker::bind(&socket, &queues_of(&pool, settings.broker.delivery_limit))?)
     };
-    let bar = progress::bar(Some(point.total as u64), point.done as u64, "lines");
+    let bar = progress::bar(Some(total as u64), point.done as u64, "lines");
     let run = Arc::new(Run {
         pool,
         broker: broker.clone(),
@@ -71,6 +75,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         writer: Mutex::new(OrderedWriter::new(BufWriter::new(output), point.done, WINDOW)),
         written: Notify::new(),
         errors: AtomicU64::new(0),
+        input_changed: OnceLock::new(),
         tally: arguments.json.then(Mutex::default),
         bar: bar.clone(),
     });
@@ -96,13 +101,12 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
             }
         };
         // The workers' last replies are in the queue; they only have to be written.
-        let _ =
-            tokio::time::timeout(Duration::from_secs(5), run.written_up_to(point.total, exit, &stop)).await;
+        let _ = tokio::time::timeout(Duration::from_secs(5), run.written_up_to(total, exit, &stop)).await;
         Ok(exit)
     })?;
     queues.block_on(broker.shutdown());
     bar.finish_and_clear();
-    conclude(&run, exit, point, arguments)
+    conclude(&run, exit, &point, arguments)
 }
 
 fn nothing_left(arguments: &RunBatch, pool: &Pool, lines: usize) -> anyhow::Result<Exit> {
@@ -114,7 +118,7 @@ fn nothing_left(arguments: &RunBatch, pool: &Pool, lines: usize) -> anyhow::Resu
 }
 
 /// Says what was done, and what is missing.
-fn conclude(run: &Run, exit: Exit, point: ResumePoint, arguments: &RunBatch) -> anyhow::Result<Exit> {
+fn conclude(run: &Run, exit: Exit, point: &ResumePoint, arguments: &RunBatch) -> anyhow::Result<Exit> {
     File::options().write(true).open(&arguments.output)?.sync_all().context("the output")?;
     let done = run.lock_writer().next();
     let errors = run.errors.load(Ordering::Relaxed);
@@ -122,8 +126,11 @@ fn conclude(run: &Run, exit: Exit, point: ResumePoint, arguments: &RunBatch) -> 
         print(&mut tally.lock().unwrap_or_else(PoisonError::into_inner), &run.pool, errors)?;
     }
     let mut says = io::stderr();
-    let (now, total) = (done - point.done, point.total);
+    let (now, total) = (done - point.done, point.input.lines);
     writeln!(says, "{now} of {total} lines answered now, {} before; {errors} with an error", point.done)?;
+    if let Some(changed) = run.input_changed.get() {
+        return Err(anyhow::Error::new(*changed).context(Exit::Usage));
+    }
     if done == total {
         // However its workers ended.
         return Ok(Exit::Done);
@@ -157,13 +164,19 @@ fn parse(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
     batch_line::parse(bytes)
 }
 
-/// The output, ours alone, and where to go on in it.
-fn files(arguments: &RunBatch) -> anyhow::Result<(File, ResumePoint)> {
+/// The output, ours alone, and where to go on in it, provided that what made its lines is what runs now.
+fn files(arguments: &RunBatch, pool: &Pool, weights: Option<String>) -> anyhow::Result<(File, ResumePoint)> {
     let RunBatch { input, output, .. } = arguments;
     // Before the output is made, so that a wrong name leaves nothing behind.
     File::open(input).with_context(|| input.display().to_string())?;
     let mut claimed = claim(output)?;
     let point = ResumePoint::find(input, output)?;
+    let made_by = MadeBy::new(pool, weights, point.input.clone());
+    let unknown = made_by.continue_output(output, point.done)?;
+    if unknown > 0 {
+        let output = output.display();
+        writeln!(io::stderr(), "warning: nothing tells what made the first {unknown} lines of {output}")?;
+    }
     point.cut(&mut claimed, output)?;
     Ok((claimed, point))
 }
@@ -211,6 +224,8 @@ struct Run {
     written: Notify,
     /// Lines written that hold an error.
     errors: AtomicU64,
+    /// Set by the feed, behind the last line; read at the end of the run.
+    input_changed: OnceLock<InputChanged>,
     /// What a report is made of, where one was asked for. Written by the collectors.
     tally: Option<Mutex<Tally>>,
     bar: ProgressBar,
@@ -228,16 +243,16 @@ impl Run {
         self.broker.consume(queue).with_context(|| format!("no queue {queue:?}"))
     }
 
-    /// Publishes every line and, once all are answered, a sentinel for each worker: until then a task
-    /// may wait somewhere for another attempt.
+    /// Publishes every line that was counted and, once all are answered, a sentinel for each worker: until
+    /// then a task may wait somewhere for another attempt, and the input may still grow.
     async fn feed(
         self: Arc<Self>,
-        lines: InputLines<BufReader<File>>,
+        mut input: CountedInput,
         done: usize,
         workers: usize,
         stop: Stop,
     ) -> anyhow::Result<()> {
-        for (sequence, line) in (done..).zip(lines) {
+        for (sequence, line) in (done..).zip(&mut input) {
             let line = line.context("the input")?;
             tokio::select! {
                 () = self.room_for(sequence) => {}
@@ -266,6 +281,9 @@ impl Run {
         tokio::select! {
             () = self.all_answered() => {}
             () = stop.reached(Phase::Returning) => return Ok(()),
+        }
+        if let Some(changed) = input.changed().context("the input")? {
+            let _ = self.input_changed.set(changed);
         }
         for _ in 0..workers {
             let properties = Properties { kind: Some(SHUTDOWN.into()), ..Properties::default() };

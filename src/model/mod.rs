@@ -207,14 +207,23 @@ pub struct LoadSpec {
 impl LoadSpec {
     /// The model's name in replies: the source, or a folder's last component.
     pub fn model_name(&self) -> &str {
-        let source = self.source.trim_end_matches('/');
-        if self.is_folder() { source.rsplit('/').next().unwrap_or(source) } else { source }
+        model_name(&self.source)
     }
 
     /// The source is a folder rather than a hub id or a registered name.
     pub fn is_folder(&self) -> bool {
-        self.source.starts_with(['.', '/', '~']) || Path::new(&self.source).is_dir()
+        is_folder(&self.source)
     }
+}
+
+/// A model's name in replies: its source, or a folder's last component.
+pub fn model_name(source: &str) -> &str {
+    let name = source.trim_end_matches('/');
+    if is_folder(source) { name.rsplit('/').next().unwrap_or(name) } else { name }
+}
+
+fn is_folder(source: &str) -> bool {
+    source.starts_with(['.', '/', '~']) || Path::new(source).is_dir()
 }
 
 /// Why a model could not be loaded.

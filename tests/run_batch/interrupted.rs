@@ -40,6 +40,23 @@ fn a_killed_run_resumes_without_computing_a_finished_line_again() {
 }
 
 #[test]
+fn a_stopped_worker_outlives_a_killed_run_by_no_more_than_the_grace() {
+    let rig = Rig::new(&slow_lines(4, 600_000));
+    let run = rig.start_echo(&[&ONE_BY_ONE[..], &["--set", "launcher.shutdown_grace=1s"]].concat());
+    let workers = eventually("both workers run", || Some(run.workers()).filter(|found| found.len() == 2));
+    let guard = run.guard().expect("a guard");
+    run.signal(Signal::SIGKILL);
+    for worker in &workers {
+        // Behind the kill: the kernel continues those that are stopped before it.
+        let _ = kill(Pid::from_raw(*worker), Signal::SIGSTOP);
+    }
+    assert_eq!(run.wait().code, None);
+    eventually("neither workers nor guard are left", || {
+        workers.iter().chain([&guard]).all(|pid| !is_alive(*pid)).then_some(())
+    });
+}
+
+#[test]
 fn a_killed_worker_is_replaced_and_every_line_is_answered_once() {
     // The other worker alone would need seconds, and the killed one is back before that.
     let rig = Rig::new(&slow_lines(60, 150));

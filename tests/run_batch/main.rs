@@ -4,6 +4,7 @@
 
 mod interrupted;
 mod lines;
+mod made_by;
 mod poison;
 mod rig;
 mod terminal;

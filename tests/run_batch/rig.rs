@@ -76,6 +76,11 @@ impl Rig {
         self.path("out.jsonl")
     }
 
+    /// What tells what made the output.
+    pub fn made_by(&self) -> PathBuf {
+        self.path("out.jsonl.run.json")
+    }
+
     /// The temp folder that the program sees.
     pub fn temp(&self) -> PathBuf {
         self.path("tmp")
@@ -180,7 +185,19 @@ impl Process {
 
     /// Its worker processes now.
     pub fn workers(&self) -> Vec<i32> {
-        children_of(self.pid())
+        self.children("worker")
+    }
+
+    /// The process that guards them.
+    pub fn guard(&self) -> Option<i32> {
+        self.children("guard").pop()
+    }
+
+    /// The processes that it started for a command of its own.
+    fn children(&self, command: &str) -> Vec<i32> {
+        let mut children = children_of(self.pid());
+        children.retain(|pid| first_argument_of(*pid).as_deref() == Some(command));
+        children
     }
 
     /// Waits for its end; kills it and panics when that takes too long.
@@ -205,6 +222,13 @@ pub fn children_of(pid: i32) -> Vec<i32> {
         .unwrap()
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
     processes.filter(|process| parent_of(*process) == Some(pid)).collect()
+}
+
+/// The first argument of a process.
+fn first_argument_of(pid: i32) -> Option<String> {
+    let arguments = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+    let command = arguments.split(|byte| *byte == 0).nth(1)?;
+    Some(String::from_utf8_lossy(command).into_owned())
 }
 
 /// Whether the process exists and is no zombie.

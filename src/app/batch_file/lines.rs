@@ -82,6 +82,11 @@ impl<R: BufRead> InputLines<R> {
         Ok(lines)
     }
 
+    /// The reader, which is ahead of the lines by what it has buffered.
+    pub(super) fn get_ref(&self) -> &R {
+        &self.reader
+    }
+
     fn next_line(&mut self) -> io::Result<Option<InputLine>> {
         while let Some(RawLine { mut bytes, .. }) = read_line(&mut self.reader, self.limit)? {
             self.number += 1;

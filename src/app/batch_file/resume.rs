@@ -1,26 +1,28 @@
 //! Finds where an interrupted `run-batch` goes on. Output is written in input order, so that is
 //! behind its last whole line, provided that its lines answer this input's. Decides what counts as
-//! torn, and what as another input's output. Reads both files as streams, once.
+//! torn, and what as another input's output. Reads both files as streams, once; never decides whether
+//! the lines that are there were made as those to come will be.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use super::lines::{InputLine, InputLines, read_line};
+use super::input::{CountedInput, HashedLines, InputDigest};
+use super::lines::{InputLine, read_line};
 use crate::protocol::batch_line::{is_torn_output, output_custom_id, parse};
 
 /// The longest output line that resuming reads, in bytes: 1 GiB. A reply is far below it.
 const MAX_OUTPUT_LINE: usize = 1 << 30;
 
 /// Where to go on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ResumePoint {
     /// Requests whose output line is written: pass over as many non-blank input lines.
     pub done: usize,
-    /// Requests (non-blank lines) in the input.
-    pub total: usize,
     /// Bytes of the output that are whole lines; what is behind them is torn.
     pub keep: u64,
+    /// The input as it is now; its lines are all requests.
+    pub input: InputDigest,
 }
 
 /// Why a run cannot go on with this output.
@@ -93,14 +95,13 @@ impl ResumePoint {
     /// # Errors
     /// [`ResumeError`]: the operator names other files.
     pub fn find(input: &Path, output: &Path) -> Result<Self, ResumeError> {
-        let requests = File::open(input).map_err(|source| failed(input, source))?;
-        let mut requests = InputLines::new(BufReader::new(requests));
+        let mut requests = HashedLines::open(input, 0).map_err(|source| failed(input, source))?;
         let mut answers = match File::open(output) {
             Ok(file) => Some(Answers::new(BufReader::new(file))),
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => return Err(failed(output, error)),
         };
-        let mut point = Self { done: 0, total: 0, keep: 0 };
+        let (mut done, mut total, mut keep) = (0, 0, 0);
         let mut next_answer = || match &mut answers {
             Some(answers) => answers.next(output),
             None => Ok(None),
@@ -108,16 +109,15 @@ impl ResumePoint {
         let mut answer = next_answer()?;
         for request in &mut requests {
             let request = request.map_err(|source| failed(input, source))?;
-            point.total += 1;
+            total += 1;
             let Some(Answer { custom_id, end }) = answer else { continue };
-            same(point.total, custom_id, &request)?;
-            point.done = point.total;
-            point.keep = end;
+            same(total, custom_id, &request)?;
+            (done, keep) = (total, end);
             answer = next_answer()?;
         }
         match answer {
-            Some(_) => Err(ResumeError::TooMany { total: point.total }),
-            None => Ok(point),
+            Some(_) => Err(ResumeError::TooMany { total }),
+            None => Ok(Self { done, keep, input: requests.digest() }),
         }
     }
 
@@ -134,9 +134,9 @@ impl ResumePoint {
     ///
     /// # Errors
     /// [`ResumeError::Io`].
-    pub fn open_input(&self, input: &Path) -> Result<InputLines<BufReader<File>>, ResumeError> {
-        let open = || InputLines::after(BufReader::new(File::open(input)?), self.done);
-        open().map_err(|source| failed(input, source))
+    pub fn open_input(&self, input: &Path) -> Result<CountedInput, ResumeError> {
+        let opened = CountedInput::open(input, self.done, self.input.clone());
+        opened.map_err(|source| failed(input, source))
     }
 }
 
@@ -204,7 +204,7 @@ fn same(output_line: usize, answered: Option<String>, request: &InputLine) -> Re
 mod tests {
     use std::io::Write;
 
-    use super::super::OrderedWriter;
+    use super::super::{InputLines, OrderedWriter};
     use super::*;
     use crate::protocol::batch_line::{error_line, response_line};
 
@@ -265,7 +265,9 @@ mod tests {
     #[test]
     fn without_an_output_all_is_to_do() {
         let files = files(INPUT, None);
-        assert_eq!(run(&files), ResumePoint { done: 0, total: 5, keep: 0 });
+        let point = run(&files);
+        assert_eq!((point.done, point.keep, point.input.lines), (0, 0, 5));
+        assert_eq!(point.input.bytes, INPUT.len() as u64);
         assert_eq!(std::fs::read(&files.output).unwrap(), whole_output());
     }
 

@@ -37,6 +37,22 @@ use super::source::ModelFiles;
 use super::{Dtype, Footprint, ForwardError, LoadError, LoadSpec, Model, Step, Steps, device};
 use crate::protocol::{TaskError, TaskErrorKind};
 
+/// The digest of all files that the model `source` is loaded from, as [`ModelFiles::digest`] makes it: it
+/// stays when a folder is copied or other files are put there. A model of the hub that the cache does not
+/// hold is fetched.
+///
+/// # Errors
+/// As [`Model::load`], for a file that is missing or not what it should be.
+pub fn digest(source: &str) -> Result<String, LoadError> {
+    let files = ModelFiles::locate(source)?;
+    NetworkConfig::read(&files, source)?;
+    SentenceSettings::read(&files, source)?;
+    files.required("tokenizer.json")?;
+    // Last of all files, as when it is loaded: a cache that holds it is complete.
+    files.required("model.safetensors")?;
+    files.digest()
+}
+
 /// A sentence-embedding model on one device.
 pub struct SentenceEncoder {
     encoder: Encoder,

@@ -1,0 +1,252 @@
+//! The input of a run: its digest, its requests, no more of them than were counted when the run began,
+//! and behind them whether it still is what was counted. Owns the place up to which it is read. Never
+//! decides what a line is, nor writes a file.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, BufReader, Read};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+
+use super::lines::{InputLine, InputLines};
+
+/// What tells one input from another.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InputDigest {
+    /// Requests: lines that are not blank.
+    pub lines: usize,
+    /// All bytes of the file.
+    pub bytes: u64,
+    /// Of these bytes, 64 hex digits.
+    pub sha256: String,
+}
+
+impl fmt::Display for InputDigest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} lines ({} bytes, sha256 {:.12})", self.lines, self.bytes, self.sha256)
+    }
+}
+
+/// Passes on the bytes of a reader, and counts and hashes them.
+#[derive(Debug)]
+struct Hashing<R> {
+    reader: R,
+    bytes: u64,
+    sha256: Sha256,
+}
+
+impl<R: Read> Read for Hashing<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.reader.read(buffer)?;
+        self.bytes += read as u64;
+        self.sha256.update(&buffer[..read]);
+        Ok(read)
+    }
+}
+
+/// The lines of an input, whose bytes are hashed as they are read.
+#[derive(Debug)]
+pub(super) struct HashedLines {
+    lines: InputLines<BufReader<Hashing<File>>>,
+    /// Lines that were read or passed over.
+    read: usize,
+}
+
+impl HashedLines {
+    /// Opens the file behind its first `done` non-blank lines.
+    pub fn open(path: &Path, done: usize) -> io::Result<Self> {
+        let reader = Hashing { reader: File::open(path)?, bytes: 0, sha256: Sha256::new() };
+        Ok(Self { lines: InputLines::after(BufReader::new(reader), done)?, read: done })
+    }
+
+    /// Of the whole file, once all of its lines are read; before that it says nothing.
+    pub fn digest(&self) -> InputDigest {
+        let Hashing { bytes, sha256, .. } = self.lines.get_ref().get_ref();
+        InputDigest { lines: self.read, bytes: *bytes, sha256: format!("{:x}", sha256.clone().finalize()) }
+    }
+}
+
+impl Iterator for HashedLines {
+    type Item = io::Result<InputLine>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let line = self.lines.next();
+        self.read += usize::from(matches!(line, Some(Ok(_))));
+        line
+    }
+}
+
+/// The lines of an input that were counted when the run began; none behind them.
+#[derive(Debug)]
+pub struct CountedInput {
+    lines: HashedLines,
+    counted: InputDigest,
+}
+
+/// How an input is another than it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// There are lines behind those that were counted.
+    Grown,
+    /// There are fewer lines than were counted.
+    Shorter,
+    /// There are as many lines, and their bytes or the blank ones between them are others.
+    Rewritten,
+}
+
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Grown => "grown",
+            Self::Shorter => "become shorter",
+            Self::Rewritten => "changed",
+        })
+    }
+}
+
+/// The input is no longer what was counted when the run began.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the input has {how} since the run began; {answered} of the {counted} lines that it had then were \
+     answered; run again with another output for the new input"
+)]
+pub struct InputChanged {
+    /// In which way.
+    pub how: Change,
+    /// Lines that were given out, by this run or by those before it.
+    pub answered: usize,
+    /// Lines that were counted.
+    pub counted: usize,
+}
+
+impl CountedInput {
+    /// Opens the input that was `counted` behind its first `done` lines.
+    pub(super) fn open(path: &Path, done: usize, counted: InputDigest) -> io::Result<Self> {
+        Ok(Self { lines: HashedLines::open(path, done)?, counted })
+    }
+
+    /// Whether the file is another now than the one that was counted. To be asked when all lines are
+    /// read: late, so that what happens while they are answered is seen too. A file that was replaced
+    /// by another of its name, or cut behind what has been read, is still the same to its reader.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn changed(&mut self) -> io::Result<Option<InputChanged>> {
+        let (answered, counted) = (self.lines.read, self.counted.lines);
+        let how = match self.lines.next().transpose()? {
+            Some(_) => Change::Grown,
+            None if answered < counted => Change::Shorter,
+            None if self.lines.digest() != self.counted => Change::Rewritten,
+            None => return Ok(None),
+        };
+        Ok(Some(InputChanged { how, answered, counted }))
+    }
+}
+
+impl Iterator for CountedInput {
+    type Item = io::Result<InputLine>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.lines.read < self.counted.lines { self.lines.next() } else { None }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::PathBuf;
+
+    use super::*;
+
+    struct Input {
+        _folder: tempfile::TempDir,
+        path: PathBuf,
+    }
+
+    impl Input {
+        fn new(content: &str) -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("in.jsonl");
+            fs::write(&path, content).unwrap();
+            Self { _folder: folder, path }
+        }
+
+        fn digest(&self) -> InputDigest {
+            let mut lines = HashedLines::open(&self.path, 0).unwrap();
+            lines.by_ref().for_each(|line| assert!(line.is_ok()));
+            lines.digest()
+        }
+
+        fn open(&self, done: usize, counted: &InputDigest) -> CountedInput {
+            CountedInput::open(&self.path, done, counted.clone()).unwrap()
+        }
+    }
+
+    fn texts(lines: &mut CountedInput) -> Vec<String> {
+        let bytes = lines.map(|line| line.unwrap().bytes.unwrap());
+        bytes.map(|bytes| String::from_utf8(bytes).unwrap()).collect()
+    }
+
+    #[test]
+    fn the_digest_is_of_all_bytes_wherever_reading_began() {
+        let input = Input::new("abc");
+        let digest = input.digest();
+        assert_eq!((digest.lines, digest.bytes), (1, 3));
+        // FIPS 180-2, appendix B.1.
+        assert_eq!(digest.sha256, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+        assert_eq!(digest.to_string(), "1 lines (3 bytes, sha256 ba7816bf8f01)");
+        let long = Input::new(&"a line\n\n".repeat(20_000));
+        let counted = long.digest();
+        assert_eq!((counted.lines, counted.bytes), (20_000, 160_000));
+        let mut behind = long.open(15_000, &counted);
+        assert_eq!(texts(&mut behind).len(), 5_000);
+        assert_eq!(behind.changed().unwrap(), None);
+    }
+
+    #[test]
+    fn of_an_input_that_has_grown_no_line_is_given_out_that_was_not_counted() {
+        let input = Input::new("a\nb\n");
+        let counted = input.digest();
+        let mut lines = input.open(0, &counted);
+        fs::write(&input.path, "a\nb\nc\n").unwrap();
+        assert_eq!(texts(&mut lines), ["a", "b"]);
+        let changed = lines.changed().unwrap().unwrap();
+        assert_eq!(changed, InputChanged { how: Change::Grown, answered: 2, counted: 2 });
+        let words = "the input has grown since the run began; 2 of the 2 lines that it had then";
+        assert!(changed.to_string().starts_with(words), "{changed}");
+    }
+
+    #[test]
+    fn growth_behind_the_end_that_was_read_is_seen() {
+        let input = Input::new("a\nb");
+        let mut lines = input.open(0, &input.digest());
+        assert_eq!(texts(&mut lines), ["a", "b"]);
+        fs::write(&input.path, "a\nb\nc").unwrap();
+        assert_eq!(lines.changed().unwrap().unwrap().how, Change::Grown);
+    }
+
+    #[test]
+    fn an_input_with_fewer_lines_than_were_counted_has_become_shorter() {
+        let input = Input::new("a\nb\nc\n");
+        let counted = input.digest();
+        fs::write(&input.path, "a\nb\n").unwrap();
+        let mut lines = input.open(1, &counted);
+        assert_eq!(texts(&mut lines), ["b"]);
+        let expected = InputChanged { how: Change::Shorter, answered: 2, counted: 3 };
+        assert_eq!(lines.changed().unwrap(), Some(expected));
+    }
+
+    #[test]
+    fn other_bytes_in_as_many_lines_are_another_input() {
+        let input = Input::new("a\nb\n");
+        let counted = input.digest();
+        for other in ["a\nB\n", "A\nb\n", "a\n\nb\n", "a\nb"] {
+            fs::write(&input.path, other).unwrap();
+            let mut lines = input.open(1, &counted);
+            assert_eq!(texts(&mut lines).len(), 1);
+            assert_eq!(lines.changed().unwrap().unwrap().how, Change::Rewritten, "{other:?}");
+        }
+    }
+}

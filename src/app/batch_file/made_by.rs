@@ -1,0 +1,319 @@
+//! What made an output, kept beside it in `OUTPUT.run.json`: decides whether a run may go on with an
+//! output, or is another one. Owns that file; whoever calls holds the output's lock, so it has one
+//! writer. Never reads or changes the output itself.
+
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::input::InputDigest;
+use crate::config::{Dtype, Pool};
+use crate::model::model_name;
+
+/// Of the file. A reader of another format refuses it.
+const FORMAT: u32 = 1;
+
+/// What made an output.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MadeBy {
+    format: u32,
+    /// The model's name as replies carry it: of a folder the last component, wherever the folder is.
+    model: String,
+    /// The digest of its files; none for a registered model, of which the name alone is known.
+    weights: Option<String>,
+    input: InputDigest,
+    settings: ReplySettings,
+    /// The first so many lines were in the output before anything told what made them.
+    #[serde(default)]
+    unknown_lines: usize,
+}
+
+/// The pool's settings that decide what is answered. All others decide how soon, or how often a task
+/// that failed is tried again; devices differ in the last digits of a number.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct ReplySettings {
+    dtype: Dtype,
+    max_inputs: usize,
+    max_body: u64,
+    /// Sorted: any order means the same.
+    served_names: Vec<String>,
+}
+
+/// Why a run cannot go on with an output.
+#[derive(Debug, thiserror::Error)]
+pub enum MadeByError {
+    /// The file beside the output cannot be read or written.
+    #[error("{path}: {source}", path = path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        #[source]
+        source: io::Error,
+    },
+    /// The file beside the output is not what a run writes.
+    #[error(
+        "{path} does not say what made {output}: {problem}; give another output file, or remove these two",
+        path = path.display(), output = output.display()
+    )]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// The output.
+        output: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Another model, input or setting made the output.
+    #[error(
+        "the output was made with {then}; this run has {now}: give another output file, or remove {output} \
+         and {path}",
+        path = path.display(), output = output.display()
+    )]
+    AnotherRun {
+        /// What made the output, as far as it differs.
+        then: String,
+        /// The same things of this run.
+        now: String,
+        /// The output.
+        output: PathBuf,
+        /// The file beside it.
+        path: PathBuf,
+    },
+}
+
+/// A part of what made an output: whether it is the same, and how it is shown.
+type Part = (bool, fn(&MadeBy) -> String);
+
+impl MadeBy {
+    /// A run of `input` as `pool`, whose model's files have the digest `weights`.
+    pub fn new(pool: &Pool, weights: Option<String>, input: InputDigest) -> Self {
+        let mut served_names = pool.served_names.clone();
+        served_names.sort_unstable();
+        served_names.dedup();
+        let Pool { dtype, max_inputs, max_body, .. } = *pool;
+        let settings = ReplySettings { dtype, max_inputs, max_body, served_names };
+        let model = model_name(&pool.model).to_owned();
+        Self { format: FORMAT, model, weights, input, settings, unknown_lines: 0 }
+    }
+
+    /// Compares with what made the `done` whole lines of the output, and writes down what makes the next
+    /// ones where that is not there yet. Returns how many of the lines nothing tells the maker of: those of
+    /// a version that wrote no such file.
+    ///
+    /// # Errors
+    /// [`MadeByError`]: the operator names another output. Nothing is changed.
+    pub fn continue_output(mut self, output: &Path, done: usize) -> Result<usize, MadeByError> {
+        let path = beside(output);
+        let earlier = if done > 0 { Self::read(&path, output)? } else { None };
+        let Some(earlier) = earlier else {
+            self.unknown_lines = done;
+            self.write(&path)?;
+            return Ok(done);
+        };
+        match earlier.differences(&self) {
+            None => Ok(earlier.unknown_lines),
+            Some((then, now)) => Err(MadeByError::AnotherRun { then, now, output: output.to_owned(), path }),
+        }
+    }
+
+    /// What is not the same, as it is with `self` and with `now`.
+    fn differences(&self, now: &Self) -> Option<(String, String)> {
+        let (old, new) = (&self.settings, &now.settings);
+        let parts: [Part; 6] = [
+            ((&self.model, &self.weights) == (&now.model, &now.weights), Self::shown_model),
+            (self.input == now.input, |made| format!("an input of {}", made.input)),
+            (old.dtype == new.dtype, |made| format!("dtype {}", made.settings.dtype.name())),
+            (old.max_inputs == new.max_inputs, |made| format!("max_inputs {}", made.settings.max_inputs)),
+            (old.max_body == new.max_body, |made| format!("max_body {} bytes", made.settings.max_body)),
+            (old.served_names == new.served_names, |made| {
+                format!("served_names {:?}", made.settings.served_names)
+            }),
+        ];
+        let shown = |made: &Self| {
+            let others = parts.iter().filter(|(same, _)| !*same);
+            others.map(|(_, show)| show(made)).collect::<Vec<_>>().join(", ")
+        };
+        parts.iter().any(|(same, _)| !*same).then(|| (shown(self), shown(now)))
+    }
+
+    fn shown_model(&self) -> String {
+        match &self.weights {
+            Some(sha256) => format!("model {:?} (weights sha256 {sha256:.12})", self.model),
+            None => format!("model {:?}", self.model),
+        }
+    }
+
+    /// None where there is no file.
+    fn read(path: &Path, output: &Path) -> Result<Option<Self>, MadeByError> {
+        let bytes = match fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(MadeByError::Io { path: path.to_owned(), source }),
+        };
+        let problem = match serde_json::from_slice::<Self>(&bytes) {
+            Ok(made) if made.format == FORMAT => return Ok(Some(made)),
+            Ok(made) => format!("its format is {}, this program reads {FORMAT}", made.format),
+            Err(error) => error.to_string(),
+        };
+        Err(MadeByError::Unreadable { path: path.to_owned(), output: output.to_owned(), problem })
+    }
+
+    /// Under another name first: whoever reads finds the whole file or none.
+    fn write(&self, path: &Path) -> Result<(), MadeByError> {
+        let unfinished = with_suffix(path, ".new");
+        let write = || {
+            let mut file = File::create(&unfinished)?;
+            file.write_all(&serde_json::to_vec_pretty(self)?)?;
+            file.write_all(b"\n")?;
+            file.sync_all()?;
+            fs::rename(&unfinished, path)
+        };
+        write().map_err(|source| MadeByError::Io { path: path.to_owned(), source })
+    }
+}
+
+/// The file that tells what made an output.
+fn beside(output: &Path) -> PathBuf {
+    with_suffix(output, ".run.json")
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run() -> MadeBy {
+        let input = InputDigest { lines: 3, bytes: 90, sha256: "0123456789abcdef".repeat(4) };
+        let settings =
+            ReplySettings { dtype: Dtype::F32, max_inputs: 8, max_body: 1_024, served_names: vec![] };
+        let weights = Some("fedcba9876543210".repeat(4));
+        MadeBy { format: FORMAT, model: "a".into(), weights, input, settings, unknown_lines: 0 }
+    }
+
+    struct Output {
+        _folder: tempfile::TempDir,
+        path: PathBuf,
+    }
+
+    impl Output {
+        fn new() -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("out.jsonl");
+            Self { _folder: folder, path }
+        }
+
+        fn told(&self) -> String {
+            fs::read_to_string(beside(&self.path)).unwrap()
+        }
+    }
+
+    #[test]
+    fn the_same_run_goes_on_and_nothing_else_is_left_in_the_folder() {
+        let output = Output::new();
+        assert_eq!(run().continue_output(&output.path, 0).unwrap(), 0);
+        let told = output.told();
+        assert_eq!(run().continue_output(&output.path, 2).unwrap(), 0);
+        assert_eq!(output.told(), told);
+        let names = fs::read_dir(output.path.parent().unwrap()).unwrap();
+        let names: Vec<_> = names.map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(names, ["out.jsonl.run.json"]);
+    }
+
+    #[test]
+    fn whatever_differs_is_refused_and_named_as_it_was_and_as_it_is() {
+        type Alter = fn(&mut MadeBy);
+        let cases: [(Alter, &str, &str); 7] = [
+            (
+                |it| it.model = "b".into(),
+                "model \"a\" (weights sha256 fedcba987654)",
+                "model \"b\" (weights sha256 fedcba987654)",
+            ),
+            (|it| it.weights = None, "model \"a\" (weights sha256 fedcba987654)", "model \"a\""),
+            (
+                |it| it.input.sha256 = "f".repeat(64),
+                "an input of 3 lines (90 bytes, sha256 0123456789ab)",
+                "an input of 3 lines (90 bytes, sha256 ffffffffffff)",
+            ),
+            (|it| it.settings.dtype = Dtype::Bf16, "dtype f32", "dtype bf16"),
+            (|it| it.settings.max_inputs = 9, "max_inputs 8", "max_inputs 9"),
+            (|it| it.settings.max_body = 9, "max_body 1024 bytes", "max_body 9 bytes"),
+            (|it| it.settings.served_names = vec!["x".into()], "served_names []", "served_names [\"x\"]"),
+        ];
+        for (alter, then, now) in cases {
+            let output = Output::new();
+            run().continue_output(&output.path, 0).unwrap();
+            let told = output.told();
+            let mut other = run();
+            alter(&mut other);
+            let error = other.continue_output(&output.path, 1).unwrap_err().to_string();
+            let expected = format!("the output was made with {then}; this run has {now}: give another");
+            assert!(error.starts_with(&expected), "{error}");
+            assert!(error.ends_with("out.jsonl.run.json"), "{error}");
+            assert_eq!(output.told(), told);
+        }
+    }
+
+    #[test]
+    fn digests_that_begin_alike_are_told_apart() {
+        let output = Output::new();
+        run().continue_output(&output.path, 0).unwrap();
+        let mut other = run();
+        other.input.sha256.replace_range(63.., "0");
+        assert!(other.continue_output(&output.path, 1).is_err());
+    }
+
+    #[test]
+    fn all_that_differs_is_named_in_one_error() {
+        let mut other = run();
+        other.model = "b".into();
+        other.input.lines = 4;
+        other.settings.max_inputs = 9;
+        let (then, now) = run().differences(&other).unwrap();
+        for (text, model, lines, most) in [(then, "\"a\"", "3 lines", "8"), (now, "\"b\"", "4 lines", "9")] {
+            let most = format!("max_inputs {most}");
+            let order = [model, lines, most.as_str()].map(|part| text.find(part).unwrap());
+            assert!(order.is_sorted(), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_output_without_whole_lines_is_made_by_whoever_comes() {
+        let output = Output::new();
+        fs::write(beside(&output.path), "not JSON").unwrap();
+        let other = MadeBy { model: "b".into(), ..run() };
+        assert_eq!(other.continue_output(&output.path, 0).unwrap(), 0);
+        assert_eq!(run().continue_output(&output.path, 0).unwrap(), 0);
+        assert_eq!(serde_json::from_str::<MadeBy>(&output.told()).unwrap(), run());
+    }
+
+    #[test]
+    fn of_lines_that_were_there_before_it_is_remembered_that_nothing_tells_their_maker() {
+        let output = Output::new();
+        assert_eq!(run().continue_output(&output.path, 2).unwrap(), 2);
+        assert_eq!(run().continue_output(&output.path, 3).unwrap(), 2);
+        let other = MadeBy { model: "b".into(), ..run() };
+        assert!(other.continue_output(&output.path, 3).is_err());
+    }
+
+    #[test]
+    fn a_file_that_does_not_tell_is_named_and_left_alone() {
+        let other_format = serde_json::to_string(&MadeBy { format: 2, ..run() }).unwrap();
+        for content in ["", "{}", "null", other_format.as_str()] {
+            let output = Output::new();
+            fs::write(beside(&output.path), content).unwrap();
+            let error = run().continue_output(&output.path, 1).unwrap_err();
+            assert!(matches!(error, MadeByError::Unreadable { .. }), "{error}");
+            let named = error.to_string();
+            assert!(named.contains(beside(&output.path).to_str().unwrap()), "{named}");
+            assert_eq!(output.told(), content);
+        }
+    }
+}
