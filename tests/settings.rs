@@ -40,6 +40,35 @@ fn problems(text: &str) -> Vec<String> {
     error.problems().iter().map(ToString::to_string).collect()
 }
 
+fn default_pool() -> Pool {
+    Pool {
+        name: "embed".to_owned(),
+        task_queue: "sconce.tasks".to_owned(),
+        reply_queue: Some("sconce.replies".to_owned()),
+        dead_letter_queue: "sconce.dead".to_owned(),
+        reply_timeout: Duration::from_secs(60),
+        large_reply: 1024 * 1024,
+        model: "sentence-transformers/all-MiniLM-L6-v2".to_owned(),
+        served_names: Vec::new(),
+        devices: Devices::Auto,
+        workers_per_device: 1,
+        threads: None,
+        dtype: Dtype::F32,
+        min_speed: 0.2,
+        prefetch: None,
+        prefetch_bytes: 64 * 1024 * 1024,
+        max_body: 8 * 1024 * 1024,
+        max_inputs: 2048,
+        batch: Batch {
+            max_tokens: None,
+            max_requests: 512,
+            max_delay: Duration::from_millis(2),
+            timeout: Duration::from_secs(300),
+        },
+        retry: Retry { max_attempts: 3, delay: Duration::from_secs(1), delay_max: Duration::from_secs(60) },
+    }
+}
+
 #[test]
 fn without_anything_written_the_documented_defaults_are_in_force() {
     let loaded = load(&[], Vec::new(), &[]).expect("valid defaults");
@@ -55,34 +84,7 @@ fn without_anything_written_the_documented_defaults_are_in_force() {
             consumer_timeout: Duration::from_secs(1_800),
             tls: Tls::default(),
         },
-        pools: vec![Pool {
-            name: "embed".to_owned(),
-            task_queue: "sconce.tasks".to_owned(),
-            reply_queue: Some("sconce.replies".to_owned()),
-            dead_letter_queue: "sconce.dead".to_owned(),
-            model: "sentence-transformers/all-MiniLM-L6-v2".to_owned(),
-            served_names: Vec::new(),
-            devices: Devices::Auto,
-            workers_per_device: 1,
-            threads: None,
-            dtype: Dtype::F32,
-            min_speed: 0.2,
-            prefetch: None,
-            prefetch_bytes: 64 * 1024 * 1024,
-            max_body: 8 * 1024 * 1024,
-            max_inputs: 2048,
-            batch: Batch {
-                max_tokens: None,
-                max_requests: 512,
-                max_delay: Duration::from_millis(2),
-                timeout: Duration::from_secs(300),
-            },
-            retry: Retry {
-                max_attempts: 3,
-                delay: Duration::from_secs(1),
-                delay_max: Duration::from_secs(60),
-            },
-        }],
+        pools: vec![default_pool()],
         launcher: Launcher {
             shutdown_grace: Duration::from_secs(8),
             restart_delay: Duration::from_millis(500),

@@ -297,7 +297,7 @@ impl Row {
 
     /// As the headings say.
     pub fn cells(&self) -> impl Iterator<Item = String> {
-        let threads = ["messages", "prepare", "respond"];
+        let threads = ["main", "prepare", "respond"];
         let named = threads.map(|name| self.cpu.get(name).copied().unwrap_or_default());
         let all: f64 = self.cpu.values().sum();
         let others = all - named.iter().sum::<f64>();

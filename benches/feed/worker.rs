@@ -13,8 +13,6 @@ use sconce::protocol::control::{self, Event};
 use super::card;
 use super::load::{Queue, TASKS};
 
-/// As the launcher's.
-const STACK: &str = "67108864";
 /// Of `/proc/*/stat`.
 pub const TICKS: f64 = 100.0;
 
@@ -49,7 +47,6 @@ impl Worker {
         let mut child = Command::new(words[0])
             .args(&words[1..])
             .env("RAYON_NUM_THREADS", &threads)
-            .env("RUST_MIN_STACK", STACK)
             .env("SCONCE_LOG", std::env::var("SCONCE_LOG").unwrap_or_else(|_| "off".into()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -111,5 +108,7 @@ fn assignment(setup: &Setup, queue: &Queue) -> anyhow::Result<Assignment> {
         pool,
         broker,
         telemetry: settings.telemetry,
+        reserved_queues: Vec::new(),
+        broker_reached: false,
     })
 }

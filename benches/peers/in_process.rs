@@ -91,6 +91,8 @@ fn policy() -> anyhow::Result<Policy> {
         pool,
         broker: settings.broker,
         telemetry: settings.telemetry,
+        reserved_queues: Vec::new(),
+        broker_reached: false,
     };
     Ok(Policy {
         max_tokens: assignment.max_tokens(),

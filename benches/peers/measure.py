@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 
 from . import sconce
-from .processes import children, private_megabytes
+from .processes import children, private_megabytes, worker_processes
 from .quiet import Others
 from .scene import say
 
@@ -22,7 +22,7 @@ def round_of(scene):
     workers = scene.workers
     with sconce.Workers(scene.embedding, workers) as launch:
         found["sconce"] = _texts_per_second(scene, scene.embedding, workers)
-        found["sconce_private_mb"] = _mean([private_megabytes(pid) for pid in children(launch.pid)])
+        found["sconce_private_mb"] = _mean([private_megabytes(pid) for pid in worker_processes(launch.pid)])
         alone = ("--input", scene.one_text, "--in-flight", 1, "--warmup", 50, "--tasks", ALONE)
         report = scene.embedding.bench(*alone)
         found["beyond_forward_ms"] = report["latency_ms"]["p50"] - report["compute_ms"]["p50"]

@@ -55,6 +55,15 @@ def children(pid):
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
+def worker_processes(launcher):
+    """The workers of sconce: among the launcher's children is a guard too."""
+    return [pid for pid in children(launcher) if _arguments(pid)[1:2] == [b"worker"]]
+
+
+def _arguments(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+
+
 def private_megabytes(pid):
     """Memory that no other process shares with `pid`."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()

@@ -53,7 +53,7 @@ def _launcher(scene):
         while launcher.poll() is None:
             try:
                 seen |= _opened(launcher.pid)
-                for child in sconce.children(launcher.pid):
+                for child in sconce.workers(launcher.pid):
                     if "libcuda" in _opened(child):
                         worker, shown = child, _shown(child)
                         computing = computing or _computing()

@@ -77,7 +77,7 @@ def _loaded(launcher, usual):
     """Stops the launcher, so that no task comes, until its worker has its model: that, and one text, take
     `usual` seconds."""
     end = time.monotonic() + PATIENCE
-    while not sconce.children(launcher.pid):
+    while not sconce.workers(launcher.pid):
         if time.monotonic() > end or launcher.poll() is not None:
             raise NotMeasured("no worker was started")
         time.sleep(0.005)

@@ -140,15 +140,16 @@ def ended_well(ended):
     return ended
 
 
-def children(pid):
-    """Process ids of a process's children."""
+def workers(launcher):
+    """Process ids of a launcher's workers: among its children is a guard too."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            arguments = path.with_name("cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if int(fields[1]) == pid and fields[0] not in "ZX":
+        if int(fields[1]) == launcher and fields[0] not in "ZX" and arguments[1:2] == [b"worker"]:
             found.append(int(path.parent.name))
     return found
 

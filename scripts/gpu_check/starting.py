@@ -8,7 +8,7 @@ import signal
 import time
 
 from .findings import NotMeasured
-from .sconce import children, is_linux
+from .sconce import is_linux, workers
 
 PATIENCE = 20
 """Seconds."""
@@ -30,9 +30,9 @@ def overheard(sconce):
     arguments, _ = sconce.arguments(slow, "echo", "cpu", ["launcher.restart_delay=10ms"])
     launcher = sconce.start(*arguments, program=program)
     try:
-        workers = _until(lambda: children(launcher.pid), launcher)
+        victims = _until(lambda: workers(launcher.pid), launcher)
         os.replace(stub, program)
-        os.kill(workers[0], signal.SIGKILL)
+        os.kill(victims[0], signal.SIGKILL)
         _until(heard.exists, launcher)
     finally:
         launcher.kill()

@@ -38,11 +38,20 @@ pub(super) fn answer(check: Check, sheet: &Sheet, stopping: bool) -> (bool, Vec<
         Check::Startup if sheet.has_started => Vec::new(),
         Check::Startup => without(sheet, |entry| entry.was_ready, "has been ready yet"),
     };
-    let slots = sheet.slots.values().map(|entry| {
-        let (slot, state) = (&entry.report.slot, entry.report.state.name());
-        format!("{slot} {state} for {} s", entry.since.elapsed().as_secs())
-    });
+    let slots = sheet.slots.values().map(slot_line);
     (wrong.is_empty(), wrong.iter().cloned().chain(slots).collect())
+}
+
+/// Where a slot stands, and what hinders its worker.
+fn slot_line(entry: &Entry) -> String {
+    let (slot, state) = (&entry.report.slot, entry.report.state.name());
+    let now = entry.report.stats.as_ref().map(|stats| &stats.now);
+    let seconds = entry.since.elapsed().as_secs();
+    match now.and_then(|now| now.problem.as_ref()) {
+        Some(problem) if now.is_some_and(|now| !now.connected) => format!("{slot} waits: {problem}"),
+        Some(problem) => format!("{slot} {state} for {seconds} s; {problem}"),
+        None => format!("{slot} {state} for {seconds} s"),
+    }
 }
 
 /// It waits for tasks or computes, and has a broker to take more from.
@@ -118,6 +127,23 @@ mod tests {
         let mut lost = sheet(&[busy]);
         lost.slots.get_mut("a/0").unwrap().report.stats = None;
         assert!(!answer(Check::Ready, &lost, false).0, "without a broker");
+    }
+
+    #[test]
+    fn what_hinders_a_worker_is_said_where_it_stands() {
+        let mut hindered = sheet(&[("a", State::Ready, true)]);
+        let mut hinder = |connected, problem: &str| {
+            let entry = hindered.slots.get_mut("a/0").unwrap();
+            let now = &mut entry.report.stats.as_mut().unwrap().now;
+            (now.connected, now.problem) = (connected, Some(problem.to_owned()));
+            answer(Check::Ready, &hindered, false)
+        };
+        assert_eq!(
+            hinder(true, "a dead letter waits"),
+            (true, vec!["a/0 ready for 0 s; a dead letter waits".into()])
+        );
+        let (ready, lines) = hinder(false, "no broker: 403");
+        assert!(!ready && lines[1] == "a/0 waits: no broker: 403", "{lines:?}");
     }
 
     #[test]

@@ -13,6 +13,7 @@ use crate::broker::amqp::{Connector, Switchboard};
 use crate::cli::{Ctl, CtlOrder};
 use crate::config::Settings;
 use crate::protocol::admin::{Answer, Request, SlotReport, Target};
+use crate::protocol::shorten;
 use crate::protocol::stats::{SECONDS, Stage};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
@@ -167,8 +168,10 @@ fn counted(slot: &SlotReport) -> String {
     if let Some(lived) = since {
         let _ = write!(text, "; worker ready for {}, {} tasks in hand", span(lived), stats.now.held);
     }
-    if !stats.now.connected && slot.state.works() {
-        text.push_str("; NO BROKER");
+    match &stats.now.problem {
+        Some(problem) => drop(write!(text, "; {}", shorten(problem, 300))),
+        None if !stats.now.connected && slot.state.works() => text.push_str("; NO BROKER"),
+        None => {}
     }
     text
 }

@@ -1,6 +1,5 @@
 //! `sconce launch`: the service, with what operators see of it and ask of it.
 
-use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
@@ -11,7 +10,7 @@ use tokio::sync::{Notify, Semaphore};
 
 use super::{Registry, load, log_format, start_logging};
 use crate::admin::{self, Place};
-use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, subscribe};
+use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, subscribe};
 use crate::broker::{BrokerError, Link};
 use crate::cli;
 use crate::config::{Assignment, Settings, redact_url};
@@ -22,8 +21,6 @@ use crate::telemetry::{self, Format};
 
 /// Requests in hand at once.
 const REQUESTS: u16 = 1;
-/// Of the threads that read messages.
-const STACK: usize = 64 << 20;
 /// How long the answer to the request that ended the launcher may take.
 const LAST_ANSWER: Duration = Duration::from_secs(2);
 /// Before the control exchange is tried again, after a broker that was gone for too long.
@@ -31,7 +28,6 @@ const RETRY: Duration = Duration::from_secs(60);
 
 /// Runs the service.
 pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Result<Exit> {
-    with_deep_stacks()?;
     let settings = load(arguments, &[])?.settings;
     start_logging(None);
     let host = Host::here();
@@ -40,7 +36,8 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     for url in &settings.broker.urls {
         tracing::info!(broker = redact_url(url.expose()), pools = settings.pools.len(), "settings read");
     }
-    // One thread, the main one: workers are tied by the kernel to the thread that spawned them.
+    // One thread, this one, which lives to the end: workers are tied by the kernel to the thread that
+    // spawned them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let exit = runtime.block_on(serve(arguments, registry, (&settings, &host), (&program, &assignments)));
     // Whatever waits for a driver or a broker ends with the process.
@@ -58,7 +55,7 @@ async fn serve(
     listen(stop.clone(), Patience::SecondAborts)?;
     let mut hangups = Hangups::listen()?;
     let raw_lines = (log_format(true) == Format::Json).then_some(telemetry::write_line as RawLines);
-    let launching = Launching::logging(program, &settings.launcher, &stop, raw_lines);
+    let launching = Launching::guarded(program, &settings.launcher, &stop, raw_lines);
     if let Some(address) = settings.admin.listen {
         let served = admin::serve(address, launching.board(), stop.clone()).await;
         served.with_context(|| format!("admin.listen = \"{address}\"")).context(Exit::Config)?;
@@ -97,13 +94,13 @@ async fn serve(
     Ok(exit)
 }
 
-/// Listens to the control exchange on a thread of its own: what a message holds is read by recursion, as
-/// deep as its sender likes, and the main thread's stack is the shell's to limit.
+/// Listens to the control exchange on a thread of its own: whatever anybody sends there, or a broker that
+/// is slow to be reached, holds up nobody who watches workers.
 fn control_apart(settings: &Settings, place: &Arc<Place>) -> anyhow::Result<()> {
     let (settings, place) = (settings.clone(), place.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let listen = move || runtime.block_on(listen_to_control(&settings, &place));
-    thread::Builder::new().name("control".into()).stack_size(STACK).spawn(listen)?;
+    thread::Builder::new().name("control".into()).spawn(listen)?;
     Ok(())
 }
 
@@ -120,32 +117,20 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
         // Which slots there are may change: who is meant is decided here, by the key of each request.
         let keys = vec!["all".to_owned(), format!("host.{host}"), "pool.#".to_owned(), "slot.#".to_owned()];
         let subscription = Subscription::Topic { exchange: exchange.clone(), keys };
-        let connector = || Connector::new(settings.broker.clone(), &name);
+        let connector =
+            || Connector::new(settings.broker.clone(), &name).with_refusals(RefusalPolicy::Service);
         let (consumer, settler) = subscribe(connector(), subscription, REQUESTS);
         let publisher = Arc::new(AmqpPublisher::new(connector()));
         let link = Link { consumer: Box::new(consumer), settler: Arc::new(settler), publisher };
+        // Also after a refusal: what refuses may pass, and the workers go on meanwhile.
         match admin::control(link, place).await {
             Err(error @ BrokerError::Refused { .. }) => {
-                tracing::warn!(exchange, %error, "no remote control");
-                return;
+                tracing::warn!(exchange, %error, "no remote control; trying again");
             }
             ended => tracing::warn!(exchange, ?ended, "remote control was lost; trying again"),
         }
         tokio::time::sleep(RETRY).await;
     }
-}
-
-/// Starts this program anew with threads whose stacks are deep enough for what lapin reads of a message;
-/// see `launcher::child`. Threads' stacks are decided before the first of them.
-fn with_deep_stacks() -> anyhow::Result<()> {
-    const NAME: &str = "RUST_MIN_STACK";
-    if std::env::var_os(NAME).is_some() {
-        return Ok(());
-    }
-    let program = std::env::current_exe().context("where is this program?")?;
-    let mut anew = std::process::Command::new(program);
-    anew.args(std::env::args_os().skip(1)).env(NAME, STACK.to_string());
-    Err(anew.exec()).context("starting anew, with deeper stacks")
 }
 
 /// Loads the settings again and puts them in force, or says why those that are stay.

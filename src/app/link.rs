@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
 
-use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, Topology, subscribe};
+use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, Topology, subscribe};
 use crate::broker::{BrokerError, Link, embedded};
 use crate::config::{Assignment, Broker, Pool};
 
@@ -14,17 +14,24 @@ use crate::config::{Assignment, Broker, Pool};
 pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<Link, BrokerError>> {
     Box::pin(async move {
         let Assignment { broker, pool, worker, .. } = assignment;
-        let prefetch = assignment.prefetch();
+        let prefetch = assignment.first_prefetch();
         if let Some(path) = socket(broker) {
             let prefetch = NonZeroU16::new(prefetch).unwrap_or(NonZeroU16::MIN);
             let subscription = embedded::Subscription { queue: pool.task_queue.clone(), prefetch };
             return embedded::connect(Path::new(path), subscription).await;
         }
-        let subscription =
-            Subscription::Tasks { queue: pool.task_queue.clone(), topology: topology(broker, pool) };
+        let topology = topology(broker, pool);
+        let subscription = Subscription::Tasks { queue: pool.task_queue.clone(), topology: topology.clone() };
         let name = format!("sconce {worker}");
-        let (consumer, settler) = subscribe(Connector::new(broker.clone(), &name), subscription, prefetch);
-        let publisher = AmqpPublisher::new(Connector::new(broker.clone(), format!("{name} (publisher)")));
+        let refusals =
+            if assignment.broker_reached { RefusalPolicy::Reached } else { RefusalPolicy::Service };
+        let consuming = Connector::new(broker.clone(), &name).with_refusals(refusals);
+        let (consumer, settler) = subscribe(consuming, subscription, prefetch);
+        // It has something to publish once the consumer has been taken.
+        let publishing = Connector::new(broker.clone(), format!("{name} (publisher)"));
+        let publishing = publishing.with_refusals(RefusalPolicy::Reached);
+        let large = usize::try_from(pool.large_reply).unwrap_or(usize::MAX);
+        let publisher = AmqpPublisher::for_pool(publishing, large, topology);
         Ok(Link { consumer: Box::new(consumer), settler: Arc::new(settler), publisher: Arc::new(publisher) })
     })
 }

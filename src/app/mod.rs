@@ -8,6 +8,7 @@ mod check_config;
 mod ctl;
 mod dead;
 mod devices;
+mod guard;
 mod healthcheck;
 mod launch;
 mod link;
@@ -23,9 +24,11 @@ mod stop;
 mod top;
 mod worker;
 
+use std::fs;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::thread;
 
 use anyhow::Context;
 use clap::Parser;
@@ -39,19 +42,58 @@ use crate::worker::WorkerError;
 
 pub use registry::Registry;
 
+/// What std reads, when the first thread is made, as the stack of every thread that names none, in bytes.
+const MIN_STACK: &str = "RUST_MIN_STACK";
+/// The stack of every thread, in bytes. Lapin reads the headers of a message by recursion, and a frame
+/// holds 26,000 arrays one inside the other: with Rust's 2 MiB such a message, which anybody may send, kills
+/// whoever takes it, worker or command. Address space; memory is used only as deep as it gets.
+const STACK: usize = 64 << 20;
+
 /// The program: parses the command line, runs the command, returns the exit code.
+///
+/// Call it first in `main`, before any other thread exists: it sets `RUST_MIN_STACK` in the environment,
+/// which only a process of one thread can do. Where there are others it leaves the environment as it is,
+/// and threads have the stacks that it gives them.
 pub fn main(registry: &Registry) -> ExitCode {
+    deepen_stacks();
+    // The first thread's stack is the shell's to limit. This one lives to the end too: the kernel ties
+    // workers to the thread that spawned them.
+    let exit = thread::scope(|scope| {
+        let main = thread::Builder::new().name("main".into()).stack_size(STACK);
+        match main.spawn_scoped(scope, || run(registry)) {
+            // A panic has said why.
+            Ok(main) => main.join().unwrap_or(Exit::Internal),
+            Err(error) => {
+                eprintln_error(&anyhow::Error::new(error).context("a thread for the command"));
+                Exit::Internal
+            }
+        }
+    });
+    ExitCode::from(exit.code())
+}
+
+#[expect(unsafe_code, clippy::disallowed_methods, reason = "before the first thread the environment is ours")]
+fn deepen_stacks() {
+    let set = std::env::var(MIN_STACK).ok().and_then(|bytes| bytes.parse::<usize>().ok());
+    let alone = fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1);
+    if alone && set.is_none_or(|bytes| bytes < STACK) {
+        // SAFETY: no other thread can read the environment meanwhile, because there is none.
+        unsafe { std::env::set_var(MIN_STACK, STACK.to_string()) };
+    }
+}
+
+fn run(registry: &Registry) -> Exit {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(help_or_error) => {
             let _ = help_or_error.print();
-            let exit = if help_or_error.use_stderr() { Exit::Usage } else { Exit::Done };
-            return ExitCode::from(exit.code());
+            return if help_or_error.use_stderr() { Exit::Usage } else { Exit::Done };
         }
     };
     let ended = match cli.command {
         Command::Launch(settings) => launch::run(&settings, registry),
         Command::Worker(arguments) => worker::run(&arguments, registry),
+        Command::Guard => guard::run(),
         Command::Publish(arguments) => publish::run(arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::BenchDevice(arguments) => bench_device::run(&arguments, registry),
@@ -64,11 +106,10 @@ pub fn main(registry: &Registry) -> ExitCode {
         Command::CheckConfig(arguments) => check_config::run(&arguments),
         Command::Devices(arguments) => devices::run(&arguments, registry),
     };
-    let exit = ended.unwrap_or_else(|error| {
+    ended.unwrap_or_else(|error| {
         eprintln_error(&error);
         exit_of(&error)
-    });
-    ExitCode::from(exit.code())
+    })
 }
 
 #[expect(clippy::print_stderr, reason = "the last word of a command goes to its user")]

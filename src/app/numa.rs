@@ -9,8 +9,8 @@ use nix::unistd::Pid;
 
 const NODES: &str = "/sys/devices/system/node";
 
-/// Binds this process, before it has threads. Where the node has none of the cores that we may use, as
-/// in a container with cores of its own, everything stays as it is.
+/// Binds this thread, and with it those that it starts from now on. Where the node has none of the cores that
+/// we may use, as in a container with cores of its own, everything stays as it is.
 pub(super) fn bind_near(node: u32) {
     match bind(Path::new(NODES), node) {
         Ok(cores) => tracing::info!(node, cores, "bound to the cores near the device"),

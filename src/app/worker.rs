@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use nix::sys::prctl::set_pdeathsig;
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::{Pid, getppid};
 
 use super::registry::Registry;
 use super::{load, numa, pool_named, spans, start_logging};
@@ -21,8 +22,6 @@ use crate::worker::{Control, Dials, Ended, KnownDeaths, Reporter, WorkerError};
 
 /// What CUDA shows a process.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
-/// Of the thread that takes messages. See `launcher::child` for lapin's.
-const STACK: usize = 64 << 20;
 /// How long the last control line may take.
 const FAREWELL: Duration = Duration::from_secs(1);
 /// How long a worker whose launcher is gone may take to drain.
@@ -76,15 +75,10 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
         spans::send_last(control.traces, &stop, &ended).await;
         anyhow::Ok(ended)
     };
-    // Not on this thread: its stack is the shell's to limit, and messages may nest deeply.
-    let messages = thread::Builder::new().name("messages".into()).stack_size(STACK);
-    let messages = messages.spawn(move || {
-        let ended = runtime.block_on(work);
-        // Whatever still runs (a forward pass after an abort) ends with the process.
-        runtime.shutdown_background();
-        ended
-    })?;
-    let ended = messages.join().map_err(|_| anyhow!("the worker panicked"))??;
+    let ended = runtime.block_on(work);
+    // Whatever still runs (a forward pass after an abort) ends with the process.
+    runtime.shutdown_background();
+    let ended = ended?;
     if let Err(error) = &ended {
         tracing::error!(%error, exit = error.exit().code(), "the worker cannot go on");
     }
@@ -104,7 +98,7 @@ fn exit_of(ended: &Result<Ended, WorkerError>) -> Exit {
 fn tie_to(launcher: u32) -> anyhow::Result<()> {
     set_pdeathsig(Signal::SIGTERM).context("prctl(PR_SET_PDEATHSIG)")?;
     // It may have died before we asked.
-    if nix::unistd::getppid().as_raw() != launcher as i32 {
+    if getppid().as_raw() != launcher as i32 {
         bail!("the launcher (process {launcher}) is gone");
     }
     Ok(())
@@ -143,6 +137,8 @@ fn by_hand(arguments: &Worker) -> anyhow::Result<Assignment> {
         sharers: 1,
         threads: pool.threads.unwrap_or(host.cores),
         pool: pool.clone(),
+        reserved_queues: settings.reserved_queues(),
+        broker_reached: false,
         broker: settings.broker,
         telemetry: settings.telemetry,
     })
@@ -180,7 +176,8 @@ fn follow_commands(stop: Stop, control: Control) -> io::Result<()> {
         }
         stop.advance(Phase::Returning, "the launcher is gone");
         thread::sleep(ORPHANED);
-        end_process();
+        // Not an exit: what libraries do at one would wait for a driver that hangs.
+        let _ = kill(Pid::this(), Signal::SIGKILL);
     })?;
     Ok(())
 }
@@ -200,9 +197,4 @@ fn obey(command: Command, stop: &Stop, control: &Control) {
         },
         Command::Start { .. } => tracing::warn!("already started"),
     }
-}
-
-#[expect(clippy::disallowed_methods, reason = "an orphan must end even when its main thread cannot")]
-fn end_process() -> ! {
-    std::process::exit(Exit::Aborted.code().into())
 }

@@ -36,9 +36,9 @@ pub struct Delivery {
     pub routing_key: Option<String>,
     /// The broker has delivered it before.
     pub redelivered: bool,
-    /// Earlier deliveries that were not acked, where the broker counts them; else 0, or 1 when
-    /// `redelivered`.
-    pub delivery_count: u64,
+    /// Earlier deliveries that were not acked, where the broker counts them; none: it does not, and there
+    /// were some where `redelivered` says so.
+    pub delivery_count: Option<u64>,
 }
 
 /// What a consumer sees.
@@ -87,6 +87,10 @@ pub trait Settler: Send + Sync {
     fn flush(&self) -> BoxFuture<'_, ()>;
     /// There is a session now.
     fn is_connected(&self) -> bool;
+    /// Why there is none, where there was a failure: the broker's address and words.
+    fn trouble(&self) -> Option<String> {
+        None
+    }
 }
 
 /// A broker's three faces, as one worker holds them.
@@ -145,6 +149,14 @@ pub trait Publisher: Send + Sync {
         delay: Delay,
         message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>>;
+
+    /// Makes the pool's own queues again, where they are missing. False: that is not ours to do.
+    ///
+    /// # Errors
+    /// As [`Publisher::publish`].
+    fn restore(&self) -> BoxFuture<'_, Result<bool, BrokerError>> {
+        Box::pin(std::future::ready(Ok(false)))
+    }
 
     /// Closes the connection in order.
     fn close(&self) -> BoxFuture<'_, ()>;

@@ -22,8 +22,8 @@ because RabbitMQ would drop it. A limit that a policy sets cannot be seen.
 
 Letters of other pools in the same queue are counted on stderr and stay, unless asked for by id.
 
-Reasons: undecodable, poison, attempts, unroutable, unknown_control; RabbitMQ's own delivery_limit,
-expired, rejected, maxlen; unknown where a letter gives none.";
+Reasons: undecodable, poison, attempts, unroutable, unconfirmed, unknown_control; RabbitMQ's own
+delivery_limit, expired, rejected, maxlen; unknown where a letter gives none.";
 
 const REQUEUED: &str =
     "A task goes to the pool's task queue as its producer sent it, a parked reply to the queue it

@@ -43,6 +43,9 @@ A second one aborts. `sconce stop` stops workers behind the work queued before i
 
 Events go to stdout as JSON lines, logs to stderr.")]
     Worker(Worker),
+    /// Kill the workers that outlive their launcher, which starts this and tells it of them on stdin
+    #[command(hide = true)]
+    Guard,
     /// Publish tasks; with --wait, print their replies as JSON lines
     #[command(after_help = "Examples:
   sconce publish --wait \"what is a sconce?\" \"a holder for candles\"

@@ -14,8 +14,8 @@ const GPU_TOKENS: usize = 32_768;
 const SHORT_TEXT: usize = 16;
 /// Most threads that prepare tasks: with the slowest tokenizers, some 80,000 short texts a second.
 const MOST_FEEDERS: usize = 8;
-/// Most messages to hold before it is known how large they are.
-const FIRST_PREFETCH: usize = 256;
+/// Most messages to hold before it is known how many tokens they carry.
+const MOST_SHORT_TEXTS: usize = 256;
 
 /// One worker's assignment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -41,6 +41,12 @@ pub struct Assignment {
     pub broker: Broker,
     /// Where its spans go.
     pub telemetry: Telemetry,
+    /// Task and dead-letter queues of all pools: no reply goes there.
+    #[serde(default)]
+    pub reserved_queues: Vec<String>,
+    /// The broker has taken a worker by the same settings before: if it refuses this one, that passes.
+    #[serde(default)]
+    pub broker_reached: bool,
 }
 
 fn alone() -> usize {
@@ -65,10 +71,17 @@ impl Assignment {
         if self.device == "cpu" { 1 } else { self.threads.clamp(1, MOST_FEEDERS) }
     }
 
-    /// Unacked messages at first: the pool's, or two batches of short texts.
-    pub fn prefetch(&self) -> u16 {
+    /// Unacked messages at first, while nobody knows how large they are: the pool's, or as many of the
+    /// largest as its bytes allow.
+    pub fn first_prefetch(&self) -> u16 {
+        let affordable = (self.pool.prefetch_bytes / self.pool.max_body.max(1)).clamp(1, u16::MAX.into());
+        self.pool.prefetch.unwrap_or(self.usual_prefetch().min(affordable as u16))
+    }
+
+    /// Unacked messages where they are short texts: the pool's, or two batches of them.
+    pub fn usual_prefetch(&self) -> u16 {
         let batch = self.max_tokens().div_ceil(SHORT_TEXT).min(self.pool.batch.max_requests);
-        let auto = (2 * batch).clamp(2, FIRST_PREFETCH) as u16;
+        let auto = (2 * batch).clamp(2, MOST_SHORT_TEXTS) as u16;
         self.pool.prefetch.unwrap_or(auto)
     }
 }

@@ -95,6 +95,8 @@ fn pool(page: &mut Page<'_>, index: usize, pool: &Pool) {
     page.line("task_queue", quoted(&pool.task_queue));
     page.line("reply_queue", quoted(pool.reply_queue.as_deref().unwrap_or("")));
     page.line("dead_letter_queue", quoted(&pool.dead_letter_queue));
+    page.line("reply_timeout", quoted(&show_duration(pool.reply_timeout)));
+    page.line("large_reply", quoted(&show_size(pool.large_reply)));
     page.line("model", quoted(&pool.model));
     page.line("served_names", quoted_list(pool.served_names.iter().map(String::as_str)));
     page.line(

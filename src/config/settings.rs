@@ -48,6 +48,17 @@ pub struct Settings {
     pub telemetry: Telemetry,
 }
 
+impl Settings {
+    /// Task and dead-letter queues of all pools: no reply goes there.
+    pub fn reserved_queues(&self) -> Vec<String> {
+        let of_pool = |pool: &Pool| [pool.task_queue.clone(), pool.dead_letter_queue.clone()];
+        let mut queues: Vec<String> = self.pools.iter().flat_map(of_pool).collect();
+        queues.sort_unstable();
+        queues.dedup();
+        queues
+    }
+}
+
 /// `[broker]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Broker {
@@ -104,6 +115,10 @@ pub struct Pool {
     pub reply_queue: Option<String>,
     /// Where messages go that cannot be worked on.
     pub dead_letter_queue: String,
+    /// How long a requester's queue is waited for that does not take a reply.
+    pub reply_timeout: Duration,
+    /// Replies of more bytes go on channels of their own.
+    pub large_reply: u64,
     /// A folder, a Hugging Face id (`org/name`, `org/name@revision`), or `echo`.
     pub model: String,
     /// Further names that requests may call the model by.

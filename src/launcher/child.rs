@@ -1,10 +1,12 @@
 //! One worker process: how it is spawned, spoken to, listened to and killed. Owns its pipes. The
 //! spawning thread must live as long as the launcher, because the kernel ties the child to that
-//! thread (`PR_SET_PDEATHSIG`): hence the launcher's runtime has one thread, the main one.
+//! thread (`PR_SET_PDEATHSIG`): hence the launcher's runtime has one thread, the one that `app::main`
+//! runs every command on. A worker that this signal cannot end is the guard's matter.
 
 use std::io;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -14,6 +16,7 @@ use tokio::time::{Instant, sleep_until};
 
 use tokio_util::codec::{AnyDelimiterCodec, AnyDelimiterCodecError, FramedRead};
 
+use super::guard::{Guard, Guarded};
 use crate::config::Assignment;
 use crate::protocol::control::{self, MAX_LINE, encode};
 
@@ -25,11 +28,6 @@ const HEARING: Duration = Duration::from_secs(10);
 /// How long what an ended worker wrote is read, should others hold its pipes open.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// The stack of a worker's threads, in bytes. Lapin reads the headers of a message by recursion, and a
-/// frame holds 26,000 arrays one inside the other: with Rust's 2 MiB such a message, which any producer
-/// can send, kills every worker that takes it. Address space; memory is used only as deep as it gets.
-const STACK: &str = "67108864";
-
 /// A running worker.
 pub(super) struct Worker {
     child: Child,
@@ -38,6 +36,8 @@ pub(super) struct Worker {
     logs: Option<Lines<ChildStderr>>,
     /// Its end, with the time until which its last words are read.
     ended: Option<(ExitStatus, Instant)>,
+    /// Until it has been reaped. None: the guard does not know of it.
+    guarded: Option<Guarded>,
 }
 
 /// What a worker process does.
@@ -51,16 +51,18 @@ pub(super) enum Sign {
 }
 
 impl Worker {
-    /// Spawns `program worker …` and tells it its assignment, and which tasks workers died of.
+    /// Spawns `program worker …`, tells the guard of it, and it its assignment, and which tasks workers
+    /// died of.
     ///
     /// # Errors
     /// The program cannot be started.
     pub(super) async fn spawn(
-        program: &Path,
+        (program, guard): (&Path, &Arc<Guard>),
         assignment: &Assignment,
         deaths: Vec<control::Deaths>,
         paused: bool,
     ) -> io::Result<Self> {
+        guard.start_if_missing();
         let mut child = Command::new(program)
             .args(["worker", "--launched-by", &std::process::id().to_string(), "--slot", &assignment.slot])
             .envs(environment(assignment))
@@ -72,6 +74,7 @@ impl Worker {
             .kill_on_drop(true)
             .spawn()?;
         let mut worker = Self {
+            guarded: guard.watch_over(child.id()),
             stdin: child.stdin.take(),
             events: child.stdout.take().map(lines),
             logs: child.stderr.take().map(lines),
@@ -129,6 +132,8 @@ impl Worker {
                 // Not when its pipes end: a process that it started may hold them open.
                 status = self.child.wait(), if until.is_none() => {
                     self.ended = Some((status?, Instant::now() + LAST_WORDS));
+                    // From now on its process id may be another's.
+                    drop(self.guarded.take());
                 }
                 () = sleep_until(until.unwrap_or_else(Instant::now)), if until.is_some() => {}
             }
@@ -142,13 +147,12 @@ impl Worker {
 }
 
 /// What a worker finds in its environment: its threads, and its device.
-pub fn environment(assignment: &Assignment) -> [(&'static str, String); 5] {
+pub fn environment(assignment: &Assignment) -> [(&'static str, String); 4] {
     let threads = assignment.threads.to_string();
     let device = if assignment.device == "cpu" { "" } else { &assignment.device };
     [
         ("RAYON_NUM_THREADS", threads.clone()),
         ("CANDLE_NUM_THREADS", threads),
-        ("RUST_MIN_STACK", STACK.to_owned()),
         // All that CUDA shows it is its own device, as number 0; a CPU worker sees none. By UUID: an index
         // that is not there would hide every later one, and no error.
         ("CUDA_VISIBLE_DEVICES", device.to_owned()),

@@ -1,6 +1,7 @@
-//! Which tasks were on a device when their worker died. Calls a task poison when the worker had no
-//! other at so many deaths that chance, or somebody's SIGKILL, is no longer likely. Owns the counts of
-//! one launcher, which end with it; tells every slot, whose workers come to know by control lines.
+//! Which tasks were on a device when their worker died, and among how many. Calls a task poison when the
+//! worker had no other at so many deaths that chance, or somebody's SIGKILL, is no longer likely. Owns
+//! the counts of one launcher, which end with it; tells every slot, whose workers come to know by
+//! control lines.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -20,15 +21,9 @@ pub(super) struct Register {
     /// Deaths with the task alone that make it poison.
     limit: AtomicU32,
     /// Oldest death first. Written here, held for a pass over it.
-    tasks: Mutex<VecDeque<Entry>>,
+    tasks: Mutex<VecDeque<Deaths>>,
     /// The same for the workers. Written here, read by the slots.
     known: watch::Sender<Vec<Deaths>>,
-}
-
-struct Entry {
-    deaths: Deaths,
-    /// Of which it was alone.
-    alone: u32,
 }
 
 impl Register {
@@ -42,33 +37,41 @@ impl Register {
         self.limit.store(limit, Ordering::Relaxed);
     }
 
-    /// A worker died with these tasks, or with one `alone`. True: that makes it poison.
-    pub(super) fn died(&self, with: &[TaskName], alone: bool, last: &LastWords) -> bool {
+    /// A worker died with these tasks; `isolated`: they were all that it was working on. True: that makes
+    /// one of them poison.
+    pub(super) fn died(&self, with: &[TaskName], isolated: bool, last: &LastWords) -> bool {
+        let among = u32::try_from(with.len()).unwrap_or(u32::MAX);
+        let alone = isolated && among == 1;
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
         let mut convicted = false;
         for name in with {
-            let known = tasks.iter().position(|entry| entry.deaths.task == name.fingerprint);
-            let mut entry = known.and_then(|at| tasks.remove(at)).unwrap_or_else(|| Entry {
-                deaths: Deaths { task: name.fingerprint.clone(), count: 0, poison: None },
+            let known = tasks.iter().position(|deaths| deaths.task == name.fingerprint);
+            let mut deaths = known.and_then(|at| tasks.remove(at)).unwrap_or_else(|| Deaths {
+                task: name.fingerprint.clone(),
+                count: 0,
                 alone: 0,
+                among,
+                poison: None,
             });
-            entry.deaths.count += 1;
-            entry.alone += u32::from(alone);
-            if entry.alone >= self.limit.load(Ordering::Relaxed) {
-                convicted |= entry.deaths.poison.replace(last.clone()).is_none();
+            // The deaths of a group only narrow down which of it is to blame.
+            deaths.count += u32::from(!isolated || alone);
+            deaths.alone += u32::from(alone);
+            deaths.among = deaths.among.min(among);
+            if deaths.alone >= self.limit.load(Ordering::Relaxed) {
+                convicted |= deaths.poison.replace(last.clone()).is_none();
             }
-            tasks.push_back(entry);
+            tasks.push_back(deaths);
         }
-        forget(&mut tasks, POISON, |entry| entry.deaths.poison.is_some());
-        forget(&mut tasks, REMEMBERED - POISON, |entry| entry.deaths.poison.is_none());
-        self.known.send_replace(tasks.iter().map(|entry| entry.deaths.clone()).collect());
+        forget(&mut tasks, POISON, |deaths| deaths.poison.is_some());
+        forget(&mut tasks, REMEMBERED - POISON, |deaths| deaths.poison.is_none());
+        self.known.send_replace(tasks.iter().cloned().collect());
         convicted
     }
 
-    /// A task was alone, and its worker lives: whatever they died of, it was not this.
+    /// A task was isolated, and its worker lives: whatever they died of, it was not this.
     pub(super) fn survived(&self, task: &TaskName) {
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-        tasks.retain(|entry| entry.deaths.task != task.fingerprint || entry.deaths.poison.is_some());
+        tasks.retain(|deaths| deaths.task != task.fingerprint || deaths.poison.is_some());
     }
 
     /// What is known, now and from now on.
@@ -78,7 +81,7 @@ impl Register {
 }
 
 /// Keeps the latest `most` of a kind.
-fn forget(tasks: &mut VecDeque<Entry>, most: usize, kind: impl Fn(&Entry) -> bool) {
+fn forget(tasks: &mut VecDeque<Deaths>, most: usize, kind: impl Fn(&Deaths) -> bool) {
     let mut surplus = tasks.iter().filter(|entry| kind(entry)).count().saturating_sub(most);
     tasks.retain(|entry| {
         let goes = surplus > 0 && kind(entry);
@@ -110,8 +113,24 @@ mod tests {
         let known = known.borrow();
         let of = |task: &str| known.iter().find(|it| it.task == task).expect("known").clone();
         assert_eq!((of("a").count, of("a").poison), (4, Some(last("3"))));
-        assert_eq!((of("b").count, of("b").poison), (2, None));
-        assert_eq!((of("c").count, of("c").poison), (1, None));
+        assert_eq!((of("b").count, of("b").among, of("b").poison), (2, 1, None));
+        assert_eq!((of("c").count, of("c").among, of("c").poison), (1, 3, None));
+    }
+
+    #[test]
+    fn the_deaths_of_isolated_groups_are_no_attempts_and_narrow_down_who_is_to_blame() {
+        let register = Register::new(3);
+        let known = register.known();
+        let seen = || {
+            let known = known.borrow();
+            known.iter().map(|it| (it.task.clone(), it.count, it.among)).collect::<Vec<_>>()
+        };
+        register.died(&names(&["a", "b", "c", "d"]), false, &last("0"));
+        register.died(&names(&["a", "b"]), true, &last("1"));
+        let row = |task: &str, count, among| (task.to_owned(), count, among);
+        assert_eq!(seen(), [row("c", 1, 4), row("d", 1, 4), row("a", 1, 2), row("b", 1, 2)]);
+        register.died(&names(&["b"]), true, &last("2"));
+        assert_eq!(seen().last(), Some(&row("b", 2, 1)));
     }
 
     #[test]

@@ -17,6 +17,7 @@
 //! | `health` | which devices are out of order, by the driver |
 //! | `leave` | how it is brought to its end |
 //! | `child` | how a worker process is spawned and spoken to |
+//! | `guard` | which workers are killed once the launcher is gone |
 //! | `board` | what is known of every slot |
 //! | `order` | what a running launcher can be asked |
 //! | `deaths` | which tasks kill workers |
@@ -31,6 +32,7 @@ mod fault;
 mod fit;
 mod fleet;
 pub mod gpus;
+mod guard;
 mod health;
 mod last_words;
 mod leave;
@@ -45,18 +47,20 @@ mod sight;
 mod slot;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::{Semaphore, mpsc, watch};
 
-use crate::config::{Assignment, Launcher};
+use crate::config::{Assignment, Broker, Launcher};
 use crate::shutdown::{Exit, Stop};
 use board::Board;
 use fleet::Fleet;
+use guard::Guard;
 use order::{Ask, Handle};
 
 pub use child::environment;
 pub use fit::{Needs, fit};
+pub use guard::guard_workers;
 pub use logs::RawLines;
 pub use plan::{Cuda, Host, plan};
 pub use restart::{Death, REASONS, Verdict, judge};
@@ -109,6 +113,25 @@ struct Launch {
     turn: Arc<Semaphore>,
     /// Takes workers' log lines as they are, where ours are JSON too.
     raw_lines: Option<RawLines>,
+    /// Told of every worker.
+    guard: Arc<Guard>,
+    /// The broker that has taken a worker. Written by what is seen of workers, read when one is started.
+    reached: Mutex<Option<Broker>>,
+}
+
+impl Launch {
+    /// A worker has reached this broker.
+    fn note_broker(&self, broker: &Broker) {
+        let mut reached = self.reached.lock().unwrap_or_else(PoisonError::into_inner);
+        if reached.as_ref() != Some(broker) {
+            *reached = Some(broker.clone());
+        }
+    }
+
+    /// Whether one has: then a refusal is no matter of settings.
+    fn has_reached(&self, broker: &Broker) -> bool {
+        self.reached.lock().unwrap_or_else(PoisonError::into_inner).as_ref() == Some(broker)
+    }
 }
 
 /// A launcher that has not begun: what shows it, and by which it is asked, are there already.
@@ -120,20 +143,44 @@ pub struct Launching {
 }
 
 impl Launching {
-    /// One that spawns `program`, treats its workers by `policy`, and ends with `stop`.
+    /// One that spawns `program`, treats its workers by `policy`, and ends with `stop`. Without a guard:
+    /// `program` need not be sconce.
     pub fn new(program: &Path, policy: &Launcher, stop: &Stop) -> Self {
-        Self::logging(program, policy, stop, None)
+        Self::over((program, None), policy, stop, None)
     }
 
-    /// The same, with workers' log lines written by `raw_lines` as they are.
-    pub fn logging(program: &Path, policy: &Launcher, stop: &Stop, raw_lines: Option<RawLines>) -> Self {
+    /// The same, where `program` is sconce, which is started as the guard too: no worker outlives the
+    /// launcher by more than the shutdown grace, though that is killed and the worker is stopped.
+    /// Workers' log lines are written by `raw_lines` as they are, where it is given.
+    pub fn guarded(program: &Path, policy: &Launcher, stop: &Stop, raw_lines: Option<RawLines>) -> Self {
+        Self::over((program, Some(program)), policy, stop, raw_lines)
+    }
+
+    fn over(
+        (program, guard): (&Path, Option<&Path>),
+        policy: &Launcher,
+        stop: &Stop,
+        raw_lines: Option<RawLines>,
+    ) -> Self {
         let (sender, policy) = watch::channel(policy.clone());
         let board = Arc::<Board>::default();
         let (handle, asks) = Handle::new(board.clone());
         let deaths = deaths::Register::new(policy.borrow().poison_deaths);
         let (program, stop, turn) = (program.to_owned(), stop.clone(), Arc::new(Semaphore::new(1)));
+        let guard = Arc::new(Guard::new(guard.map(Path::to_owned), policy.clone()));
         let health = Arc::default();
-        let launch = Launch { program, policy, stop, deaths, health, board, turn, raw_lines };
+        let launch = Launch {
+            program,
+            policy,
+            stop,
+            deaths,
+            health,
+            board,
+            turn,
+            raw_lines,
+            guard,
+            reached: Mutex::default(),
+        };
         Self { launch: Arc::new(launch), policy: sender, asks, handle }
     }
 
@@ -159,7 +206,7 @@ impl Launching {
     }
 }
 
-/// As [`Launching::run`], for a launcher that nobody looks at or asks.
+/// As [`Launching::run`] of one that is [`Launching::guarded`], and that nobody looks at or asks.
 pub async fn run(program: &Path, assignments: &[Assignment], policy: &Launcher, stop: &Stop) -> Exit {
-    Launching::new(program, policy, stop).run(assignments).await
+    Launching::guarded(program, policy, stop, None).run(assignments).await
 }

@@ -147,6 +147,8 @@ pub fn plan(settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchE
             pool: pool.clone(),
             broker: settings.broker.clone(),
             telemetry: settings.telemetry.clone(),
+            reserved_queues: settings.reserved_queues(),
+            broker_reached: false,
         });
     }
     Ok(assignments)

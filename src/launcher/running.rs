@@ -85,8 +85,10 @@ impl Running {
             return Err(Refusal::Device(ailment));
         }
         let sharers = launch.board.slots_on(&assignment.device) + usize::from(beside);
-        let told = Assignment { sharers, ..assignment.clone() };
-        let spawned = Worker::spawn(&launch.program, &told, deaths, wishes.paused).await;
+        let broker_reached = launch.has_reached(&assignment.broker);
+        let told = Assignment { sharers, broker_reached, ..assignment.clone() };
+        let program = (launch.program.as_path(), &launch.guard);
+        let spawned = Worker::spawn(program, &told, deaths, wishes.paused).await;
         let mut worker = spawned.map_err(|error| {
             let program = launch.program.display().to_string();
             Refusal::Spawn { program, error }
@@ -198,8 +200,8 @@ fn note(slot: &str, line: &str) -> Option<Event> {
     let event = decode::<Event>(line);
     match &event {
         Ok(Event::Ready { device, load_ms }) => tracing::info!(slot, device, load_ms, "worker ready"),
-        Ok(Event::Alone { task }) => {
-            tracing::debug!(slot, task = task.as_ref().map(|task| &task.id), "working on one task alone");
+        Ok(Event::Isolated { tasks }) => {
+            tracing::debug!(slot, tasks = tasks.len(), "working on these tasks apart from others");
         }
         Ok(Event::Forward { tasks }) => tracing::trace!(slot, tasks = tasks.len(), "forward pass"),
         Ok(Event::Loading) => tracing::debug!(slot, "worker loading"),

@@ -25,7 +25,7 @@ impl Slot {
         running.shown = true;
         let (pid, is_ready) = (running.pid(), running.sight.is_ready());
         self.launch.board.change(&self.assignment.slot, |entry| {
-            let before = entry.report.stats.as_ref().map(|stats| stats.now);
+            let before = entry.report.stats.as_ref().map(|stats| stats.now.clone());
             entry.vacate();
             entry.report.pid = pid;
             if is_ready {

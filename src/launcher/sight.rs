@@ -31,9 +31,16 @@ const STUCK: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(super) struct Accused {
     tasks: Vec<TaskName>,
-    /// There was but one, and no other on any way.
-    alone: bool,
+    /// They were all that the worker was working on.
+    isolated: bool,
     last: LastWords,
+}
+
+impl Accused {
+    /// They were suspect before, and are fewer now: a step on the way to the one to blame.
+    fn is_group(&self) -> bool {
+        self.isolated && self.tasks.len() > 1
+    }
 }
 
 /// See the module.
@@ -45,8 +52,8 @@ pub(super) struct Sight {
     /// In the forward pass, by its last word.
     on_device: Vec<TaskName>,
     computing_since: Option<Instant>,
-    /// In quarantine.
-    alone: Option<TaskName>,
+    /// Worked on apart from all others.
+    isolated: Vec<TaskName>,
     heard: Instant,
     /// Why it was killed, or said that it ends.
     why: Circumstances,
@@ -69,6 +76,8 @@ pub(super) struct Remains {
     pub(super) death: Death,
     /// A task was found to be poison by it.
     pub(super) found_poison: bool,
+    /// It died of a group of suspects, which will come again in smaller ones.
+    pub(super) of_group: bool,
     pub(super) accused: Option<Accused>,
     /// Its end in words.
     pub(super) words: String,
@@ -86,7 +95,7 @@ impl Sight {
             accused,
             on_device: Vec::new(),
             computing_since: None,
-            alone: None,
+            isolated: Vec::new(),
             heard: Instant::now(),
             why: Circumstances::default(),
             announced: None,
@@ -139,8 +148,8 @@ impl Sight {
                 // The device is well: whatever was on it when it failed is to blame.
                 self.found_poison |= self.accused.take().is_some_and(|it| blame(&it, launch, slot));
             }
-            Event::Alone { task } => {
-                if let Some(survivor) = std::mem::replace(&mut self.alone, task.clone()) {
+            Event::Isolated { tasks } => {
+                for survivor in std::mem::replace(&mut self.isolated, tasks.clone()) {
                     launch.deaths.survived(&survivor);
                 }
             }
@@ -148,7 +157,12 @@ impl Sight {
                 self.computing_since = (!tasks.is_empty()).then(Instant::now);
                 self.on_device.clone_from(tasks);
             }
-            Event::Stats(stats) => self.account(stats, slot),
+            Event::Stats(stats) => {
+                self.account(stats, slot);
+                if stats.now.connected {
+                    launch.note_broker(&assignment.broker);
+                }
+            }
             Event::Stopped { exit, .. } => self.announced = exit.and_then(Exit::from_code),
             Event::Unfit { why, words } => self.why.unfit = Some((*why, words.clone())),
             _ => {}
@@ -267,12 +281,18 @@ impl Sight {
         // Memory that cannot be corrected is nobody's doing; other events may be a task's.
         devices |= reason == Kind::Ecc.name();
         let mut tasks = std::mem::take(&mut self.on_device);
-        let others = tasks.iter().any(|task| self.alone.as_ref() != Some(task));
-        tasks.extend(self.alone.take().filter(|task| !tasks.contains(task)));
+        let isolated = tasks.iter().all(|task| self.isolated.contains(task));
+        for task in std::mem::take(&mut self.isolated) {
+            if !tasks.contains(&task) {
+                tasks.push(task);
+            }
+        }
         let last = self.log.at_the_end(status);
         let words = words.unwrap_or_else(|| last.exit.clone());
+        let mut of_group = false;
         if !forced && !devices && !tasks.is_empty() {
-            let accused = Accused { tasks, alone: !others, last };
+            let accused = Accused { tasks, isolated, last };
+            of_group = accused.is_group();
             match self.death.exit {
                 None | Some(Exit::Internal) => self.found_poison |= blame(&accused, launch, slot),
                 Some(Exit::DeviceFailed) => self.accused = Some(accused),
@@ -280,15 +300,24 @@ impl Sight {
                 Some(_) => {}
             }
         }
-        Remains { death: self.death, found_poison: self.found_poison, accused: self.accused, words, reason }
+        let Self { death, found_poison, accused, .. } = self;
+        Remains { death, found_poison, of_group, accused, words, reason }
     }
 }
 
 /// A worker died of one of these tasks. True: one of them is known as poison now.
-fn blame(Accused { tasks, alone, last }: &Accused, launch: &Launch, slot: &str) -> bool {
+fn blame(accused: &Accused, launch: &Launch, slot: &str) -> bool {
+    let Accused { tasks, isolated, last } = accused;
     let ids: Vec<&str> = tasks.iter().take(SHOWN).map(|task| task.id.as_str()).collect();
-    tracing::warn!(slot, tasks = tasks.len(), alone, ?ids, exit = last.exit, "at its end it had these tasks");
-    launch.deaths.died(tasks, *alone, last)
+    tracing::warn!(
+        slot,
+        tasks = tasks.len(),
+        isolated,
+        ?ids,
+        exit = last.exit,
+        "at its end it had these tasks"
+    );
+    launch.deaths.died(tasks, *isolated, last)
 }
 
 /// Writes what a worker says on the board.
@@ -297,7 +326,7 @@ fn post(entry: &mut Entry, event: Event, shown: bool) {
         let mut stats = stats.clone();
         if let Some(sums) = &mut entry.report.stats {
             if !shown {
-                stats.now = sums.now;
+                stats.now = sums.now.clone();
             }
             sums.add(&stats);
         }
@@ -323,7 +352,7 @@ fn post(entry: &mut Entry, event: Event, shown: bool) {
                 entry.turn(if busy { State::Busy } else { State::Ready });
             }
         }
-        Event::Alone { .. } | Event::Stats(_) | Event::Unfit { .. } | Event::Stopped { .. } => {}
+        Event::Isolated { .. } | Event::Stats(_) | Event::Unfit { .. } | Event::Stopped { .. } => {}
     }
 }
 

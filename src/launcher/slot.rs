@@ -112,7 +112,9 @@ impl Slot {
         let policy = self.launch.policy.borrow().clone();
         let (slot, death) = (self.assignment.slot.clone(), remains.death);
         *accused = remains.accused;
-        if !death.is_quick_failure(&policy) {
+        if remains.of_group {
+            // A step on the way to the one to blame. The last step is a task alone, which counts.
+        } else if !death.is_quick_failure(&policy) {
             (self.quick_failures, self.found_in_a_row) = (0, 0);
         } else if remains.found_poison && self.found_in_a_row < policy.max_quick_failures {
             // The failures had a cause, which is out of the way. Not without end: where every task

@@ -99,11 +99,11 @@ pub enum Event {
         /// From process start, in milliseconds.
         load_ms: u64,
     },
-    /// A task that was delivered before is prepared, computed and answered now, and no other begins
-    /// meanwhile. If the process dies, it is known of what.
-    Alone {
-        /// The task; none: it is through.
-        task: Option<TaskName>,
+    /// Tasks that may have killed a worker are prepared, computed and answered now, and no other begins
+    /// meanwhile. If the process dies, it is known of which.
+    Isolated {
+        /// The tasks; none: they are through.
+        tasks: Vec<TaskName>,
     },
     /// A forward pass begins. If the process dies, it is known with what.
     Forward {
@@ -180,8 +180,14 @@ impl TaskName {
 pub struct Deaths {
     /// The task's fingerprint.
     pub task: String,
-    /// How many workers died with it.
+    /// How many workers died with it, those left out that died of a group that was isolated.
     pub count: u32,
+    /// How many of them died while it was isolated alone.
+    #[serde(default)]
+    pub alone: u32,
+    /// The fewest tasks, itself included, that one of them died with.
+    #[serde(default)]
+    pub among: u32,
     /// How the last one died, once so many died while it was alone that it is not tried again.
     pub poison: Option<LastWords>,
 }

@@ -17,7 +17,7 @@ const OUR_BYTES: usize = 8_192;
 
 /// Header with when it became a dead letter, ISO-8601.
 pub const DEAD_LETTERED_AT: &str = "dead_lettered_at";
-/// Header of a parked reply with the queue that it was for.
+/// Header of a parked reply, which earlier versions wrote, with the queue that it was for.
 pub const REPLY_QUEUE: &str = "reply_queue";
 /// All headers that this file writes beside `original_*`.
 pub(super) const OURS: [&str; 10] = [
@@ -45,16 +45,24 @@ pub enum Reason {
     Poison,
     /// It was tried as often as the settings allow, each time in vain.
     Attempts,
-    /// The reply has nowhere to go.
+    /// Its reply has nowhere to go.
     Unroutable,
+    /// The queue that its reply is for has not taken it in time.
+    Unconfirmed,
     /// A `control.*` type that this version does not know.
     UnknownControl,
 }
 
 impl Reason {
     /// Every reason.
-    pub const ALL: [Self; 5] =
-        [Self::Undecodable, Self::Poison, Self::Attempts, Self::Unroutable, Self::UnknownControl];
+    pub const ALL: [Self; 6] = [
+        Self::Undecodable,
+        Self::Poison,
+        Self::Attempts,
+        Self::Unroutable,
+        Self::Unconfirmed,
+        Self::UnknownControl,
+    ];
 
     /// The `reason` header.
     pub fn as_str(self) -> &'static str {
@@ -63,6 +71,7 @@ impl Reason {
             Self::Poison => "poison",
             Self::Attempts => "attempts",
             Self::Unroutable => "unroutable",
+            Self::Unconfirmed => "unconfirmed",
             Self::UnknownControl => "unknown_control",
         }
     }
@@ -86,13 +95,6 @@ pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
     let mut message = task.message.clone();
     message.properties.headers.remove(ATTEMPT);
     parked(message, &task.id, cause)
-}
-
-/// The dead letter of a reply that found no place in `queue`.
-pub fn parked_reply(reply: Message, task_id: &str, queue: &str, cause: &Cause<'_>) -> Message {
-    let mut letter = parked(reply, task_id, cause);
-    letter.properties.headers.insert(REPLY_QUEUE.into(), queue.into());
-    letter
 }
 
 /// `letter` with how the workers died that had the task on their device.

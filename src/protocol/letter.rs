@@ -97,25 +97,24 @@ impl<'a> Letter<'a> {
         }
     }
 
+    /// The queue that a reply was for which a worker of an earlier version has put here. Now they put the
+    /// task here.
+    fn parked_for(&self) -> Option<&'a str> {
+        let is_reply = self.message.properties.kind.as_deref() == Some("reply");
+        self.text(REPLY_QUEUE).filter(|_| is_reply && self.ours == Some(Reason::Unroutable))
+    }
+
     /// The queue that it belongs into: a task its pool's, a parked reply the one it was for.
     ///
     /// # Errors
     /// Nobody knows, or it would act as no task does. `named`: somebody has asked for this very letter.
-    pub fn destination(
-        &self,
-        task_queue: &'a str,
-        reply_queue: Option<&'a str>,
-        named: bool,
-    ) -> Result<&'a str, String> {
+    pub fn destination(&self, task_queue: &'a str, named: bool) -> Result<&'a str, String> {
         // First: anybody can write the headers of a parked reply.
         if is_control(self.message) && !named {
             let kind = self.message.properties.kind.as_deref().unwrap_or("null");
             return Err(format!("it is a control message ({kind}): to put it back, give its id"));
         }
-        if self.ours == Some(Reason::Unroutable) {
-            let queue = self.text(REPLY_QUEUE).or(reply_queue).ok_or(
-                "it is a reply that does not say which queue it was for, and the pool has no reply_queue",
-            )?;
+        if let Some(queue) = self.parked_for() {
             if queue.starts_with(DIRECT_REPLY_TO) {
                 return Err("it is a reply by direct reply-to, and who asked is gone".into());
             }
@@ -156,13 +155,14 @@ fn our_reason(headers: &Headers) -> Option<Reason> {
 /// does a deadline that may have been reckoned from an expiration. An attempt begins anew.
 pub fn restored(mut letter: Message) -> Message {
     let ours = our_reason(&letter.properties.headers);
+    let is_reply = Letter::of(&letter).parked_for().is_some();
     (letter.properties.expiration, letter.properties.user_id) = (None, None);
     let headers = &mut letter.properties.headers;
     headers.retain(|name, _| name != "CC" && !is_the_brokers(name));
     let tried = headers.remove(ATTEMPT).is_some();
     match ours {
         // The reply's own say which task it answers, and who did.
-        Some(Reason::Unroutable) => {
+        Some(_) if is_reply => {
             headers.retain(|name, _| matches!(name.as_str(), "task_id" | "worker") || !is_ours(name));
         }
         Some(_) => headers.retain(|name, _| name == REPLY_QUEUE || !is_ours(name)),

@@ -1,6 +1,6 @@
 //! What a letter says, and what it was.
 
-use super::super::dead_letter::{Cause, dead_letter, parked_reply, with_deaths};
+use super::super::dead_letter::{Cause, dead_letter, with_deaths};
 use super::super::{Incoming, Properties, Task, classify};
 use super::*;
 use crate::protocol::control::Deaths;
@@ -53,12 +53,12 @@ fn a_task_is_put_back_as_its_producer_sent_it_but_for_what_would_act_at_once() {
     };
     let letter = with_deaths(
         dead_letter(&task(acting), &cause(Reason::Poison)),
-        &Deaths { task: "f".into(), count: 3, poison: None },
+        &Deaths { task: "f".into(), count: 3, alone: 0, among: 1, poison: None },
     );
     let read = Letter::of(&letter);
     assert_eq!((read.reason(), read.died_at(), read.task_id()), ("poison", Some(at(100)), Some("c")));
     assert_eq!((read.error(), read.pool()), (Some("it broke"), Some("embed")));
-    assert_eq!(read.destination("tasks", None, false), Ok("tasks"));
+    assert_eq!(read.destination("tasks", false), Ok("tasks"));
     let back = restored(letter);
     assert_eq!(back.properties, sent);
     assert_eq!(&back.body[..], br#"{"input":"a"}"#);
@@ -77,6 +77,31 @@ fn a_deadline_stays_unless_it_may_come_of_an_expiration() {
     assert_eq!(back.properties, Properties::default());
 }
 
+/// As earlier versions wrote it.
+fn parked_reply(mut reply: Message, queue: &str) -> Message {
+    let headers = [
+        ("reason", "unroutable"),
+        ("error", "it broke"),
+        ("task_id", "t"),
+        ("worker", "host/embed/0"),
+        (REPLY_QUEUE, queue),
+    ];
+    reply.properties.headers.extend(headers.map(|(name, value)| (name.to_owned(), value.into())));
+    reply
+}
+
+#[test]
+fn a_task_whose_reply_found_no_queue_is_a_task_again() {
+    for reason in [Reason::Unroutable, Reason::Unconfirmed] {
+        // Anybody may write the headers of a parked reply into a task.
+        let headers = Headers::from([(REPLY_QUEUE.to_owned(), "elsewhere".into())]);
+        let sent = Properties { correlation_id: Some("c".into()), headers, ..Properties::default() };
+        let letter = dead_letter(&task(sent.clone()), &cause(reason));
+        assert_eq!(Letter::of(&letter).destination("tasks", false), Ok("tasks"));
+        assert_eq!(restored(letter).properties, sent);
+    }
+}
+
 #[test]
 fn a_parked_reply_goes_to_the_queue_it_was_for_and_is_a_reply_again() {
     let headers = Headers::from([
@@ -87,25 +112,21 @@ fn a_parked_reply_goes_to_the_queue_it_was_for_and_is_a_reply_again() {
     let kind = Some("reply".into());
     let reply =
         Message { properties: Properties { kind, headers, ..Properties::default() }, body: "{}".into() };
-    let letter = parked_reply(reply.clone(), "t", "wanted", &cause(Reason::Unroutable));
-    assert_eq!(Letter::of(&letter).destination("tasks", Some("replies"), false), Ok("wanted"));
+    let letter = parked_reply(reply.clone(), "wanted");
+    assert_eq!(Letter::of(&letter).destination("tasks", false), Ok("wanted"));
     assert_eq!(restored(letter.clone()), reply);
-    let mut silent = letter;
-    silent.properties.headers.remove(REPLY_QUEUE);
-    assert_eq!(Letter::of(&silent).destination("tasks", Some("replies"), false), Ok("replies"));
-    assert!(Letter::of(&silent).destination("tasks", None, true).unwrap_err().contains("reply_queue"));
-    let direct = parked_reply(reply, "t", "amq.rabbitmq.reply-to.g1", &cause(Reason::Unroutable));
-    assert!(Letter::of(&direct).destination("tasks", None, true).is_err(), "nobody would hear it");
+    let direct = parked_reply(reply, "amq.rabbitmq.reply-to.g1");
+    assert!(Letter::of(&direct).destination("tasks", true).is_err(), "nobody would hear it");
 }
 
 #[test]
 fn a_control_message_with_the_headers_of_a_parked_reply_is_one_all_the_same() {
     let kind = Some("control.shutdown".to_owned());
     let sentinel = Message { properties: Properties { kind, ..Properties::default() }, body: "".into() };
-    let letter = parked_reply(sentinel, "t", "tasks", &cause(Reason::Unroutable));
-    let refused = Letter::of(&letter).destination("tasks", None, false);
+    let letter = parked_reply(sentinel, "tasks");
+    let refused = Letter::of(&letter).destination("tasks", false);
     assert!(refused.is_err_and(|why| why.contains("control.shutdown")));
-    assert_eq!(Letter::of(&letter).destination("tasks", None, true), Ok("tasks"));
+    assert_eq!(Letter::of(&letter).destination("tasks", true), Ok("tasks"));
 }
 
 #[test]
@@ -169,9 +190,9 @@ fn what_gives_no_reason_or_time_is_unknown_and_a_timestamp_is_better_than_nothin
 fn a_control_message_is_put_back_only_by_its_id() {
     let reboot = Properties { kind: Some("control.reboot".into()), ..Properties::default() };
     let letter = dead_letter(&task(reboot), &cause(Reason::UnknownControl));
-    let error = Letter::of(&letter).destination("tasks", None, false).unwrap_err();
+    let error = Letter::of(&letter).destination("tasks", false).unwrap_err();
     assert!(error.contains("control.reboot"), "{error}");
-    assert_eq!(Letter::of(&letter).destination("tasks", None, true), Ok("tasks"));
+    assert_eq!(Letter::of(&letter).destination("tasks", true), Ok("tasks"));
     let sentinel = Message { properties: Properties::default(), body: " null".into() };
-    assert!(Letter::of(&sentinel).destination("tasks", None, false).is_err());
+    assert!(Letter::of(&sentinel).destination("tasks", false).is_err());
 }

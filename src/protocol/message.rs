@@ -162,6 +162,25 @@ pub struct Properties {
     pub cluster_id: Option<String>,
 }
 
+/// Bytes of headers that fit a frame beside all that we add.
+const PLAIN_BYTES: usize = 32 << 10;
+
+impl Properties {
+    /// Whether every broker takes the headers as they are: single values, no number that is infinite or
+    /// none, all of them well within a frame.
+    pub fn is_plain(&self) -> bool {
+        let bytes = |value: &Value| match value {
+            Value::Text(text) | Value::Bytes(text) => Some(text.len()),
+            Value::F32(number) => number.is_finite().then_some(4),
+            Value::F64(number) => number.is_finite().then_some(8),
+            Value::Decimal { .. } | Value::Array(_) | Value::Table(_) => None,
+            _ => Some(8),
+        };
+        let sizes = self.headers.iter().map(|(name, value)| Some(name.len() + bytes(value)?));
+        sizes.sum::<Option<usize>>().is_some_and(|sum| sum <= PLAIN_BYTES)
+    }
+}
+
 /// Properties and body: what is published, and what is delivered.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Message {

@@ -160,7 +160,7 @@ pub struct Stats {
 }
 
 /// Where a worker stands.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Standing {
     /// Tasks in hand: delivered and not yet settled.
@@ -169,6 +169,8 @@ pub struct Standing {
     pub connected: bool,
     /// Bytes of memory that the process has to itself and in use.
     pub resident: u64,
+    /// What it waits for and cannot help, in words: a broker, a dead-letter queue.
+    pub problem: Option<String>,
 }
 
 impl Stats {
@@ -233,7 +235,7 @@ impl Stats {
         self.batch_seconds.add(&more.batch_seconds);
         self.batch_inputs.add(&more.batch_inputs);
         self.batch_tokens.add(&more.batch_tokens);
-        self.now = more.now;
+        self.now = more.now.clone();
     }
 
     /// The share of the span that the device computed, in percent.
@@ -259,7 +261,7 @@ mod tests {
         tell(&mut first, 5);
         tell(&mut second, 6);
         second.dead_lettered.insert("poison".into(), 1);
-        second.now = Standing { held: 3, connected: true, resident: 1 };
+        second.now = Standing { held: 3, connected: true, resident: 1, problem: None };
         sum.add(&first);
         sum.add(&second);
         assert_eq!((sum.tasks(), sum.of_status("failed")), (11, 4));
@@ -268,7 +270,7 @@ mod tests {
         let (compute, sizes) = (&sum.stages[Stage::Compute as usize], &sum.batch_inputs);
         assert_eq!((compute.count(), sizes.count(), sizes.sum()), (11, 11, 25.0));
         assert_eq!(sizes.counts(&INPUTS)[..4], [4, 2, 4, 1]);
-        assert!(!sum.is_idle() && Stats { span_ms: 9, now: sum.now, ..Stats::default() }.is_idle());
+        assert!(!sum.is_idle() && Stats { span_ms: 9, now: sum.now.clone(), ..Stats::default() }.is_idle());
     }
 
     #[test]

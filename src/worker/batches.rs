@@ -12,9 +12,8 @@ use tokio::sync::{mpsc, watch};
 use super::WorkerError;
 use super::dials::changed;
 use super::engine::{Done, Item};
-use super::quarantine::Quarantine;
+use super::isolation::Isolation;
 use super::report::Counters;
-use super::suspects::Suspects;
 use super::ticket::Complete;
 use crate::batching::{Batch, Batcher, Device, Policy};
 use crate::model::Codec;
@@ -27,9 +26,8 @@ const TRIED: u32 = 256;
 /// Inputs of one task, ready for a batch.
 pub(super) struct Submission<C: Codec> {
     pub(super) items: Vec<Item<C>>,
-    /// It was delivered before: it may have killed a worker, and goes through the device without
-    /// batch-mates.
-    pub(super) suspect: bool,
+    /// It may have killed a worker, and goes through the device with the others of its group alone.
+    pub(super) isolated: bool,
 }
 
 /// See the module.
@@ -41,10 +39,10 @@ pub(super) struct BatchFormer<C: Codec> {
     pub(super) policy: Policy,
     /// Other bounds of batches. Written by who reads the launcher's commands.
     pub(super) wishes: watch::Receiver<BatchChange>,
-    /// Tasks that go alone; see there. They go first: most came first.
-    pub(super) suspects: Suspects<C>,
+    /// Inputs of the group that is isolated now.
+    pub(super) isolated: Batcher<Item<C>>,
     /// While it is occupied, no other batch begins.
-    pub(super) quarantine: Arc<Quarantine>,
+    pub(super) isolation: Arc<Isolation>,
     /// Written by task futures, read here. Bound: beyond it, tasks wait where they are.
     pub(super) submissions: mpsc::Receiver<Submission<C>>,
     pub(super) batches: SyncSender<Batch<Item<C>>>,
@@ -64,9 +62,9 @@ impl<C: Codec> BatchFormer<C> {
     pub(super) async fn run(mut self) {
         let mut under_way = 0;
         let mut submitting = true;
-        while submitting || under_way > 0 || !self.batcher.is_empty() || self.suspects.any() {
+        while submitting || under_way > 0 || !self.batcher.is_empty() || !self.isolated.is_empty() {
             under_way += self.hand_over(under_way, submitting);
-            let waits = under_way > 0 || self.quarantine.is_occupied();
+            let waits = under_way > 0 || self.isolation.is_occupied();
             let due = if waits { None } else { self.batcher.due() };
             let mut submitted = Vec::new();
             tokio::select! {
@@ -84,7 +82,7 @@ impl<C: Codec> BatchFormer<C> {
                         self.counters.count(|stats| stats.batch(inputs, tokens, took.as_secs_f64()));
                         if let Some(most) = self.sizing.learn(too_large) {
                             self.batcher.limit_tokens(most);
-                            self.suspects.limit_tokens(most);
+                            self.isolated.limit_tokens(most);
                         }
                     }
                     Some(Done::Unwanted) => under_way -= 1,
@@ -93,12 +91,12 @@ impl<C: Codec> BatchFormer<C> {
                             Some(Done::Fault(words)) => words,
                             _ => "the model thread ended".to_owned(),
                         };
-                        self.quarantine.close();
+                        self.isolation.close();
                         let _ = self.fault.send(WorkerError::Device(words)).await;
                         return;
                     }
                 },
-                () = self.quarantine.left() => {}
+                () = self.isolation.left() => {}
                 Ok(()) = self.wishes.changed() => self.grant(),
                 () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now).into()), if due.is_some() => {}
             }
@@ -113,32 +111,29 @@ impl<C: Codec> BatchFormer<C> {
         tracing::info!(max_tokens, max_requests, ?max_delay, "batches have other bounds from now on");
         self.sizing = Sizing::new(max_tokens);
         self.batcher.set_policy(policy);
-        self.suspects.set_policy(policy);
+        self.isolated.set_policy(policy);
     }
 
     fn accept(&mut self, submission: Submission<C>, now: Instant) {
-        if submission.suspect {
-            return self.suspects.push(submission);
-        }
+        let batcher = if submission.isolated { &mut self.isolated } else { &mut self.batcher };
         for item in submission.items {
             let tokens = item.tokens;
-            self.batcher.push(item, tokens, now);
+            batcher.push(item, tokens, now);
         }
     }
 
-    /// Fills the model thread's places, or one of them with a suspect. Returns how many batches
-    /// were handed over.
+    /// Fills the model thread's places, or one of them with inputs that are isolated. Returns how many
+    /// batches were handed over.
     fn hand_over(&mut self, under_way: usize, submitting: bool) -> usize {
-        if self.suspects.any() {
-            // Nothing beside a suspect: a death must have one cause.
+        if !self.isolated.is_empty() {
+            // Nothing beside them: a death is to have its cause among few.
             if under_way > 0 {
                 return 0;
             }
-            if let Some(batch) = self.suspects.next() {
-                return usize::from(self.batches.try_send(batch).is_ok());
-            }
+            let batch = self.isolated.take(Instant::now(), Device::Idle, false);
+            return usize::from(batch.is_some_and(|batch| self.batches.try_send(batch).is_ok()));
         }
-        if self.quarantine.is_occupied() {
+        if self.isolation.is_occupied() {
             return 0;
         }
         let mut handed = 0;

@@ -217,7 +217,11 @@ impl<M: Model> Service<M> {
                 let (took, too_large) = (self.freed - began, self.forward.too_large());
                 Done::Computed { complete: self.forward.complete(), inputs, tokens, took, too_large }
             }
-            Err(fault) => Done::Fault(fault),
+            Err(fault) => {
+                // The launcher has heard, or is about to, that the device is idle.
+                self.forward.announce(&[], &batch.inputs);
+                Done::Fault(fault)
+            }
         };
         passed(&self.traces, began_at, batch, &said);
         self.say(said)

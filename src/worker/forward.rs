@@ -162,8 +162,8 @@ impl<M: Model> Forward<M> {
         Ok(())
     }
 
-    /// Tells the launcher which tasks are on the device, before they are.
-    fn announce(&self, there: &[Item<M::Codec>], items: &[Item<M::Codec>]) {
+    /// Tells the launcher which tasks are on the device, before they are; or were, where it failed with them.
+    pub(super) fn announce(&self, there: &[Item<M::Codec>], items: &[Item<M::Codec>]) {
         let mut tasks: Vec<TaskName> = Vec::with_capacity(there.len() + items.len());
         for item in there.iter().chain(items) {
             // The inputs of a task stand together.

@@ -151,13 +151,16 @@ impl<'a, C: Codec> Intake<'a, C> {
         let now = SystemTime::now();
         let made_id = || uuid::Uuid::new_v4().to_string();
         let receipt = delivery.receipt;
-        let redeliveries = delivery.delivery_count.max(delivery.redelivered.into()) as i64;
-        if redeliveries > 0 {
+        let counted = delivery.delivery_count.is_some();
+        let count = delivery.delivery_count.unwrap_or_default().max(delivery.redelivered.into()) as i64;
+        let redeliveries = (count, counted);
+        if count > 0 {
             self.shared.settlement.counters.count(|stats| stats.redelivered += 1);
         }
         self.budget.note(|budget, now| budget.taken(receipt, now));
         if let Some(prefetch) = self.shared.prefetch.came(delivery.message.body.len()) {
             self.budget.note(|budget, _| budget.set_prefetch(prefetch));
+            self.shared.settlement.stalled.set_prefetch(prefetch.get());
             self.consumer.set_prefetch(prefetch).await;
         }
         match classify(delivery.message, now, made_id) {

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use tokio::sync::mpsc;
 
@@ -11,16 +11,19 @@ use super::WorkerError;
 use super::batches::{Submission, expiry};
 use super::deaths::KnownDeaths;
 use super::engine::Item;
+use super::isolation::{Isolation, suspicion};
 use super::lane::{Effort, Lane};
 use super::outcome::Outcome;
 use super::prefetch::Live;
-use super::quarantine::Quarantine;
 use super::settle::{Accepted, Settlement};
 use super::ticket::Ticket;
 use crate::model::{Codec, Prepared};
 use crate::protocol::task::URL;
 use crate::protocol::{Receipt, Task, TaskError, TaskErrorKind, shorten};
 use crate::telemetry::traces::Traces;
+
+/// How long a task that came back waits for the launcher's word on what a worker died of.
+const NEWS: Duration = Duration::from_millis(200);
 
 /// What every task's future shares.
 pub(super) struct Shared<C: Codec> {
@@ -32,7 +35,7 @@ pub(super) struct Shared<C: Codec> {
     /// See the batch former.
     pub(super) preparing: Arc<AtomicUsize>,
     pub(super) settlement: Settlement,
-    pub(super) quarantine: Arc<Quarantine>,
+    pub(super) isolation: Arc<Isolation>,
     pub(super) deaths: KnownDeaths,
     pub(super) prefetch: Live,
     pub(super) traces: Traces,
@@ -70,28 +73,43 @@ impl<C: Codec> Shared<C> {
     ) -> Result<(), WorkerError> {
         let mut receipt =
             Receipt { queue_ms: accepted.task.queued_ms(SystemTime::now()), ..Receipt::default() };
-        // Whoever publishes the same task anew wants it tried anew.
         let again = accepted.redeliveries > 0;
-        let alone = if again { Some(self.quarantine.enter(ticket.name.clone()).await) } else { None };
+        if again {
+            // The launcher hears of a worker's death at about the time when the broker does.
+            tokio::time::sleep(NEWS).await;
+        }
+        let known = self.deaths.of(&ticket.name.fingerprint);
+        let suspicion = suspicion(accepted.redeliveries, accepted.counted, known.as_ref());
+        let stay = match suspicion {
+            Some(most) => self.isolation.enter(ticket.name.clone(), most).await,
+            None => None,
+        };
         // Not before its turn: others may have died of it meanwhile.
         accepted.deaths = self.deaths.of(&ticket.name.fingerprint);
         let is_poison = accepted.deaths.as_ref().is_some_and(|deaths| deaths.poison.is_some());
-        let outcome = if again && is_poison {
+        let outcome = if let Some(queue) = self.misaddressed(&accepted.task) {
+            Outcome::Misaddressed(queue)
+        } else if again && is_poison {
             Outcome::Poison
         } else if accepted.redeliveries >= self.max_deliveries {
             Outcome::OutOfDeliveries(accepted.redeliveries)
         } else {
-            match self.work(&accepted.task, &ticket, again, &mut receipt).await {
+            match self.work(&accepted.task, &ticket, stay.is_some(), &mut receipt).await {
                 Ok(body) => Outcome::Answered(body),
                 Err(error) => Outcome::Failed(error),
             }
         };
-        drop(alone);
+        drop(stay);
         if !ticket.commit() {
             return Ok(());
         }
         accepted.traced.worked(&receipt, accepted.attempt());
         self.settlement.settle(&accepted, outcome, &receipt).await
+    }
+
+    /// The queue that the task wants its reply in, where none may go there.
+    fn misaddressed(&self, task: &Task) -> Option<String> {
+        task.reply_to().filter(|queue| self.settlement.queues.is_reserved(queue)).map(str::to_owned)
     }
 
     /// Settles a control message that nobody knows.
@@ -106,7 +124,7 @@ impl<C: Codec> Shared<C> {
         &self,
         task: &Arc<Task>,
         ticket: &Arc<Ticket<C::Output>>,
-        suspect: bool,
+        isolated: bool,
         receipt: &mut Receipt,
     ) -> Result<Vec<u8>, TaskError> {
         let preparing = Preparing::begin(&self.preparing);
@@ -117,7 +135,7 @@ impl<C: Codec> Shared<C> {
         let preparation = move || codec.prepare(&own.message);
         let bytes = task.message.body.len();
         let brief = self.codec.prepares_briefly(bytes);
-        let prepared = self.beside_others(suspect, self.prepare.run(Effort::of(brief), preparation)).await;
+        let prepared = self.beside_others(isolated, self.prepare.run(Effort::of(brief), preparation)).await;
         let Prepared { request, inputs } = prepared.map_err(internal)??;
         receipt.prepare_ms = ms(began);
         if inputs.is_empty() {
@@ -133,7 +151,7 @@ impl<C: Codec> Shared<C> {
             index,
             ticket: ticket.clone(),
         });
-        let submission = Submission { items: items.collect(), suspect };
+        let submission = Submission { items: items.collect(), isolated };
         let Ok(place) = self.submit.reserve().await else { return the_worker_ends().await };
         // Before it is sent: whoever receives it must not wait for it.
         drop(preparing);
@@ -145,12 +163,12 @@ impl<C: Codec> Shared<C> {
         receipt.batch_tokens = computed.last.tokens as i64;
         let (codec, outputs) = (self.codec.clone(), computed.outputs?);
         let response = move || codec.respond(request, outputs);
-        self.beside_others(suspect, self.respond.run(Effort::of(brief), response)).await.map_err(internal)?
+        self.beside_others(isolated, self.respond.run(Effort::of(brief), response)).await.map_err(internal)?
     }
 
-    /// Does something of a task on a lane: while no other is in quarantine, if it is not there itself.
-    async fn beside_others<T>(&self, suspect: bool, work: impl Future<Output = T>) -> T {
-        let _out = if suspect { None } else { Some(self.quarantine.keep_out().await) };
+    /// Does something of a task on a lane: while no others are isolated, if it is not one of them.
+    async fn beside_others<T>(&self, isolated: bool, work: impl Future<Output = T>) -> T {
+        let _out = if isolated { None } else { Some(self.isolation.keep_out().await) };
         work.await
     }
 

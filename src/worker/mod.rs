@@ -8,8 +8,7 @@
 //! | `life` | the steps of one task |
 //! | `ticket` | whether a task is answered or handed back |
 //! | `batches` | when the device gets its next batch (by the rules in `batching`) |
-//! | `quarantine` | which task is worked on alone, because it may have killed a worker |
-//! | `suspects` | that it is alone on the device too |
+//! | `isolation` | which tasks are worked on apart from others, because they may have killed a worker |
 //! | `dials` | what can be set from outside while it runs |
 //! | `deaths` | which tasks workers died of, as the launcher knows it |
 //! | `engine` | the model thread |
@@ -17,6 +16,7 @@
 //! | `lane` | which work beside it has threads of its own |
 //! | `outcome` | what happened → what becomes of the message |
 //! | `settle` | publish → confirm → ack |
+//! | `stalled` | how many tasks may wait for a reply queue that takes nothing |
 //! | `report` | control lines, counters |
 //! | `traced` | what spans say of tasks and batches |
 //! | `prefetch` | how many messages to hold ahead |
@@ -29,15 +29,15 @@ mod dials;
 mod engine;
 mod forward;
 mod intake;
+mod isolation;
 mod lane;
 mod life;
 mod outcome;
 mod prefetch;
-mod quarantine;
 mod report;
 mod settle;
+mod stalled;
 mod station;
-mod suspects;
 mod ticket;
 mod traced;
 
@@ -81,14 +81,6 @@ pub enum WorkerError {
     /// The device failed; only a new process can use it.
     #[error("{0}")]
     Device(String),
-    /// There is no dead-letter queue to put a message in.
-    #[error("dead-letter queue {queue:?}: {why}; make it, or set broker.declare = true")]
-    NoDeadLetters {
-        /// The pool's `dead_letter_queue`.
-        queue: String,
-        /// What is wrong with it.
-        why: String,
-    },
     /// The broker was lost while the worker obeyed a sentinel, which is now somebody else's.
     #[error("the broker was lost before the sentinel could be acked")]
     SentinelLost,
@@ -111,7 +103,7 @@ impl WorkerError {
                 Exit::DeviceFailed
             }
             Self::Load(_) => Exit::ModelFailed,
-            Self::Broker(BrokerError::Refused { .. }) | Self::NoDeadLetters { .. } => Exit::Config,
+            Self::Broker(BrokerError::Refused { .. }) => Exit::Config,
             Self::Broker(BrokerError::Unreachable { .. }) | Self::SentinelLost => Exit::BrokerLost,
             Self::Internal(_) => Exit::Internal,
         }
@@ -248,12 +240,12 @@ fn assemble<C: Codec>(
     let (submit, submissions) = mpsc::channel(SUBMISSIONS);
     let (fault_in, fault) = mpsc::channel(1);
     let policy = policy(assignment);
-    let quarantine = Arc::new(quarantine::Quarantine::new(control.reporter.clone()));
+    let isolation = isolation::Isolation::start(control.reporter.clone());
     let former = batches::BatchFormer {
         batcher: Batcher::new(policy),
         sizing: batches::Sizing::new(policy.max_tokens),
-        quarantine: quarantine.clone(),
-        suspects: suspects::Suspects::new(policy),
+        isolation: isolation.clone(),
+        isolated: Batcher::new(policy),
         policy,
         wishes: control.dials.batch(),
         submissions,
@@ -278,7 +270,7 @@ fn assemble<C: Codec>(
         respond: lane::Lane::start("respond", assignment.feeders())?,
         submit,
         preparing,
-        quarantine,
+        isolation,
         counters,
         control: control.clone(),
     };

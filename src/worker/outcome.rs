@@ -18,6 +18,8 @@ pub(super) enum Outcome {
     Failed(TaskError),
     /// It killed the workers that computed it alone; it has not been computed again.
     Poison,
+    /// Its reply is to go to this queue, which no reply may go to: a task, retry or dead-letter queue.
+    Misaddressed(String),
     /// It has been delivered this often before, each time in vain.
     OutOfDeliveries(i64),
     /// Not a task but a control message of an unknown type.
@@ -66,6 +68,13 @@ pub(super) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disposition {
         Outcome::Poison => {
             let words = "each worker that computed this task alone died of it; it is not tried again";
             Disposition::DeadLetter(Reason::Poison, TaskError::new(TaskErrorKind::Internal, words))
+        }
+        Outcome::Misaddressed(queue) => {
+            let words = format!(
+                "reply_to is {queue:?}, a task, retry or dead-letter queue: a reply there would come back as a \
+                 task, or be taken for a dead letter"
+            );
+            Disposition::DeadLetter(Reason::Unroutable, TaskError::bad_input("reply_to", words))
         }
         Outcome::OutOfDeliveries(deliveries) => {
             let words = format!("delivered {deliveries} times without an answer; it is not tried again");

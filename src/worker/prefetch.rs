@@ -14,6 +14,8 @@ const REMEMBERED: f64 = 256.0;
 const REMEMBERED_BYTES: f64 = 32.0;
 /// Messages that must have come since the last change.
 const MEASURED: u32 = 32;
+/// How many times as many messages are held after the first sizes are known.
+const GROWTH: f64 = 4.0;
 /// Between two changes, at least: each makes a consumer anew.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -34,6 +36,10 @@ pub(super) struct Limits {
 pub(super) struct Prefetch {
     limits: Limits,
     current: u16,
+    /// Of short texts, as which messages are taken until it is known how many tokens they carry.
+    usual: u16,
+    /// Messages that have come in all.
+    seen: u32,
     changed: Instant,
     /// Messages since then.
     came: u32,
@@ -57,10 +63,11 @@ impl Average {
 }
 
 impl Prefetch {
-    pub(super) fn new(limits: Limits, first: u16, now: Instant) -> Self {
+    /// Begins with `first` messages, few where their sizes are not known yet, and goes on to `usual`.
+    pub(super) fn new(limits: Limits, first: u16, usual: u16, now: Instant) -> Self {
         let empty = Average::default;
         let (tokens, inputs, bytes) = (empty(), empty(), empty());
-        Self { limits, current: first, changed: now, came: 0, tokens, inputs, bytes }
+        Self { limits, current: first, usual, seen: 0, changed: now, came: 0, tokens, inputs, bytes }
     }
 
     /// Other bounds, from now on.
@@ -72,6 +79,7 @@ impl Prefetch {
     pub(super) fn came(&mut self, bytes: usize) {
         self.bytes.add(bytes as f64, REMEMBERED_BYTES);
         self.came += 1;
+        self.seen = self.seen.saturating_add(1);
     }
 
     /// A message has become so many inputs.
@@ -82,10 +90,14 @@ impl Prefetch {
 
     /// The new prefetch, when it is worth a change.
     pub(super) fn change(&mut self, now: Instant) -> Option<NonZeroU16> {
-        if self.came < MEASURED || now < self.changed + PAUSE {
+        // The first sizes are waited for no longer than they take to come.
+        let starts = self.seen < self.usual.into() && self.current < self.usual;
+        let measured = if starts { self.current.into() } else { MEASURED };
+        if self.came < measured || !starts && now < self.changed + PAUSE {
             return None;
         }
         let (wanted, before) = (self.wanted(), f64::from(self.current));
+        let wanted = if starts { wanted.min(GROWTH * before) } else { wanted };
         if wanted < 1.5 * before && before < 1.5 * wanted {
             return None;
         }
@@ -99,7 +111,7 @@ impl Prefetch {
             .max(1.0);
         // Of messages that nothing came of, only the size is known.
         let known = self.tokens.count >= f64::from(MEASURED);
-        let in_batches = if known { self.limits.batches as f64 * batch } else { f64::from(self.current) };
+        let in_batches = if known { self.limits.batches as f64 * batch } else { f64::from(self.usual) };
         let in_bytes = self.limits.bytes as f64 / self.bytes.value.max(1.0);
         in_batches.min(in_bytes).clamp(2.0, MOST).ceil()
     }
@@ -156,7 +168,7 @@ mod tests {
     impl Hand {
         fn new() -> Self {
             let now = Instant::now();
-            Self { prefetch: Prefetch::new(LIMITS, 128, now), now: now + PAUSE }
+            Self { prefetch: Prefetch::new(LIMITS, 128, 128, now), now: now + PAUSE }
         }
 
         fn take(&mut self, count: usize, (bytes, inputs, tokens): (usize, usize, usize)) {
@@ -208,6 +220,25 @@ mod tests {
             hand.take(1, (200, 1, 26));
         }
         assert_eq!(hand.change(), None);
+    }
+
+    #[test]
+    fn few_are_held_until_their_sizes_are_known_and_then_soon_as_many_as_usual() {
+        let mut hand = Hand::new();
+        hand.prefetch = Prefetch::new(LIMITS, 8, 256, hand.now);
+        let mut held = vec![8];
+        for _ in 0..3 {
+            let before = *held.last().unwrap();
+            hand.take(usize::from(before) - 1, (200, 1, 16));
+            assert_eq!(hand.change(), None, "not all of them have come");
+            hand.take(1, (200, 1, 16));
+            held.extend(hand.change());
+        }
+        assert_eq!(held, [8, 32, 128], "two batches of these are 128");
+        let mut hand = Hand::new();
+        hand.prefetch = Prefetch::new(LIMITS, 8, 256, hand.now);
+        (0..8).for_each(|_| hand.prefetch.came(100_000));
+        assert_eq!(hand.change(), None, "eleven are as many as the bytes allow");
     }
 
     #[test]

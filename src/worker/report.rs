@@ -141,10 +141,11 @@ pub(super) async fn every(counters: Arc<Counters>, reporter: Reporter) {
         tokio::time::sleep(STATS_EVERY).await;
         silent += STATS_EVERY;
         if let Some(stats) = counters.take(|stats| {
-            let moved = (stats.now.held, stats.now.connected) != (stood.held, stood.connected);
+            let of = |now: &Standing| (now.held, now.connected, now.problem.clone());
+            let moved = of(&stats.now) != of(&stood);
             moved || silent >= SIGN_OF_LIFE || !stats.is_idle()
         }) {
-            let now = stats.now;
+            let now = stats.now.clone();
             if reporter.mention(&Event::Stats(Box::new(stats.clone()))) {
                 (silent, stood) = (Duration::ZERO, now);
             } else {
@@ -154,10 +155,13 @@ pub(super) async fn every(counters: Arc<Counters>, reporter: Reporter) {
     }
 }
 
-/// Follows whether there is a session with the broker.
+/// Follows whether there is a session with the broker, and what hinders the worker.
 pub(super) async fn connection(settler: Arc<dyn Settler>, counters: Arc<Counters>) {
     loop {
-        counters.count(|stats| stats.now.connected = settler.is_connected());
+        let connected = settler.is_connected();
+        let broker = settler.trouble().filter(|_| !connected).map(|words| format!("no broker: {words}"));
+        let problem = broker.or_else(|| counters.unburied());
+        counters.count(|stats| (stats.now.connected, stats.now.problem) = (connected, problem));
         tokio::time::sleep(STATS_EVERY / 4).await;
     }
 }
@@ -170,16 +174,31 @@ pub(super) async fn draining(stop: Stop, reporter: Reporter) {
 
 /// What was done since the last `stats`. Written by the task futures, the intake and the batch former,
 /// taken for `stats`. Held for arithmetic only.
-pub(super) struct Counters(Mutex<Span>);
+#[derive(Default)]
+pub(super) struct Counters {
+    span: Mutex<Span>,
+    /// Dead letters that no queue takes: how many wait, and why the last of them. Written by those that
+    /// settle, read once in a while. Held for a few instructions.
+    unburied: Mutex<(usize, String)>,
+}
+
+/// While this exists, a dead letter counts as waiting.
+pub(super) struct Unburied<'a>(&'a Counters);
+
+impl Drop for Unburied<'_> {
+    fn drop(&mut self) {
+        self.0.unburied.lock().unwrap_or_else(PoisonError::into_inner).0 -= 1;
+    }
+}
 
 struct Span {
     stats: Stats,
     since: Instant,
 }
 
-impl Default for Counters {
+impl Default for Span {
     fn default() -> Self {
-        Self(Mutex::new(Span { stats: Stats::default(), since: Instant::now() }))
+        Self { stats: Stats::default(), since: Instant::now() }
     }
 }
 
@@ -198,7 +217,7 @@ impl Counters {
             return None;
         }
         span.since = Instant::now();
-        let next = Stats { now: span.stats.now, ..Stats::default() };
+        let next = Stats { now: span.stats.now.clone(), ..Stats::default() };
         Some(std::mem::replace(&mut span.stats, next))
     }
 
@@ -211,8 +230,24 @@ impl Counters {
         span.stats = stats;
     }
 
+    /// A dead letter waits, for this reason. `before`: what the same letter was given before.
+    pub(super) fn wait_for_burial<'a>(&'a self, why: String, before: Option<Unburied<'a>>) -> Unburied<'a> {
+        let mut unburied = self.unburied.lock().unwrap_or_else(PoisonError::into_inner);
+        unburied.1 = why;
+        unburied.0 += usize::from(before.is_none());
+        drop(unburied);
+        before.unwrap_or_else(|| Unburied(self))
+    }
+
+    /// Which dead letters wait, in words, where any do.
+    fn unburied(&self) -> Option<String> {
+        let unburied = self.unburied.lock().unwrap_or_else(PoisonError::into_inner);
+        let (letters, why) = &*unburied;
+        (*letters > 0).then(|| format!("{letters} dead letters wait: {why}"))
+    }
+
     fn lock(&self) -> MutexGuard<'_, Span> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.span.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -241,7 +276,7 @@ mod tests {
         reporter.mark_idle();
         pass("b");
         reporter.mark_idle();
-        reporter.send(&Event::Alone { task: None }).await;
+        reporter.send(&Event::Isolated { tasks: Vec::new() }).await;
         reporter.flush().await;
         reporter.mark_idle();
         reporter.tell_idle();
@@ -252,10 +287,10 @@ mod tests {
         lines.read_to_string(&mut text).unwrap();
         let said = text.lines().map(|line| match decode(line).unwrap() {
             Event::Forward { tasks } => tasks.first().map_or("idle".to_owned(), |task| task.id.clone()),
-            Event::Alone { .. } => "alone".to_owned(),
+            Event::Isolated { .. } => "isolated".to_owned(),
             other => panic!("{other:?}"),
         });
-        assert_eq!(said.collect::<Vec<_>>(), ["a", "b", "idle", "alone", "c", "idle"]);
+        assert_eq!(said.collect::<Vec<_>>(), ["a", "b", "idle", "isolated", "c", "idle"]);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Carries out a disposition: publish, confirm, ack, in this order and no other
-//! (`confirm-before-ack`). Owns nothing; a delivery of a session that is over is left alone, since
-//! it is the broker's again.
+//! (`confirm-before-ack`). Decides how long a queue is waited for that takes nothing, and what becomes
+//! of the task then. Owns nothing; a delivery of a session that is over is left alone, since it is the
+//! broker's again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,34 +10,61 @@ use std::time::{Duration, Instant, SystemTime};
 use super::WorkerError;
 use super::outcome::{Disposition, Outcome, Tries, disposition};
 use super::report::Counters;
+use super::stalled::Stalled;
 use super::traced::Traced;
 use crate::backoff::Backoff;
 use crate::broker::{Delay, Published, Publisher, Receipt as DeliveryReceipt, Settler};
 use crate::config::Retry;
 use crate::protocol::control::Deaths;
-use crate::protocol::dead_letter::{
-    Cause, Reason, dead_letter, parked_reply, with_deaths, without_foreign_headers,
-};
+use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths, without_foreign_headers};
 use crate::protocol::reply::reply;
 use crate::protocol::stats::{Stage, Stats};
 use crate::protocol::{Message, Receipt, Signature, Task, TaskError, TaskErrorKind};
+use crate::shutdown::{Phase, Stop};
 
 /// Between two attempts to publish into a queue that takes nothing.
 const NACKED: Backoff = Backoff { first: Duration::from_millis(200), most: Duration::from_secs(10) };
+/// A reply that is not confirmed for so long counts among those that wait; see [`Stalled`].
+const STALLED: Duration = Duration::from_secs(2);
+/// How long a reply is tried to be published at least, however close its task's deadline is.
+const LEAST: Duration = Duration::from_secs(1);
+/// How long, once the worker is told to hand back what it has, what is computed is still published.
+const PARTING: Duration = Duration::from_secs(5);
 
 /// What settling needs; shared by all tasks of a worker.
 pub(super) struct Settlement {
     pub(super) settler: Arc<dyn Settler>,
     pub(super) publisher: Arc<dyn Publisher>,
     pub(super) signature: Signature,
-    pub(super) reply_queue: Option<String>,
-    pub(super) dead_letter_queue: String,
-    pub(super) task_queue: String,
+    pub(super) queues: Queues,
     pub(super) retry: Retry,
+    pub(super) waits: Waits,
+    /// Those whose reply queue takes nothing.
+    pub(super) stalled: Stalled,
     pub(super) counters: Arc<Counters>,
+    /// How far the worker is with its end.
+    pub(super) stop: Stop,
     /// The latest session that is over. Written by the intake, read before a reply is published:
     /// the task will be delivered again, and one reply is enough.
     pub(super) lost: AtomicU64,
+}
+
+/// The queues of the pool, and those that no reply may go to.
+pub(super) struct Queues {
+    pub(super) task: String,
+    pub(super) reply: Option<String>,
+    pub(super) dead_letter: String,
+    /// Task and dead-letter queues of all pools.
+    pub(super) reserved: Vec<String>,
+}
+
+/// How long a queue is waited for that does not take a reply.
+#[derive(Clone, Copy)]
+pub(super) struct Waits {
+    /// A requester's: `pool.reply_timeout`.
+    pub(super) requesters: Duration,
+    /// The pool's own, which may hold up the pool: until the broker is about to take back the delivery.
+    pub(super) own: Duration,
 }
 
 /// A task with its delivery.
@@ -46,6 +74,8 @@ pub(super) struct Accepted {
     /// Earlier deliveries of this message, as the broker counts them: where it knows only that there
     /// were some, 1.
     pub(super) redeliveries: i64,
+    /// The broker counts them.
+    pub(super) counted: bool,
     /// Until when it is wanted. One that cannot be read is the task's error, found again in its life.
     pub(super) deadline: Option<SystemTime>,
     /// Of workers that had it on their device.
@@ -55,16 +85,39 @@ pub(super) struct Accepted {
 }
 
 impl Accepted {
-    pub(super) fn new(task: Task, delivery: DeliveryReceipt, redeliveries: i64) -> Self {
-        let deadline = task.deadline().ok().flatten();
-        Self { task: Arc::new(task), delivery, redeliveries, deadline, deaths: None, traced: Traced::not() }
+    pub(super) fn new(task: Task, delivery: DeliveryReceipt, (redeliveries, counted): (i64, bool)) -> Self {
+        let (deadline, task) = (task.deadline().ok().flatten(), Arc::new(task));
+        Self { task, delivery, redeliveries, counted, deadline, deaths: None, traced: Traced::not() }
     }
 
-    /// Which attempt this is, for the reply: those that failed, and those that a worker died in.
-    /// What a drain or a lost connection hands back has used none.
+    /// Which attempt this is, for the reply: those that failed, and those that a worker died in, unless it
+    /// was one of a group that was isolated. What a drain or a lost connection hands back has used none.
     pub(super) fn attempt(&self) -> i64 {
         let deaths = self.deaths.as_ref().map_or(0, |deaths| deaths.count);
         i64::from(self.task.attempt()) + i64::from(deaths)
+    }
+
+    fn time_left(&self) -> Option<Duration> {
+        self.deadline.map(|at| at.duration_since(SystemTime::now()).unwrap_or_default())
+    }
+}
+
+impl Queues {
+    /// Where the task's reply goes; none: nobody wants it, or it may not go there.
+    fn of_reply<'a>(&'a self, task: &'a Task) -> Option<&'a str> {
+        task.reply_to().filter(|queue| !self.is_reserved(queue)).or(match task.reply_to() {
+            Some(_) => None,
+            None => self.reply.as_deref(),
+        })
+    }
+
+    /// Whether what is put there would come back as a task, or be taken for a dead letter.
+    pub(super) fn is_reserved(&self, queue: &str) -> bool {
+        let retry = |of: &String| queue.strip_prefix(of.as_str()).is_some_and(|it| it.starts_with(".retry"));
+        queue == self.task
+            || queue == self.dead_letter
+            || retry(&self.task)
+            || self.reserved.iter().any(|other| queue == other || retry(other))
     }
 }
 
@@ -82,24 +135,22 @@ impl Settlement {
         if self.lost.load(Ordering::Acquire) >= accepted.delivery.session {
             return Ok(());
         }
-        let now = SystemTime::now();
         let tries = Tries {
             retry: &self.retry,
             attempt: accepted.task.attempt(),
-            time_left: accepted.deadline.map(|at| at.duration_since(now).unwrap_or_default()),
+            time_left: accepted.time_left(),
             jitter: rand::random(),
         };
-        match disposition(outcome, tries) {
-            Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), receipt).await?,
-            Disposition::ReplyErrorAndAck(error) => {
-                tracing::debug!(task.id = accepted.task.id, %error, "answering with an error");
-                self.answer(accepted, Err(&error), receipt).await?;
+        let published = tokio::select! {
+            published = self.carry_out(accepted, disposition(outcome, tries), receipt) => published,
+            () = self.leaving() => {
+                tracing::info!(task.id = accepted.task.id, "no queue takes what came of the task; handing it back");
+                self.counters.count(|stats| stats.requeued += 1);
+                self.settler.requeue(accepted.delivery).await;
+                return Ok(());
             }
-            Disposition::Retry(delay, error) => self.put_off(accepted, delay, &error, receipt).await?,
-            Disposition::DeadLetter(reason, error) => {
-                self.dead_letter(accepted, reason, &error, receipt).await?;
-            }
-        }
+        };
+        published?;
         if !self.settler.ack(accepted.delivery).await {
             tracing::info!(task.id = accepted.task.id, "late ack discarded; the task will come again");
         }
@@ -107,7 +158,34 @@ impl Settlement {
         Ok(())
     }
 
-    /// Publishes the task anew, to come after the delay. Where nothing was made to wait in, this was
+    /// Returns when the worker has been told for a while to hand back what it has.
+    async fn leaving(&self) {
+        self.stop.reached(Phase::Returning).await;
+        tokio::time::sleep(PARTING).await;
+    }
+
+    /// Publishes what a disposition says, until the broker has it.
+    async fn carry_out(
+        &self,
+        accepted: &Accepted,
+        disposition: Disposition,
+        receipt: &Receipt,
+    ) -> Result<(), WorkerError> {
+        match disposition {
+            Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), receipt).await,
+            Disposition::ReplyErrorAndAck(error) => {
+                tracing::debug!(task.id = accepted.task.id, %error, "answering with an error");
+                self.answer(accepted, Err(&error), receipt).await
+            }
+            Disposition::Retry(delay, error) => self.put_off(accepted, delay, &error, receipt).await,
+            Disposition::DeadLetter(reason, error) => {
+                self.dead_letter(accepted, reason, &error).await?;
+                self.answer(accepted, Err(&error), receipt).await
+            }
+        }
+    }
+
+    /// Publishes the task anew, to come after the delay. Where nothing takes it to wait in, this was
     /// its last attempt.
     async fn put_off(
         &self,
@@ -117,8 +195,8 @@ impl Settlement {
         receipt: &Receipt,
     ) -> Result<(), WorkerError> {
         let task = &accepted.task;
-        let message = accepted.traced.passed_on(task.next_attempt(accepted.deadline));
-        let words = match self.publish(&self.task_queue, Some(delay), &Arc::new(message)).await? {
+        let message = Arc::new(accepted.traced.passed_on(task.next_attempt(accepted.deadline)));
+        let words = match self.within(accepted, (&self.queues.task, Some(delay)), &message).await? {
             Sent::Confirmed => {
                 accepted.traced.retried(error);
                 let delay_ms = delay.after.as_millis() as u64;
@@ -127,30 +205,31 @@ impl Settlement {
                 return Ok(());
             }
             Sent::Unroutable => "there is no queue to wait in for another attempt".to_owned(),
-            Sent::Refused(words) => words,
+            Sent::Unconfirmed(words) | Sent::Refused(words) => words,
         };
-        tracing::warn!(task.id = task.id, queue = self.task_queue, error = words, "cannot try again");
+        tracing::warn!(task.id = task.id, queue = self.queues.task, error = words, "cannot try again");
         let error = TaskError::new(error.kind, format!("{error}; {words}"));
-        self.dead_letter(accepted, Reason::Attempts, &error, receipt).await
+        self.dead_letter(accepted, Reason::Attempts, &error).await?;
+        self.answer(accepted, Err(&error), receipt).await
     }
 
+    /// Puts the task among the dead letters.
     async fn dead_letter(
         &self,
         accepted: &Accepted,
         reason: Reason,
         error: &TaskError,
-        receipt: &Receipt,
     ) -> Result<(), WorkerError> {
         tracing::warn!(task.id = accepted.task.id, reason = reason.as_str(), %error, "dead letter");
         accepted.traced.dead_lettered(reason);
-        let letter = dead_letter(&accepted.task, &self.cause(reason, &error.message));
-        let letter = accepted.traced.passed_on(letter);
+        let worker = &self.signature.worker;
+        let cause = Cause { reason, error: &error.message, worker, at: SystemTime::now() };
+        let letter = accepted.traced.passed_on(dead_letter(&accepted.task, &cause));
         let letter = match &accepted.deaths {
             Some(deaths) => with_deaths(letter, deaths),
             None => letter,
         };
-        self.bury(letter, reason).await?;
-        self.answer(accepted, Err(error), receipt).await
+        self.bury(letter, reason).await
     }
 
     /// Answers the task, and counts it.
@@ -183,7 +262,8 @@ impl Settlement {
         Ok(())
     }
 
-    /// Publishes the reply, if anybody wants one.
+    /// Publishes the reply, if anybody wants one. Where its queue does not take it, the task is put among
+    /// the dead letters: it can be computed again, and is far smaller than what may come of it.
     async fn reply(
         &self,
         accepted: &Accepted,
@@ -192,69 +272,63 @@ impl Settlement {
     ) -> Result<(), WorkerError> {
         let (task, traced) = (&accepted.task, &accepted.traced);
         traced.answered(body.as_ref().err().copied());
-        let Some(queue) = task.reply_to().or(self.reply_queue.as_deref()) else { return Ok(()) };
+        let Some(queue) = self.queues.of_reply(task) else { return Ok(()) };
         let message = reply(task, body, receipt, &self.signature, accepted.attempt());
         let message = Arc::new(traced.reply(message));
-        let refusal = match self.publish(queue, None, &message).await? {
+        let mut sent = self.within(accepted, (queue, None), &message).await?;
+        if let Sent::Refused(refusal) = &sent {
+            let words = format!("the broker refuses the reply of {} bytes: {refusal}", message.body.len());
+            tracing::warn!(task.id = task.id, error = words, "answering with an error instead");
+            let error = TaskError::new(TaskErrorKind::TooLarge, words);
+            traced.answered(Some(&error));
+            let smaller = reply(task, Err(&error), receipt, &self.signature, accepted.attempt());
+            sent = self.within(accepted, (queue, None), &Arc::new(traced.reply(smaller))).await?;
+        }
+        let (reason, words) = match sent {
             Sent::Confirmed => return Ok(()),
-            Sent::Unroutable => return self.park(task, message, queue).await,
-            Sent::Refused(words) => words,
+            Sent::Unroutable => (Reason::Unroutable, format!("reply queue {queue:?} does not exist")),
+            Sent::Refused(words) => (Reason::Unroutable, format!("reply queue {queue:?}: {words}")),
+            Sent::Unconfirmed(words) => (Reason::Unconfirmed, words),
         };
-        let words = format!("the broker refuses the reply of {} bytes: {refusal}", message.body.len());
-        tracing::warn!(task.id = task.id, error = words, "answering with an error instead");
-        let error = TaskError::new(TaskErrorKind::TooLarge, words);
-        traced.answered(Some(&error));
-        let smaller = reply(task, Err(&error), receipt, &self.signature, accepted.attempt());
-        let smaller = Arc::new(traced.reply(smaller));
-        match self.publish(queue, None, &smaller).await? {
-            Sent::Confirmed => Ok(()),
-            Sent::Unroutable | Sent::Refused(_) => self.park(task, smaller, queue).await,
-        }
+        self.dead_letter(accepted, reason, &TaskError::new(TaskErrorKind::Internal, words)).await
     }
 
-    /// A reply that has nowhere to go.
-    async fn park(&self, task: &Task, reply: Arc<Message>, queue: &str) -> Result<(), WorkerError> {
-        let error = format!("reply queue {queue:?} does not exist or takes no message");
-        tracing::warn!(task.id = task.id, error, "parking the reply among the dead letters");
-        let reply = Arc::unwrap_or_clone(reply);
-        let cause = self.cause(Reason::Unroutable, &error);
-        self.bury(parked_reply(reply, &task.id, queue, &cause), Reason::Unroutable).await
-    }
-
-    fn cause<'a>(&'a self, reason: Reason, error: &'a str) -> Cause<'a> {
-        Cause { reason, error, worker: &self.signature.worker, at: SystemTime::now() }
-    }
-
-    async fn bury(&self, letter: Message, reason: Reason) -> Result<(), WorkerError> {
-        let queue = &self.dead_letter_queue;
-        let letter = Arc::new(letter);
-        let mut sent = self.publish(queue, None, &letter).await?;
-        if let Sent::Refused(words) = &sent {
-            tracing::warn!(queue, error = words, "dead letter refused; dropping its producer's headers");
-            let letter = without_foreign_headers(Arc::unwrap_or_clone(letter));
-            sent = self.publish(queue, None, &Arc::new(letter)).await?;
-        }
-        let why = match sent {
-            Sent::Confirmed => {
-                let count = |stats: &mut Stats| {
-                    *stats.dead_lettered.entry(reason.as_str().to_owned()).or_default() += 1;
-                };
-                self.counters.count(count);
-                return Ok(());
+    /// Publishes for a task, as long as its queue may be waited for.
+    async fn within(
+        &self,
+        accepted: &Accepted,
+        (queue, delay): (&str, Option<Delay>),
+        message: &Arc<Message>,
+    ) -> Result<Sent, WorkerError> {
+        let own = self.queues.reply.as_deref() == Some(queue);
+        let limit = if own { self.waits.own } else { self.waits.requesters };
+        let limit = accepted.time_left().map_or(limit, |left| limit.min(left.max(LEAST)));
+        let unconfirmed = async {
+            tokio::time::sleep(limit.min(STALLED)).await;
+            let rest = tokio::time::sleep(limit.saturating_sub(STALLED));
+            if own {
+                rest.await;
+                return format!("queue {queue:?} has not taken the message for {limit:?}");
             }
-            Sent::Unroutable => "it does not exist".to_owned(),
-            Sent::Refused(words) => words,
+            let mut place = self.stalled.enter(message.body.len());
+            tokio::select! {
+                () = rest => format!("queue {queue:?} has not taken the message for {limit:?}"),
+                () = place.evicted() => format!(
+                    "queue {queue:?} takes no message now, and too many tasks wait for such queues"
+                ),
+            }
         };
-        // Acking would lose the message and requeueing would loop: only the operator can help.
-        Err(WorkerError::NoDeadLetters { queue: queue.clone(), why })
+        tokio::select! {
+            biased;
+            sent = self.publish((queue, delay), message) => sent,
+            words = unconfirmed => Ok(Sent::Unconfirmed(words)),
+        }
     }
 
-    /// Publishes until the broker has taken the message or never will. While it cannot, the task
-    /// stays unacked and the intake stands still: that is the back-pressure.
+    /// Publishes until the broker has taken the message or never will.
     async fn publish(
         &self,
-        queue: &str,
-        delay: Option<Delay>,
+        (queue, delay): (&str, Option<Delay>),
         message: &Arc<Message>,
     ) -> Result<Sent, WorkerError> {
         let mut failures = 0;
@@ -276,11 +350,52 @@ impl Settlement {
             tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
         }
     }
+
+    /// Puts a letter into the dead-letter queue, however long that takes: acking without it would lose the
+    /// message, and requeueing would loop. Others go on meanwhile, as long as there is room for them.
+    async fn bury(&self, mut letter: Message, reason: Reason) -> Result<(), WorkerError> {
+        let queue = &self.queues.dead_letter;
+        let (mut failures, mut is_bare) = (0, false);
+        let mut waits = None;
+        loop {
+            let why = match self.publish((queue, None), &Arc::new(letter.clone())).await? {
+                Sent::Confirmed => {
+                    let dead = reason.as_str().to_owned();
+                    self.counters
+                        .count(|stats: &mut Stats| *stats.dead_lettered.entry(dead).or_default() += 1);
+                    return Ok(());
+                }
+                Sent::Refused(words) if !is_bare => {
+                    tracing::warn!(
+                        queue,
+                        error = words,
+                        "dead letter refused; dropping its producer's headers"
+                    );
+                    (letter, is_bare) = (without_foreign_headers(letter), true);
+                    continue;
+                }
+                Sent::Unroutable => match self.publisher.restore().await {
+                    Ok(true) if failures == 0 => "it did not exist, and was made again".to_owned(),
+                    Ok(true) => "it does not exist, though it was made again".to_owned(),
+                    Ok(false) => "it does not exist; make it, or set broker.declare = true".to_owned(),
+                    Err(error) => format!("it does not exist, and cannot be made: {error}"),
+                },
+                Sent::Unconfirmed(words) | Sent::Refused(words) => words,
+            };
+            failures += 1;
+            let words = format!("dead-letter queue {queue:?}: {why}");
+            tracing::warn!(error = words, failures, "a dead letter waits");
+            waits = Some(self.counters.wait_for_burial(words, waits));
+            tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
+        }
+    }
 }
 
 /// What became of a message in the end.
 enum Sent {
     Confirmed,
     Unroutable,
+    /// Nobody knows, and it is waited for no longer: why.
+    Unconfirmed(String),
     Refused(String),
 }

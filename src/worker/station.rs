@@ -12,12 +12,13 @@ use tokio::sync::{mpsc, watch};
 use super::batches::Submission;
 use super::budget::Watched;
 use super::intake::{Ended, Intake, StintEnd};
+use super::isolation::Isolation;
 use super::lane::Lane;
 use super::life::Shared;
 use super::prefetch::{Limits, Live, Prefetch};
-use super::quarantine::Quarantine;
 use super::report::{Counters, connection};
-use super::settle::Settlement;
+use super::settle::{Queues, Settlement, Waits};
+use super::stalled::Stalled;
 use super::{Control, WorkerError, dials};
 use crate::batching::Policy;
 use crate::broker::Link;
@@ -42,7 +43,7 @@ pub(super) struct Station<C: Codec> {
     pub(super) respond: Lane,
     pub(super) submit: mpsc::Sender<Submission<C>>,
     pub(super) preparing: Arc<AtomicUsize>,
-    pub(super) quarantine: Arc<Quarantine>,
+    pub(super) isolation: Arc<Isolation>,
     pub(super) counters: Arc<Counters>,
     pub(super) control: Control,
 }
@@ -59,12 +60,12 @@ impl<C: Codec> Station<C> {
         fault: &mut mpsc::Receiver<WorkerError>,
     ) -> Result<StintEnd, WorkerError> {
         let broker = &self.assignment.broker;
-        let budget = Watched::new(self.assignment.prefetch(), broker.delivery_timeout());
+        let budget = Watched::new(self.assignment.first_prefetch(), broker.delivery_timeout());
         let helpers = [
             tokio::spawn(budget.clone().watch()),
             tokio::spawn(connection(link.settler.clone(), self.counters.clone())),
         ];
-        let shared = Arc::new(self.shared(&link));
+        let shared = Arc::new(self.shared(&link, stop));
         let follower =
             tokio::spawn(follow(self.control.dials.batch(), shared.prefetch.clone(), self.limits()));
         let dials = self.control.dials.clone();
@@ -82,17 +83,23 @@ impl<C: Codec> Station<C> {
         ended
     }
 
-    fn shared(&self, link: &Link) -> Shared<C> {
+    fn shared(&self, link: &Link, stop: &Stop) -> Shared<C> {
         let pool = &self.assignment.pool;
         let settlement = Settlement {
             settler: link.settler.clone(),
             publisher: link.publisher.clone(),
             signature: self.signature.clone(),
-            reply_queue: pool.reply_queue.clone(),
-            dead_letter_queue: pool.dead_letter_queue.clone(),
-            task_queue: pool.task_queue.clone(),
+            queues: Queues {
+                task: pool.task_queue.clone(),
+                reply: pool.reply_queue.clone(),
+                dead_letter: pool.dead_letter_queue.clone(),
+                reserved: self.assignment.reserved_queues.clone(),
+            },
             retry: pool.retry,
+            waits: self.waits(),
+            stalled: Stalled::new(self.assignment.first_prefetch(), pool.prefetch_bytes),
             counters: self.counters.clone(),
+            stop: stop.clone(),
             lost: AtomicU64::new(0),
         };
         Shared {
@@ -102,7 +109,7 @@ impl<C: Codec> Station<C> {
             submit: self.submit.clone(),
             preparing: self.preparing.clone(),
             settlement,
-            quarantine: self.quarantine.clone(),
+            isolation: self.isolation.clone(),
             deaths: self.control.deaths.clone(),
             prefetch: self.live_prefetch(),
             traces: self.control.traces.clone(),
@@ -111,11 +118,19 @@ impl<C: Codec> Station<C> {
         }
     }
 
+    /// How long reply queues are waited for.
+    fn waits(&self) -> Waits {
+        // Before the broker takes back the delivery, and all others of its channel.
+        let own = self.assignment.broker.delivery_timeout().map_or(Duration::MAX, |limit| limit / 4 * 3);
+        Waits { requesters: self.assignment.pool.reply_timeout.min(own), own }
+    }
+
     /// Follows the messages, where the user has not set it.
     fn live_prefetch(&self) -> Live {
         let pool = &self.assignment.pool;
         let limits = self.limits()(*self.control.dials.batch().borrow());
-        let first = Prefetch::new(limits, self.assignment.prefetch(), Instant::now());
+        let (first, usual) = (self.assignment.first_prefetch(), self.assignment.usual_prefetch());
+        let first = Prefetch::new(limits, first, usual, Instant::now());
         Live::new(pool.prefetch.is_none().then_some(first))
     }
 

@@ -97,10 +97,10 @@ pub async fn a_lost_links_messages_come_back_redelivered_and_counted(rig: &impl 
     assert_eq!(bodies(&again), ["0", "1", "2", "3"]);
     for delivery in &again[..3] {
         assert!(delivery.redelivered);
-        assert!(delivery.delivery_count >= 1);
+        assert!(delivery.delivery_count.is_none_or(|count| count >= 1));
     }
     assert!(!again[3].redelivered);
-    assert_eq!(again[3].delivery_count, 0);
+    assert_eq!(again[3].delivery_count, Some(0));
 }
 
 pub async fn after_a_cancel_the_prefetched_come_and_then_the_end(rig: &impl Rig) {

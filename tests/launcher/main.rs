@@ -193,10 +193,11 @@ fn forward(fingerprints: &[&str]) -> String {
     format!("echo '{}'", json!({"event": "forward", "tasks": tasks}))
 }
 
-/// A shell command that says that a task is alone; none: it is through.
-fn alone(fingerprint: Option<&str>) -> String {
-    let task = fingerprint.map(|it| json!({"id": format!("id {it}"), "fingerprint": it}));
-    format!("echo '{}'", json!({"event": "alone", "task": task}))
+/// A shell command that says which tasks are worked on apart from others; none: they are through.
+fn isolated(fingerprints: &[&str]) -> String {
+    let task = |it: &&str| json!({"id": format!("id {it}"), "fingerprint": it});
+    let tasks: Vec<_> = fingerprints.iter().map(task).collect();
+    format!("echo '{}'", json!({"event": "isolated", "tasks": tasks}))
 }
 
 /// What a `start` line says of deaths: of each task, how many, and whether it is poison.
@@ -214,9 +215,9 @@ async fn a_task_that_is_alone_on_the_device_at_three_deaths_is_told_to_every_wor
     let script = format!(
         "{READY}\n[ $slot = 1 ] && {{ while read -r line; do trace \"$line\"; done; exit 80; }}\n\
          [ $life = 4 ] && exit 80\n{}; {}; {}; {}\necho 'last words of life '$life >&2; kill -6 $$",
-        alone(Some("innocent")),
-        alone(None),
-        alone(Some("culprit")),
+        isolated(&["innocent"]),
+        isolated(&[]),
+        isolated(&["culprit"]),
         forward(&["culprit"]),
     );
     let stage = Stage::new(2, &script);
@@ -238,9 +239,9 @@ async fn a_task_that_is_alone_on_the_device_at_three_deaths_is_told_to_every_wor
 
 #[tokio::test]
 async fn those_who_were_with_others_are_counted_but_are_no_poison() {
-    // One in quarantine while the batch before it is still on the device.
-    let script =
-        format!("{READY}\n[ $life = 4 ] && exit 80\n{}; {}; kill -11 $$", forward(&["a"]), alone(Some("b")));
+    // One is isolated while the batch before it is still on the device.
+    let (batch, one) = (forward(&["a"]), isolated(&["b"]));
+    let script = format!("{READY}\n[ $life = 4 ] && exit 80\n{batch}; {one}; kill -11 $$");
     let stage = Stage::new(1, &script);
     assert_eq!(stage.run().await, Exit::Done);
     let told = deaths(&stage.lines("start-0")[3]);
@@ -248,8 +249,18 @@ async fn those_who_were_with_others_are_counted_but_are_no_poison() {
 }
 
 #[tokio::test]
+async fn deaths_of_a_group_of_suspects_neither_give_the_slot_up_nor_count_as_attempts() {
+    let script = format!("{READY}\n[ $life = 9 ] && exit 80\n{}; kill -11 $$", isolated(&["a", "b"]));
+    let stage = Stage::new(1, &script);
+    assert_eq!(stage.run().await, Exit::Done);
+    let last: Value = serde_json::from_str(&stage.lines("start-0")[8]).unwrap();
+    let told: Vec<_> = last["deaths"].as_array().unwrap().iter().collect();
+    assert!(told.len() == 2 && told.iter().all(|it| it["count"] == 0 && it["among"] == 2), "{told:?}");
+}
+
+#[tokio::test]
 async fn a_device_fault_is_the_tasks_once_the_next_worker_has_found_the_device_well() {
-    let script = format!("{READY}\n{}; exit 83", alone(Some("culprit")));
+    let script = format!("{READY}\n{}; exit 83", isolated(&["culprit"]));
     let stage = Stage::new(1, &script);
     assert_eq!(stage.run().await, Exit::DeviceFailed);
     let told: Vec<_> = stage.lines("start-0").iter().map(|start| deaths(start)).collect();

@@ -9,7 +9,7 @@ use sconce::config::{self, Assignment, Launcher};
 use sconce::launcher::board::Board;
 use sconce::launcher::gpus::Gpus;
 use sconce::launcher::order::Handle;
-use sconce::launcher::{self, Host, Launching, plan};
+use sconce::launcher::{Host, Launching, plan};
 use sconce::protocol::admin::State;
 use sconce::shutdown::{Exit, Phase, Stop};
 
@@ -79,7 +79,7 @@ impl Stage {
     /// Runs it to its end.
     pub async fn run(&self) -> Exit {
         let program = self.path("worker.sh");
-        let run = launcher::run(&program, &self.assignments, &self.policy, &self.stop);
+        let run = Launching::new(&program, &self.policy, &self.stop).run(&self.assignments);
         let limit = tokio::time::timeout(PATIENCE, run).await;
         limit.unwrap_or_else(|_| panic!("the launcher does not end; {:?}", self.lines("trace-0")))
     }

@@ -200,14 +200,30 @@ async fn a_task_is_requeued_as_its_producer_sent_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_parked_reply_goes_to_its_queue_once_there_is_one_and_stays_until_then() {
+async fn a_task_whose_reply_found_no_queue_is_computed_again_when_it_is_requeued() {
     let settings = echo();
     let sconce = Sconce::launched(&settings).await;
     let client = Client::connect(&Rabbit::shared().url()).await;
     let wanted = format!("{}.wanted", settings.name);
     client.publish(&settings.tasks, Task::new(json!({"input": "a"})).id("lost").reply_to(&wanted)).await;
     client.ready_becomes(&settings.dead, 1).await;
+    client.declare(&wanted, &[]).await;
+    let (code, said) = dead(&settings, "requeue --reason unroutable").await;
+    assert_eq!(code, 0, "{said}");
+    let reply = client.get(&wanted).await;
+    assert_eq!((reply.correlation_id.as_str(), reply.status_code()), ("lost", 200));
     assert_eq!(sconce.stop().await, 0);
+    for queue in [&settings.dead, &settings.tasks, &settings.replies] {
+        client.ready_becomes(queue, 0).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_parked_reply_of_an_earlier_version_goes_to_its_queue_once_there_is_one() {
+    let (settings, client) = idle_pool().await;
+    let wanted = format!("{}.wanted", settings.name);
+    let parked = letter("lost", "unroutable", 1).header("reply_queue", &wanted).header("status_code", "200");
+    client.publish(&settings.dead, parked.with(|it| it.with_type("reply".into()))).await;
     client.publish(&settings.dead, letter("task", "poison", 1)).await;
     let (code, said) = dead(&settings, "requeue --all").await;
     assert!(code == 1 && said.contains(&wanted) && said.contains("does not exist"), "{code}: {said}");
@@ -217,10 +233,7 @@ async fn a_parked_reply_goes_to_its_queue_once_there_is_one_and_stays_until_then
     let (code, said) = dead(&settings, "requeue --reason unroutable").await;
     assert_eq!(code, 0, "{said}");
     let reply = client.get(&wanted).await;
-    assert_eq!(
-        (reply.correlation_id.as_str(), reply.status_code(), &reply.body["input"]),
-        ("lost", 200, &json!("a"))
-    );
+    assert_eq!((reply.correlation_id.as_str(), reply.header("status_code").as_str()), ("lost", "200"));
     assert!(reply.header("task_id") == "lost" && !reply.header("worker").is_empty(), "{reply:?}");
     assert!(
         !["reason", "error", "reply_queue", "dead_lettered_at"]

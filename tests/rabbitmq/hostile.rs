@@ -2,13 +2,18 @@
 
 use std::collections::BTreeMap;
 
+use nix::sys::signal::Signal;
 use serde_json::json;
 
 use super::messages::serve;
-use crate::support::client::Task;
+use crate::support::client::{Client, Task};
 use crate::support::rabbit::Rabbit;
 use crate::support::raw_amqp::{LARGEST_TABLE, nested, publish};
-use crate::support::sconce::Settings;
+use crate::support::sconce::{Sconce, Settings};
+
+/// Arrays, one inside the other: many more than the stack that Rust gives a thread holds, and they leave room
+/// in a frame for what a broker adds.
+const DEEP: usize = 20_000;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn headers_nested_as_deeply_as_a_frame_allows_kill_no_worker() {
@@ -21,13 +26,11 @@ async fn headers_nested_as_deeply_as_a_frame_allows_kill_no_worker() {
         publish(rabbit.address(), &settings.tasks, &nested(depth), body.as_bytes());
     }
     client.publish(&settings.tasks, Task::new(json!({"input": "next"})).id("next")).await;
-    // Over a letter that is too large for a frame the broker closes the connection, and what was on its way
-    // beside it is published again.
-    let mut answered = BTreeMap::new();
-    while answered.len() < 4 {
-        let reply = inbox.next().await;
-        answered.insert(reply.header("task_id"), reply.status_code());
-    }
+    // Over a letter that is too large for a frame the broker closes the connection: one of its own, so that
+    // nothing is published again.
+    let answered: BTreeMap<_, _> =
+        inbox.take(4).await.into_iter().map(|it| (it.header("task_id"), it.status_code())).collect();
+    assert_eq!(answered.len(), 4, "one reply each");
     let mut codes: Vec<i64> = answered.into_values().collect();
     codes.sort_unstable();
     assert_eq!(codes, [200, 200, 200, 400]);
@@ -35,4 +38,35 @@ async fn headers_nested_as_deeply_as_a_frame_allows_kill_no_worker() {
     assert_eq!((letter.header("reason").as_str(), &letter.raw[..]), ("undecodable", &b"no JSON"[..]));
     assert_eq!(sconce.workers(), workers, "the same process");
     assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_letter_with_deeply_nested_headers_is_listed_like_any_other() {
+    let rabbit = Rabbit::shared();
+    let settings = Settings::echo(rabbit.url());
+    // Its queues are made, and no worker is left.
+    assert_eq!(Sconce::launched(&settings).await.stop().await, 0);
+    publish(rabbit.address(), &settings.dead, &nested(DEEP), b"{\"input\":1}");
+    let client = Client::connect(&rabbit.url()).await;
+    client.ready_becomes(&settings.dead, 1).await;
+    let mut list = Sconce::run(&settings, &["dead", "list"]);
+    assert_eq!(list.exit_code().await, 0, "{}", list.log());
+    let told = format!("1 letter in {}", settings.dead);
+    assert!(list.log().contains(&told), "{}", list.log());
+    client.ready_becomes(&settings.dead, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deeply_nested_headers_do_not_kill_a_worker_that_was_started_by_hand() {
+    let rabbit = Rabbit::shared();
+    let settings = Settings::echo(rabbit.url());
+    let mut worker = Sconce::run(&settings, &["worker"]);
+    worker.wait_for_log("consuming").await;
+    let client = Client::connect(&rabbit.url()).await;
+    let mut inbox = client.inbox(&settings.replies).await;
+    publish(rabbit.address(), &settings.tasks, &nested(DEEP), b"{\"input\":\"deep\"}");
+    let reply = inbox.next().await;
+    assert_eq!((&reply.body["input"], reply.status_code()), (&json!("deep"), 200));
+    worker.signal(Signal::SIGTERM);
+    assert_eq!(worker.exit_code().await, 0, "{}", worker.log());
 }

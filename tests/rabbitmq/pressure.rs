@@ -105,7 +105,7 @@ async fn the_prefetch_follows_what_messages_carry_and_none_of_them_is_lost() {
     sconce.wait_for_log("consuming").await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
-    assert_eq!(prefetch_at(rabbit, &settings.tasks), 40, "two batches of short texts");
+    assert_eq!(prefetch_at(rabbit, &settings.tasks), 8, "as many of the largest as 64 MiB hold");
     let mut sent = 0;
     // Two batches of 320 tokens: of 80 a message that is 8 messages, of one 640, less what the average
     // remembers and what is too little for a change. A wave is more than the prefetch: one that never

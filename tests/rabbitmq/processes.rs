@@ -2,6 +2,7 @@
 //! secret shows anywhere.
 
 use std::fs;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use serde_json::json;
@@ -9,7 +10,7 @@ use serde_json::json;
 use super::messages::{busy_with, minilm, serve};
 use crate::support::client::{Client, Task};
 use crate::support::rabbit::Rabbit;
-use crate::support::sconce::{Sconce, Settings, lives};
+use crate::support::sconce::{Sconce, Settings, lives, signal};
 use crate::support::wait::until;
 
 fn settings() -> Settings {
@@ -42,6 +43,90 @@ async fn when_the_launcher_is_killed_its_workers_are_gone_within_seconds() {
     sconce.signal(Signal::SIGKILL);
     until("no worker lives", || async { workers.iter().all(|pid| !lives(*pid)).then_some(()) }).await;
     client.ready_becomes(&settings.tasks, 1).await;
+}
+
+/// Within which workers are to be gone, once their launcher was killed.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// What a test waits for beyond it: polls, and a busy machine.
+const SLACK: Duration = Duration::from_secs(8);
+
+async fn are_gone(processes: &[u32]) {
+    let what = format!("{processes:?} are gone");
+    until(&what, || async { processes.iter().all(|pid| !lives(*pid)).then_some(()) }).await;
+}
+
+/// A task that is longer under way than anybody waits: its worker cannot drain.
+fn endless() -> Task {
+    Task::new(json!({"input": 1, "sleep_ms": 600_000}))
+}
+
+/// The kernel continues a worker that is stopped before its launcher's end, and leaves it stopped for ever
+/// when it is stopped after it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_is_stopped_when_its_launcher_is_killed_is_gone_within_the_grace() {
+    for stopped_first in [false, true] {
+        let settings = settings().set("launcher.shutdown_grace", "2s");
+        let (sconce, client, _inbox) = serve(&settings).await;
+        busy_with(&sconce, &client, &settings, endless()).await;
+        let (worker, guard) = (sconce.workers()[0], sconce.guard().expect("a guard"));
+        // As a service manager, a terminal or `killall` may.
+        for ended_by in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
+            signal(guard, ended_by);
+        }
+        if stopped_first {
+            signal(worker, Signal::SIGSTOP);
+        }
+        sconce.signal(Signal::SIGKILL);
+        if !stopped_first {
+            signal(worker, Signal::SIGSTOP);
+        }
+        let begun = Instant::now();
+        are_gone(&[worker]).await;
+        assert!(begun.elapsed() < GRACE + SLACK, "stopped first: {stopped_first}, {:?}", begun.elapsed());
+        are_gone(&[guard]).await;
+        client.ready_becomes(&settings.tasks, 1).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_launcher_that_ends_in_order_leaves_no_guard_behind() {
+    // A guard that waited for it would outlast the test.
+    let settings = settings().set("launcher.shutdown_grace", "1h");
+    let sconce = Sconce::launched(&settings).await;
+    let guard = sconce.guard().expect("a guard");
+    assert_eq!(sconce.stop().await, 0);
+    are_gone(&[guard]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_guard_that_takes_the_place_of_a_killed_one_guards_the_workers_before_it_too() {
+    let settings = settings()
+        .set("pool[0].devices", "[\"cpu\", \"cpu\"]")
+        .set("pool[0].batch.max_requests", 1)
+        .set("pool[0].prefetch", 2)
+        .set("launcher.shutdown_grace", "2s");
+    let (sconce, client, _inbox) = serve(&settings).await;
+    client.consumers_become(&settings.tasks, 2).await;
+    client.publish_all(&settings.tasks, (0..4).map(|_| endless())).await;
+    // One each.
+    sconce.wait_for_log_times("forward pass begun", 2).await;
+    let (before, workers) = (sconce.guard().expect("a guard"), sconce.workers());
+    signal(before, Signal::SIGKILL);
+    are_gone(&[before]).await;
+    signal(workers[0], Signal::SIGKILL);
+    let guard = until("another guard", || async { sconce.guard() }).await;
+    let replaced = async || {
+        let workers = sconce.workers();
+        (workers.len() == 2).then_some(workers)
+    };
+    let all = until("another worker", replaced).await;
+    assert!(guard != before && all.contains(&workers[1]), "{all:?} after {workers:?}");
+    sconce.signal(Signal::SIGKILL);
+    // It is computing, and cannot have ended yet.
+    signal(workers[1], Signal::SIGSTOP);
+    are_gone(&all).await;
+    are_gone(&[guard]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

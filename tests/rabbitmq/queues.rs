@@ -66,17 +66,3 @@ async fn where_nothing_is_declared_a_deleted_task_queue_is_consumed_again_once_i
     answers(&client, &settings, "after").await;
     assert_eq!(sconce.stop().await, 0);
 }
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_missing_dead_letter_queue_ends_the_worker_with_an_error_and_loses_nothing() {
-    let rabbit = Rabbit::shared();
-    let settings = Settings::echo(rabbit.url()).set("broker.declare", false);
-    let client = Client::connect(&rabbit.url()).await;
-    client.declare(&settings.tasks, &[]).await;
-    client.declare(&settings.replies, &[]).await;
-    let mut sconce = Sconce::launched(&settings).await;
-    client.publish(&settings.tasks, Task::raw("no JSON")).await;
-    assert_eq!(sconce.exit_code().await, 78, "{}", sconce.log());
-    assert!(sconce.log().contains(&settings.dead), "{}", sconce.log());
-    client.ready_becomes(&settings.tasks, 1).await;
-}

@@ -5,17 +5,19 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use tokio::task::block_in_place;
 use tokio::time::sleep;
 
 use super::fleet::{Fleet, PREFETCH, Sign, WORKERS};
 use super::ledger::Cause;
 use super::plan::{self, Fault, Strike};
-use super::producers::{Desk, Outgoing, Press, now};
+use super::producers::{Desk, Outgoing, Press, STUCK, now};
+use crate::support::client::Client;
 use crate::support::proxy::Proxy;
 use crate::support::rabbit::Rabbit;
-use crate::support::sconce::signal;
+use crate::support::sconce::{lives, signal};
 
 /// Longest time to recover from anything.
 const BOUND: Duration = Duration::from_secs(60);
@@ -24,6 +26,21 @@ const PAUSE: Duration = Duration::from_millis(10);
 const SHORT_STALL: Duration = Duration::from_millis(900);
 const LONG_STALL: Duration = Duration::from_secs(9);
 const ALARM: Duration = Duration::from_secs(4);
+/// Shorter than a new service bears a refused password.
+const REFUSED: Duration = Duration::from_secs(5);
+/// The service's own user, so that nobody else is refused.
+pub const USER: &str = "storm";
+pub const PASSWORD: &str = "calm";
+
+/// Stops the queue that is to confirm nothing; a broker that has been restarted has forgotten it.
+pub fn suspend(rabbit: &Rabbit) {
+    rabbit.ctl(&["eval", &format!("sys:suspend({{'%2F_{STUCK}', node()}}).")]);
+}
+
+/// Lets it confirm again what it has.
+pub fn revive(rabbit: &Rabbit) {
+    rabbit.ctl(&["eval", &format!("sys:resume({{'%2F_{STUCK}', node()}}).")]);
+}
 /// After a fault that cuts the broker off, workers may notice as late as this.
 const NOTICED: u64 = 30_000;
 
@@ -34,6 +51,8 @@ pub struct Storm {
     pub proxy: Proxy,
     pub rabbit: Rabbit,
     pub press: Press,
+    /// The dead-letter queue.
+    dead: String,
     /// Sentinels that are in.
     pub sentinels: usize,
     /// Poison tasks that are not buried yet, with the number of their incident.
@@ -56,9 +75,9 @@ struct Hit {
 }
 
 impl Storm {
-    pub fn new(desk: Arc<Desk>, fleet: Fleet, proxy: Proxy, rabbit: Rabbit) -> Self {
+    pub fn new(desk: Arc<Desk>, fleet: Fleet, (proxy, rabbit): (Proxy, Rabbit), dead: String) -> Self {
         let (press, poison) = (Press::default(), Vec::new());
-        Self { desk, fleet, proxy, rabbit, press, sentinels: 0, poison, cut_off: 0, largest: 0 }
+        Self { desk, fleet, proxy, rabbit, press, dead, sentinels: 0, poison, cut_off: 0, largest: 0 }
     }
 
     /// One fault and the recovery from it.
@@ -76,6 +95,9 @@ impl Storm {
             Fault::Cut | Fault::ShortStall | Fault::LongStall | Fault::KillBroker | Fault::MemoryAlarm => {
                 self.connections(fault).await
             }
+            Fault::FreezeAndKill => self.freeze_and_kill(pick).await,
+            Fault::RefuseLogin | Fault::RefuseConnections => self.connections(fault).await,
+            Fault::DeleteDeadLetters => self.delete_dead_letters().await,
             Fault::Sentinel => self.sentinel(pick).await,
             Fault::PoisonTask => self.poison_task(pick).await,
         }
@@ -193,15 +215,76 @@ impl Storm {
                 self.watch(ALARM).await?;
                 block_in_place(|| self.rabbit.ctl(&["set_vm_memory_high_watermark", "0.4"]));
             }
+            Fault::RefuseLogin => {
+                block_in_place(|| self.rabbit.ctl(&["change_password", USER, "another"]));
+                self.cut_for(REFUSED).await?;
+                block_in_place(|| self.rabbit.ctl(&["change_password", USER, PASSWORD]));
+            }
+            Fault::RefuseConnections => {
+                let none = "{\"max-connections\": 0}";
+                block_in_place(|| self.rabbit.ctl(&["set_user_limits", USER, none]));
+                self.cut_for(REFUSED).await?;
+                block_in_place(|| self.rabbit.ctl(&["clear_user_limits", USER, "max-connections"]));
+            }
             _ => block_in_place(|| {
                 self.rabbit.kill();
                 self.rabbit.start();
+                suspend(&self.rabbit);
             }),
         }
         let gone = now();
         self.cut_off = gone;
         let slots = self.fleet.slots();
         self.recovers(Hit { incident, struck, gone, slots }).await
+    }
+
+    /// Cuts all connections, and a worker's life with them, so that a new process too is refused.
+    async fn cut_for(&mut self, time: Duration) -> Result<(), String> {
+        if let Some((_, _, pid)) = self.fleet.workers().first() {
+            signal(*pid, Signal::SIGKILL);
+        }
+        self.proxy.cut();
+        self.watch(time).await
+    }
+
+    /// A launcher is killed and one of its workers stopped right behind: that one must not stay.
+    async fn freeze_and_kill(&mut self, pick: u64) -> Result<(), String> {
+        let index = pick as usize % self.fleet.launchers.len();
+        let in_flight = PREFETCH * self.fleet.launchers[index].slots().len();
+        let (incident, struck) = self.begins(Fault::FreezeAndKill, in_flight);
+        let frozen = self.fleet.launchers[index].pids.values().next().copied();
+        self.fleet.launchers[index].sconce.signal(Signal::SIGKILL);
+        if let Some(pid) = frozen {
+            // It may have ended by itself.
+            let _ = kill(Pid::from_raw(pid as i32), Signal::SIGSTOP);
+        }
+        let code = self.fleet.launchers[index].sconce.exit_code().await;
+        if code != -9 {
+            return Err(format!("the launcher ended with {code}"));
+        }
+        self.fleet.replace(index, "FreezeAndKill");
+        self.until("the frozen worker is gone", |_| frozen.is_none_or(|pid| !lives(pid))).await?;
+        let (gone, slots) = (now(), self.fleet.launchers[index].slots());
+        self.recovers(Hit { incident, struck, gone, slots }).await
+    }
+
+    /// Recovered when it is there again, which needs a dead letter.
+    async fn delete_dead_letters(&mut self) -> Result<(), String> {
+        let (incident, struck) = self.begins(Fault::DeleteDeadLetters, 0);
+        block_in_place(|| self.rabbit.ctl(&["delete_queue", &self.dead]));
+        self.desk.ledger().letters_deleted(now());
+        let client = Client::connect(&self.rabbit.url()).await;
+        let begun = Instant::now();
+        while client.look(&self.dead).await.is_none() {
+            self.watch(Duration::from_millis(100)).await?;
+            if begun.elapsed() > BOUND {
+                return Err("the dead-letter queue is not made again".to_owned());
+            }
+        }
+        let took = now() - struck;
+        let incident = &mut self.desk.ledger().incidents[incident];
+        (incident.over, incident.recovery) = (now(), Some((took, took)));
+        Ok(())
     }
 
     async fn stall(&mut self, time: Duration) -> Result<(), String> {

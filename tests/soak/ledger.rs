@@ -6,11 +6,15 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use super::plan::{Fault, Kind};
+use super::producers::FILLER;
 
 /// Longest time by which a reply may lie before the fault that kept its ack from the broker.
 const BEFORE: u64 = 10_000;
 /// Longest time after the recovery from a fault in which the first of two replies may still come.
 const AFTER: u64 = 30_000;
+
+/// Longest time from a task's publish to its dead letter, for one that a deleted queue may have held.
+const WITH_IT: u64 = 10_000;
 
 /// See the module.
 #[derive(Default)]
@@ -25,6 +29,10 @@ pub struct Ledger {
     pub read_again: usize,
     /// What belongs to no task, and other oddities.
     pub strange: Vec<String>,
+    /// Tasks whose letter may have been in a dead-letter queue when that was deleted, and when.
+    may_have_gone: Vec<(u64, Vec<String>)>,
+    /// Which of them it was.
+    pub strange_but_explained: Vec<String>,
 }
 
 /// One publish.
@@ -107,6 +115,8 @@ impl Entry {
         let buried = |reason: &str| self.letters.iter().any(|seen| seen.verdict == reason);
         match self.kind {
             Kind::Good => answered("200"),
+            Kind::StuckReplyQueue | Kind::FullReplyQueue => answered("200") || buried("unconfirmed"),
+            Kind::Oversized => answered("413"),
             Kind::Undecodable => answered("400") && buried("undecodable"),
             Kind::Misshapen => answered("400"),
             Kind::UnknownControl => buried("unknown_control") && answered("400"),
@@ -129,6 +139,8 @@ impl Entry {
             Kind::Misshapen => ("400", &[]),
             Kind::UnknownControl => ("400", &["unknown_control"]),
             Kind::NoReplyQueue => ("none", &["unroutable"]),
+            Kind::StuckReplyQueue | Kind::FullReplyQueue => ("200", &["unconfirmed"]),
+            Kind::Oversized => ("413", &[]),
             Kind::Expired => ("408", &[]),
             Kind::Failing => ("500", &["attempts"]),
             Kind::Poison => ("500", &["poison"]),
@@ -147,7 +159,7 @@ impl Entry {
             if !reasons.contains(&letter.verdict.as_str()) {
                 mistakes.push(format!("a dead letter with reason {:?}, due: {reasons:?}", letter.verdict));
             } else if self.kind == Kind::NoReplyQueue && letter.body != self.answer {
-                mistakes.push("the parked answer is not its input".to_owned());
+                mistakes.push("the dead letter is not the task".to_owned());
             }
         }
         mistakes
@@ -183,6 +195,9 @@ impl Ledger {
     }
 
     fn note(&mut self, id: &str, seen: Seen, list: fn(&mut Entry) -> &mut Vec<Seen>) {
+        if id == FILLER {
+            return;
+        }
         let Some(entry) = self.entries.get_mut(id) else {
             self.strange.push(format!("something came for {id:?}, which nobody published: {seen:?}"));
             return;
@@ -250,6 +265,37 @@ impl Ledger {
         self.entries.iter().filter(|(_, entry)| entry.is_open()).map(|(id, _)| id).collect()
     }
 
+    /// The dead-letter queue was deleted just now: a letter that was in it at this moment went with it, and
+    /// is no longer waited for. That is a letter to a task that came shortly before, one at most.
+    pub fn letters_deleted(&mut self, now: u64) {
+        let letterless = |entry: &Entry| {
+            let wants = matches!(
+                entry.kind,
+                Kind::Undecodable | Kind::UnknownControl | Kind::NoReplyQueue | Kind::Failing | Kind::Poison
+            );
+            let answered = !entry.replies.is_empty() || entry.kind == Kind::NoReplyQueue;
+            wants
+                && answered
+                && entry.letters.is_empty()
+                && entry.is_open()
+                && entry.published + WITH_IT > now
+        };
+        let gone: Vec<String> =
+            self.entries.iter().filter(|(_, it)| letterless(it)).map(|(id, _)| id.clone()).collect();
+        self.may_have_gone.push((now, gone));
+    }
+
+    /// Gives up the letters that went with a deleted queue: one for each deletion, and no more.
+    pub fn give_up_deleted(&mut self) {
+        for (_, ids) in std::mem::take(&mut self.may_have_gone) {
+            let open = ids.into_iter().find(|id| self.is_open(id));
+            if let Some(id) = open {
+                self.strange_but_explained.push(format!("{id}: its letter went with the deleted queue"));
+                self.change(&id, |entry| entry.confirmed = false);
+            }
+        }
+    }
+
     /// Tasks that came to what they must not come to.
     pub fn wrong(&self) -> Vec<String> {
         let all = self.entries.iter().flat_map(|(id, entry)| {
@@ -261,7 +307,9 @@ impl Ledger {
     /// Everything that came a second time, by time.
     pub fn duplicates(&self) -> Vec<Duplicate> {
         let mut found = Vec::new();
-        for (id, entry) in &self.entries {
+        // What a queue has not confirmed in time may still be in it, and may be there again.
+        let confirming = |entry: &Entry| !matches!(entry.kind, Kind::StuckReplyQueue | Kind::FullReplyQueue);
+        for (id, entry) in self.entries.iter().filter(|(_, entry)| confirming(entry)) {
             for (list, letters) in [(&entry.replies, false), (&entry.letters, true)] {
                 for (index, second) in list.iter().enumerate().skip(1) {
                     let again = list[..index].iter().any(|it| it.message_id == second.message_id);

@@ -15,8 +15,14 @@ pub enum Kind {
     Misshapen,
     /// A control message of a type that nobody knows: a dead letter.
     UnknownControl,
-    /// Wants its reply where no queue is: the reply becomes a dead letter.
+    /// Wants its reply where no queue is: it becomes a dead letter.
     NoReplyQueue,
+    /// Wants its reply in a queue that confirms nothing: a dead letter, or a reply where it recovers.
+    StuckReplyQueue,
+    /// Wants its reply in a queue that is full: the same.
+    FullReplyQueue,
+    /// Its reply is larger than the broker takes: a 413.
+    Oversized,
     /// Past its deadline when it is published: a 408.
     Expired,
     /// Its computation fails: a 500.
@@ -39,6 +45,14 @@ pub enum Fault {
     MemoryAlarm,
     Sentinel,
     PoisonTask,
+    /// A worker is stopped (SIGSTOP) and its launcher killed.
+    FreezeAndKill,
+    /// The password is another one for some seconds, and all connections are cut.
+    RefuseLogin,
+    /// No further connection is allowed for some seconds, and all are cut.
+    RefuseConnections,
+    /// The dead-letter queue is deleted.
+    DeleteDeadLetters,
 }
 
 /// One fault, and a number that decides whom it hits.
@@ -63,6 +77,9 @@ const BAD: &[(Kind, u64)] = &[
     (Kind::Misshapen, 8),
     (Kind::UnknownControl, 5),
     (Kind::NoReplyQueue, 6),
+    (Kind::StuckReplyQueue, 4),
+    (Kind::FullReplyQueue, 4),
+    (Kind::Oversized, 2),
     (Kind::Expired, 6),
     (Kind::Failing, 8),
 ];
@@ -80,7 +97,14 @@ const DECK: &[(Fault, usize)] = &[
     (Fault::MemoryAlarm, 3),
     (Fault::Sentinel, 4),
     (Fault::PoisonTask, 1),
+    (Fault::FreezeAndKill, 2),
+    (Fault::RefuseLogin, 2),
+    (Fault::RefuseConnections, 2),
+    (Fault::DeleteDeadLetters, 2),
 ];
+
+/// The broker takes no larger message: more than any task here but those that are to be too large.
+pub const MOST_BYTES: usize = 512 * 1024;
 
 /// A kind of random sequence never shares its numbers with another.
 const FAULTS: u64 = 1 << 60;
@@ -135,18 +159,32 @@ pub fn poison(pick: u64) -> Planned {
 }
 
 fn of_kind(kind: Kind, dice: &mut Dice) -> Planned {
-    let input = input(dice);
+    let input = match kind {
+        // The task itself is just taken; what its answer adds is more than that.
+        Kind::Oversized => format!("\"{:x} {}\"", dice.next(), "x".repeat(MOST_BYTES - 60)),
+        _ => input(dice),
+    };
     let sleep_ms = if dice.below(4) == 0 { dice.below(40) } else { 0 };
     let body = match kind {
         Kind::Undecodable => format!("{{\"input\": {}", &input[..input.len() - 1]),
         Kind::Misshapen => format!("{{\"input\":{input},\"sleep_ms\":\"long\"}}"),
         Kind::Failing => format!("{{\"input\":{input},\"fail\":\"error\"}}"),
         Kind::Poison => format!("{{\"input\":{},\"fail\":\"exit\"}}", dice.next()),
-        Kind::Good | Kind::UnknownControl | Kind::NoReplyQueue | Kind::Expired => {
+        Kind::Good
+        | Kind::UnknownControl
+        | Kind::NoReplyQueue
+        | Kind::StuckReplyQueue
+        | Kind::FullReplyQueue
+        | Kind::Expired
+        | Kind::Oversized => {
             format!("{{\"input\":{input},\"sleep_ms\":{sleep_ms}}}")
         }
     };
-    let answer = format!("{{\"object\":\"echo\",\"input\":{input},\"model\":\"echo\"}}");
+    let answer = match kind {
+        // What is among the dead letters is the task.
+        Kind::NoReplyQueue => body.clone(),
+        _ => format!("{{\"object\":\"echo\",\"input\":{input},\"model\":\"echo\"}}"),
+    };
     Planned { kind, body: body.into_bytes(), answer: answer.into_bytes() }
 }
 

@@ -17,6 +17,12 @@ use super::plan::{self, Dice, Kind, Planned};
 /// Tasks that may be unanswered before the producers wait.
 const MOST_OPEN: usize = 2_000;
 const MOST_IN_A_BURST: u64 = 60;
+/// A quorum queue that confirms nothing.
+pub const STUCK: &str = "soak.stuck";
+/// A queue that has no room.
+pub const FULL: &str = "soak.full";
+/// The message that fills it.
+pub const FILLER: &str = "filler";
 const CONNECT: Duration = Duration::from_secs(5);
 const CONFIRM: Duration = Duration::from_secs(20);
 const AGAIN: Duration = Duration::from_millis(200);
@@ -193,11 +199,18 @@ async fn send(
             match task.kind {
                 Kind::UnknownControl => properties = properties.with_type("control.dance".into()),
                 Kind::NoReplyQueue => properties = properties.with_reply_to("soak.nowhere".into()),
+                Kind::StuckReplyQueue => properties = properties.with_reply_to(STUCK.into()),
+                Kind::FullReplyQueue => properties = properties.with_reply_to(FULL.into()),
                 Kind::Expired => {
                     let past = AMQPValue::LongString("2020-01-01T00:00:00Z".into());
                     headers.insert("expires".into(), past);
                 }
-                Kind::Good | Kind::Undecodable | Kind::Misshapen | Kind::Failing | Kind::Poison => {}
+                Kind::Good
+                | Kind::Undecodable
+                | Kind::Misshapen
+                | Kind::Failing
+                | Kind::Poison
+                | Kind::Oversized => {}
             }
             &task.body
         }

@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -23,13 +24,21 @@ pub struct Proxy {
     open: Arc<AtomicUsize>,
 }
 
-#[derive(Clone, Default)]
+#[derive(Clone)]
 struct State {
     cuts: u64,
     /// What these connections send is held; they are numbered from 0 as they are made.
     held: Range<usize>,
     /// Nothing gets through, either way.
     stalled: bool,
+    /// What a client may send, in bytes a second and connection.
+    rate: usize,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self { cuts: 0, held: 0..0, stalled: false, rate: usize::MAX }
+    }
 }
 
 impl Proxy {
@@ -91,6 +100,11 @@ impl Proxy {
         self.state.send_modify(|state| state.stalled = false);
     }
 
+    /// From now on so many bytes a second of each client get through.
+    pub fn slow_down(&self, rate: usize) {
+        self.state.send_modify(|state| state.rate = rate);
+    }
+
     /// How many connections are open.
     pub fn open(&self) -> usize {
         self.open.load(Ordering::SeqCst)
@@ -107,8 +121,8 @@ async fn carry(
     let cuts = state.borrow().cuts;
     let ((from_client, to_client), (from_server, to_server)) = (client.split(), server.split());
     let held = move |state: &State| state.stalled || state.held.contains(&number);
-    let there = pump(from_client, to_server, state.clone(), held);
-    let back = pump(from_server, to_client, state.clone(), |state| state.stalled);
+    let there = pump(from_client, to_server, state.clone(), (held, |state| state.rate));
+    let back = pump(from_server, to_client, state.clone(), (|state| state.stalled, |_| usize::MAX));
     tokio::select! {
         _ = async { tokio::try_join!(there, back) } => {}
         _ = state.wait_for(|state| state.cuts > cuts) => {}
@@ -119,7 +133,7 @@ async fn pump(
     mut from: impl AsyncRead + Unpin,
     mut to: impl AsyncWrite + Unpin,
     mut state: watch::Receiver<State>,
-    waits: impl Fn(&State) -> bool,
+    (waits, rate): (impl Fn(&State) -> bool, impl Fn(&State) -> usize),
 ) -> io::Result<()> {
     let mut bytes = vec![0; HELD];
     loop {
@@ -129,6 +143,10 @@ async fn pump(
         }
         if count == 0 {
             return to.shutdown().await;
+        }
+        let rate = rate(&state.borrow());
+        if rate < usize::MAX {
+            tokio::time::sleep(Duration::from_secs_f64(count as f64 / rate as f64)).await;
         }
         to.write_all(&bytes[..count]).await?;
     }

@@ -189,7 +189,19 @@ impl Sconce {
 
     /// The worker processes, oldest first.
     pub fn workers(&self) -> Vec<u32> {
-        children_of(self.pid())
+        self.children("worker")
+    }
+
+    /// The process that guards the workers.
+    pub fn guard(&self) -> Option<u32> {
+        self.children("guard").pop()
+    }
+
+    /// The processes that it started for a command of its own.
+    fn children(&self, command: &str) -> Vec<u32> {
+        let mut children = children_of(self.pid());
+        children.retain(|pid| first_argument_of(*pid).as_deref() == Some(command));
+        children
     }
 
     /// Waits until there are `count` workers, and gives them.
@@ -360,6 +372,13 @@ fn children_of(pid: u32) -> Vec<u32> {
     let mut children: Vec<u32> = pids.filter(|child| parent_of(*child) == Some(pid)).collect();
     children.sort_unstable();
     children
+}
+
+/// The first argument of a process; none while it is being started, and still looks like its parent.
+fn first_argument_of(pid: u32) -> Option<String> {
+    let arguments = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+    let command = arguments.split(|byte| *byte == 0).nth(1)?;
+    Some(String::from_utf8_lossy(command).into_owned())
 }
 
 /// The parent of a living process.

@@ -77,7 +77,7 @@ impl Done {
 
 fn destination(delivery: &Delivery, pool: &Pool, by_name: bool) -> Result<String, String> {
     let letter = Letter::of(&delivery.message);
-    let queue = letter.destination(&pool.task_queue, pool.reply_queue.as_deref(), by_name);
+    let queue = letter.destination(&pool.task_queue, by_name);
     queue.map(str::to_owned)
 }
 

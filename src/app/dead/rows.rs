@@ -77,7 +77,7 @@ mod tests {
             receipt: Receipt { session: 0, tag: 1 },
             routing_key: None,
             redelivered: false,
-            delivery_count: 0,
+            delivery_count: Some(0),
         };
         let mut rows = Rows::at_most(2);
         assert!(rows.table("ERROR", None).is_none());

@@ -105,7 +105,7 @@ impl Selection {
             return (pool != self.pool).then(|| format!("pool {}", shorten(pool, NAME_BYTES)));
         }
         let queue = letter.died_in()?;
-        let waits = queue.strip_prefix(&self.task_queue).and_then(|rest| rest.strip_prefix(".retry."));
+        let waits = queue.strip_prefix(&self.task_queue).and_then(|rest| rest.strip_prefix(".retry"));
         let ours = queue == self.task_queue || waits.is_some();
         (!ours).then(|| format!("queue {}", shorten(queue, NAME_BYTES)))
     }

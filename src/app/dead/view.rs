@@ -126,7 +126,7 @@ pub(super) fn whole(delivery: &Delivery, now: SystemTime) -> String {
     let died =
         row.died_at.and_then(iso).map_or_else(|| "nobody knows when".into(), |at| format!("{at}, {age} ago"));
     let mut text = format!("task    {id}\nreason  {reason}\nerror   {error}\nworker  {worker}\n");
-    let _ = writeln!(text, "died    {died}; delivered {} times before", delivery.delivery_count);
+    let _ = writeln!(text, "died    {died}; delivered {} times before", times_delivered(delivery));
     text.push_str("\nproperties\n");
     fields(&mut text, properties(&message.properties));
     text.push_str("\nheaders\n");
@@ -153,7 +153,7 @@ fn fields(text: &mut String, fields: Map<String, Json>) {
 pub(super) fn whole_json(delivery: &Delivery, now: SystemTime) -> Json {
     let mut whole = Row::of(delivery, now).json();
     let message = &delivery.message;
-    whole["delivery_count"] = json!(delivery.delivery_count);
+    whole["delivery_count"] = json!(times_delivered(delivery));
     whole["properties"] = properties(&message.properties).into();
     whole["headers"] = headers(&message.properties.headers).into();
     match std::str::from_utf8(&message.body) {
@@ -238,6 +238,11 @@ fn cut(text: &str, room: usize) -> String {
         return text.to_owned();
     }
     text.chars().take(room.saturating_sub(1)).chain(['…']).collect()
+}
+
+/// Earlier deliveries, as far as they are known.
+fn times_delivered(delivery: &Delivery) -> u64 {
+    delivery.delivery_count.unwrap_or(1)
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ fn delivery(error: &str, body: &'static [u8]) -> Delivery {
         receipt: Receipt { session: 1, tag: 1 },
         routing_key: None,
         redelivered: false,
-        delivery_count: 2,
+        delivery_count: Some(2),
     }
 }
 

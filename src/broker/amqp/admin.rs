@@ -4,7 +4,7 @@ use lapin::options::QueueDeclareOptions;
 use lapin::types::FieldTable;
 use lapin::{Connection, Error, Queue};
 
-use super::connect::{Connector, words};
+use super::connect::{Connector, Refusal, words};
 use super::convert::short;
 use super::topology::Topology;
 use crate::broker::BrokerError;
@@ -54,7 +54,7 @@ pub(super) async fn connect(connector: &Connector) -> Result<(Connection, String
         }
     }
     Err(match last {
-        Some(failure) if failure.refused => {
+        Some(failure) if failure.refusal != Refusal::None => {
             BrokerError::Refused { broker: failure.broker, reason: failure.reason }
         }
         Some(failure) => BrokerError::Unreachable {

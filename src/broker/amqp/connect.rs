@@ -3,13 +3,17 @@
 //! never retries by itself in a loop that its owner cannot leave.
 
 use std::fs;
+use std::io;
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use lapin::tcp::{OwnedIdentity, OwnedTLSConfig};
-use lapin::uri::AMQPUri;
-use lapin::{Connection, ConnectionProperties, Error, ErrorKind};
+use lapin::uri::{AMQPScheme, AMQPUri};
+use lapin::{AsyncTcpStream, Connection, ConnectionProperties, Error, ErrorKind};
 
 use crate::backoff::Backoff;
 use crate::broker::BrokerError;
@@ -19,6 +23,9 @@ const BACKOFF: Backoff = Backoff { first: Duration::from_millis(250), most: Dura
 /// A broker that refuses us this often before it ever took us will not change its mind. More than
 /// once, because a broker that boots refuses its virtual hosts for a moment.
 const REFUSALS: u32 = 3;
+/// For so long a service goes on at its start where the broker's words may mean a wrong password as well
+/// as an authentication service that is down, or a user that is yet to be made.
+const UNCERTAIN: Duration = Duration::from_secs(15);
 
 /// Why one attempt failed.
 #[derive(Debug)]
@@ -27,14 +34,37 @@ pub struct Failure {
     pub(super) broker: String,
     /// The broker's or the system's words.
     pub(super) reason: String,
-    /// The broker answered and said no.
-    pub(super) refused: bool,
+    /// What the broker said, where it answered.
+    pub(super) refusal: Refusal,
+}
+
+/// What a broker's refusal means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// It is none, or one that passes by itself: a limit that is reached, a queue that may yet be made.
+    None,
+    /// Either the settings are wrong, or something passes by itself: the broker's words are the same.
+    Uncertain,
+    /// The settings are wrong: certificates, arguments of a queue.
+    Settings,
+}
+
+/// How long refusals are borne before the broker has ever taken us. Afterwards they are an outage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RefusalPolicy {
+    /// A few attempts: a person waits for the answer.
+    Command,
+    /// [`UNCERTAIN`] too, where the words leave a doubt.
+    Service,
+    /// It has taken another process of ours, or another connection, by the same settings.
+    Reached,
 }
 
 /// Makes connections to one of several addresses.
 pub struct Connector {
     settings: Broker,
     name: String,
+    refusals: RefusalPolicy,
     /// Counts attempts; its remainder is the address whose turn it is. Written by each attempt.
     turn: AtomicUsize,
 }
@@ -42,7 +72,18 @@ pub struct Connector {
 impl Connector {
     /// `name` is what the broker's management page shows.
     pub fn new(settings: Broker, name: impl Into<String>) -> Self {
-        Self { settings, name: name.into(), turn: AtomicUsize::new(0) }
+        Self { settings, name: name.into(), refusals: RefusalPolicy::Command, turn: AtomicUsize::new(0) }
+    }
+
+    /// The same, with another policy.
+    #[must_use]
+    pub fn with_refusals(self, refusals: RefusalPolicy) -> Self {
+        Self { refusals, ..self }
+    }
+
+    /// The same under another name.
+    pub(super) fn named(&self, name: String) -> Self {
+        Self::new(self.settings.clone(), name).with_refusals(self.refusals)
     }
 
     /// The settings it was made with.
@@ -66,10 +107,10 @@ impl Connector {
         let reason = match opened {
             Ok(Ok(connection)) => return Ok((connection, broker)),
             Ok(Err(failure)) => failure,
-            Err(_) => (format!("no answer within {:?}", self.settings.connect_timeout), false),
+            Err(_) => (format!("no answer within {:?}", self.settings.connect_timeout), Refusal::None),
         };
         self.pass_turn();
-        Err(Failure { broker, reason: reason.0, refused: reason.1 })
+        Err(Failure { broker, reason: reason.0, refusal: reason.1 })
     }
 
     /// The next attempt goes to the next address.
@@ -77,38 +118,95 @@ impl Connector {
         self.turn.fetch_add(1, Ordering::Relaxed);
     }
 
-    async fn open(&self, url: &str) -> Result<Connection, (String, bool)> {
-        let mut uri: AMQPUri = url.parse().map_err(|reason: String| (reason, true))?;
+    async fn open(&self, url: &str) -> Result<Connection, (String, Refusal)> {
+        let mut uri: AMQPUri = url.parse().map_err(|reason: String| (reason, Refusal::Settings))?;
         let heartbeat = u16::try_from(self.settings.heartbeat.as_secs()).unwrap_or(u16::MAX);
         uri.query.heartbeat.get_or_insert(heartbeat);
-        let tls = certificates(&self.settings.tls).map_err(|reason| (reason, true))?;
+        let tls = certificates(&self.settings.tls).map_err(|reason| (reason, Refusal::Settings))?;
         let properties = ConnectionProperties::default().with_connection_name(self.name.as_str().into());
-        let runtime = lapin::runtime::default_runtime().map_err(|error| words(&error))?;
-        Connection::connect_uri_with_config(uri, properties, tls, runtime)
-            .await
-            .map_err(|error| words(&error))
+        connect(uri, tls, properties).await.map_err(|error| words(&error))
     }
 }
 
-/// A failure in words, and whether it is the broker's refusal.
-pub(super) fn words(error: &Error) -> (String, bool) {
+/// As `Connection::connect_uri_with_config`, but an attempt that is given up, because this is dropped, leaves
+/// nothing behind. Lapin connects on a thread of its own, which waits for the broker's first words for as
+/// long as they do not come, and which nobody can end: so it is given a socket that is connected, and
+/// encrypted, and of which we keep hold.
+async fn connect(
+    uri: AMQPUri,
+    tls: OwnedTLSConfig,
+    properties: ConnectionProperties,
+) -> Result<Connection, Error> {
+    let runtime = lapin::runtime::default_runtime()?;
+    let host = uri.authority.host.clone();
+    let addresses = runtime.to_socket_addrs((host.clone(), uri.authority.port));
+    let stream = AsyncTcpStream::connect(&runtime, addresses).await?;
+    let AsyncTcpStream::Plain(socket) = &stream else {
+        return Err(io::Error::from(io::ErrorKind::Unsupported).into());
+    };
+    let attempt = Attempt(Some(socket.get_ref().as_fd().try_clone_to_owned()?.into()));
+    let stream = match uri.scheme {
+        AMQPScheme::AMQP => stream,
+        AMQPScheme::AMQPS => stream.into_tls(&host, tls.as_ref()).await?,
+    };
+    // Lapin asks for it once: it is not to connect again by itself.
+    let once = Mutex::new(Some(stream));
+    let connection = Connection::connector(
+        uri,
+        runtime,
+        async move |_, _| {
+            let stream = once.lock().unwrap_or_else(PoisonError::into_inner).take();
+            stream.ok_or_else(|| Error::from(io::Error::from(io::ErrorKind::NotConnected)))
+        },
+        properties,
+    )
+    .await?;
+    attempt.succeeded();
+    Ok(connection)
+}
+
+/// An attempt's socket. Dropped before the attempt has succeeded, it is shut down: lapin's thread reads the
+/// end of the stream, and ends.
+struct Attempt(Option<TcpStream>);
+
+impl Attempt {
+    fn succeeded(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Attempt {
+    fn drop(&mut self) {
+        if let Some(socket) = self.0.take() {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// A failure in words, and what it means.
+pub(super) fn words(error: &Error) -> (String, Refusal) {
     let amqp = match error.kind() {
         ErrorKind::ProtocolError(amqp) => amqp,
         // What rustls says of a certificate, or of an answer that is not TLS.
         ErrorKind::IOError(io) if io.kind() == std::io::ErrorKind::InvalidData => {
             let hint = "check broker.tls (ca_file, cert_file, key_file), and amqp:// or amqps://";
-            return (format!("{error}; {hint}"), true);
+            return (format!("{error}; {hint}"), Refusal::Settings);
         }
-        _ => return (error.to_string(), false),
+        _ => return (error.to_string(), Refusal::None),
     };
-    let hint = match amqp.get_id() {
-        403 => "; check user, password and permissions",
-        530 => "; check the virtual host (`/` is written %2f) and the user's access to it",
-        _ => "",
+    let message = amqp.get_message().to_string();
+    let (refusal, hint) = match amqp.get_id() {
+        // Connections of a user, a virtual host or a node: others end. And a virtual host that is starting.
+        530 if message.contains("is reached") || message.contains("is down") => (Refusal::None, ""),
+        403 => (Refusal::Uncertain, "; check user, password and permissions"),
+        530 => {
+            (Refusal::Uncertain, "; check the virtual host (`/` is written %2f) and the user's access to it")
+        }
+        402 | 406 => (Refusal::Settings, ""),
+        // 404 (a queue that may yet be made) and 405 (locked by another connection) can pass.
+        _ => (Refusal::None, ""),
     };
-    // 404 (a queue that may yet be made) and 405 (locked by another connection) can pass.
-    let refused = matches!(amqp.get_id(), 402 | 403 | 406 | 530);
-    (format!("{} {}{hint}", amqp.get_id(), amqp.get_message()), refused)
+    (format!("{} {message}{hint}", amqp.get_id()), refusal)
 }
 
 fn certificates(tls: &Tls) -> Result<OwnedTLSConfig, String> {
@@ -132,21 +230,26 @@ const FLAPPING: u32 = 3;
 pub(super) struct Outage {
     since: Option<Instant>,
     failures: u32,
+    /// Refusals in a row that may mean wrong settings, and since when.
     refusals: u32,
+    refused_since: Option<Instant>,
     was_connected: bool,
 }
 
 impl Outage {
-    /// Counts a failure. The delay before the next attempt, or the end of all attempts.
-    pub(super) fn failed(&mut self, failure: Failure, limit: Duration) -> Result<Duration, BrokerError> {
+    /// Counts a failure of `connector`. The delay before the next attempt, or the end of all attempts.
+    pub(super) fn failed(
+        &mut self,
+        failure: Failure,
+        connector: &Connector,
+    ) -> Result<Duration, BrokerError> {
         let lasted = self.since.get_or_insert_with(Instant::now).elapsed();
         self.failures += 1;
-        self.refusals = if failure.refused { self.refusals + 1 } else { 0 };
-        let Failure { broker, reason, .. } = failure;
-        if self.refusals >= REFUSALS && !self.was_connected {
+        let Failure { broker, reason, refusal } = failure;
+        if self.is_refused(refusal, connector.refusals) {
             return Err(BrokerError::Refused { broker, reason });
         }
-        if lasted >= limit {
+        if lasted >= connector.settings.give_up_after {
             let reason = format!("{broker}: {reason}");
             return Err(BrokerError::Unreachable { seconds: lasted.as_secs(), reason });
         }
@@ -155,11 +258,25 @@ impl Outage {
         Ok(delay)
     }
 
+    /// Whether to believe that the settings are wrong.
+    fn is_refused(&mut self, refusal: Refusal, refusals: RefusalPolicy) -> bool {
+        if refusal == Refusal::None {
+            (self.refusals, self.refused_since) = (0, None);
+            return false;
+        }
+        self.refusals += 1;
+        let lasted = self.refused_since.get_or_insert_with(Instant::now).elapsed();
+        let uncertain = refusal == Refusal::Uncertain && refusals == RefusalPolicy::Service;
+        let borne = if uncertain { UNCERTAIN } else { Duration::ZERO };
+        let was_taken = self.was_connected || refusals == RefusalPolicy::Reached;
+        !was_taken && self.refusals >= REFUSALS && lasted >= borne
+    }
+
     /// There is a connection; whether it lasts is another matter. If not, the delays go on from here,
     /// not from where a long outage had brought them.
     pub(super) fn connected(&mut self) {
         self.was_connected = true;
-        self.refusals = 0;
+        (self.refusals, self.refused_since) = (0, None);
         self.failures = self.failures.min(FLAPPING);
     }
 
@@ -172,42 +289,85 @@ impl Outage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config;
 
-    fn failure(refused: bool) -> Failure {
-        Failure { broker: "amqp://b".into(), reason: "no".into(), refused }
+    fn failure(refusal: Refusal) -> Failure {
+        Failure { broker: "amqp://b".into(), reason: "no".into(), refusal }
+    }
+
+    fn connector(refusals: RefusalPolicy, give_up_after: &str) -> Connector {
+        let flags = [("broker.give_up_after".to_owned(), give_up_after.to_owned())];
+        let settings = config::load(&[], [], &flags).expect("settings").settings;
+        Connector::new(settings.broker, "test").with_refusals(refusals)
+    }
+
+    /// After how many failures of a kind the attempts end, of 50 that follow each other at once.
+    fn ends(refusal: Refusal, refusals: RefusalPolicy) -> Option<(usize, BrokerError)> {
+        let (mut outage, connector) = (Outage::default(), connector(refusals, "1m"));
+        (1..=50).find_map(|n| Some((n, outage.failed(failure(refusal), &connector).err()?)))
     }
 
     #[test]
     fn a_broker_that_refuses_from_the_start_is_believed_after_a_few_times() {
-        let mut outage = Outage::default();
-        let limit = Duration::from_secs(60);
-        assert!(outage.failed(failure(true), limit).is_ok());
-        assert!(outage.failed(failure(true), limit).is_ok());
-        assert!(matches!(outage.failed(failure(true), limit), Err(BrokerError::Refused { .. })));
+        for (refusal, refusals) in [
+            (Refusal::Settings, RefusalPolicy::Command),
+            (Refusal::Settings, RefusalPolicy::Service),
+            (Refusal::Uncertain, RefusalPolicy::Command),
+        ] {
+            let end = ends(refusal, refusals);
+            assert!(
+                matches!(end, Some((3, BrokerError::Refused { .. }))),
+                "{refusal:?} {refusals:?} {end:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_may_pass_by_itself_is_waited_for() {
+        for (refusal, refusals) in [
+            (Refusal::None, RefusalPolicy::Command),
+            (Refusal::None, RefusalPolicy::Service),
+            (Refusal::Uncertain, RefusalPolicy::Service),
+            (Refusal::Uncertain, RefusalPolicy::Reached),
+            (Refusal::Settings, RefusalPolicy::Reached),
+        ] {
+            assert!(ends(refusal, refusals).is_none(), "{refusal:?} {refusals:?}");
+        }
+    }
+
+    #[test]
+    fn what_a_service_cannot_tell_from_a_wrong_password_is_borne_for_a_bounded_time() {
+        let (mut outage, connector) = (Outage::default(), connector(RefusalPolicy::Service, "1m"));
+        for _ in 0..REFUSALS {
+            assert!(outage.failed(failure(Refusal::Uncertain), &connector).is_ok());
+        }
+        outage.refused_since = Instant::now().checked_sub(UNCERTAIN);
+        let end = outage.failed(failure(Refusal::Uncertain), &connector);
+        assert!(matches!(end, Err(BrokerError::Refused { .. })), "{end:?}");
     }
 
     #[test]
     fn a_connection_after_a_long_outage_that_breaks_at_once_is_soon_tried_again() {
-        let mut outage = Outage::default();
-        let limit = Duration::from_secs(60);
+        let (mut outage, connector) = (Outage::default(), connector(RefusalPolicy::Service, "1m"));
         let mut last = Duration::ZERO;
         for _ in 0..20 {
-            last = outage.failed(failure(false), limit).expect("more time");
+            last = outage.failed(failure(Refusal::None), &connector).expect("more time");
         }
         assert!(last >= BACKOFF.most / 2);
         outage.connected();
-        let next = outage.failed(failure(false), limit).expect("more time");
+        let next = outage.failed(failure(Refusal::None), &connector).expect("more time");
         assert!(next <= BACKOFF.ceiling(FLAPPING + 1) && next >= BACKOFF.ceiling(FLAPPING) / 2, "{next:?}");
     }
 
     #[test]
     fn a_broker_that_took_us_once_may_refuse_for_as_long_as_an_outage_may_last() {
-        let mut outage = Outage::default();
+        let (mut outage, connector) = (Outage::default(), connector(RefusalPolicy::Service, "2s"));
         outage.over();
         for _ in 0..10 {
-            assert!(outage.failed(failure(true), Duration::from_secs(60)).is_ok());
+            assert!(outage.failed(failure(Refusal::Settings), &connector).is_ok());
         }
-        let end = outage.failed(failure(false), Duration::ZERO);
+        outage.since = Instant::now().checked_sub(Duration::from_secs(2));
+        let end = outage.failed(failure(Refusal::None), &connector);
         assert!(matches!(end, Err(BrokerError::Unreachable { .. })));
     }
 }

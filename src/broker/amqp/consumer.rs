@@ -5,7 +5,7 @@
 
 use std::mem;
 use std::num::NonZeroU16;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
@@ -13,9 +13,9 @@ use futures_util::future::BoxFuture;
 use lapin::{Error, ErrorKind};
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::connect::{Connector, Failure, Outage, words};
+use super::connect::{Connector, Failure, Outage, Refusal, words};
 use super::session::{FAREWELL, Session, Subscription, cancel, delivery_from};
-use super::settler::{AmqpSettler, Current, Open, current};
+use super::settler::{AmqpSettler, Current, Open};
 use crate::broker::{BrokerError, Consumer, Event};
 
 /// A session that ends sooner counts as a failed attempt: the next one waits, longer each time.
@@ -83,7 +83,7 @@ impl Consumer for AmqpConsumer {
             self.cancel.send_replace(true);
             // Awaited here, not left to the supervisor: what is handed back after this must find no
             // consumer, or the broker would deliver it to us again, and out of its order.
-            if let Some(open) = current(&self.current) {
+            if let Some(open) = self.current.open() {
                 let consumer_tag = open.consumer_tag.lock().await;
                 cancel(&open.channel, consumer_tag.clone()).await;
             }
@@ -172,11 +172,12 @@ impl Supervisor {
                     if began.elapsed() >= STEADY {
                         outage.over();
                     }
-                    Failure { broker, reason, refused: false }
+                    Failure { broker, reason, refusal: Refusal::None }
                 }
                 Err(failure) => failure,
             };
-            match outage.failed(failure, self.connector.settings().give_up_after) {
+            self.current.fail(&failure);
+            match outage.failed(failure, &self.connector) {
                 Ok(delay) => tokio::select! {
                     () = tokio::time::sleep(if careful { delay.min(BRIEF) } else { delay }) => {}
                     () = self.events.closed() => return,
@@ -200,14 +201,14 @@ impl Supervisor {
         let channel = session.channel.clone();
         let open = Open { session: number, channel, consumer_tag, ledger: Arc::default() };
         self.let_acks_gather(&open, session.prefetch);
-        self.hold(Some(open.clone()));
+        self.current.hold(Some(open.clone()));
         let mut end = tokio::select! {
             end = self.pump(&open, &mut session, careful) => end,
             () = tokio::time::sleep(CAREFUL), if careful => {
                 End::Lost(Lost { reason: "back to the full prefetch".into(), unreadable: false })
             }
         };
-        self.hold(None);
+        self.current.hold(None);
         if let End::Closed(closed) = &mut end {
             // Close waits for the broker's answer, so every ack written before has been read.
             let goodbye = async {
@@ -218,10 +219,6 @@ impl Supervisor {
             let _ = closed.take().map(|closed| closed.send(()));
         }
         end
-    }
-
-    fn hold(&self, current: Option<Open>) {
-        *self.current.lock().unwrap_or_else(PoisonError::into_inner) = current;
     }
 
     async fn pump(&mut self, open: &Open, session: &mut Session, careful: bool) -> End {

@@ -200,7 +200,7 @@ impl Look {
 
     /// Whether the queue would soon drop the message: its body is needed if it is to stay.
     pub fn is_worn(&self, delivery: &Delivery) -> bool {
-        delivery.delivery_count.saturating_add(MARGIN) >= self.limit.unwrap_or(USUAL_LIMIT)
+        delivery.delivery_count.unwrap_or(1).saturating_add(MARGIN) >= self.limit.unwrap_or(USUAL_LIMIT)
     }
 
     /// Takes the message out of the queue, with the next [`Look::settle`].

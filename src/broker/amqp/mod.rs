@@ -15,12 +15,13 @@ mod look;
 mod pace;
 mod page;
 mod publisher;
+mod routes;
 mod session;
 mod settler;
 mod topology;
 
 pub use admin::{consumers_of, declare};
-pub use connect::Connector;
+pub use connect::{Connector, RefusalPolicy};
 pub use consumer::{AmqpConsumer, subscribe};
 pub use control::Switchboard;
 pub use look::{LeftBehind, Look};

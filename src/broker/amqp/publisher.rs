@@ -1,44 +1,55 @@
-//! The sending side of RabbitMQ: one task owns the publishing connection and sends in windows: all
-//! that is queued, pipelined, then all their confirms, then the next. The window is what makes
-//! returns certain: lapin may attach a returned message to another publish's confirm, but never to
-//! one of a later window, so once a window is resolved its returns are known, by what they hold.
+//! The sending side of RabbitMQ. Each message is confirmed by itself; which channel it goes on, and that
+//! no queue, refusal or size holds up another's messages, `routes` decides. Owns the connections: one
+//! for messages whose headers are ours or plain, and, once there is such a message, one for those with
+//! headers over which a broker may close the connection, so that they end no other's.
 
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::future::{BoxFuture, MaybeDone, join_all, maybe_done};
-use futures_util::poll;
+use futures_util::future::{BoxFuture, FutureExt};
+use futures_util::stream::{FuturesUnordered, StreamExt};
 use lapin::message::BasicReturnMessage;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::ShortString;
-use lapin::{Channel, Connection, Error, ErrorKind, PublisherConfirm};
+use lapin::{Channel, Confirmation, Connection, Error, ErrorKind};
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::timeout;
 
-use super::alarm::{unless_stuck, watch_alarms};
-use super::connect::{Connector, Failure, Outage, words};
+use super::admin::declare;
+use super::alarm::watch_alarms;
+use super::connect::{Connector, Outage, words};
 use super::convert::{properties_to, short};
-use super::topology::retry_queue;
+use super::routes::{Place, Publishable, Routes};
+use super::topology::{Topology, retry_queue};
 use crate::broker::{BrokerError, Delay, Published, Publisher};
 use crate::protocol::Message;
 
-/// Most messages in a window: enough to hide the confirm's latency, few enough to repeat cheaply
-/// when the connection breaks.
-const WINDOW: usize = 512;
-
-/// Bytes of bodies that are given to lapin ahead of what it has written: enough that a batch's replies
-/// leave in one write, and the broker takes them at once; little beside what they take here already.
-const AHEAD: usize = 1 << 20;
+/// Requests that may wait for the task that owns a connection; it takes them on at once.
+const REQUESTS: usize = 512;
+/// Bodies above this go alone, where no pool says otherwise: the broker may refuse them.
+const LARGE: usize = 1 << 20;
+/// Unused channels that are kept.
+const SPARE: usize = 4;
+/// How often a connection is looked after while anything is under way.
+const LOOK: Duration = Duration::from_millis(250);
+/// What a slow link takes at least, in bytes a second: confirms are waited for by so much longer.
+const SLOW_LINK: usize = 64 << 10;
+/// How long an answer waits for a returned message that lapin may have put on another's answer. It does so
+/// within microseconds.
+const RETURNED: Duration = Duration::from_millis(100);
 
 /// How RabbitMQ's direct reply-to addresses begin: no queues, at most once, and no way to know
-/// whether anybody still listens.
+/// whether anybody still listens. None of them can hold up another.
 const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to";
 /// A message over which the broker has closed the connection so often, when sent alone, is refused.
 /// More than once, because a broker in trouble closes connections too.
 const OFFENCES: u32 = 3;
+/// Before such a message is sent again, the first time; twice as long each further time.
+const SUSPICION: Duration = Duration::from_millis(500);
+/// Before a message is sent again whose channel could not be opened, or was closed.
+const REOPEN: Duration = Duration::from_millis(100);
 
-/// A channel so old whose message is nacked is replaced. RabbitMQ 3.10 nacks all that a channel sends
+/// A channel so old on which a message is nacked is given up. RabbitMQ 3.10 nacks all that a channel sends
 /// to a quorum queue, for as long as it lives, when it first did so while the queue had no leader.
 const STUBBORN: Duration = Duration::from_secs(1);
 
@@ -51,33 +62,87 @@ struct Request {
     answer: oneshot::Sender<Answer>,
 }
 
+impl Publishable for Request {
+    fn bytes(&self) -> usize {
+        self.message.body.len()
+    }
+
+    fn is_wanted(&self) -> bool {
+        !self.answer.is_closed()
+    }
+
+    fn is_suspect(&self) -> bool {
+        self.offences > 0
+    }
+}
+
 /// See [`Publisher`].
 pub struct AmqpPublisher {
-    /// Written by every task that publishes, read by the window task. Bound: one window waits while
-    /// one is under way; beyond it, publishers wait.
+    connector: Arc<Connector>,
+    /// Of the pool, to be made again where it is missing; none: nothing is made.
+    topology: Option<Topology>,
+    plain: Line,
+    foreign: Line,
+}
+
+/// The way to a task that owns a connection.
+struct Line {
+    /// Written by every task that publishes, read by the connection's task.
     requests: mpsc::Sender<Request>,
-    /// Ends the window task, which answers when the connection is closed.
+    /// Ends the connection's task, which answers when the connection is closed.
     close: mpsc::Sender<oneshot::Sender<()>>,
 }
 
 impl AmqpPublisher {
-    /// Connects in the background.
+    /// Connects with the first message.
     pub fn new(connector: Connector) -> Self {
-        let (requests, queued) = mpsc::channel(WINDOW);
+        Self::for_pool(connector, LARGE, None)
+    }
+
+    /// The same: messages of more than `large` bytes go on channels of their own, and
+    /// [`Publisher::restore`] makes `topology`.
+    pub fn for_pool(connector: Connector, large: usize, topology: Option<Topology>) -> Self {
+        let foreign = Arc::new(connector.named(format!("{} (foreign headers)", connector.name())));
+        let connector = Arc::new(connector);
+        let plain = Line::start(connector.clone(), Some(large));
+        Self { connector, topology, plain, foreign: Line::start(foreign, None) }
+    }
+}
+
+impl Line {
+    fn start(connector: Arc<Connector>, large: Option<usize>) -> Self {
+        let (requests, queued) = mpsc::channel(REQUESTS);
         let (close, closing) = mpsc::channel(1);
-        let windows = Windows { connector, live: None, outage: Outage::default() };
-        tokio::spawn(windows.run(queued, closing));
+        let sending = Sending {
+            connector,
+            live: None,
+            outage: Outage::default(),
+            routes: Routes::new(large),
+            under_way: FuturesUnordered::new(),
+            held: Vec::new(),
+            strays: Vec::new(),
+        };
+        tokio::spawn(sending.run(queued, closing));
         Self { requests, close }
+    }
+
+    async fn close(&self) {
+        let (closed_in, closed) = oneshot::channel();
+        if self.close.send(closed_in).await.is_ok() {
+            let _ = closed.await;
+        }
     }
 }
 
 impl Publisher for AmqpPublisher {
+    /// An answer that is no longer waited for does not hold up anything: the message may still arrive.
     fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> BoxFuture<'a, Answer> {
         Box::pin(async move {
             let gone = || BrokerError::Unreachable { seconds: 0, reason: "the publisher is closed".into() };
             let (answer, answered) = oneshot::channel();
+            let line = if message.properties.is_plain() { &self.plain } else { &self.foreign };
             let request = Request { queue: queue.to_owned(), message, offences: 0, answer };
-            self.requests.send(request).await.map_err(|_| gone())?;
+            line.requests.send(request).await.map_err(|_| gone())?;
             answered.await.map_err(|_| gone())?
         })
     }
@@ -93,60 +158,95 @@ impl Publisher for AmqpPublisher {
         Box::pin(async move { self.publish(&retry_queue(queue, delay.ceiling), message).await })
     }
 
+    fn restore(&self) -> BoxFuture<'_, Result<bool, BrokerError>> {
+        Box::pin(async {
+            let Some(topology) = &self.topology else { return Ok(false) };
+            declare(&self.connector, topology).await.map(|()| true)
+        })
+    }
+
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
-            let (closed_in, closed) = oneshot::channel();
-            if self.close.send(closed_in).await.is_ok() {
-                let _ = closed.await;
-            }
+            tokio::join!(self.plain.close(), self.foreign.close());
         })
     }
 }
 
 struct Live {
-    connection: Connection,
-    channel: Channel,
-    /// When the channel was opened.
-    since: Instant,
+    connection: Arc<Connection>,
+    /// The channel that messages share, and since when; none: the next that proves well becomes it.
+    shared: Option<(Channel, Instant)>,
+    /// Channels that messages were alone on, and may be again.
+    spare: Vec<Channel>,
     broker: String,
     /// See [`watch_alarms`].
     blocked: watch::Receiver<bool>,
+    /// Since when nothing has been confirmed, at most: a confirm, the end of an alarm, a sign that the
+    /// connection stands.
+    silent_since: Instant,
+    /// From when on slowness counts: the connection's opening, or the end of an alarm.
+    clock_since: Instant,
 }
 
-struct Windows {
-    connector: Connector,
+/// What became of a message that was sent.
+struct Sent {
+    id: u64,
+    channel: Option<Channel>,
+    result: Result<Confirmation, Error>,
+}
+
+/// An answer that may yet turn out to be another.
+struct Held {
+    request: Request,
+    confirmed: bool,
+    until: Instant,
+}
+
+/// The task that owns a connection, at work.
+struct Sending {
+    connector: Arc<Connector>,
     live: Option<Live>,
     outage: Outage,
+    routes: Routes<Request>,
+    under_way: FuturesUnordered<BoxFuture<'static, Sent>>,
+    /// Answers that came with a message that was returned to another; see [`RETURNED`].
+    held: Vec<Held>,
+    /// Returned messages that are nobody's yet, and when they came.
+    strays: Vec<(BasicReturnMessage, Instant)>,
 }
 
-impl Windows {
+impl Sending {
     async fn run(
         mut self,
         mut queued: mpsc::Receiver<Request>,
         mut closing: mpsc::Receiver<oneshot::Sender<()>>,
     ) {
         loop {
-            let mut window = Vec::new();
-            let closed = tokio::select! {
+            let mut fresh = Vec::new();
+            let looks = !self.routes.is_idle() || !self.held.is_empty();
+            tokio::select! {
                 biased;
-                taken = queued.recv_many(&mut window, WINDOW) => {
+                Some(sent) = self.under_way.next(), if !self.under_way.is_empty() => self.settle(sent),
+                taken = queued.recv_many(&mut fresh, REQUESTS) => {
                     if taken == 0 { break }
-                    None
+                    gather(&mut queued, &mut fresh).await;
+                    self.take(fresh);
                 }
-                closed = closing.recv() => closed,
-            };
-            gather(&mut queued, &mut window).await;
-            if let Some(closed) = closed {
-                self.say_goodbye().await;
-                let _ = closed.send(());
-                return;
+                closed = closing.recv() => {
+                    self.say_goodbye().await;
+                    let _ = closed.map(|closed| closed.send(()));
+                    return;
+                }
+                () = tokio::time::sleep(LOOK), if looks => self.look().await,
             }
-            if let Err(error) = self.deliver(window).await {
+            if let Err(error) = self.send().await {
                 tracing::error!(%error, "cannot publish");
                 queued.close();
+                let mut left = self.routes.take_all();
                 while let Some(request) = queued.recv().await {
-                    let _ = request.answer.send(Err(error.clone()));
+                    left.push(request);
                 }
+                left.into_iter().for_each(|it| drop(it.answer.send(Err(error.clone()))));
                 return;
             }
         }
@@ -156,128 +256,259 @@ impl Windows {
     async fn say_goodbye(&mut self) {
         if let Some(live) = self.live.take() {
             let close = live.connection.close(200, "done".into());
-            let _ = tokio::time::timeout(self.connector.settings().connect_timeout, close).await;
+            let _ = timeout(self.connector.settings().connect_timeout, close).await;
         }
     }
 
-    /// Sends until every request is answered. After a failure it goes on one by one, so that a
-    /// message the broker refuses by closing the channel is told from its neighbours.
-    async fn deliver(&mut self, window: Vec<Request>) -> Result<(), BrokerError> {
-        let mut left = self.send(window).await?;
-        while !left.is_empty() {
-            let mut again = Vec::new();
-            for request in left {
-                again.extend(self.send(vec![request]).await?);
-            }
-            left = again;
+    fn take(&mut self, requests: Vec<Request>) {
+        let now = Instant::now();
+        for request in requests {
+            let direct = request.queue.starts_with(DIRECT_REPLY_TO);
+            let queue = if direct { DIRECT_REPLY_TO.to_owned() } else { request.queue.clone() };
+            self.routes.push(queue, request, now);
+        }
+    }
+
+    /// Sends what may go.
+    async fn send(&mut self) -> Result<(), BrokerError> {
+        if !self.routes.has_waiting() {
+            return Ok(());
+        }
+        self.be_connected().await?;
+        let Some(live) = &mut self.live else { return Ok(()) };
+        while let Some((id, place)) = self.routes.next(Instant::now()) {
+            let Some((request, _)) = self.routes.get(id) else { continue };
+            let channel = match place {
+                Place::Alone => live.spare.pop(),
+                Place::Shared | Place::Retired => live.shared.as_ref().map(|(channel, _)| channel.clone()),
+            };
+            let way = channel.ok_or_else(|| live.connection.clone());
+            let exchange = exchange(id, way, (request.queue.clone(), request.message.clone()));
+            self.under_way.push(exchange);
         }
         Ok(())
     }
 
-    /// Sends a window once. Returns the requests that have no answer yet; fails for good with all
-    /// of them answered.
-    async fn send(&mut self, mut window: Vec<Request>) -> Result<Vec<Request>, BrokerError> {
-        if let Err(error) = self.be_connected().await {
-            for request in window {
-                let _ = request.answer.send(Err(error.clone()));
-            }
-            return Err(error);
+    /// Looks after what takes long.
+    async fn look(&mut self) {
+        let now = Instant::now();
+        self.routes.clean(now);
+        self.give_held(now);
+        let Some(live) = &mut self.live else { return };
+        if *live.blocked.borrow() {
+            (live.silent_since, live.clock_since) = (now, now);
+            return;
         }
-        // Nobody waits for an answer any more: the task's session is over, and it will be answered anew.
-        window.retain(|request| !request.answer.is_closed());
-        let Some(live) = self.live.as_ref().filter(|_| !window.is_empty()) else { return Ok(window) };
-        let limit = self.connector.settings().confirm_timeout;
-        let exchange = publish_and_confirm(&live.channel, &window);
-        let failure = match unless_stuck(exchange, limit, live.blocked.clone()).await {
-            Some(Ok(answers)) => {
-                let stubborn = answers.contains(&Published::Nacked) && live.since.elapsed() >= STUBBORN;
-                for (request, answer) in window.into_iter().zip(answers) {
-                    let _ = request.answer.send(Ok(answer));
-                }
-                if stubborn {
-                    self.reopen().await;
-                }
-                return Ok(Vec::new());
+        if self.routes.is_held_up_since(live.clock_since, now) {
+            tracing::warn!(broker = live.broker, "a queue is slow to confirm; others go round it");
+            live.shared = None;
+            self.routes.retire();
+        }
+        let Some((bytes, oldest)) = self.routes.wanted() else { return };
+        let patience = self.connector.settings().confirm_timeout
+            + Duration::from_secs_f64(bytes as f64 / SLOW_LINK as f64);
+        if now < oldest.max(live.silent_since) + patience {
+            return;
+        }
+        // A queue that confirms nothing leaves the connection as it is; one that opens no channel is dead.
+        let limit = self.connector.settings().confirm_timeout.min(self.connector.settings().connect_timeout);
+        match timeout(limit, confirming_channel(&live.connection)).await {
+            Ok(Ok(channel)) => {
+                live.silent_since = Instant::now();
+                live.keep(channel);
             }
-            Some(Err(error)) => error,
-            None => {
-                tracing::warn!(broker = live.broker, ?limit, "no confirm; connecting anew");
-                self.live = None;
-                return Ok(window);
-            }
-        };
-        let reason = words(&failure).0;
-        if let [request] = &mut window[..] {
-            request.offences += u32::from(may_be_the_messages_fault(&failure));
-            // Over a soft error the broker closes the channel alone: it means this very message.
-            if failure.is_amqp_soft_error() || request.offences >= OFFENCES {
-                self.reopen().await;
-                for request in window {
-                    let _ = request.answer.send(Ok(Published::Refused(reason.clone())));
-                }
-                return Ok(Vec::new());
+            _ => {
+                tracing::warn!(broker = live.broker, ?patience, "no confirm; connecting anew");
+                self.lose(now);
             }
         }
-        tracing::warn!(broker = live.broker, reason, messages = window.len(), "publishing again");
-        self.reopen().await;
-        Ok(window)
     }
 
-    /// A new channel if the connection still stands, else nothing: the next send connects.
-    async fn reopen(&mut self) {
-        let Some(live) = &mut self.live else { return };
-        let opened = confirming_channel(&live.connection);
-        match tokio::time::timeout(self.connector.settings().connect_timeout, opened).await {
-            Ok(Ok(channel)) => (live.channel, live.since) = (channel, Instant::now()),
-            _ => self.live = None,
+    /// Takes in what became of a message, and of all others that are answered by now: one of them may
+    /// have brought what belongs to another.
+    fn settle(&mut self, first: Sent) {
+        let mut sent = vec![first];
+        while let Some(Some(more)) = self.under_way.next().now_or_never() {
+            sent.push(more);
         }
+        let now = Instant::now();
+        let (mut answered, mut failed) = (Vec::new(), Vec::new());
+        for Sent { id, channel, result } in sent {
+            match result {
+                Ok(confirmation) => {
+                    let confirmed = confirmation.is_ack();
+                    let returned = confirmation.take_message();
+                    answered.push((id, channel, confirmed, returned.is_some()));
+                    self.strays.extend(returned.map(|it| (it, now)));
+                }
+                Err(error) => failed.push((id, error)),
+            }
+        }
+        for (id, channel, confirmed, with_return) in answered {
+            self.answer(id, channel, (confirmed, with_return), now);
+        }
+        self.give_held(now);
+        for (id, error) in failed {
+            self.fail(id, &error, now);
+        }
+    }
+
+    /// The broker has taken a message, or said that it cannot. `with_return`: beside its answer was a
+    /// message that is returned, its own or another.
+    fn answer(
+        &mut self,
+        id: u64,
+        channel: Option<Channel>,
+        (confirmed, with_return): (bool, bool),
+        now: Instant,
+    ) {
+        let place = self.routes.place_of(id);
+        let returned = self.routes.get(id).is_some_and(|(request, _)| take_return(&mut self.strays, request));
+        if let Some(live) = &mut self.live {
+            live.silent_since = now;
+            let stubborn = |since: &Instant| now >= *since + STUBBORN;
+            match (place, confirmed) {
+                (Some(Place::Alone), true) if !returned && live.shared.is_none() => {
+                    live.shared = channel.map(|channel| (channel, now));
+                    self.routes.share(id);
+                }
+                (Some(Place::Alone), true) => channel.into_iter().for_each(|channel| live.keep(channel)),
+                (Some(Place::Shared), false) if live.shared.as_ref().is_some_and(|(_, it)| stubborn(it)) => {
+                    live.shared = None;
+                    self.routes.retire();
+                }
+                _ => {}
+            }
+        }
+        let Some(request) = self.routes.answered(id, confirmed && !returned, now) else { return };
+        if returned {
+            let _ = request.answer.send(Ok(Published::Unroutable));
+        } else if with_return && place != Some(Place::Alone) {
+            self.held.push(Held { request, confirmed, until: now + RETURNED });
+        } else {
+            let _ = request.answer.send(Ok(taken(confirmed)));
+        }
+    }
+
+    /// Answers those that have waited long enough for a message that may have been returned.
+    fn give_held(&mut self, now: Instant) {
+        for held in std::mem::take(&mut self.held) {
+            if take_return(&mut self.strays, &held.request) {
+                let _ = held.request.answer.send(Ok(Published::Unroutable));
+            } else if now >= held.until {
+                let _ = held.request.answer.send(Ok(taken(held.confirmed)));
+            } else {
+                self.held.push(held);
+            }
+        }
+        self.strays.retain(|(_, came)| now < *came + 2 * RETURNED);
+    }
+
+    /// A message was not answered but by an error.
+    fn fail(&mut self, id: u64, error: &Error, now: Instant) {
+        // The connection was lost over one before, and this one goes again.
+        let Some(place) = self.routes.place_of(id) else { return };
+        let Some(live) = &mut self.live else { return };
+        let its_channels = error.is_amqp_soft_error()
+            || matches!(error.kind(), ErrorKind::InvalidChannelState(..) | ErrorKind::ChannelsLimitReached);
+        if !its_channels || !live.connection.status().connected() {
+            if may_be_the_messages_fault(error) {
+                self.routes
+                    .accuse(|request| request.offences += u32::from(!request.message.properties.is_plain()));
+            }
+            return self.lose_over(error, now);
+        }
+        match place {
+            // It was alone: the broker means this very message.
+            Place::Alone if error.is_amqp_soft_error() => {
+                let refused = Published::Refused(words(error).0);
+                let request = self.routes.answered(id, false, now);
+                request.map(|request| request.answer.send(Ok(refused)));
+            }
+            Place::Alone | Place::Retired => self.routes.again(id, now, REOPEN),
+            Place::Shared => {
+                tracing::warn!(broker = live.broker, reason = words(error).0, "publishing again");
+                live.shared = None;
+                self.routes.retire();
+                self.routes.again(id, now, Duration::ZERO);
+            }
+        }
+    }
+
+    fn lose_over(&mut self, error: &Error, now: Instant) {
+        let broker = self.live.as_ref().map(|live| live.broker.clone());
+        let reason = words(error).0;
+        for request in self.routes.take_if(|request| request.offences >= OFFENCES) {
+            let _ = request.answer.send(Ok(Published::Refused(reason.clone())));
+        }
+        let messages = self.lose(now);
+        tracing::warn!(broker, reason, messages, "the connection was lost; publishing again");
+    }
+
+    /// Gives up the connection: what was under way goes again. Says how many messages that were.
+    fn lose(&mut self, now: Instant) -> usize {
+        self.live = None;
+        self.under_way.clear();
+        self.strays.clear();
+        self.routes.lost(now, |request| SUSPICION * request.offences.saturating_mul(request.offences))
     }
 
     async fn be_connected(&mut self) -> Result<(), BrokerError> {
         while self.live.is_none() {
-            match self.connect().await {
-                Ok(live) => {
+            match self.connector.attempt().await {
+                Ok((connection, broker)) => {
                     self.outage.over();
-                    self.live = Some(live);
+                    self.live = Some(Live::new(connection, broker));
                 }
                 Err(failure) => {
-                    let limit = self.connector.settings().give_up_after;
-                    tokio::time::sleep(self.outage.failed(failure, limit)?).await;
+                    let delay = self.outage.failed(failure, &self.connector)?;
+                    tokio::time::sleep(delay).await;
                 }
             }
         }
         Ok(())
     }
+}
 
-    async fn connect(&self) -> Result<Live, Failure> {
-        let (connection, broker) = self.connector.attempt().await?;
-        let limit = self.connector.settings().connect_timeout;
-        let (reason, refused) = match tokio::time::timeout(limit, confirming_channel(&connection)).await {
-            Ok(Ok(channel)) => {
-                let blocked = watch_alarms(&connection);
-                return Ok(Live { connection, channel, since: Instant::now(), broker, blocked });
-            }
-            Ok(Err(error)) => words(&error),
-            Err(_) => (format!("no channel within {limit:?}"), false),
-        };
-        self.connector.pass_turn();
-        Err(Failure { broker, reason, refused })
+impl Live {
+    fn new(connection: Connection, broker: String) -> Self {
+        let (blocked, now) = (watch_alarms(&connection), Instant::now());
+        let connection = Arc::new(connection);
+        Self {
+            connection,
+            shared: None,
+            spare: Vec::new(),
+            broker,
+            blocked,
+            silent_since: now,
+            clock_since: now,
+        }
+    }
+
+    fn keep(&mut self, channel: Channel) {
+        if self.spare.len() < SPARE {
+            self.spare.push(channel);
+        }
     }
 }
 
-/// Fills the window with what joins it: the rest of a batch is being published in this very moment. A window
-/// costs the broker a write to disk, whatever is in it.
-async fn gather(queued: &mut mpsc::Receiver<Request>, window: &mut Vec<Request>) {
+/// Fills up with what joins in: the rest of a batch is being published in this very moment, and what leaves
+/// together costs the broker one write to disk.
+async fn gather(queued: &mut mpsc::Receiver<Request>, fresh: &mut Vec<Request>) {
     let mut before = usize::MAX;
-    while window.len() != before && window.len() < WINDOW {
-        before = window.len();
+    while fresh.len() != before && fresh.len() < REQUESTS {
+        before = fresh.len();
         tokio::task::yield_now().await;
-        while window.len() < WINDOW
+        while fresh.len() < REQUESTS
             && let Ok(request) = queued.try_recv()
         {
-            window.push(request);
+            fresh.push(request);
         }
     }
+}
+
+fn taken(confirmed: bool) -> Published {
+    if confirmed { Published::Confirmed } else { Published::Nacked }
 }
 
 /// Frame and syntax errors, and what a broker says when it fails over something: it closes the
@@ -292,57 +523,46 @@ async fn confirming_channel(connection: &Connection) -> Result<Channel, Error> {
     Ok(channel)
 }
 
-#[expect(clippy::disallowed_methods, reason = "this is the publisher that all others go through")]
-async fn publish_and_confirm(channel: &Channel, window: &[Request]) -> Result<Vec<Published>, Error> {
-    let mut confirms: Vec<PublisherConfirm> = Vec::with_capacity(window.len());
-    let (mut under_way, mut bytes) = (Vec::new(), 0);
-    for request in window {
-        let properties = properties_to(&request.message.properties);
-        // RabbitMQ 4.0 returns a mandatory message to a direct reply-to even as it delivers it.
-        let mandatory = !request.queue.starts_with(DIRECT_REPLY_TO);
-        let options = BasicPublishOptions { mandatory, immediate: false };
-        let (queue, body) = (short(&request.queue), &request.message.body);
-        let mut publish =
-            Box::pin(maybe_done(channel.basic_publish("".into(), queue, options, body, properties)));
-        // Its first poll puts the message behind the others; what it waits for is that lapin's thread has
-        // written it.
-        let _ = poll!(&mut publish);
-        under_way.push(publish);
-        bytes += request.message.body.len();
-        if bytes >= AHEAD {
-            written(&mut under_way, &mut confirms).await?;
-            bytes = 0;
-        }
-    }
-    written(&mut under_way, &mut confirms).await?;
-    let mut returned = Vec::new();
-    let mut acked = Vec::with_capacity(confirms.len());
-    for confirmation in join_all(confirms).await {
-        let confirmation = confirmation?;
-        acked.push(confirmation.is_ack());
-        returned.extend(confirmation.take_message());
-    }
-    let answer = |(request, acked)| match acked {
-        _ if returned.iter().any(|message| is_return_of(message, request)) => Published::Unroutable,
-        true => Published::Confirmed,
-        false => Published::Nacked,
-    };
-    Ok(window.iter().zip(acked).map(answer).collect())
+/// Publishes a message on a channel, or on a new one of the connection, and waits for the answer.
+fn exchange(
+    id: u64,
+    way: Result<Channel, Arc<Connection>>,
+    (queue, message): (String, Arc<Message>),
+) -> BoxFuture<'static, Sent> {
+    Box::pin(async move {
+        let channel = match way {
+            Ok(channel) => channel,
+            Err(connection) => match confirming_channel(&connection).await {
+                Ok(channel) => channel,
+                Err(error) => return Sent { id, channel: None, result: Err(error) },
+            },
+        };
+        let result = publish_and_confirm(&channel, &queue, message).await;
+        Sent { id, channel: Some(channel), result }
+    })
 }
 
-/// Waits until all of them are written.
-async fn written<F>(
-    under_way: &mut Vec<Pin<Box<MaybeDone<F>>>>,
-    confirms: &mut Vec<PublisherConfirm>,
-) -> Result<(), Error>
-where
-    F: Future<Output = Result<PublisherConfirm, Error>>,
-{
-    for mut publish in under_way.drain(..) {
-        publish.as_mut().await;
-        confirms.extend(publish.as_mut().take_output().transpose()?);
-    }
-    Ok(())
+#[expect(clippy::disallowed_methods, reason = "this is the publisher that all others go through")]
+async fn publish_and_confirm(
+    channel: &Channel,
+    queue: &str,
+    message: Arc<Message>,
+) -> Result<Confirmation, Error> {
+    let properties = properties_to(&message.properties);
+    // RabbitMQ 4.0 returns a mandatory message to a direct reply-to even as it delivers it.
+    let mandatory = !queue.starts_with(DIRECT_REPLY_TO);
+    let options = BasicPublishOptions { mandatory, immediate: false };
+    // Its first poll puts the message behind those before it; it ends once lapin's thread has written it.
+    let confirm = channel.basic_publish("".into(), short(queue), options, &message.body, properties).await?;
+    // A message that is long unconfirmed is not kept in memory by this.
+    drop(message);
+    confirm.await
+}
+
+/// Takes what was returned of this request out of the `strays`, if it is there.
+fn take_return(strays: &mut Vec<(BasicReturnMessage, Instant)>, request: &Request) -> bool {
+    let found = strays.iter().position(|(message, _)| is_return_of(message, request));
+    found.map(|at| strays.swap_remove(at)).is_some()
 }
 
 /// Two messages that are equal in all this share a queue, hence a fate.

@@ -11,7 +11,7 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{Channel, Connection, Error, ExchangeKind};
 use tokio::sync::watch;
 
-use super::connect::{Connector, Failure, words};
+use super::connect::{Connector, Failure, Refusal, words};
 use super::convert::{properties_from, short};
 use super::topology::Topology;
 use crate::broker::{Delivery, Receipt};
@@ -71,7 +71,7 @@ impl Session {
         let (connection, broker) = connector.attempt().await?;
         let session = Self::set_up(connection, subscription, prefetch, connector);
         let limit = connector.settings().connect_timeout;
-        let (reason, refused) = match tokio::time::timeout(limit, session).await {
+        let (reason, refusal) = match tokio::time::timeout(limit, session).await {
             Ok(Ok(session)) => {
                 if let Subscription::Topic { exchange, .. } = subscription {
                     tracing::info!(broker, exchange, "listening");
@@ -81,10 +81,10 @@ impl Session {
                 return Ok((session, broker));
             }
             Ok(Err(error)) => words(&error),
-            Err(_) => (format!("the queue could not be opened within {limit:?}"), false),
+            Err(_) => (format!("the queue could not be opened within {limit:?}"), Refusal::None),
         };
         connector.pass_turn();
-        Err(Failure { broker, reason, refused })
+        Err(Failure { broker, reason, refusal })
     }
 
     async fn set_up(
@@ -194,8 +194,8 @@ pub(super) fn delivery_from(lapin: lapin::message::Delivery, session: u64, addre
     let mut properties = properties_from(&lapin.properties);
     // The broker's count of this message, or of another that somebody published with all its headers.
     let counted = properties.headers.remove("x-delivery-count").and_then(|count| count.as_i64());
-    let counted = counted.map_or(1, |count| count.max(1) as u64);
-    let delivery_count = if lapin.redelivered { counted } else { 0 };
+    let counted = counted.map(|count| count.max(1) as u64);
+    let delivery_count = if lapin.redelivered { counted } else { Some(0) };
     Delivery {
         message: Message { properties, body: lapin.data.into() },
         receipt: Receipt { session, tag: lapin.delivery_tag },

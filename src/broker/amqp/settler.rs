@@ -9,6 +9,7 @@ use lapin::Channel;
 use lapin::options::{BasicAckOptions, BasicNackOptions};
 use lapin::types::ShortString;
 
+use super::connect::Failure;
 use super::ledger::{Ack, Ledger, Turn};
 use crate::broker::{Receipt, Settler};
 
@@ -23,9 +24,37 @@ const RETURNS: usize = 16;
 /// The pause between them.
 const BREATH: Duration = Duration::from_millis(10);
 
-/// The session that settles: written by the supervisor when one begins and ends, read by every
-/// settle and by a cancel. A plain mutex, held for a clone only.
-pub(super) type Current = Arc<Mutex<Option<Open>>>;
+/// The session that settles, or why there is none. Written by the supervisor when one begins, ends or
+/// cannot be made; read by every settle and by a cancel. A plain mutex, held for a clone only.
+#[derive(Clone, Default)]
+pub(super) struct Current(Arc<Mutex<Standing>>);
+
+#[derive(Default)]
+struct Standing {
+    open: Option<Open>,
+    trouble: Option<String>,
+}
+
+impl Current {
+    /// The session now, if there is one.
+    pub(super) fn open(&self) -> Option<Open> {
+        self.lock().open.clone()
+    }
+
+    /// From now on this session, or none.
+    pub(super) fn hold(&self, open: Option<Open>) {
+        *self.lock() = Standing { open, trouble: None };
+    }
+
+    /// There is no session, for this reason.
+    pub(super) fn fail(&self, failure: &Failure) {
+        self.lock().trouble = Some(format!("{}: {}", failure.broker, failure.reason));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Standing> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 /// A session, as settling sees it.
 #[derive(Clone)]
@@ -78,11 +107,6 @@ impl Open {
     }
 }
 
-/// The session now, if there is one.
-pub(super) fn current(of: &Current) -> Option<Open> {
-    of.lock().unwrap_or_else(PoisonError::into_inner).clone()
-}
-
 /// See [`Settler`].
 pub struct AmqpSettler {
     current: Current,
@@ -96,7 +120,7 @@ impl AmqpSettler {
     }
 
     fn open(&self, receipt: Receipt) -> Option<Open> {
-        current(&self.current).filter(|open| open.session == receipt.session)
+        self.current.open().filter(|open| open.session == receipt.session)
     }
 }
 
@@ -146,13 +170,17 @@ impl Settler for AmqpSettler {
 
     fn flush(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
-            if current(&self.current).is_some() {
+            if self.current.open().is_some() {
                 tokio::time::sleep(SETTLING).await;
             }
         })
     }
 
     fn is_connected(&self) -> bool {
-        current(&self.current).is_some()
+        self.current.open().is_some()
+    }
+
+    fn trouble(&self) -> Option<String> {
+        self.current.lock().trouble.clone()
     }
 }

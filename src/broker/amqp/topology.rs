@@ -3,7 +3,10 @@
 
 use std::time::Duration;
 
-use lapin::options::{ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions};
+use lapin::options::{
+    BasicAckOptions, BasicGetOptions, BasicNackOptions, BasicPublishOptions, ConfirmSelectOptions,
+    ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions,
+};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Connection, Error, ErrorKind, ExchangeKind};
 
@@ -26,8 +29,14 @@ pub struct Topology {
 
 /// Where tasks wait for another attempt, which the broker then puts back into the task queue. One
 /// queue for each ceiling, because only what is at its head expires: a delay is at least half of its
-/// ceiling, so that none waits behind another for longer than that half.
+/// ceiling, so that none waits behind another for longer than that half. The queue lets nothing wait
+/// beyond the ceiling: a message without an expiration would hold up all behind it.
 pub fn retry_queue(task_queue: &str, ceiling: Duration) -> String {
+    format!("{task_queue}.retry-{}ms", ceiling.as_millis())
+}
+
+/// The same as earlier versions had it, without that bound.
+fn unbounded_retry_queue(task_queue: &str, ceiling: Duration) -> String {
     format!("{task_queue}.retry.{}ms", ceiling.as_millis())
 }
 
@@ -36,6 +45,8 @@ impl Topology {
     pub(super) async fn declare(&self, connection: &Connection) -> Result<(), Error> {
         if !exists(connection, &self.dead_letter_queue).await? {
             make(connection, &self.dead_letter_queue, patient()).await?;
+            // With the queue went what the broker's own dead-lettering goes by.
+            self.backstop(connection).await?;
         }
         if let Some(queue) = &self.reply_queue
             && !exists(connection, queue).await?
@@ -55,7 +66,11 @@ impl Topology {
             if !exists(connection, &queue).await? {
                 // The bindings first: who waited there may die of the limit later.
                 self.backstop(connection).await?;
-                make(connection, &queue, self.way_back()).await?;
+                make(connection, &queue, self.way_back(*ceiling)).await?;
+            }
+            let unbounded = unbounded_retry_queue(&self.task_queue, *ceiling);
+            if exists(connection, &unbounded).await? {
+                unblock(connection, &unbounded, &self.task_queue).await?;
             }
         }
         Ok(())
@@ -63,8 +78,10 @@ impl Topology {
 
     /// Arguments of a queue whose messages go into the task queue when they expire, each confirmed
     /// there before it is gone here.
-    fn way_back(&self) -> FieldTable {
+    fn way_back(&self, ceiling: Duration) -> FieldTable {
         let mut arguments = quorum();
+        let most = i64::try_from(ceiling.as_millis()).unwrap_or(i64::MAX);
+        arguments.insert("x-message-ttl".into(), AMQPValue::LongLongInt(most));
         arguments.insert("x-dead-letter-exchange".into(), text(""));
         arguments.insert("x-dead-letter-routing-key".into(), text(&self.task_queue));
         arguments.insert("x-dead-letter-strategy".into(), text("at-least-once"));
@@ -117,6 +134,32 @@ pub(super) fn patient() -> FieldTable {
     let mut arguments = quorum();
     arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(PATIENCE as i64));
     arguments
+}
+
+/// Moves on what stands first in a queue of an earlier version and never expires; what is behind it does.
+/// Confirmed in the task queue before it is gone here.
+#[expect(clippy::disallowed_methods, reason = "the publisher is not there yet, and needs this to be done")]
+async fn unblock(connection: &Connection, from: &str, to: &str) -> Result<(), Error> {
+    let channel = connection.create_channel().await?;
+    channel.confirm_select(ConfirmSelectOptions::default()).await?;
+    while let Some(first) = channel.basic_get(short(from), BasicGetOptions::default()).await? {
+        let message = first.delivery;
+        if message.properties.expiration().is_some() {
+            let back = BasicNackOptions { requeue: true, multiple: false };
+            channel.basic_nack(message.delivery_tag, back).await?;
+            break;
+        }
+        let mandatory = BasicPublishOptions { mandatory: true, immediate: false };
+        let (queue, properties) = (short(to), message.properties.clone());
+        let confirm =
+            channel.basic_publish("".into(), queue, mandatory, &message.data, properties).await?.await?;
+        if !confirm.is_ack() || confirm.take_message().is_some() {
+            break;
+        }
+        tracing::warn!(from, to, "a message that would have held up all behind it was moved on");
+        channel.basic_ack(message.delivery_tag, BasicAckOptions::default()).await?;
+    }
+    channel.close(200, "done".into()).await
 }
 
 /// Asks on a channel of its own, because the broker closes the channel to say no.

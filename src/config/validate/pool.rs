@@ -27,7 +27,7 @@ const BATCH_DELAY: RangeInclusive<Duration> = Duration::ZERO..=Duration::from_se
 const ATTEMPTS: RangeInclusive<u64> = 1..=100;
 /// AMQP carries a name's length in one byte.
 const LONGEST_QUEUE_NAME: usize = 255;
-/// What is put behind a task queue's name: `.retry.2592000000ms`.
+/// What is put behind a task queue's name: `.retry-2592000000ms`.
 const LONGEST_SUFFIX: usize = 19;
 
 /// Reads all pools.
@@ -87,6 +87,8 @@ fn pool(mut section: Section<'_>) -> (Option<Pool>, Claim) {
 }
 
 fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -> Option<Pool> {
+    let reply_timeout = section.read("reply_timeout", duration(WAIT));
+    let large_reply = section.read("large_reply", size(BODY));
     let model = section.read("model", self::name);
     let served_names = section.read("served_names", served_names);
     let devices = section.read("devices", devices);
@@ -109,6 +111,8 @@ fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -
         task_queue: queues.task?,
         reply_queue: queues.reply?,
         dead_letter_queue: queues.dead?,
+        reply_timeout: reply_timeout?,
+        large_reply: large_reply?,
         model: model?,
         served_names: served_names?,
         devices: devices?,

@@ -115,6 +115,7 @@ fn read_one(frame: Frame, waiting: &Waiting) -> Result<Option<Incoming>, WireErr
         Response::Deliver { tag, redelivered, delivery_count, properties } => {
             let message = Message { properties: *properties, body: frame.body };
             let receipt = Receipt { session: SESSION, tag };
+            let delivery_count = Some(delivery_count);
             let delivery = Delivery { message, receipt, routing_key: None, redelivered, delivery_count };
             return Ok(Some(Incoming::Delivery(Box::new(delivery))));
         }

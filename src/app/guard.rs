@@ -1,0 +1,17 @@
+//! `sconce guard`: started by a launcher beside its workers, and never by hand. Reads no settings and
+//! has one thread; what it does is in `launcher::guard`.
+
+use std::io;
+
+use anyhow::Context;
+
+use super::start_logging;
+use crate::launcher::guard_workers;
+use crate::shutdown::Exit;
+
+/// Guards the workers of the launcher at the other end of stdin, until none of them is left.
+pub(super) fn run() -> anyhow::Result<Exit> {
+    start_logging(None);
+    guard_workers(io::stdin().lock()).context("the signals of a service's end cannot be ignored")?;
+    Ok(Exit::Done)
+}

@@ -1,0 +1,591 @@
+//! On which channel a message is published: the shared one, or one where it is alone. Owns the messages
+//! that wait and those that are under way. Pure: no I/O, time is passed in.
+//!
+//! RabbitMQ works through what a channel publishes in order, and one queue can hold it up: the first
+//! message that a channel sends to a quorum queue without a majority keeps the channel busy for 65 s
+//! (`rabbit_fifo_client` registers itself and waits), and more than 32 unconfirmed ones take away its
+//! credit, after which the broker soon reads nothing more from the whole connection. And over a message
+//! that it refuses it closes the channel, with all that was sent beside it. So a message shares a
+//! channel only where none of that is to be expected: its queue has just confirmed one, and the broker
+//! has taken one as large. All others go alone, one at a time for each queue.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+/// A queue that has not confirmed a message for so long is slow: its messages go alone.
+pub(super) const SLOW: Duration = Duration::from_secs(1);
+/// For so long a queue that has confirmed a message which went alone may be sent the next beside others.
+const FRESH: Duration = Duration::from_secs(1);
+/// From the oldest unconfirmed message on the shared channel to the newest, in messages. RabbitMQ lets
+/// a connection send 400 to a channel that gives no credit back, and gives it back for 200 at a time:
+/// with fewer the connection is never stopped, whatever one of them waits for.
+const SPAN: u64 = 190;
+/// Bytes of bodies under way on the shared channel, beyond the first.
+const SHARED_BYTES: usize = 4 << 20;
+/// Messages alone on a channel at once, not counting those of slow queues.
+const ALONE: usize = 16;
+/// The same of bytes, beyond the first.
+const ALONE_BYTES: usize = 64 << 20;
+/// The same with those of slow queues: RabbitMQ allows 2,047 channels a connection.
+const MOST_ALONE: usize = 256;
+/// How long what is known of a queue without messages is remembered.
+const REMEMBERED: Duration = Duration::from_secs(60);
+
+/// A message that waits to be published.
+pub(super) trait Publishable {
+    /// Bytes of its body.
+    fn bytes(&self) -> usize;
+    /// Somebody still waits for the broker's answer.
+    fn is_wanted(&self) -> bool;
+    /// A connection has ended over it before: nothing else may be under way beside it.
+    fn is_suspect(&self) -> bool;
+}
+
+/// Where a message is under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// On the channel that messages share.
+    Shared,
+    /// On a channel where it is alone.
+    Alone,
+    /// On a channel that was shared, and takes no more.
+    Retired,
+}
+
+/// What a queue is known to do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Trust {
+    /// Nothing, or nothing good.
+    #[default]
+    None,
+    /// It confirmed a message that went alone.
+    Fresh(Instant),
+    /// It confirmed a message on the channel that is shared now.
+    Shared,
+}
+
+struct Queue<R> {
+    waiting: VecDeque<R>,
+    trust: Trust,
+    /// One of its messages is alone under way.
+    alone: bool,
+    /// So many are on the shared channel. Never both: messages to one queue keep their order.
+    shared: usize,
+    /// None of its messages may go before this.
+    not_before: Option<Instant>,
+    used: Instant,
+}
+
+struct UnderWay<R> {
+    /// None: nobody waits for its answer, and it is not sent again.
+    request: Option<R>,
+    queue: String,
+    place: Place,
+    bytes: usize,
+    since: Instant,
+}
+
+impl<R: Publishable> UnderWay<R> {
+    fn is_suspect(&self) -> bool {
+        self.request.as_ref().is_some_and(R::is_suspect)
+    }
+}
+
+/// All messages of one connection.
+pub(super) struct Routes<R> {
+    queues: HashMap<String, Queue<R>>,
+    /// Queues with waiting messages, the next in turn first: none holds up the others.
+    turns: VecDeque<String>,
+    /// Messages over which a connection may have ended, with their queues: one at a time, and nothing
+    /// beside it.
+    suspects: VecDeque<(String, R)>,
+    /// By number, in the order of sending.
+    under_way: BTreeMap<u64, UnderWay<R>>,
+    next: u64,
+    /// Of those on the shared channel.
+    shared_bytes: usize,
+    /// There is a channel to share.
+    is_shared: bool,
+    /// Larger messages go alone: the broker may refuse them.
+    largest: usize,
+    /// So do those above this, whatever it has taken; none: all do.
+    large: Option<usize>,
+}
+
+impl<R: Publishable> Routes<R> {
+    /// Messages of more than `large` bytes always go alone; none: all do.
+    pub(super) fn new(large: Option<usize>) -> Self {
+        Self {
+            queues: HashMap::new(),
+            turns: VecDeque::new(),
+            suspects: VecDeque::new(),
+            under_way: BTreeMap::new(),
+            next: 0,
+            shared_bytes: 0,
+            is_shared: false,
+            largest: 0,
+            large,
+        }
+    }
+
+    /// Takes a message for the queue.
+    pub(super) fn push(&mut self, queue: String, request: R, now: Instant) {
+        let known = self.queue(&queue, now);
+        known.waiting.push_back(request);
+        if known.waiting.len() == 1 {
+            self.turns.push_back(queue);
+        }
+    }
+
+    /// The next message that may go now, and where: it is under way from here on. None goes where messages
+    /// share a channel before [`Routes::share`].
+    pub(super) fn next(&mut self, now: Instant) -> Option<(u64, Place)> {
+        while self.suspects.front().is_some_and(|(_, request)| !request.is_wanted()) {
+            self.suspects.pop_front();
+        }
+        if !self.suspects.is_empty() {
+            let early = |(name, _): &(String, R)| {
+                self.queues.get(name).and_then(|queue| queue.not_before).is_some_and(|at| now < at)
+            };
+            if !self.under_way.is_empty() || self.suspects.front().is_some_and(early) {
+                return None;
+            }
+            let (queue, request) = self.suspects.pop_front()?;
+            return Some((self.send(queue, request, Place::Alone, now), Place::Alone));
+        }
+        if self.under_way.values().next().is_some_and(|it| it.is_suspect()) {
+            return None;
+        }
+        for _ in 0..self.turns.len() {
+            let name = self.turns.pop_front()?;
+            let Some(queue) = self.queues.get_mut(&name) else { continue };
+            while queue.waiting.front().is_some_and(|request| !request.is_wanted()) {
+                queue.waiting.pop_front();
+            }
+            let place = self.place(&name, now);
+            let queue = self.queue(&name, now);
+            let request = if place.is_some() { queue.waiting.pop_front() } else { None };
+            if !queue.waiting.is_empty() {
+                self.turns.push_back(name.clone());
+            }
+            if let (Some(place), Some(request)) = (place, request) {
+                return Some((self.send(name, request, place, now), place));
+            }
+        }
+        None
+    }
+
+    fn send(&mut self, queue: String, request: R, place: Place, now: Instant) -> u64 {
+        let (id, bytes) = (self.next, request.bytes());
+        self.next += 1;
+        match place {
+            Place::Alone => self.queue(&queue, now).alone = true,
+            _ => {
+                self.queue(&queue, now).shared += 1;
+                self.shared_bytes += bytes;
+            }
+        }
+        self.under_way.insert(id, UnderWay { request: Some(request), queue, place, bytes, since: now });
+        id
+    }
+
+    /// Where the queue's first message may go now; none: nowhere.
+    fn place(&self, name: &str, now: Instant) -> Option<Place> {
+        let queue = self.queues.get(name)?;
+        let bytes = queue.waiting.front()?.bytes();
+        if queue.alone || queue.not_before.is_some_and(|at| now < at) {
+            return None;
+        }
+        let trusted = match queue.trust {
+            Trust::Shared => true,
+            Trust::Fresh(at) => now < at + FRESH,
+            Trust::None => false,
+        };
+        if trusted && self.is_shared && self.large.is_some_and(|large| bytes <= large.min(self.largest)) {
+            let oldest = self.at(Place::Shared).next().map_or(self.next, |(id, _)| *id);
+            let room = self.shared_bytes == 0 || self.shared_bytes + bytes <= SHARED_BYTES;
+            return (room && self.next - oldest < SPAN).then_some(Place::Shared);
+        }
+        if queue.shared > 0 {
+            return None;
+        }
+        let (mut all, mut young, mut young_bytes) = (0, 0, 0);
+        for (_, it) in self.at(Place::Alone) {
+            all += 1;
+            if now < it.since + SLOW {
+                young += 1;
+                young_bytes += it.bytes;
+            }
+        }
+        let room = young_bytes == 0 || young_bytes + bytes <= ALONE_BYTES;
+        (room && young < ALONE && all < MOST_ALONE).then_some(Place::Alone)
+    }
+
+    fn at(&self, place: Place) -> impl Iterator<Item = (&u64, &UnderWay<R>)> {
+        self.under_way.iter().filter(move |(_, it)| it.place == place)
+    }
+
+    /// A message under way, where somebody waits for it, and where it is.
+    pub(super) fn get(&self, id: u64) -> Option<(&R, Place)> {
+        let it = self.under_way.get(&id)?;
+        Some((it.request.as_ref()?, it.place))
+    }
+
+    /// Where a message is under way.
+    pub(super) fn place_of(&self, id: u64) -> Option<Place> {
+        self.under_way.get(&id).map(|it| it.place)
+    }
+
+    /// The broker has answered. `confirmed`: the queue has the message. Who waits for the answer, if
+    /// anybody does.
+    pub(super) fn answered(&mut self, id: u64, confirmed: bool, now: Instant) -> Option<R> {
+        let UnderWay { request, queue, place, bytes, .. } = self.remove(id)?;
+        if confirmed {
+            self.largest = self.largest.max(bytes);
+        }
+        let queue = self.queue(&queue, now);
+        queue.alone &= place != Place::Alone;
+        queue.trust = match (confirmed, place) {
+            (false, _) => Trust::None,
+            (true, Place::Shared) => Trust::Shared,
+            (true, _) if queue.trust == Trust::Shared => Trust::Shared,
+            (true, _) => Trust::Fresh(now),
+        };
+        request
+    }
+
+    /// A message was not sent after all, or nobody knows: it goes again, before others of its queue, and
+    /// not before `wait` is over.
+    pub(super) fn again(&mut self, id: u64, now: Instant, wait: Duration) {
+        let Some(UnderWay { request, queue: name, place, .. }) = self.remove(id) else { return };
+        let queue = self.queue(&name, now);
+        queue.alone &= place != Place::Alone;
+        (queue.trust, queue.not_before) = (Trust::None, Some(now + wait));
+        let Some(request) = request else { return };
+        if request.is_suspect() {
+            self.suspects.push_back((name, request));
+            return;
+        }
+        queue.waiting.push_front(request);
+        if queue.waiting.len() == 1 {
+            self.turns.push_back(name);
+        }
+    }
+
+    fn remove(&mut self, id: u64) -> Option<UnderWay<R>> {
+        let it = self.under_way.remove(&id)?;
+        if it.place == Place::Shared {
+            self.shared_bytes -= it.bytes;
+            if let Some(queue) = self.queues.get_mut(&it.queue) {
+                queue.shared -= 1;
+            }
+        }
+        Some(it)
+    }
+
+    /// The channel on which this message was alone is shared from now on; its queue is known there.
+    pub(super) fn share(&mut self, id: u64) {
+        self.is_shared = true;
+        if let Some(it) = self.under_way.get_mut(&id)
+            && let Some(queue) = self.queues.get_mut(&it.queue)
+        {
+            queue.trust = Trust::Shared;
+        }
+    }
+
+    /// Nothing more goes on the channel that was shared. What is under way there stays under way.
+    pub(super) fn retire(&mut self) {
+        self.is_shared = false;
+        for it in self.under_way.values_mut().filter(|it| it.place == Place::Shared) {
+            it.place = Place::Retired;
+        }
+        self.shared_bytes = 0;
+        self.queues.values_mut().for_each(|queue| (queue.trust, queue.shared) = (Trust::None, 0));
+    }
+
+    /// The connection is lost: all that was under way goes again, each after the `wait` for it. How many
+    /// they are.
+    pub(super) fn lost(&mut self, now: Instant, wait: impl Fn(&R) -> Duration) -> usize {
+        self.retire();
+        self.largest = 0;
+        let ids: Vec<u64> = self.under_way.keys().rev().copied().collect();
+        for id in &ids {
+            let wait = self.get(*id).map(|(request, _)| wait(request)).unwrap_or_default();
+            self.again(*id, now, wait);
+        }
+        ids.len()
+    }
+
+    /// Changes all that are under way.
+    pub(super) fn accuse(&mut self, change: impl FnMut(&mut R)) {
+        self.under_way.values_mut().filter_map(|it| it.request.as_mut()).for_each(change);
+    }
+
+    /// Takes those out that are under way and of which `which` holds.
+    pub(super) fn take_if(&mut self, which: impl Fn(&R) -> bool) -> Vec<R> {
+        let under_way = self.under_way.values_mut();
+        under_way.filter_map(|it| it.request.take_if(|request| which(request))).collect()
+    }
+
+    /// The oldest message on the shared channel is unconfirmed for longer than a queue that is well takes,
+    /// counted from `since` at the earliest.
+    pub(super) fn is_held_up_since(&self, since: Instant, now: Instant) -> bool {
+        self.at(Place::Shared).next().is_some_and(|(_, it)| now >= it.since.max(since) + SLOW)
+    }
+
+    /// Bytes under way for which somebody waits, and since when the oldest are; none: nothing is.
+    pub(super) fn wanted(&self) -> Option<(usize, Instant)> {
+        let wanted = || self.under_way.values().filter(|it| it.request.as_ref().is_some_and(R::is_wanted));
+        let oldest = wanted().map(|it| it.since).min()?;
+        Some((wanted().map(|it| it.bytes).sum(), oldest))
+    }
+
+    /// Nothing waits, and nothing is under way.
+    pub(super) fn is_idle(&self) -> bool {
+        !self.has_waiting() && self.under_way.is_empty()
+    }
+
+    /// Something waits.
+    pub(super) fn has_waiting(&self) -> bool {
+        !self.turns.is_empty() || !self.suspects.is_empty()
+    }
+
+    /// Forgets messages that nobody wants, and queues that have none.
+    pub(super) fn clean(&mut self, now: Instant) {
+        for it in self.under_way.values_mut() {
+            it.request.take_if(|request| !request.is_wanted());
+        }
+        self.queues.retain(|_, queue| {
+            queue.waiting.retain(R::is_wanted);
+            let in_use = !queue.waiting.is_empty() || queue.alone || queue.shared > 0;
+            in_use || now < queue.used + REMEMBERED
+        });
+        let queues = &self.queues;
+        self.turns.retain(|name| queues.get(name).is_some_and(|queue| !queue.waiting.is_empty()));
+    }
+
+    /// All that wait or are under way; nothing is left.
+    pub(super) fn take_all(&mut self) -> Vec<R> {
+        self.turns.clear();
+        let waiting = self.queues.drain().flat_map(|(_, queue)| queue.waiting);
+        let under_way = std::mem::take(&mut self.under_way).into_values().filter_map(|it| it.request);
+        waiting.chain(under_way).chain(self.suspects.drain(..).map(|(_, request)| request)).collect()
+    }
+
+    fn queue(&mut self, name: &str, now: Instant) -> &mut Queue<R> {
+        let new = || Queue {
+            waiting: VecDeque::new(),
+            trust: Trust::None,
+            alone: false,
+            shared: 0,
+            not_before: None,
+            used: now,
+        };
+        let queue = self.queues.entry(name.to_owned()).or_insert_with(new);
+        queue.used = now;
+        queue
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::rc::Rc;
+
+    use super::*;
+
+    #[derive(Clone)]
+    struct Letter {
+        name: &'static str,
+        bytes: usize,
+        wanted: Rc<Cell<bool>>,
+        suspect: bool,
+    }
+
+    impl Publishable for Letter {
+        fn bytes(&self) -> usize {
+            self.bytes
+        }
+
+        fn is_wanted(&self) -> bool {
+            self.wanted.get()
+        }
+
+        fn is_suspect(&self) -> bool {
+            self.suspect
+        }
+    }
+
+    struct Desk {
+        routes: Routes<Letter>,
+        now: Instant,
+    }
+
+    impl Desk {
+        fn new() -> Self {
+            Self { routes: Routes::new(Some(1_000)), now: Instant::now() }
+        }
+
+        /// With a shared channel, on which the queue "well" is known, for messages of up to 1,000 bytes.
+        fn sharing() -> Self {
+            let mut desk = Self::new();
+            desk.push("well", "first", 1_000);
+            let [(id, Place::Alone)] = desk.sent()[..] else { panic!("the first goes alone") };
+            desk.routes.share(id);
+            desk.routes.answered(id, true, desk.now);
+            desk
+        }
+
+        fn push(&mut self, queue: &str, name: &'static str, bytes: usize) -> Letter {
+            let letter = Letter { name, bytes, wanted: Rc::new(Cell::new(true)), suspect: false };
+            self.routes.push(queue.to_owned(), letter.clone(), self.now);
+            letter
+        }
+
+        fn sent(&mut self) -> Vec<(u64, Place)> {
+            std::iter::from_fn(|| self.routes.next(self.now)).collect()
+        }
+
+        fn names(&mut self) -> Vec<(&'static str, Place)> {
+            let sent = self.sent();
+            sent.iter().map(|(id, place)| (self.routes.get(*id).expect("sent").0.name, *place)).collect()
+        }
+    }
+
+    #[test]
+    fn what_a_queue_has_not_taken_yet_goes_alone_and_then_beside_others() {
+        let mut desk = Desk::sharing();
+        for name in ["a", "b", "c"] {
+            desk.push("new", name, 10);
+        }
+        desk.push("well", "w", 10);
+        assert_eq!(desk.names(), [("a", Place::Alone), ("w", Place::Shared)]);
+        desk.routes.answered(1, true, desk.now);
+        assert_eq!(desk.names(), [("b", Place::Shared), ("c", Place::Shared)]);
+    }
+
+    #[test]
+    fn a_queue_that_confirms_nothing_keeps_its_own_messages_waiting_and_no_others() {
+        let mut desk = Desk::sharing();
+        for _ in 0..500 {
+            desk.push("stuck", "s", 10);
+        }
+        assert_eq!(desk.names(), [("s", Place::Alone)]);
+        for round in 0..50 {
+            desk.now += SLOW;
+            let name = ["x", "y"][round % 2];
+            desk.push(name, "n", 10);
+            desk.push("well", "w", 10);
+            let sent = desk.sent();
+            assert_eq!(sent.len(), 2, "round {round}");
+            sent.iter().for_each(|(id, _)| drop(desk.routes.answered(*id, true, desk.now)));
+        }
+    }
+
+    #[test]
+    fn more_stuck_queues_than_may_be_alone_at_once_hold_up_a_new_one_for_a_moment_only() {
+        const QUEUES: [&str; 40] = {
+            let mut names = [""; 40];
+            let all = "aAbBcCdDeEfFgGhHiIjJkKlLmMnNoOpPqQrRsStT";
+            let mut at = 0;
+            while at < 40 {
+                names[at] = all.split_at(at).1.split_at(1).0;
+                at += 1;
+            }
+            names
+        };
+        let mut desk = Desk::sharing();
+        QUEUES.iter().for_each(|queue| drop(desk.push(queue, queue, 10)));
+        assert_eq!(desk.sent().len(), ALONE);
+        desk.push("new", "new", 10);
+        let mut rounds = 0;
+        while !desk.names().iter().any(|(name, _)| *name == "new") {
+            desk.now += SLOW;
+            rounds += 1;
+        }
+        assert!(rounds <= 40 / ALONE + 1, "{rounds}");
+    }
+
+    #[test]
+    fn a_message_larger_than_any_that_was_taken_goes_alone() {
+        let mut desk = Desk::sharing();
+        desk.push("well", "larger", 1_001);
+        desk.push("well", "as large", 1_000);
+        assert_eq!(desk.names(), [("larger", Place::Alone)], "in their order");
+        desk.routes.answered(1, true, desk.now);
+        assert_eq!(desk.names(), [("as large", Place::Shared)]);
+        desk.routes.answered(2, true, desk.now);
+        desk.push("well", "above the setting", 1_001);
+        assert_eq!(desk.names(), [("above the setting", Place::Alone)]);
+    }
+
+    #[test]
+    fn the_shared_channel_is_never_sent_more_than_a_connection_has_credit_for() {
+        let mut desk = Desk::sharing();
+        (0..1_000).for_each(|_| drop(desk.push("well", "w", 10)));
+        let sent = desk.sent();
+        assert_eq!(sent.len(), SPAN as usize);
+        // All but the oldest are confirmed: whatever that waits for, no more are sent.
+        sent[1..].iter().for_each(|(id, _)| drop(desk.routes.answered(*id, true, desk.now)));
+        assert_eq!(desk.sent(), []);
+        assert!(!desk.routes.is_held_up_since(desk.now, desk.now));
+        desk.now += SLOW;
+        assert!(desk.routes.is_held_up_since(desk.now - SLOW, desk.now));
+        desk.routes.retire();
+        assert_eq!(desk.names(), [("w", Place::Alone)], "on a channel of its own");
+        desk.routes.answered(sent[0].0, true, desk.now);
+        assert!(desk.routes.get(sent[0].0).is_none());
+    }
+
+    #[test]
+    fn after_a_lost_connection_all_go_again_in_their_order() {
+        let mut desk = Desk::sharing();
+        for name in ["a", "b", "c"] {
+            desk.push("well", name, 10);
+        }
+        assert_eq!(desk.sent().len(), 3);
+        assert_eq!(desk.routes.lost(desk.now, |_| Duration::ZERO), 3);
+        let mut order = Vec::new();
+        for _ in 0..3 {
+            let (id, place) = desk.routes.next(desk.now).expect("one");
+            assert_eq!(place, Place::Alone, "nothing is shared on a new connection yet");
+            order.push(desk.routes.answered(id, true, desk.now).expect("wanted").name);
+        }
+        assert_eq!(order, ["a", "b", "c"]);
+    }
+
+    #[test]
+    fn what_may_have_ended_a_connection_goes_with_nothing_beside_it() {
+        let mut desk = Desk::new();
+        let suspect = Letter { name: "s", bytes: 1, wanted: Rc::new(Cell::new(true)), suspect: true };
+        desk.push("q", "before", 1);
+        desk.routes.push("q".into(), suspect, desk.now);
+        let [(before, _)] = desk.sent()[..] else { panic!("one at a time of a queue") };
+        desk.routes.answered(before, true, desk.now);
+        let [(id, _)] = desk.sent()[..] else { panic!("the suspect") };
+        desk.routes.lost(desk.now, |_| Duration::ZERO);
+        desk.push("other", "innocent", 1);
+        let [(again, Place::Alone)] = desk.sent()[..] else { panic!("the suspect alone") };
+        assert!(again > id && desk.routes.get(again).expect("under way").0.suspect);
+        assert_eq!(desk.sent(), []);
+        desk.routes.answered(again, false, desk.now);
+        assert_eq!(desk.names(), [("innocent", Place::Alone)]);
+    }
+
+    #[test]
+    fn what_nobody_waits_for_is_not_sent_and_frees_nothing_that_is_stuck() {
+        let mut desk = Desk::sharing();
+        let letters = ["a", "b", "c"].map(|name| desk.push("stuck", name, 10));
+        assert_eq!(desk.names(), [("a", Place::Alone)]);
+        letters[0].wanted.set(false);
+        letters[1].wanted.set(false);
+        desk.routes.clean(desk.now);
+        assert_eq!(
+            (desk.sent(), desk.routes.wanted()),
+            (vec![], None),
+            "the broker may still take the first"
+        );
+        assert!(desk.routes.answered(1, false, desk.now).is_none());
+        assert_eq!(desk.names(), [("c", Place::Alone)]);
+    }
+}

@@ -1,0 +1,354 @@
+//! The guard: a small process beside the launcher, which outlives it and ends the workers that would
+//! outlive it too: those that are stopped, or whose driver hangs. Both sides are here: the launcher's,
+//! which starts the guard and tells it of every worker, and the guard's own ([`guard_workers`]). Decides
+//! when such a worker is killed: once the launcher's end of their socket is closed and the shutdown grace
+//! is over. Never signals another process than the one it was told of, though that has the same id.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{self, BufRead, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{SigHandler, Signal, kill, signal};
+use nix::unistd::Pid;
+use tokio::process::{Child, Command};
+use tokio::sync::watch;
+
+use crate::config::Launcher;
+
+/// The command by which sconce is its own guard.
+const COMMAND: &str = "guard";
+/// How often the guard looks which workers still live, once the launcher is gone.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// How the launcher's lines to the guard begin: a worker was spawned; it has been reaped.
+const SPAWNED: &str = "spawned";
+const REAPED: &str = "reaped";
+
+/// The launcher's side, shared by all slots.
+pub(super) struct Guard {
+    /// Sconce itself; none: nobody guards the workers.
+    program: Option<PathBuf>,
+    /// For the grace. Written when settings are loaded again.
+    policy: watch::Receiver<Launcher>,
+    /// Held for a few short writes; never across an await.
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// None before the first worker, and from the loss of one guard to the next spawn of a worker.
+    running: Option<GuardProcess>,
+    /// Spawned and not reaped: what a new guard is told.
+    workers: BTreeSet<Process>,
+}
+
+/// A guard process, as the launcher sees it.
+struct GuardProcess {
+    child: Child,
+    /// The guard's stdin. Written here alone, and does not block: a guard that does not read until it is
+    /// full is replaced.
+    lines: UnixStream,
+}
+
+/// A worker that the guard knows of, until this is dropped.
+pub(super) struct Guarded {
+    guard: Arc<Guard>,
+    worker: Process,
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        let mut state = self.guard.lock();
+        state.workers.remove(&self.worker);
+        state.tell(&format!("{REAPED} {}\n", self.worker.written()));
+    }
+}
+
+impl Guard {
+    /// `program` is sconce, or there will be no guard.
+    pub(super) fn new(program: Option<PathBuf>, policy: watch::Receiver<Launcher>) -> Self {
+        Self { program, policy, state: Mutex::default() }
+    }
+
+    /// Starts a guard where none runs. To be called before each spawn of a worker, inside the runtime.
+    /// Where it cannot be started, the launcher says so and goes on.
+    pub(super) fn start_if_missing(&self) {
+        let Some(program) = &self.program else { return };
+        let grace = self.grace();
+        let mut state = self.lock();
+        if state.running.as_mut().is_some_and(GuardProcess::lives) {
+            return;
+        }
+        let started = GuardProcess::start(program).inspect_err(|error| {
+            let program = program.display();
+            tracing::warn!(%program, %error, "no guard: a worker that is stopped may outlive a killed launcher");
+        });
+        if let Some(before) = std::mem::replace(&mut state.running, started.ok()) {
+            before.end();
+        }
+        for worker in state.workers.clone() {
+            state.tell(&spawned(worker, grace));
+        }
+    }
+
+    /// Tells the guard of a worker that has just been spawned and not been reaped.
+    pub(super) fn watch_over(self: &Arc<Self>, worker: Option<u32>) -> Option<Guarded> {
+        self.program.as_ref()?;
+        let Some(worker) = worker.and_then(|pid| Process::of(i32::try_from(pid).ok()?)) else {
+            tracing::warn!(pid = worker, "not guarded: /proc does not show when the worker was started");
+            return None;
+        };
+        let grace = self.grace();
+        let mut state = self.lock();
+        state.workers.insert(worker);
+        state.tell(&spawned(worker, grace));
+        Some(Guarded { guard: self.clone(), worker })
+    }
+
+    fn grace(&self) -> Duration {
+        self.policy.borrow().shutdown_grace
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Writes a line to the guard, if there is one. One that cannot take it is ended.
+    fn tell(&mut self, line: &str) {
+        let Some(running) = &mut self.running else { return };
+        if let Err(error) = running.lines.write_all(line.as_bytes()) {
+            tracing::warn!(%error, "the guard was lost; the next worker to be spawned brings another");
+            if let Some(lost) = self.running.take() {
+                lost.end();
+            }
+        }
+    }
+}
+
+impl GuardProcess {
+    fn start(program: &Path) -> io::Result<Self> {
+        // Both ends are closed on exec: no worker holds the launcher's end open.
+        let (lines, stdin) = UnixStream::pair()?;
+        lines.set_nonblocking(true)?;
+        let child = Command::new(program)
+            .arg(COMMAND)
+            .stdin(Stdio::from(OwnedFd::from(stdin)))
+            .stdout(Stdio::null())
+            // Its stderr is ours. A group of its own: the terminal's Ctrl-C is not for it.
+            .process_group(0)
+            .spawn()?;
+        tracing::debug!(pid = child.id(), "guard started");
+        Ok(Self { child, lines })
+    }
+
+    fn lives(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Ends it, and then its stdin: one that lived would take that for the launcher's end.
+    fn end(mut self) {
+        let _ = self.child.start_kill();
+    }
+}
+
+fn spawned(worker: Process, grace: Duration) -> String {
+    format!("{SPAWNED} {} {}\n", worker.written(), grace.as_millis())
+}
+
+/// One process, told from a later one of the same id by the time of its start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Process {
+    pid: i32,
+    /// In clock ticks since the system's start.
+    started: u64,
+}
+
+impl Process {
+    fn of(pid: i32) -> Option<Self> {
+        let (_, started) = state_and_start(pid)?;
+        Some(Self { pid, started })
+    }
+
+    /// Whether it runs or is stopped; a zombie does not live.
+    fn lives(&self) -> bool {
+        state_and_start(self.pid)
+            .is_some_and(|(state, started)| started == self.started && !matches!(state, 'Z' | 'X'))
+    }
+
+    fn kill(&self) -> bool {
+        self.lives() && kill(Pid::from_raw(self.pid), Signal::SIGKILL).is_ok()
+    }
+
+    /// As it stands in a line.
+    fn written(&self) -> String {
+        format!("{} {}", self.pid, self.started)
+    }
+}
+
+/// Of a process: its state, and when it was started.
+fn state_and_start(pid: i32) -> Option<(char, u64)> {
+    let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
+    parse_stat(&String::from_utf8_lossy(&stat))
+}
+
+/// Fields 3 and 22 of `/proc/PID/stat`. The program's name, in parentheses before them, may hold anything.
+fn parse_stat(stat: &str) -> Option<(char, u64)> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    let mut fields = rest.split_ascii_whitespace();
+    let state = fields.next()?.chars().next()?;
+    // The third field is taken: the next is the fourth, and 18 further on stands the 22nd.
+    Some((state, fields.nth(18)?.parse().ok()?))
+}
+
+/// What the guard has been told.
+#[derive(Default)]
+struct Roll {
+    workers: BTreeSet<Process>,
+    grace: Duration,
+}
+
+impl Roll {
+    /// Takes one line; none: it is not one of the launcher's.
+    fn hear(&mut self, line: &str) -> Option<()> {
+        let mut words = line.split(' ');
+        let verb = words.next()?;
+        let worker = Process { pid: words.next()?.parse().ok()?, started: words.next()?.parse().ok()? };
+        match verb {
+            SPAWNED => {
+                self.grace = Duration::from_millis(words.next()?.parse().ok()?);
+                self.workers.insert(worker);
+            }
+            REAPED => drop(self.workers.remove(&worker)),
+            _ => return None,
+        }
+        Some(())
+    }
+}
+
+/// Is the guard: hears of workers until the end of `launcher`, which is the launcher's own, then kills
+/// those that live after the grace. Returns as soon as none is left. Blocks its thread.
+///
+/// # Errors
+/// The signals that end a service cannot be ignored; nobody is guarded then.
+pub fn guard_workers(launcher: impl BufRead) -> io::Result<()> {
+    // A service manager signals every process of a service; this one ends with the launcher, whenever
+    // that is.
+    for ignored in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
+        ignore(ignored)?;
+    }
+    let killed = outlive(launcher);
+    if !killed.is_empty() {
+        // Not before they are: nobody may be reading the log any more.
+        tracing::warn!(workers = ?killed, "the launcher is gone, and these outlived it by the grace: killed");
+    }
+    Ok(())
+}
+
+#[expect(unsafe_code, reason = "sigaction(2) is unsafe for the handlers that it could install")]
+fn ignore(ignored: Signal) -> io::Result<()> {
+    // SAFETY: SIG_IGN is no handler: no code of ours runs at a signal.
+    let before = unsafe { signal(ignored, SigHandler::SigIgn) };
+    before.map(drop).map_err(io::Error::from)
+}
+
+/// Returns the process ids of those that were killed.
+fn outlive(launcher: impl BufRead) -> Vec<i32> {
+    let mut roll = Roll::default();
+    // A failure to read is an end too: nobody can tell us anything any more.
+    for line in launcher.lines().map_while(Result::ok) {
+        if roll.hear(&line).is_none() {
+            tracing::warn!(line, "not a line of the launcher's");
+        }
+    }
+    let end = Instant::now() + roll.grace;
+    loop {
+        roll.workers.retain(Process::lives);
+        let left = end.saturating_duration_since(Instant::now());
+        if roll.workers.is_empty() || left.is_zero() {
+            break;
+        }
+        thread::sleep(left.min(LOOK));
+    }
+    roll.workers.iter().filter(|worker| worker.kill()).map(|worker| worker.pid).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process;
+
+    use super::*;
+
+    const GRACE: Duration = Duration::from_millis(200);
+
+    fn sleeper() -> (process::Child, Process) {
+        let child = process::Command::new("sleep").arg("1000").spawn().expect("a process");
+        let worker = Process::of(child.id() as i32).expect("a process");
+        (child, worker)
+    }
+
+    fn reaped(worker: Process) -> String {
+        format!("{REAPED} {}\n", worker.written())
+    }
+
+    #[test]
+    fn a_process_is_known_by_its_state_and_start_whatever_its_name_holds() {
+        let rest = "S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20 21";
+        assert_eq!(parse_stat(&format!("12 (sconce) {rest}\n")), Some(('S', 4711)));
+        assert_eq!(parse_stat(&format!("12 (a) Z 9 (b) {rest}\n")), Some(('S', 4711)));
+        assert_eq!(parse_stat("12 (sconce) S 1 2"), None);
+        assert_eq!(parse_stat(""), None);
+    }
+
+    #[test]
+    fn a_worker_that_lives_after_the_grace_is_killed_even_where_it_is_stopped() {
+        let (mut child, worker) = sleeper();
+        kill(Pid::from_raw(worker.pid), Signal::SIGSTOP).unwrap();
+        let begun = Instant::now();
+        assert_eq!(outlive(spawned(worker, GRACE).as_bytes()), [worker.pid]);
+        assert!(begun.elapsed() >= GRACE, "{:?}", begun.elapsed());
+        assert_eq!(child.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
+    }
+
+    #[test]
+    fn once_all_workers_are_gone_nothing_is_waited_for() {
+        let ((mut gone, one), (mut lives, other)) = (sleeper(), sleeper());
+        let hour = Duration::from_secs(3_600);
+        // A zombie: it has been killed, and not been reaped.
+        kill(Pid::from_raw(one.pid), Signal::SIGKILL).unwrap();
+        let told = spawned(one, hour) + &spawned(other, hour) + &reaped(other);
+        assert!(outlive(told.as_bytes()).is_empty());
+        gone.wait().unwrap();
+        assert!(other.lives(), "it was reaped, and no matter of the guard's any more");
+        lives.kill().unwrap();
+        lives.wait().unwrap();
+    }
+
+    #[test]
+    fn another_process_of_the_same_id_is_left_alone() {
+        let (mut child, worker) = sleeper();
+        let earlier = Process { started: worker.started - 1, ..worker };
+        assert!(outlive(spawned(earlier, GRACE).as_bytes()).is_empty());
+        assert!(worker.lives());
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn lines_that_are_not_the_launchers_change_nothing() {
+        let mut roll = Roll::default();
+        for line in ["", "spawned", "spawned 1 2", "spawned one 2 3", "reaped 1", "killed 1 2"] {
+            assert_eq!(roll.hear(line), None, "{line}");
+        }
+        assert!(roll.workers.is_empty());
+    }
+}

@@ -1,0 +1,250 @@
+//! Keeps tasks that may have killed a worker apart from all others, from their preparation to their
+//! answers: if they kill this one too, nobody else is to be with them. They go in groups, each at most
+//! half as large as the one that a worker died of before, so that the one to blame is found among n in
+//! log₂ n deaths. Decides who is in a group, and who may prepare, compute and respond meanwhile; tells
+//! the launcher. Owns the tasks that wait for a group.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::sync::{Notify, RwLock, RwLockReadGuard, mpsc, oneshot};
+
+use super::report::Reporter;
+use crate::protocol::control::{Deaths, Event, TaskName};
+
+/// Tasks that may wait for the usher: it takes them on at once.
+const WAITING: usize = 256;
+/// Most tasks of a group where nobody knows what a worker died of.
+const GROUP: usize = 32;
+/// Deliveries without an answer from which on a task is suspect, though nobody saw a worker die of it: it
+/// may have taken its launcher along.
+const SUSPICIOUS: i64 = 2;
+/// How long the usher waits for others to come: what came back together is taken on together.
+const GATHER: Duration = Duration::from_millis(5);
+
+/// With how many others at most a task may be in a group that came `redeliveries` times before; none: it
+/// is an ordinary task. `counts`: the broker counts deliveries, or else says only that there were some.
+pub(super) fn suspicion(redeliveries: i64, counts: bool, deaths: Option<&Deaths>) -> Option<usize> {
+    // Whoever publishes the same task anew wants it tried anew.
+    if redeliveries == 0 {
+        return None;
+    }
+    let known = deaths.map(|deaths| (deaths.among as usize / 2).max(1));
+    let often = (!counts || redeliveries >= SUSPICIOUS).then_some(GROUP);
+    known.into_iter().chain(often).min()
+}
+
+/// See the module.
+pub(super) struct Isolation {
+    /// Written by a group for as long as it is in, read by each other task while something of it is on a
+    /// lane. First come, first served, so that neither side starves.
+    door: RwLock<()>,
+    /// Written by each task that is to be in a group, read by the usher.
+    candidates: mpsc::Sender<Candidate>,
+    /// Read by the batch former, which then gives the device no batch of others.
+    occupied: AtomicBool,
+    /// The worker ends. Written by the batch former at a device fault, read by the usher.
+    closed: AtomicBool,
+    /// Told when no group is in any more, heard by the batch former.
+    left: Notify,
+    reporter: Reporter,
+}
+
+struct Candidate {
+    task: TaskName,
+    /// Tasks of its group at most, itself included.
+    most: usize,
+    admit: oneshot::Sender<Stay>,
+}
+
+/// One task's stay in its group.
+pub(super) struct Stay {
+    /// The group is through when all are dropped.
+    _within: mpsc::Sender<()>,
+}
+
+impl Isolation {
+    /// Starts the usher, which ends with the last clone of what is returned.
+    pub(super) fn start(reporter: Reporter) -> Arc<Self> {
+        let (candidates, queued) = mpsc::channel(WAITING);
+        let (occupied, closed) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (door, left) = (RwLock::new(()), Notify::new());
+        let isolation = Arc::new(Self { door, candidates, occupied, closed, left, reporter });
+        tokio::spawn(usher(Arc::downgrade(&isolation), queued));
+        isolation
+    }
+
+    /// Until it is dropped, no group is in.
+    pub(super) async fn keep_out(&self) -> RwLockReadGuard<'_, ()> {
+        self.door.read().await
+    }
+
+    /// Puts a task in a group of at most `most`, until what is returned is dropped. What is on the device
+    /// already stays there; the launcher knows of it.
+    pub(super) async fn enter(&self, task: TaskName, most: usize) -> Option<Stay> {
+        let (admit, admitted) = oneshot::channel();
+        self.candidates.send(Candidate { task, most, admit }).await.ok()?;
+        admitted.await.ok()
+    }
+
+    /// A group is in.
+    pub(super) fn is_occupied(&self) -> bool {
+        self.occupied.load(Ordering::Acquire)
+    }
+
+    /// The device is gone: who is in a group now is not through, though its future is dropped.
+    pub(super) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+
+    /// Returns when a group has left.
+    pub(super) async fn left(&self) {
+        self.left.notified().await;
+    }
+
+    /// Lets a group in, and waits until all of it are through.
+    async fn admit(&self, group: Vec<Candidate>) {
+        let door = self.door.write().await;
+        self.occupied.store(true, Ordering::Release);
+        let tasks = group.iter().map(|it| it.task.clone()).collect();
+        self.reporter.send(&Event::Isolated { tasks }).await;
+        // The process may not live to write it later.
+        self.reporter.flush().await;
+        let (within, mut all_left) = mpsc::channel(1);
+        for candidate in group {
+            let _ = candidate.admit.send(Stay { _within: within.clone() });
+        }
+        drop(within);
+        let _: Option<()> = all_left.recv().await;
+        if !self.closed.load(Ordering::Acquire) {
+            self.reporter.send(&Event::Isolated { tasks: Vec::new() }).await;
+        }
+        self.occupied.store(false, Ordering::Release);
+        drop(door);
+        self.left.notify_one();
+    }
+}
+
+/// Lets groups in, one after the other.
+async fn usher(isolation: std::sync::Weak<Isolation>, mut queued: mpsc::Receiver<Candidate>) {
+    let mut waiting = VecDeque::new();
+    loop {
+        if waiting.is_empty() {
+            match queued.recv().await {
+                Some(first) => waiting.push_back(first),
+                None => return,
+            }
+        }
+        tokio::time::sleep(GATHER).await;
+        while let Ok(more) = queued.try_recv() {
+            waiting.push_back(more);
+        }
+        waiting.retain(|candidate: &Candidate| !candidate.admit.is_closed());
+        let group = next_group(&mut waiting, |candidate| candidate.most);
+        let Some(isolation) = isolation.upgrade() else { return };
+        if !group.is_empty() {
+            isolation.admit(group).await;
+        }
+    }
+}
+
+/// The first that waits, with those behind it that may be in a group of the size that it comes to.
+fn next_group<T>(waiting: &mut VecDeque<T>, most: impl Fn(&T) -> usize) -> Vec<T> {
+    let mut group = Vec::new();
+    let mut limit = usize::MAX;
+    let mut passed = VecDeque::new();
+    while let Some(candidate) = waiting.pop_front() {
+        let smaller = limit.min(most(&candidate));
+        if group.len() < smaller {
+            limit = smaller;
+            group.push(candidate);
+        } else {
+            passed.push_back(candidate);
+        }
+    }
+    *waiting = passed;
+    group
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn deaths(among: u32) -> Deaths {
+        Deaths { task: "t".into(), count: 1, alone: 0, among, poison: None }
+    }
+
+    #[test]
+    fn a_task_that_comes_back_is_an_ordinary_one_unless_a_worker_died_of_it_or_it_comes_again_and_again() {
+        assert_eq!(suspicion(0, true, Some(&deaths(8))), None, "published anew");
+        assert_eq!(suspicion(1, true, None), None);
+        assert_eq!(suspicion(2, true, None), Some(GROUP));
+        assert_eq!(suspicion(1, false, None), Some(GROUP), "a classic queue does not count");
+        for (among, most) in [(64, 32), (9, 4), (3, 1), (1, 1)] {
+            assert_eq!(suspicion(1, true, Some(&deaths(among))), Some(most));
+        }
+        assert_eq!(suspicion(5, true, Some(&deaths(100))), Some(GROUP));
+    }
+
+    #[test]
+    fn a_group_is_no_larger_than_any_of_its_tasks_allows_and_the_first_is_in_it() {
+        let mut waiting = VecDeque::from([4, 32, 1, 4, 4, 4]);
+        assert_eq!(next_group(&mut waiting, |most| *most), [4, 32, 4, 4]);
+        assert_eq!(next_group(&mut waiting, |most| *most), [1]);
+        assert_eq!(next_group(&mut waiting, |most| *most), [4]);
+        assert!(next_group(&mut waiting, |most| *most).is_empty());
+    }
+
+    /// Plays workers that die of one task: how many deaths until it is alone with its last one.
+    #[test]
+    fn the_one_to_blame_is_found_among_n_in_about_log_n_deaths() {
+        for (tasks, culprit, most_deaths) in [(64, 0, 7), (64, 63, 7), (500, 123, 10), (1, 0, 1)] {
+            let mut among: Vec<u32> = vec![tasks; tasks as usize];
+            let mut waiting: Vec<usize> = (0..tasks as usize).collect();
+            let mut found = 0;
+            let died = loop {
+                found += 1;
+                assert!(found <= most_deaths, "{tasks} tasks, {culprit} kills");
+                let mut queue = VecDeque::from(waiting.clone());
+                let group = loop {
+                    let most = |task: &usize| (among[*task] as usize / 2).max(1);
+                    let group = next_group(&mut queue, most);
+                    if group.contains(&culprit) {
+                        break group;
+                    }
+                    // They survive, and are answered.
+                    waiting.retain(|task| !group.contains(task));
+                };
+                for task in &group {
+                    among[*task] = among[*task].min(group.len() as u32);
+                }
+                if group.len() == 1 {
+                    break group[0];
+                }
+            };
+            assert_eq!(died, culprit);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_group_keeps_others_out_until_all_of_it_are_through() {
+        let isolation = Isolation::start(Reporter::start(std::io::sink()).unwrap());
+        let name = |id: &str| TaskName { id: id.into(), fingerprint: id.into() };
+        let (a, b) = tokio::join!(isolation.enter(name("a"), 2), isolation.enter(name("b"), 2));
+        assert!(isolation.is_occupied());
+        let third = isolation.enter(name("c"), 2);
+        tokio::pin!(third);
+        drop(a);
+        assert!(tokio::time::timeout(Duration::from_secs(1), isolation.keep_out()).await.is_err());
+        assert!(tokio::time::timeout(Duration::from_secs(1), &mut third).await.is_err(), "another group");
+        drop(b);
+        let c = third.await;
+        assert!(c.is_some() && isolation.is_occupied());
+        drop(c);
+        isolation.left().await;
+        let _out = isolation.keep_out().await;
+        assert!(!isolation.is_occupied());
+    }
+}
