@@ -33,7 +33,8 @@
 //! - **input**: one row of a batch; a task has one or more. **batch**: inputs of one forward pass.
 //! - **attempt**: one try at a task, counted in the task itself; **delivery count**: how often the broker
 //!   delivered it, which says less. **poison**: a task that kills the workers that work on it alone.
-//!   **quarantine**: working on one task alone, because it came before.
+//!   **isolation**: working on a group of tasks apart from all others, because one of them may have killed
+//!   a worker.
 //! - **letter**: a message in the dead-letter queue, put there by a worker or by the broker. **look**:
 //!   seeing each message of a queue once and leaving it there.
 //! - **sentinel**: a message that stops one worker, behind the work before it.
@@ -48,6 +49,8 @@
 //! - `one-reply-per-task`: one final reply from the worker that acks. A crash between confirm and
 //!   ack makes a duplicate with the same `correlation_id`: the service is at-least-once.
 //! - `no-loss-over-no-duplicate`: when in doubt, requeue.
+//! - `nobody-stops-the-others`: a requester, a reply queue, a bad task or a refusal of the broker costs
+//!   that side alone.
 //! - `sentinel-after-work`: a sentinel never overtakes work accepted before it, and is acked last.
 //! - `bounded-everything`: every channel, buffer, retry and wait has a bound.
 //! - `device-or-fail`: a device that was asked for and cannot be opened is an error.

@@ -152,17 +152,6 @@ fn third_party_crates_stay_behind_their_fences() {
 }
 
 #[test]
-fn a_file_can_be_proofread_in_one_sitting() {
-    let mut lengths: Vec<_> =
-        sources().into_iter().map(|source| (source.code.lines().count(), source.path)).collect();
-    lengths.sort();
-    let at = |share: usize| &lengths[(lengths.len() - 1) * share / 100];
-    assert!(at(50).0 <= 150, "the median is {:?}", at(50));
-    assert!(at(90).0 <= 350, "the 90th percentile is {:?}", at(90));
-    assert!(at(100).0 <= 500, "the longest is {:?}", at(100));
-}
-
-#[test]
 fn every_file_opens_by_saying_what_it_decides() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     for source in sources() {

@@ -189,3 +189,24 @@ pub struct Message {
     /// The body, as sent.
     pub body: Bytes,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_are_plain_while_they_are_single_small_and_finite() {
+        let with = |value: Value| {
+            let headers = Headers::from([("a".to_owned(), value)]);
+            Properties { headers, ..Properties::default() }.is_plain()
+        };
+        assert!(Properties::default().is_plain());
+        for value in [Value::Void, Value::I64(1), Value::F64(0.5), "text".into(), Value::Timestamp(1)] {
+            assert!(with(value.clone()), "{value:?}");
+        }
+        let nested = Value::Array(vec![Value::Void]);
+        for value in [nested, Value::F64(f64::INFINITY), Value::F32(f32::NAN), "x".repeat(40_000).into()] {
+            assert!(!with(value.clone()), "{value:?}");
+        }
+    }
+}

@@ -287,7 +287,7 @@ async fn a_worker_that_says_why_it_ends_puts_the_blame_on_no_task() {
 #[tokio::test]
 async fn where_every_task_seems_to_be_poison_the_slot_is_given_up() {
     let task = "{\"id\":\"x\",\"fingerprint\":\"'$(((life - 1) / 3))'\"}";
-    let event = format!("{{\"event\":\"alone\",\"task\":{task}}}");
+    let event = format!("{{\"event\":\"isolated\",\"tasks\":[{task}]}}");
     let script = format!("{READY}\necho '{event}'; kill -11 $$");
     let mut stage = Stage::new(1, &script);
     (stage.policy.restart_delay, stage.policy.restart_delay_max) =

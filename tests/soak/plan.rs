@@ -161,7 +161,7 @@ pub fn poison(pick: u64) -> Planned {
 fn of_kind(kind: Kind, dice: &mut Dice) -> Planned {
     let input = match kind {
         // The task itself is just taken; what its answer adds is more than that.
-        Kind::Oversized => format!("\"{:x} {}\"", dice.next(), "x".repeat(MOST_BYTES - 60)),
+        Kind::Oversized => format!("\"{:x} {}\"", dice.next(), "x".repeat(MOST_BYTES - 50)),
         _ => input(dice),
     };
     let sleep_ms = if dice.below(4) == 0 { dice.below(40) } else { 0 };

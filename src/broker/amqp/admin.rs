@@ -4,7 +4,7 @@ use lapin::options::QueueDeclareOptions;
 use lapin::types::FieldTable;
 use lapin::{Connection, Error, Queue};
 
-use super::connect::{Connector, Refusal, words};
+use super::connect::{Connector, OpenConnection, Refusal, words};
 use super::convert::short;
 use super::topology::Topology;
 use crate::broker::BrokerError;
@@ -45,7 +45,7 @@ pub(super) async fn look(connection: &Connection, queue: &str) -> Result<Queue, 
     Ok(declared)
 }
 
-pub(super) async fn connect(connector: &Connector) -> Result<(Connection, String), BrokerError> {
+pub(super) async fn connect(connector: &Connector) -> Result<(OpenConnection, String), BrokerError> {
     let mut last = None;
     for _ in &connector.settings().urls {
         match connector.attempt().await {

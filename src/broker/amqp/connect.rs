@@ -5,6 +5,7 @@
 use std::fs;
 use std::io;
 use std::net::{Shutdown, TcpStream};
+use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -26,6 +27,9 @@ const REFUSALS: u32 = 3;
 /// For so long a service goes on at its start where the broker's words may mean a wrong password as well
 /// as an authentication service that is down, or a user that is yet to be made.
 const UNCERTAIN: Duration = Duration::from_secs(15);
+
+/// Longest wait for the broker's answer to a cancel or close.
+pub(super) const FAREWELL: Duration = Duration::from_secs(5);
 
 /// Why one attempt failed.
 #[derive(Debug)]
@@ -98,7 +102,7 @@ impl Connector {
 
     /// One attempt at the address whose turn it is. A failed one passes the turn on; an address that
     /// works is kept.
-    pub(super) async fn attempt(&self) -> Result<(Connection, String), Failure> {
+    pub(super) async fn attempt(&self) -> Result<(OpenConnection, String), Failure> {
         let urls = &self.settings.urls;
         let turn = self.turn.load(Ordering::Relaxed) % urls.len().max(1);
         let url = urls.get(turn).map(|url| url.expose()).unwrap_or_default();
@@ -118,7 +122,7 @@ impl Connector {
         self.turn.fetch_add(1, Ordering::Relaxed);
     }
 
-    async fn open(&self, url: &str) -> Result<Connection, (String, Refusal)> {
+    async fn open(&self, url: &str) -> Result<OpenConnection, (String, Refusal)> {
         let mut uri: AMQPUri = url.parse().map_err(|reason: String| (reason, Refusal::Settings))?;
         let heartbeat = u16::try_from(self.settings.heartbeat.as_secs()).unwrap_or(u16::MAX);
         uri.query.heartbeat.get_or_insert(heartbeat);
@@ -136,7 +140,7 @@ async fn connect(
     uri: AMQPUri,
     tls: OwnedTLSConfig,
     properties: ConnectionProperties,
-) -> Result<Connection, Error> {
+) -> Result<OpenConnection, Error> {
     let runtime = lapin::runtime::default_runtime()?;
     let host = uri.authority.host.clone();
     let addresses = runtime.to_socket_addrs((host.clone(), uri.authority.port));
@@ -144,7 +148,7 @@ async fn connect(
     let AsyncTcpStream::Plain(socket) = &stream else {
         return Err(io::Error::from(io::ErrorKind::Unsupported).into());
     };
-    let attempt = Attempt(Some(socket.get_ref().as_fd().try_clone_to_owned()?.into()));
+    let socket = Socket(socket.get_ref().as_fd().try_clone_to_owned()?.into());
     let stream = match uri.scheme {
         AMQPScheme::AMQP => stream,
         AMQPScheme::AMQPS => stream.into_tls(&host, tls.as_ref()).await?,
@@ -161,24 +165,46 @@ async fn connect(
         properties,
     )
     .await?;
-    attempt.succeeded();
-    Ok(connection)
+    Ok(OpenConnection { connection, socket: Some(socket) })
 }
 
-/// An attempt's socket. Dropped before the attempt has succeeded, it is shut down: lapin's thread reads the
+/// Our hold of a connection's socket. When it is dropped the socket is shut down: lapin's thread reads the
 /// end of the stream, and ends.
-struct Attempt(Option<TcpStream>);
+struct Socket(TcpStream);
 
-impl Attempt {
-    fn succeeded(mut self) {
-        self.0 = None;
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let _ = self.0.shutdown(Shutdown::Both);
     }
 }
 
-impl Drop for Attempt {
+/// A connection that leaves nothing behind. Lapin closes one that is dropped, and waits for the broker's
+/// answer to that for as long as it does not come.
+pub(super) struct OpenConnection {
+    connection: Connection,
+    /// None only while it is being dropped.
+    socket: Option<Socket>,
+}
+
+impl Deref for OpenConnection {
+    type Target = Connection;
+
+    fn deref(&self) -> &Connection {
+        &self.connection
+    }
+}
+
+impl Drop for OpenConnection {
     fn drop(&mut self) {
-        if let Some(socket) = self.0.take() {
-            let _ = socket.shutdown(Shutdown::Both);
+        let Some(socket) = self.socket.take() else { return };
+        // A broker that is well closes it in order within this time.
+        if self.connection.status().connected()
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            runtime.spawn(async move {
+                tokio::time::sleep(FAREWELL).await;
+                drop(socket);
+            });
         }
     }
 }

@@ -13,8 +13,8 @@ use futures_util::future::BoxFuture;
 use lapin::{Error, ErrorKind};
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::connect::{Connector, Failure, Outage, Refusal, words};
-use super::session::{FAREWELL, Session, Subscription, cancel, delivery_from};
+use super::connect::{Connector, FAREWELL, Failure, Outage, Refusal, words};
+use super::session::{Session, Subscription, cancel, delivery_from};
 use super::settler::{AmqpSettler, Current, Open};
 use crate::broker::{BrokerError, Consumer, Event};
 

@@ -7,11 +7,11 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use lapin::options::{BasicConsumeOptions, BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::FieldTable;
-use lapin::{Channel, Connection, Consumer, Error};
+use lapin::{Channel, Consumer, Error};
 use tokio::time::timeout;
 
 use super::admin::{connect, look, refused};
-use super::connect::Connector;
+use super::connect::{Connector, OpenConnection};
 use super::convert::{properties_from, properties_to, short};
 use crate::broker::BrokerError;
 use crate::protocol::{JSON, Message, Properties};
@@ -25,7 +25,7 @@ const HERE: &str = "amq.rabbitmq.reply-to";
 pub struct Switchboard {
     broker: String,
     exchange: String,
-    connection: Connection,
+    connection: OpenConnection,
     channel: Channel,
     answers: Consumer,
 }

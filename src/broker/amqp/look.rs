@@ -11,12 +11,12 @@ use futures_util::StreamExt;
 use lapin::{Connection, Error, ErrorKind};
 
 use super::admin::{connect, ready_in};
-use super::connect::{Connector, words};
+use super::connect::{Connector, FAREWELL, OpenConnection, words};
 use super::limit::{USUAL_LIMIT, delivery_limit};
 use super::pace::Pace;
 use super::page::Page;
 use super::publisher::AmqpPublisher;
-use super::session::{FAREWELL, delivery_from};
+use super::session::delivery_from;
 use crate::broker::{BrokerError, Delivery, Published, Publisher, Receipt};
 use crate::protocol::dead_letter::without_acting_properties;
 
@@ -35,7 +35,7 @@ const MARGIN: u64 = 3;
 pub struct Look {
     connector: Connector,
     /// One, and another for each time that its channels were not enough.
-    connections: Vec<Connection>,
+    connections: Vec<OpenConnection>,
     /// How many pages the last of them can still have.
     pages_left: u16,
     broker: String,
@@ -167,7 +167,7 @@ impl Look {
 
     fn connection(&self) -> Result<&Connection, BrokerError> {
         let gone = || BrokerError::Unreachable { seconds: 0, reason: "the look is over".into() };
-        self.connections.last().ok_or_else(gone)
+        self.connections.last().map(|connection| &**connection).ok_or_else(gone)
     }
 
     /// What is beyond those that were there at the start is held, for the sake of the order, and shown

@@ -14,9 +14,10 @@ use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicNackOptions, Bas
 use lapin::types::FieldTable;
 use lapin::{Channel, Connection, Consumer, Error};
 
+use super::connect::FAREWELL;
 use super::convert::short;
 use super::ledger::{Ack, Ledger};
-use super::session::{FAREWELL, cancel};
+use super::session::cancel;
 
 /// Messages that one command hands back: of more, a quorum queue forgets the order.
 const RETURNED_AT_ONCE: usize = 32;

@@ -8,17 +8,14 @@ use lapin::options::{
     QueueDeclareOptions,
 };
 use lapin::types::{AMQPValue, FieldTable, ShortString};
-use lapin::{Channel, Connection, Error, ExchangeKind};
+use lapin::{Channel, Error, ExchangeKind};
 use tokio::sync::watch;
 
-use super::connect::{Connector, Failure, Refusal, words};
+use super::connect::{Connector, FAREWELL, Failure, OpenConnection, Refusal, words};
 use super::convert::{properties_from, short};
 use super::topology::Topology;
 use crate::broker::{Delivery, Receipt};
 use crate::protocol::Message;
-
-/// Longest wait for the broker's answer to a cancel or close.
-pub(super) const FAREWELL: Duration = Duration::from_secs(5);
 
 /// RabbitMQ's own, which need not be asked for.
 const USUAL_TIMEOUT: Duration = Duration::from_secs(30 * 60);
@@ -47,7 +44,7 @@ pub enum Subscription {
 
 /// See the module.
 pub(super) struct Session {
-    pub(super) connection: Connection,
+    pub(super) connection: OpenConnection,
     pub(super) channel: Channel,
     pub(super) consumer: lapin::Consumer,
     pub(super) prefetch: u16,
@@ -88,7 +85,7 @@ impl Session {
     }
 
     async fn set_up(
-        connection: Connection,
+        connection: OpenConnection,
         subscription: &Subscription,
         prefetch: u16,
         connector: &Connector,

@@ -67,10 +67,12 @@ impl Topology {
                 // The bindings first: who waited there may die of the limit later.
                 self.backstop(connection).await?;
                 make(connection, &queue, self.way_back(*ceiling)).await?;
-            }
-            let unbounded = unbounded_retry_queue(&self.task_queue, *ceiling);
-            if exists(connection, &unbounded).await? {
-                unblock(connection, &unbounded, &self.task_queue).await?;
+                // Asked with the first start of this version alone: the broker logs each such question as an
+                // error where there is no such queue.
+                let unbounded = unbounded_retry_queue(&self.task_queue, *ceiling);
+                if exists(connection, &unbounded).await? {
+                    unblock(connection, &unbounded, &self.task_queue).await?;
+                }
             }
         }
         Ok(())

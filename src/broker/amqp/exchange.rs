@@ -1,0 +1,122 @@
+//! One message on its way: on a channel of its own or one that is there, to the broker's answer; and which
+//! returned message is whose. Owns nothing.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures_util::future::BoxFuture;
+use lapin::message::BasicReturnMessage;
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
+use lapin::types::ShortString;
+use lapin::{Channel, Confirmation, Connection, Error, ErrorKind};
+use tokio::sync::oneshot;
+
+use super::connect::OpenConnection;
+use super::convert::{properties_to, short};
+use super::routes::Publishable;
+use crate::broker::{BrokerError, Published};
+use crate::protocol::Message;
+
+/// How RabbitMQ's direct reply-to addresses begin: no queues, at most once, and no way to know
+/// whether anybody still listens. None of them can hold up another.
+pub(super) const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to";
+
+/// What a publisher is told.
+pub(super) type Answer = Result<Published, BrokerError>;
+
+/// A message to be published, and who waits for the broker's answer.
+pub(super) struct Request {
+    pub(super) queue: String,
+    pub(super) message: Arc<Message>,
+    /// How often a connection has ended while it was under way.
+    pub(super) offences: u32,
+    pub(super) answer: oneshot::Sender<Answer>,
+}
+
+impl Publishable for Request {
+    fn bytes(&self) -> usize {
+        self.message.body.len()
+    }
+
+    fn is_wanted(&self) -> bool {
+        !self.answer.is_closed()
+    }
+
+    fn is_suspect(&self) -> bool {
+        self.offences > 0
+    }
+}
+
+/// What became of a message that was sent.
+pub(super) struct Sent {
+    pub(super) id: u64,
+    pub(super) channel: Option<Channel>,
+    pub(super) result: Result<Confirmation, Error>,
+}
+
+/// Frame and syntax errors, and what a broker says when it fails over something: it closes the
+/// connection over, for example, a header with an infinite number.
+pub(super) fn may_be_the_messages_fault(failure: &Error) -> bool {
+    matches!(failure.kind(), ErrorKind::ProtocolError(amqp) if matches!(amqp.get_id(), 501..=505 | 540 | 541))
+}
+
+pub(super) async fn confirming_channel(connection: &Connection) -> Result<Channel, Error> {
+    let channel = connection.create_channel().await?;
+    channel.confirm_select(ConfirmSelectOptions::default()).await?;
+    Ok(channel)
+}
+
+/// Publishes a message on a channel, or on a new one of the connection, and waits for the answer.
+pub(super) fn exchange(
+    id: u64,
+    way: Result<Channel, Arc<OpenConnection>>,
+    (queue, message): (String, Arc<Message>),
+) -> BoxFuture<'static, Sent> {
+    Box::pin(async move {
+        let channel = match way {
+            Ok(channel) => channel,
+            Err(connection) => match confirming_channel(&connection).await {
+                Ok(channel) => channel,
+                Err(error) => return Sent { id, channel: None, result: Err(error) },
+            },
+        };
+        let result = publish_and_confirm(&channel, &queue, message).await;
+        Sent { id, channel: Some(channel), result }
+    })
+}
+
+#[expect(clippy::disallowed_methods, reason = "this is the publisher that all others go through")]
+async fn publish_and_confirm(
+    channel: &Channel,
+    queue: &str,
+    message: Arc<Message>,
+) -> Result<Confirmation, Error> {
+    let properties = properties_to(&message.properties);
+    // RabbitMQ 4.0 returns a mandatory message to a direct reply-to even as it delivers it.
+    let mandatory = !queue.starts_with(DIRECT_REPLY_TO);
+    let options = BasicPublishOptions { mandatory, immediate: false };
+    // Its first poll puts the message behind those before it; it ends once lapin's thread has written it.
+    let confirm = channel.basic_publish("".into(), short(queue), options, &message.body, properties).await?;
+    // A message that is long unconfirmed is not kept in memory by this.
+    drop(message);
+    confirm.await
+}
+
+/// Takes what was returned of this request out of the `strays`, if it is there.
+pub(super) fn take_return(strays: &mut Vec<(BasicReturnMessage, Instant)>, request: &Request) -> bool {
+    let found = strays.iter().position(|(message, _)| is_return_of(message, request));
+    found.map(|at| strays.swap_remove(at)).is_some()
+}
+
+/// Two messages that are equal in all this share a queue, hence a fate.
+fn is_return_of(returned: &BasicReturnMessage, request: &Request) -> bool {
+    let (theirs, ours) = (&returned.delivery.properties, &request.message.properties);
+    let same = |theirs: &Option<ShortString>, ours: &Option<String>| {
+        theirs.as_ref().map(ShortString::as_str)
+            == ours.as_deref().map(short).as_ref().map(ShortString::as_str)
+    };
+    returned.delivery.routing_key == short(&request.queue)
+        && same(theirs.message_id(), &ours.message_id)
+        && same(theirs.correlation_id(), &ours.correlation_id)
+        && returned.delivery.data == request.message.body
+}

@@ -1,0 +1,395 @@
+//! The task that owns a publishing connection: sends what `routes` lets go, tells what became of each, and
+//! makes the connection anew where it is lost. Decides when a connection counts as dead, and which
+//! message is refused.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::future::{BoxFuture, FutureExt};
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use lapin::message::BasicReturnMessage;
+use lapin::{Channel, Error, ErrorKind};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::timeout;
+
+use super::alarm::watch_alarms;
+use super::connect::{Connector, OpenConnection, Outage, words};
+use super::exchange::{
+    DIRECT_REPLY_TO, Request, Sent, confirming_channel, exchange, may_be_the_messages_fault, take_return,
+};
+use super::routes::{Place, Routes};
+use crate::broker::{BrokerError, Published};
+
+/// Requests that may wait for the task; it takes them on at once.
+pub(super) const REQUESTS: usize = 512;
+/// Unused channels that are kept.
+const SPARE: usize = 4;
+/// How often a connection is looked after while anything is under way.
+const LOOK: Duration = Duration::from_millis(250);
+/// What a slow link takes at least, in bytes a second: confirms are waited for by so much longer.
+const SLOW_LINK: usize = 64 << 10;
+/// How long an answer waits for a returned message that lapin may have put on another's answer. It does so
+/// within microseconds.
+const RETURNED: Duration = Duration::from_millis(100);
+
+/// A message over which the broker has closed the connection so often, when sent alone, is refused.
+/// More than once, because a broker in trouble closes connections too.
+const OFFENCES: u32 = 3;
+/// Before such a message is sent again, the first time; twice as long each further time.
+const SUSPICION: Duration = Duration::from_millis(500);
+/// Before a message is sent again whose channel could not be opened, or was closed.
+const REOPEN: Duration = Duration::from_millis(100);
+
+/// A channel so old on which a message is nacked is given up. RabbitMQ 3.10 nacks all that a channel sends
+/// to a quorum queue, for as long as it lives, when it first did so while the queue had no leader.
+const STUBBORN: Duration = Duration::from_secs(1);
+
+struct Live {
+    connection: Arc<OpenConnection>,
+    /// The channel that messages share, and since when; none: the next that proves well becomes it.
+    shared: Option<(Channel, Instant)>,
+    /// Channels that messages were alone on, and may be again.
+    spare: Vec<Channel>,
+    broker: String,
+    /// See [`watch_alarms`].
+    blocked: watch::Receiver<bool>,
+    /// Since when nothing has been confirmed, at most: a confirm, the end of an alarm, a sign that the
+    /// connection stands.
+    silent_since: Instant,
+    /// From when on slowness counts: the connection's opening, or the end of an alarm.
+    clock_since: Instant,
+}
+
+/// An answer that may yet turn out to be another.
+struct Held {
+    request: Request,
+    confirmed: bool,
+    until: Instant,
+}
+
+/// The task that owns a connection, at work.
+pub(super) struct Sending {
+    connector: Arc<Connector>,
+    live: Option<Live>,
+    outage: Outage,
+    routes: Routes<Request>,
+    under_way: FuturesUnordered<BoxFuture<'static, Sent>>,
+    /// Answers that came with a message that was returned to another; see [`RETURNED`].
+    held: Vec<Held>,
+    /// Returned messages that are nobody's yet, and when they came.
+    strays: Vec<(BasicReturnMessage, Instant)>,
+}
+
+impl Sending {
+    /// One that connects with the first message; `large` as in [`Routes::new`].
+    pub(super) fn new(connector: Arc<Connector>, large: Option<usize>) -> Self {
+        Self {
+            connector,
+            live: None,
+            outage: Outage::default(),
+            routes: Routes::new(large),
+            under_way: FuturesUnordered::new(),
+            held: Vec::new(),
+            strays: Vec::new(),
+        }
+    }
+
+    pub(super) async fn run(
+        mut self,
+        mut queued: mpsc::Receiver<Request>,
+        mut closing: mpsc::Receiver<oneshot::Sender<()>>,
+    ) {
+        let mut next_look = tokio::time::Instant::now();
+        loop {
+            let mut fresh = Vec::new();
+            let looks = !self.routes.is_idle() || !self.held.is_empty();
+            tokio::select! {
+                biased;
+                // First: however much there is to do, it is looked after.
+                () = tokio::time::sleep_until(next_look), if looks => {
+                    self.look().await;
+                    next_look = tokio::time::Instant::now() + LOOK;
+                }
+                Some(sent) = self.under_way.next(), if !self.under_way.is_empty() => self.settle(sent),
+                taken = queued.recv_many(&mut fresh, REQUESTS) => {
+                    if taken == 0 { break }
+                    gather(&mut queued, &mut fresh).await;
+                    self.take(fresh);
+                }
+                closed = closing.recv() => {
+                    self.say_goodbye().await;
+                    let _ = closed.map(|closed| closed.send(()));
+                    return;
+                }
+            }
+            if let Err(error) = self.send().await {
+                tracing::error!(%error, "cannot publish");
+                queued.close();
+                let mut left = self.routes.take_all();
+                while let Some(request) = queued.recv().await {
+                    left.push(request);
+                }
+                left.into_iter().for_each(|it| drop(it.answer.send(Err(error.clone()))));
+                return;
+            }
+        }
+        self.say_goodbye().await;
+    }
+
+    async fn say_goodbye(&mut self) {
+        if let Some(live) = self.live.take() {
+            let close = live.connection.close(200, "done".into());
+            let _ = timeout(self.connector.settings().connect_timeout, close).await;
+        }
+    }
+
+    fn take(&mut self, requests: Vec<Request>) {
+        let now = Instant::now();
+        for request in requests {
+            let direct = request.queue.starts_with(DIRECT_REPLY_TO);
+            let queue = if direct { DIRECT_REPLY_TO.to_owned() } else { request.queue.clone() };
+            self.routes.push(queue, request, now);
+        }
+    }
+
+    /// Sends what may go.
+    async fn send(&mut self) -> Result<(), BrokerError> {
+        if !self.routes.has_waiting() {
+            return Ok(());
+        }
+        self.be_connected().await?;
+        let Some(live) = &mut self.live else { return Ok(()) };
+        while let Some((id, place)) = self.routes.next(Instant::now()) {
+            let Some((request, _)) = self.routes.get(id) else { continue };
+            let channel = match place {
+                Place::Alone => live.spare.pop(),
+                Place::Shared | Place::Retired => live.shared.as_ref().map(|(channel, _)| channel.clone()),
+            };
+            let way = channel.ok_or_else(|| live.connection.clone());
+            let exchange = exchange(id, way, (request.queue.clone(), request.message.clone()));
+            self.under_way.push(exchange);
+        }
+        Ok(())
+    }
+
+    /// Looks after what takes long.
+    async fn look(&mut self) {
+        let now = Instant::now();
+        self.routes.clean(now);
+        self.give_held(now);
+        let Some(live) = &mut self.live else { return };
+        if *live.blocked.borrow() {
+            (live.silent_since, live.clock_since) = (now, now);
+            return;
+        }
+        if self.routes.is_held_up_since(live.clock_since, now) {
+            tracing::info!(broker = live.broker, "a queue is slow to confirm; the others go round it");
+            live.shared = None;
+            self.routes.retire();
+        }
+        let Some((bytes, oldest)) = self.routes.wanted() else { return };
+        let patience = self.connector.settings().confirm_timeout
+            + Duration::from_secs_f64(bytes as f64 / SLOW_LINK as f64);
+        if now < oldest.max(live.silent_since) + patience {
+            return;
+        }
+        // A queue that confirms nothing leaves the connection as it is; one that opens no channel is dead.
+        let limit = self.connector.settings().confirm_timeout.min(self.connector.settings().connect_timeout);
+        match timeout(limit, confirming_channel(&live.connection)).await {
+            Ok(Ok(channel)) => {
+                live.silent_since = Instant::now();
+                live.keep(channel);
+            }
+            _ => {
+                tracing::warn!(broker = live.broker, ?patience, "no confirm; connecting anew");
+                self.lose(now);
+            }
+        }
+    }
+
+    /// Takes in what became of a message, and of all others that are answered by now: one of them may
+    /// have brought what belongs to another.
+    fn settle(&mut self, first: Sent) {
+        let mut sent = vec![first];
+        while let Some(Some(more)) = self.under_way.next().now_or_never() {
+            sent.push(more);
+        }
+        let now = Instant::now();
+        let (mut answered, mut failed) = (Vec::new(), Vec::new());
+        for Sent { id, channel, result } in sent {
+            match result {
+                Ok(confirmation) => {
+                    let confirmed = confirmation.is_ack();
+                    let returned = confirmation.take_message();
+                    answered.push((id, channel, confirmed, returned.is_some()));
+                    self.strays.extend(returned.map(|it| (it, now)));
+                }
+                Err(error) => failed.push((id, error)),
+            }
+        }
+        for (id, channel, confirmed, with_return) in answered {
+            self.answer(id, channel, (confirmed, with_return), now);
+        }
+        self.give_held(now);
+        for (id, error) in failed {
+            self.fail(id, &error, now);
+        }
+    }
+
+    /// The broker has taken a message, or said that it cannot. `with_return`: beside its answer was a
+    /// message that is returned, its own or another.
+    fn answer(
+        &mut self,
+        id: u64,
+        channel: Option<Channel>,
+        (confirmed, with_return): (bool, bool),
+        now: Instant,
+    ) {
+        let place = self.routes.place_of(id);
+        let returned = self.routes.get(id).is_some_and(|(request, _)| take_return(&mut self.strays, request));
+        if let Some(live) = &mut self.live {
+            live.silent_since = now;
+            let stubborn = |since: &Instant| now >= *since + STUBBORN;
+            match (place, confirmed) {
+                (Some(Place::Alone), true) if !returned && live.shared.is_none() => {
+                    live.shared = channel.map(|channel| (channel, now));
+                    self.routes.share(id);
+                }
+                (Some(Place::Alone), true) => channel.into_iter().for_each(|channel| live.keep(channel)),
+                (Some(Place::Shared), false) if live.shared.as_ref().is_some_and(|(_, it)| stubborn(it)) => {
+                    live.shared = None;
+                    self.routes.retire();
+                }
+                _ => {}
+            }
+        }
+        let Some(request) = self.routes.answered(id, confirmed && !returned, now) else { return };
+        if returned {
+            let _ = request.answer.send(Ok(Published::Unroutable));
+        } else if with_return && place != Some(Place::Alone) {
+            self.held.push(Held { request, confirmed, until: now + RETURNED });
+        } else {
+            let _ = request.answer.send(Ok(taken(confirmed)));
+        }
+    }
+
+    /// Answers those that have waited long enough for a message that may have been returned.
+    fn give_held(&mut self, now: Instant) {
+        for held in std::mem::take(&mut self.held) {
+            if take_return(&mut self.strays, &held.request) {
+                let _ = held.request.answer.send(Ok(Published::Unroutable));
+            } else if now >= held.until {
+                let _ = held.request.answer.send(Ok(taken(held.confirmed)));
+            } else {
+                self.held.push(held);
+            }
+        }
+        self.strays.retain(|(_, came)| now < *came + 2 * RETURNED);
+    }
+
+    /// A message was not answered but by an error.
+    fn fail(&mut self, id: u64, error: &Error, now: Instant) {
+        // The connection was lost over one before, and this one goes again.
+        let Some(place) = self.routes.place_of(id) else { return };
+        let Some(live) = &mut self.live else { return };
+        let its_channels = error.is_amqp_soft_error()
+            || matches!(error.kind(), ErrorKind::InvalidChannelState(..) | ErrorKind::ChannelsLimitReached);
+        if !its_channels || !live.connection.status().connected() {
+            if may_be_the_messages_fault(error) {
+                self.routes
+                    .accuse(|request| request.offences += u32::from(!request.message.properties.is_plain()));
+            }
+            return self.lose_over(error, now);
+        }
+        match place {
+            // It was alone: the broker means this very message.
+            Place::Alone if error.is_amqp_soft_error() => {
+                let refused = Published::Refused(words(error).0);
+                let request = self.routes.answered(id, false, now);
+                request.map(|request| request.answer.send(Ok(refused)));
+            }
+            Place::Alone | Place::Retired => self.routes.again(id, now, REOPEN),
+            Place::Shared => {
+                tracing::warn!(broker = live.broker, reason = words(error).0, "publishing again");
+                live.shared = None;
+                self.routes.retire();
+                self.routes.again(id, now, Duration::ZERO);
+            }
+        }
+    }
+
+    fn lose_over(&mut self, error: &Error, now: Instant) {
+        let broker = self.live.as_ref().map(|live| live.broker.clone());
+        let reason = words(error).0;
+        for request in self.routes.take_if(|request| request.offences >= OFFENCES) {
+            let _ = request.answer.send(Ok(Published::Refused(reason.clone())));
+        }
+        let messages = self.lose(now);
+        tracing::warn!(broker, reason, messages, "the connection was lost; publishing again");
+    }
+
+    /// Gives up the connection: what was under way goes again. Says how many messages that were.
+    fn lose(&mut self, now: Instant) -> usize {
+        self.live = None;
+        self.under_way.clear();
+        self.strays.clear();
+        self.routes.lost(now, |request| SUSPICION * request.offences.saturating_mul(request.offences))
+    }
+
+    async fn be_connected(&mut self) -> Result<(), BrokerError> {
+        while self.live.is_none() {
+            match self.connector.attempt().await {
+                Ok((connection, broker)) => {
+                    self.outage.over();
+                    self.live = Some(Live::new(connection, broker));
+                }
+                Err(failure) => {
+                    let delay = self.outage.failed(failure, &self.connector)?;
+                    tokio::time::sleep(delay).await;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Live {
+    fn new(connection: OpenConnection, broker: String) -> Self {
+        let (blocked, now) = (watch_alarms(&connection), Instant::now());
+        let connection = Arc::new(connection);
+        Self {
+            connection,
+            shared: None,
+            spare: Vec::new(),
+            broker,
+            blocked,
+            silent_since: now,
+            clock_since: now,
+        }
+    }
+
+    fn keep(&mut self, channel: Channel) {
+        if self.spare.len() < SPARE {
+            self.spare.push(channel);
+        }
+    }
+}
+
+/// Fills up with what joins in: the rest of a batch is being published in this very moment, and what leaves
+/// together costs the broker one write to disk.
+async fn gather(queued: &mut mpsc::Receiver<Request>, fresh: &mut Vec<Request>) {
+    let mut before = usize::MAX;
+    while fresh.len() != before && fresh.len() < REQUESTS {
+        before = fresh.len();
+        tokio::task::yield_now().await;
+        while fresh.len() < REQUESTS
+            && let Ok(request) = queued.try_recv()
+        {
+            fresh.push(request);
+        }
+    }
+}
+
+fn taken(confirmed: bool) -> Published {
+    if confirmed { Published::Confirmed } else { Published::Nacked }
+}
