@@ -26,7 +26,7 @@ pub(super) type Answer = Result<Published, BrokerError>;
 
 /// A message to be published, and who waits for the broker's answer.
 pub(super) struct Request {
-    pub(super) queue: String,
+    pub(super) queue: Arc<str>,
     pub(super) message: Arc<Message>,
     /// How often a connection has ended while it was under way.
     pub(super) offences: u32,
@@ -70,7 +70,7 @@ pub(super) async fn confirming_channel(connection: &Connection) -> Result<Channe
 pub(super) fn exchange(
     id: u64,
     way: Result<Channel, Arc<OpenConnection>>,
-    (queue, message): (String, Arc<Message>),
+    (queue, message): (Arc<str>, Arc<Message>),
 ) -> BoxFuture<'static, Sent> {
     Box::pin(async move {
         let channel = match way {

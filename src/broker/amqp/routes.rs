@@ -10,6 +10,7 @@
 //! has taken one as large. All others go alone, one at a time for each queue.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A queue that has not confirmed a message for so long is slow: its messages go alone.
@@ -79,7 +80,7 @@ struct Queue<R> {
 struct UnderWay<R> {
     /// None: nobody waits for its answer, and it is not sent again.
     request: Option<R>,
-    queue: String,
+    queue: Arc<str>,
     place: Place,
     bytes: usize,
     since: Instant,
@@ -93,12 +94,12 @@ impl<R: Publishable> UnderWay<R> {
 
 /// All messages of one connection.
 pub(super) struct Routes<R> {
-    queues: HashMap<String, Queue<R>>,
+    queues: HashMap<Arc<str>, Queue<R>>,
     /// Queues with waiting messages, the next in turn first: none holds up the others.
-    turns: VecDeque<String>,
+    turns: VecDeque<Arc<str>>,
     /// Messages over which a connection may have ended, with their queues: one at a time, and nothing
     /// beside it.
-    suspects: VecDeque<(String, R)>,
+    suspects: VecDeque<(Arc<str>, R)>,
     /// By number, in the order of sending.
     under_way: BTreeMap<u64, UnderWay<R>>,
     next: u64,
@@ -129,7 +130,7 @@ impl<R: Publishable> Routes<R> {
     }
 
     /// Takes a message for the queue.
-    pub(super) fn push(&mut self, queue: String, request: R, now: Instant) {
+    pub(super) fn push(&mut self, queue: Arc<str>, request: R, now: Instant) {
         let known = self.queue(&queue, now);
         known.waiting.push_back(request);
         if known.waiting.len() == 1 {
@@ -144,7 +145,7 @@ impl<R: Publishable> Routes<R> {
             self.suspects.pop_front();
         }
         if !self.suspects.is_empty() {
-            let early = |(name, _): &(String, R)| {
+            let early = |(name, _): &(Arc<str>, R)| {
                 self.queues.get(name).and_then(|queue| queue.not_before).is_some_and(|at| now < at)
             };
             if !self.under_way.is_empty() || self.suspects.front().is_some_and(early) {
@@ -175,7 +176,7 @@ impl<R: Publishable> Routes<R> {
         None
     }
 
-    fn send(&mut self, queue: String, request: R, place: Place, now: Instant) -> u64 {
+    fn send(&mut self, queue: Arc<str>, request: R, place: Place, now: Instant) -> u64 {
         let (id, bytes) = (self.next, request.bytes());
         self.next += 1;
         match place {
@@ -372,7 +373,7 @@ impl<R: Publishable> Routes<R> {
         waiting.chain(under_way).chain(self.suspects.drain(..).map(|(_, request)| request)).collect()
     }
 
-    fn queue(&mut self, name: &str, now: Instant) -> &mut Queue<R> {
+    fn queue(&mut self, name: &Arc<str>, now: Instant) -> &mut Queue<R> {
         let new = || Queue {
             waiting: VecDeque::new(),
             trust: Trust::None,
@@ -381,7 +382,7 @@ impl<R: Publishable> Routes<R> {
             not_before: None,
             used: now,
         };
-        let queue = self.queues.entry(name.to_owned()).or_insert_with(new);
+        let queue = self.queues.entry(name.clone()).or_insert_with(new);
         queue.used = now;
         queue
     }
@@ -438,7 +439,7 @@ mod tests {
 
         fn push(&mut self, queue: &str, name: &'static str, bytes: usize) -> Letter {
             let letter = Letter { name, bytes, wanted: Rc::new(Cell::new(true)), suspect: false };
-            self.routes.push(queue.to_owned(), letter.clone(), self.now);
+            self.routes.push(queue.into(), letter.clone(), self.now);
             letter
         }
 

@@ -147,7 +147,7 @@ impl Sending {
         let now = Instant::now();
         for request in requests {
             let direct = request.queue.starts_with(DIRECT_REPLY_TO);
-            let queue = if direct { DIRECT_REPLY_TO.to_owned() } else { request.queue.clone() };
+            let queue = if direct { DIRECT_REPLY_TO.into() } else { request.queue.clone() };
             self.routes.push(queue, request, now);
         }
     }
