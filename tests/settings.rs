@@ -46,7 +46,7 @@ fn default_pool() -> Pool {
         task_queue: "sconce.tasks".to_owned(),
         reply_queue: Some("sconce.replies".to_owned()),
         dead_letter_queue: "sconce.dead".to_owned(),
-        reply_timeout: Duration::from_secs(60),
+        reply_timeout: Duration::from_secs(90),
         large_reply: 1024 * 1024,
         model: "sentence-transformers/all-MiniLM-L6-v2".to_owned(),
         served_names: Vec::new(),

@@ -32,7 +32,7 @@ pub(super) async fn publish(publisher: &AmqpPublisher, queue: &str, message: Mes
         Published::Confirmed => Ok(()),
         Published::Unroutable => bail!(refused("it does not exist".into())),
         Published::Nacked => bail!(refused("a negative confirm; is it full?".into())),
-        Published::Refused(words) => bail!(refused(words)),
+        Published::Refused(words) | Published::Forbidden(words) => bail!(refused(words)),
     }
 }
 

@@ -41,7 +41,7 @@ pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
                 Published::Confirmed => {}
                 Published::Unroutable => bail!(refused("it does not exist: no worker has run yet".into())),
                 Published::Nacked => bail!(refused("a negative confirm; is it full?".into())),
-                Published::Refused(words) => bail!(refused(words)),
+                Published::Refused(words) | Published::Forbidden(words) => bail!(refused(words)),
             }
         }
         publisher.close().await;

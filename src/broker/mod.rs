@@ -121,7 +121,9 @@ pub enum Published {
     Unroutable,
     /// The broker could not take it now (a full queue, trouble on its side); later it may.
     Nacked,
-    /// The broker will not take this message (too large, no permission): its words.
+    /// We may not write there, in its words; somebody may grant it later.
+    Forbidden(String),
+    /// The broker will not take this message (it is too large): its words.
     Refused(String),
 }
 
@@ -149,6 +151,12 @@ pub trait Publisher: Send + Sync {
         delay: Delay,
         message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>>;
+
+    /// The broker takes messages now: there is a connection, it answers, and no alarm holds it up. What a
+    /// queue does not confirm meanwhile is the queue's matter.
+    fn takes_messages(&self) -> bool {
+        true
+    }
 
     /// Makes the pool's own queues again, where they are missing. False: that is not ours to do.
     ///

@@ -105,8 +105,13 @@ mod tests {
     use super::*;
 
     fn ended(code: i32) -> (Death, Option<ExitStatus>) {
-        let death =
-            Death { exit: Exit::from_code(code), was_ready: true, lived: Duration::ZERO, worked: true };
+        let death = Death {
+            exit: Exit::from_code(code),
+            was_ready: true,
+            lived: Duration::ZERO,
+            worked: true,
+            broker_reached: false,
+        };
         (death, Some(ExitStatus::from_raw(code << 8)))
     }
 

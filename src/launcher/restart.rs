@@ -17,6 +17,8 @@ pub struct Death {
     pub lived: Duration,
     /// It had done some work.
     pub worked: bool,
+    /// A worker has been taken by its broker before: if it was refused, that may pass.
+    pub broker_reached: bool,
 }
 
 impl Death {
@@ -67,6 +69,10 @@ pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64)
     let backoff = Backoff { first: policy.restart_delay, most: policy.restart_delay_max };
     match death.exit {
         Some(Exit::StoppedOnRequest) => Verdict::StoppedOnRequest,
+        // Who gets ready and then says that the settings are wrong was refused by the broker.
+        Some(Exit::Config) if death.was_ready && death.broker_reached => {
+            Verdict::Restart(backoff.delay(quick_failures, jitter))
+        }
         // Neither wrong settings nor a wrong command line mend themselves.
         Some(exit @ (Exit::Config | Exit::Usage)) => Verdict::GiveUp(exit),
         exit if quick_failures >= policy.max_quick_failures => {
@@ -97,7 +103,7 @@ mod tests {
     }
 
     fn death(exit: Option<Exit>, was_ready: bool, seconds: u64) -> Death {
-        Death { exit, was_ready, lived: Duration::from_secs(seconds), worked: false }
+        Death { exit, was_ready, lived: Duration::from_secs(seconds), worked: false, broker_reached: false }
     }
 
     #[test]
@@ -127,6 +133,14 @@ mod tests {
     fn wrong_settings_are_not_tried_twice() {
         let refused = death(Some(Exit::Config), true, 100);
         assert_eq!(judge(&refused, 0, &policy(), 1.0), Verdict::GiveUp(Exit::Config));
+    }
+
+    #[test]
+    fn a_refusal_by_a_broker_that_has_taken_others_is_an_outage() {
+        let refused = Death { broker_reached: true, ..death(Some(Exit::Config), true, 100) };
+        assert!(matches!(judge(&refused, 9, &policy(), 1.0), Verdict::Restart(_)));
+        let wrong = Death { was_ready: false, ..refused };
+        assert_eq!(judge(&wrong, 0, &policy(), 1.0), Verdict::GiveUp(Exit::Config));
     }
 
     #[test]

@@ -200,7 +200,7 @@ fn note(slot: &str, line: &str) -> Option<Event> {
     let event = decode::<Event>(line);
     match &event {
         Ok(Event::Ready { device, load_ms }) => tracing::info!(slot, device, load_ms, "worker ready"),
-        Ok(Event::Isolated { tasks }) => {
+        Ok(Event::Isolated { tasks, .. }) => {
             tracing::debug!(slot, tasks = tasks.len(), "working on these tasks apart from others");
         }
         Ok(Event::Forward { tasks }) => tracing::trace!(slot, tasks = tasks.len(), "forward pass"),

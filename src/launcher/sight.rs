@@ -87,7 +87,8 @@ pub(super) struct Remains {
 
 impl Sight {
     pub(super) fn new(accused: Option<Accused>) -> Self {
-        let death = Death { exit: None, was_ready: false, lived: Duration::ZERO, worked: false };
+        let (exit, lived) = (None, Duration::ZERO);
+        let death = Death { exit, was_ready: false, lived, worked: false, broker_reached: false };
         Self {
             ready: None,
             death,
@@ -148,10 +149,9 @@ impl Sight {
                 // The device is well: whatever was on it when it failed is to blame.
                 self.found_poison |= self.accused.take().is_some_and(|it| blame(&it, launch, slot));
             }
-            Event::Isolated { tasks } => {
-                for survivor in std::mem::replace(&mut self.isolated, tasks.clone()) {
-                    launch.deaths.survived(&survivor);
-                }
+            Event::Isolated { tasks, through } => {
+                through.iter().for_each(|survivor| launch.deaths.survived(survivor));
+                self.isolated.clone_from(tasks);
             }
             Event::Forward { tasks } => {
                 self.computing_since = (!tasks.is_empty()).then(Instant::now);
@@ -260,6 +260,7 @@ impl Sight {
         (launch, assignment): (&Launch, &Assignment),
     ) -> Remains {
         let slot = &assignment.slot;
+        self.death.broker_reached = launch.has_reached(&assignment.broker);
         self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
         self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
         // Its work was done and settled: what a library did to it at its very end changes nothing of that.

@@ -102,8 +102,11 @@ pub enum Event {
     /// Tasks that may have killed a worker are prepared, computed and answered now, and no other begins
     /// meanwhile. If the process dies, it is known of which.
     Isolated {
-        /// The tasks; none: they are through.
+        /// The tasks; none: no longer.
         tasks: Vec<TaskName>,
+        /// Of those before, the ones that were worked on to their ends.
+        #[serde(default)]
+        through: Vec<TaskName>,
     },
     /// A forward pass begins. If the process dies, it is known with what.
     Forward {

@@ -59,10 +59,19 @@ struct Candidate {
     admit: oneshot::Sender<Stay>,
 }
 
-/// One task's stay in its group.
+/// One task's stay in its group, which is through when all are dropped.
 pub(super) struct Stay {
-    /// The group is through when all are dropped.
-    _within: mpsc::Sender<()>,
+    task: TaskName,
+    /// Told which tasks were worked on to their ends. Read by the usher. Bound: the group.
+    through: mpsc::Sender<TaskName>,
+}
+
+impl Stay {
+    /// The task was worked on to its end, and this process lives.
+    pub(super) fn end(self) {
+        let Self { task, through } = self;
+        let _ = through.try_send(task);
+    }
 }
 
 impl Isolation {
@@ -105,21 +114,28 @@ impl Isolation {
     }
 
     /// Lets a group in, and waits until all of it are through.
-    async fn admit(&self, group: Vec<Candidate>) {
+    async fn admit(&self, mut group: Vec<Candidate>) {
         let door = self.door.write().await;
+        group.retain(|candidate| !candidate.admit.is_closed());
+        if group.is_empty() {
+            return;
+        }
         self.occupied.store(true, Ordering::Release);
         let tasks = group.iter().map(|it| it.task.clone()).collect();
-        self.reporter.send(&Event::Isolated { tasks }).await;
+        self.reporter.send(&Event::Isolated { tasks, through: Vec::new() }).await;
         // The process may not live to write it later.
         self.reporter.flush().await;
-        let (within, mut all_left) = mpsc::channel(1);
-        for candidate in group {
-            let _ = candidate.admit.send(Stay { _within: within.clone() });
+        let (ends, mut ended) = mpsc::channel(group.len());
+        for Candidate { task, admit, .. } in group {
+            let _ = admit.send(Stay { task, through: ends.clone() });
         }
-        drop(within);
-        let _: Option<()> = all_left.recv().await;
+        drop(ends);
+        let mut through = Vec::new();
+        while let Some(task) = ended.recv().await {
+            through.push(task);
+        }
         if !self.closed.load(Ordering::Acquire) {
-            self.reporter.send(&Event::Isolated { tasks: Vec::new() }).await;
+            self.reporter.send(&Event::Isolated { tasks: Vec::new(), through }).await;
         }
         self.occupied.store(false, Ordering::Release);
         drop(door);

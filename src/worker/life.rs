@@ -11,7 +11,7 @@ use super::WorkerError;
 use super::batches::{Submission, expiry};
 use super::deaths::KnownDeaths;
 use super::engine::Item;
-use super::isolation::{Isolation, suspicion};
+use super::isolation::{Isolation, Stay, suspicion};
 use super::lane::{Effort, Lane};
 use super::outcome::Outcome;
 use super::prefetch::Live;
@@ -99,7 +99,7 @@ impl<C: Codec> Shared<C> {
                 Err(error) => Outcome::Failed(error),
             }
         };
-        drop(stay);
+        stay.map(Stay::end).unwrap_or_default();
         if !ticket.commit() {
             return Ok(());
         }

@@ -153,7 +153,10 @@ pub async fn run<M: Model>(
         if !control.dials.may_consume(&stop).await {
             break Ok(Ended::Drained);
         }
-        let link = match open(assignment).await {
+        // Whoever has been taken once waits for as long as an outage may last.
+        let known = assignment.broker_reached || counters.has_reached_the_broker();
+        let assignment = Assignment { broker_reached: known, ..assignment.clone() };
+        let link = match open(&assignment).await {
             Ok(link) => link,
             Err(error) => break Err(error.into()),
         };

@@ -1,6 +1,7 @@
 //! What a worker tells its launcher: control lines on stdout, and the counters behind `stats`.
 
 use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -162,6 +163,7 @@ pub(super) async fn connection(settler: Arc<dyn Settler>, counters: Arc<Counters
         let broker = settler.trouble().filter(|_| !connected).map(|words| format!("no broker: {words}"));
         let problem = broker.or_else(|| counters.unburied());
         counters.count(|stats| (stats.now.connected, stats.now.problem) = (connected, problem));
+        counters.reached.fetch_or(connected, Ordering::Relaxed);
         tokio::time::sleep(STATS_EVERY / 4).await;
     }
 }
@@ -180,6 +182,8 @@ pub(super) struct Counters {
     /// Dead letters that no queue takes: how many wait, and why the last of them. Written by those that
     /// settle, read once in a while. Held for a few instructions.
     unburied: Mutex<(usize, String)>,
+    /// There has been a session with the broker.
+    reached: AtomicBool,
 }
 
 /// While this exists, a dead letter counts as waiting.
@@ -230,6 +234,11 @@ impl Counters {
         span.stats = stats;
     }
 
+    /// There has been a session with the broker.
+    pub(super) fn has_reached_the_broker(&self) -> bool {
+        self.reached.load(Ordering::Relaxed)
+    }
+
     /// A dead letter waits, for this reason. `before`: what the same letter was given before.
     pub(super) fn wait_for_burial<'a>(&'a self, why: String, before: Option<Unburied<'a>>) -> Unburied<'a> {
         let mut unburied = self.unburied.lock().unwrap_or_else(PoisonError::into_inner);
@@ -276,7 +285,7 @@ mod tests {
         reporter.mark_idle();
         pass("b");
         reporter.mark_idle();
-        reporter.send(&Event::Isolated { tasks: Vec::new() }).await;
+        reporter.send(&Event::Isolated { tasks: Vec::new(), through: Vec::new() }).await;
         reporter.flush().await;
         reporter.mark_idle();
         reporter.tell_idle();

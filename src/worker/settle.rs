@@ -29,7 +29,9 @@ const STALLED: Duration = Duration::from_secs(2);
 /// How long a reply is tried to be published at least, however close its task's deadline is.
 const LEAST: Duration = Duration::from_secs(1);
 /// How long, once the worker is told to hand back what it has, what is computed is still published.
-const PARTING: Duration = Duration::from_secs(5);
+const PARTING: Duration = Duration::from_secs(4);
+/// How often it is asked whether the broker takes messages, while one waits.
+const TICK: Duration = Duration::from_millis(250);
 
 /// What settling needs; shared by all tasks of a worker.
 pub(super) struct Settlement {
@@ -158,10 +160,17 @@ impl Settlement {
         Ok(())
     }
 
-    /// Returns when the worker has been told for a while to hand back what it has.
+    /// Returns when the task is to be handed back with what came of it: the worker has been told for a while
+    /// to hand back what it has, or the broker is about to take back the delivery, and all others with it.
     async fn leaving(&self) {
-        self.stop.reached(Phase::Returning).await;
-        tokio::time::sleep(PARTING).await;
+        let told = async {
+            self.stop.reached(Phase::Returning).await;
+            tokio::time::sleep(PARTING).await;
+        };
+        tokio::select! {
+            () = told => {}
+            () = tokio::time::sleep(self.waits.own.saturating_add(LEAST)) => {}
+        }
     }
 
     /// Publishes what a disposition says, until the broker has it.
@@ -172,15 +181,15 @@ impl Settlement {
         receipt: &Receipt,
     ) -> Result<(), WorkerError> {
         match disposition {
-            Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), receipt).await,
+            Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), (receipt, Parked::No)).await,
             Disposition::ReplyErrorAndAck(error) => {
                 tracing::debug!(task.id = accepted.task.id, %error, "answering with an error");
-                self.answer(accepted, Err(&error), receipt).await
+                self.answer(accepted, Err(&error), (receipt, Parked::No)).await
             }
             Disposition::Retry(delay, error) => self.put_off(accepted, delay, &error, receipt).await,
             Disposition::DeadLetter(reason, error) => {
                 self.dead_letter(accepted, reason, &error).await?;
-                self.answer(accepted, Err(&error), receipt).await
+                self.answer(accepted, Err(&error), (receipt, Parked::Already)).await
             }
         }
     }
@@ -196,7 +205,8 @@ impl Settlement {
     ) -> Result<(), WorkerError> {
         let task = &accepted.task;
         let message = Arc::new(accepted.traced.passed_on(task.next_attempt(accepted.deadline)));
-        let words = match self.within(accepted, (&self.queues.task, Some(delay)), &message).await? {
+        let waiting = (&*self.queues.task, Some(delay));
+        let words = match self.within(accepted, (waiting, Owner::Pool), &message).await? {
             Sent::Confirmed => {
                 accepted.traced.retried(error);
                 let delay_ms = delay.after.as_millis() as u64;
@@ -210,7 +220,7 @@ impl Settlement {
         tracing::warn!(task.id = task.id, queue = self.queues.task, error = words, "cannot try again");
         let error = TaskError::new(error.kind, format!("{error}; {words}"));
         self.dead_letter(accepted, Reason::Attempts, &error).await?;
-        self.answer(accepted, Err(&error), receipt).await
+        self.answer(accepted, Err(&error), (receipt, Parked::Already)).await
     }
 
     /// Puts the task among the dead letters.
@@ -237,7 +247,7 @@ impl Settlement {
         &self,
         accepted: &Accepted,
         body: Result<Vec<u8>, &TaskError>,
-        receipt: &Receipt,
+        (receipt, parked): (&Receipt, Parked),
     ) -> Result<(), WorkerError> {
         let (status, reason) = match &body {
             Ok(_) => ("succeeded", ""),
@@ -247,7 +257,7 @@ impl Settlement {
             }
         };
         let began = Instant::now();
-        self.reply(accepted, body, receipt).await?;
+        self.reply(accepted, body, (receipt, parked)).await?;
         self.counters.count(|stats| {
             stats.answered(status, reason, 1);
             stats.took(Stage::Queue, receipt.queue_ms as f64 / 1e3);
@@ -268,21 +278,24 @@ impl Settlement {
         &self,
         accepted: &Accepted,
         body: Result<Vec<u8>, &TaskError>,
-        receipt: &Receipt,
+        (receipt, parked): (&Receipt, Parked),
     ) -> Result<(), WorkerError> {
         let (task, traced) = (&accepted.task, &accepted.traced);
         traced.answered(body.as_ref().err().copied());
         let Some(queue) = self.queues.of_reply(task) else { return Ok(()) };
         let message = reply(task, body, receipt, &self.signature, accepted.attempt());
         let message = Arc::new(traced.reply(message));
-        let mut sent = self.within(accepted, (queue, None), &message).await?;
+        let own = self.queues.reply.as_deref() == Some(queue);
+        let owner = if own { Owner::Pool } else { Owner::Requester };
+        let mut sent = self.within(accepted, ((queue, None), owner), &message).await?;
         if let Sent::Refused(refusal) = &sent {
             let words = format!("the broker refuses the reply of {} bytes: {refusal}", message.body.len());
             tracing::warn!(task.id = task.id, error = words, "answering with an error instead");
             let error = TaskError::new(TaskErrorKind::TooLarge, words);
             traced.answered(Some(&error));
             let smaller = reply(task, Err(&error), receipt, &self.signature, accepted.attempt());
-            sent = self.within(accepted, (queue, None), &Arc::new(traced.reply(smaller))).await?;
+            let smaller = Arc::new(traced.reply(smaller));
+            sent = self.within(accepted, ((queue, None), owner), &smaller).await?;
         }
         let (reason, words) = match sent {
             Sent::Confirmed => return Ok(()),
@@ -290,6 +303,14 @@ impl Settlement {
             Sent::Refused(words) => (Reason::Unroutable, format!("reply queue {queue:?}: {words}")),
             Sent::Unconfirmed(words) => (Reason::Unconfirmed, words),
         };
+        if parked == Parked::Already {
+            tracing::warn!(
+                task.id = task.id,
+                error = words,
+                "the error reply to a dead letter reaches nobody"
+            );
+            return Ok(());
+        }
         self.dead_letter(accepted, reason, &TaskError::new(TaskErrorKind::Internal, words)).await
     }
 
@@ -297,22 +318,22 @@ impl Settlement {
     async fn within(
         &self,
         accepted: &Accepted,
-        (queue, delay): (&str, Option<Delay>),
+        (to, owner): ((&str, Option<Delay>), Owner),
         message: &Arc<Message>,
     ) -> Result<Sent, WorkerError> {
-        let own = self.queues.reply.as_deref() == Some(queue);
-        let limit = if own { self.waits.own } else { self.waits.requesters };
+        let limit = if owner == Owner::Pool { self.waits.own } else { self.waits.requesters };
         let limit = accepted.time_left().map_or(limit, |left| limit.min(left.max(LEAST)));
         let unconfirmed = async {
-            tokio::time::sleep(limit.min(STALLED)).await;
-            let rest = tokio::time::sleep(limit.saturating_sub(STALLED));
-            if own {
-                rest.await;
-                return format!("queue {queue:?} has not taken the message for {limit:?}");
+            let queue = to.0;
+            let in_vain = || format!("queue {queue:?} has not taken the message for {limit:?}");
+            if owner == Owner::Pool || limit <= STALLED {
+                self.broker_takes_messages_for(limit).await;
+                return in_vain();
             }
+            self.broker_takes_messages_for(STALLED).await;
             let mut place = self.stalled.enter(message.body.len());
             tokio::select! {
-                () = rest => format!("queue {queue:?} has not taken the message for {limit:?}"),
+                () = self.broker_takes_messages_for(limit - STALLED) => in_vain(),
                 () = place.evicted() => format!(
                     "queue {queue:?} takes no message now, and too many tasks wait for such queues"
                 ),
@@ -320,8 +341,21 @@ impl Settlement {
         };
         tokio::select! {
             biased;
-            sent = self.publish((queue, delay), message) => sent,
+            sent = self.publish(to, message) => sent,
             words = unconfirmed => Ok(Sent::Unconfirmed(words)),
+        }
+    }
+
+    /// Returns once the broker has taken messages for so long: a lost connection or an alarm is no fault of the
+    /// queue that is waited for.
+    async fn broker_takes_messages_for(&self, time: Duration) {
+        let mut left = time;
+        while !left.is_zero() {
+            let tick = left.min(TICK);
+            tokio::time::sleep(tick).await;
+            if self.publisher.takes_messages() {
+                left -= tick;
+            }
         }
     }
 
@@ -337,15 +371,16 @@ impl Settlement {
                 None => self.publisher.publish(queue, message.clone()),
                 Some(delay) => self.publisher.publish_later(queue, delay, message.clone()),
             };
-            match publishing.await? {
+            let why = match publishing.await? {
                 Published::Confirmed => return Ok(Sent::Confirmed),
                 Published::Unroutable => return Ok(Sent::Unroutable),
                 Published::Refused(words) => return Ok(Sent::Refused(words)),
-                Published::Nacked => {}
-            }
+                Published::Nacked => "is it full?".to_owned(),
+                Published::Forbidden(words) => words,
+            };
             failures += 1;
             if failures == 1 {
-                tracing::warn!(queue, "the queue takes no message now (is it full?); trying again");
+                tracing::warn!(queue, why, "the queue takes no message now; trying again");
             }
             tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
         }
@@ -358,7 +393,18 @@ impl Settlement {
         let (mut failures, mut is_bare) = (0, false);
         let mut waits = None;
         loop {
-            let why = match self.publish((queue, None), &Arc::new(letter.clone())).await? {
+            let message = Arc::new(letter.clone());
+            let publish = self.publish((queue, None), &message);
+            tokio::pin!(publish);
+            let sent = tokio::select! {
+                sent = &mut publish => sent?,
+                () = self.broker_takes_messages_for(STALLED) => {
+                    let words = format!("dead-letter queue {queue:?} takes no message now");
+                    waits = Some(self.counters.wait_for_burial(words, waits));
+                    publish.await?
+                }
+            };
+            let why = match sent {
                 Sent::Confirmed => {
                     let dead = reason.as_str().to_owned();
                     self.counters
@@ -389,6 +435,20 @@ impl Settlement {
             tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
         }
     }
+}
+
+/// Whose queue a message is for: the pool's own may hold up the pool, a requester's only its own tasks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Owner {
+    Pool,
+    Requester,
+}
+
+/// Whether a task is among the dead letters already: once is enough.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Parked {
+    No,
+    Already,
 }
 
 /// What became of a message in the end.

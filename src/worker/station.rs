@@ -76,8 +76,8 @@ impl<C: Codec> Station<C> {
         }
         if !matches!(ended, Ok(StintEnd::Worker(Ended::Aborted))) {
             // Closing tells the broker that what is unsettled is its own again; acks sent before are read.
-            let _ = tokio::time::timeout(FAREWELL, link.publisher.close()).await;
-            link.consumer.close().await;
+            let publisher = tokio::time::timeout(FAREWELL, link.publisher.close());
+            let _ = tokio::join!(publisher, link.consumer.close());
         }
         self.counters.count(|stats| (stats.now.held, stats.now.connected) = (0, false));
         ended

@@ -200,6 +200,13 @@ fn isolated(fingerprints: &[&str]) -> String {
     format!("echo '{}'", json!({"event": "isolated", "tasks": tasks}))
 }
 
+/// A shell command that says that they have come to their ends.
+fn through(fingerprints: &[&str]) -> String {
+    let task = |it: &&str| json!({"id": format!("id {it}"), "fingerprint": it});
+    let tasks: Vec<_> = fingerprints.iter().map(task).collect();
+    format!("echo '{}'", json!({"event": "isolated", "tasks": [], "through": tasks}))
+}
+
 /// What a `start` line says of deaths: of each task, how many, and whether it is poison.
 fn deaths(start: &str) -> Vec<(String, u64, bool)> {
     let start: Value = serde_json::from_str(start).unwrap();
@@ -216,7 +223,7 @@ async fn a_task_that_is_alone_on_the_device_at_three_deaths_is_told_to_every_wor
         "{READY}\n[ $slot = 1 ] && {{ while read -r line; do trace \"$line\"; done; exit 80; }}\n\
          [ $life = 4 ] && exit 80\n{}; {}; {}; {}\necho 'last words of life '$life >&2; kill -6 $$",
         isolated(&["innocent"]),
-        isolated(&[]),
+        through(&["innocent"]),
         isolated(&["culprit"]),
         forward(&["culprit"]),
     );

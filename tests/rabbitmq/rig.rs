@@ -185,7 +185,9 @@ async fn a_message_over_which_the_broker_closes_the_connection_is_refused_and_it
         match answer.expect("an answer") {
             Published::Confirmed => assert!(number.is_finite()),
             Published::Refused(_) => assert!(number.is_infinite()),
-            Published::Unroutable | Published::Nacked => panic!("the queue exists and has room"),
+            Published::Unroutable | Published::Nacked | Published::Forbidden(_) => {
+                panic!("the queue exists and has room")
+            }
         }
     }
 }

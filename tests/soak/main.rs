@@ -26,7 +26,7 @@ use faults::Storm;
 use faults::{PASSWORD, USER};
 use fleet::Fleet;
 use lapin::types::AMQPValue;
-use producers::{Desk, FULL, STUCK};
+use producers::{Desk, FULL, REQUESTER, STUCK};
 use readers::List;
 use report::Frame;
 use support::client::{Client, Task};
@@ -86,8 +86,10 @@ async fn a_storm_of_faults_loses_no_task_and_repeats_none_that_was_not_in_flight
     // RabbitMQ 3.10 writes the names of its quorum queues to disk within three minutes, and forgets a
     // queue with all it holds when it is killed before. These queues are to be older ones.
     block_in_place(|| rabbit.ctl(&["eval", "[dets:sync(Table) || Table <- dets:all()]."]));
-    let readers = [(&settings.replies, List::Replies), (&settings.dead, List::Letters)]
-        .map(|(queue, list)| tokio::spawn(readers::read(desk.clone(), queue.clone(), list)));
+    let requester = REQUESTER.to_owned();
+    let readers =
+        [(&settings.replies, List::Replies), (&requester, List::Replies), (&settings.dead, List::Letters)]
+            .map(|(queue, list)| tokio::spawn(readers::read(desk.clone(), queue.clone(), list)));
     let producers: Vec<_> =
         (0..PRODUCERS).map(|number| tokio::spawn(producers::produce(desk.clone(), number))).collect();
     let mut storm = Storm::new(desk.clone(), fleet, (proxy, rabbit), settings.dead.clone());
@@ -111,6 +113,7 @@ async fn unhappy_queues(client: &Client) {
     client.declare(STUCK, &[("x-queue-type", text("quorum"))]).await;
     let full = [("x-max-length", AMQPValue::LongInt(1)), ("x-overflow", text("reject-publish"))];
     client.declare(FULL, &full).await;
+    client.declare(REQUESTER, &[]).await;
     client.publish(FULL, Task::raw("full").id(producers::FILLER)).await;
 }
 

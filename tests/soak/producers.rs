@@ -19,6 +19,8 @@ const MOST_OPEN: usize = 2_000;
 const MOST_IN_A_BURST: u64 = 60;
 /// A quorum queue that confirms nothing.
 pub const STUCK: &str = "soak.stuck";
+/// The queue of a requester who listens.
+pub const REQUESTER: &str = "soak.requester";
 /// A queue that has no room.
 pub const FULL: &str = "soak.full";
 /// The message that fills it.
@@ -204,6 +206,10 @@ async fn send(
                 Kind::Expired => {
                     let past = AMQPValue::LongString("2020-01-01T00:00:00Z".into());
                     headers.insert("expires".into(), past);
+                }
+                // A quarter of them is a requester's who listens.
+                Kind::Good if task.body.len().is_multiple_of(4) => {
+                    properties = properties.with_reply_to(REQUESTER.into());
                 }
                 Kind::Good
                 | Kind::Undecodable

@@ -167,6 +167,6 @@ async fn send(
         Published::Confirmed => Ok(queue),
         Published::Unroutable => Err(format!("queue {queue:?} does not exist")),
         Published::Nacked => Err(format!("queue {queue:?} takes no message now; is it full?")),
-        Published::Refused(words) => Err(format!("queue {queue:?}: {words}")),
+        Published::Refused(words) | Published::Forbidden(words) => Err(format!("queue {queue:?}: {words}")),
     })
 }

@@ -18,6 +18,8 @@ use super::session::{Session, Subscription, cancel, delivery_from};
 use super::settler::{AmqpSettler, Current, Open};
 use crate::broker::{BrokerError, Consumer, Event};
 
+/// Events that may wait for who consumes.
+const EVENTS: usize = 260;
 /// A session that ends sooner counts as a failed attempt: the next one waits, longer each time.
 const STEADY: Duration = Duration::from_secs(10);
 /// Longest pause after an unreadable message: the broker is well, and every other message waits until
@@ -29,7 +31,7 @@ const CAREFUL: Duration = Duration::from_secs(60);
 
 /// See [`Consumer`].
 pub struct AmqpConsumer {
-    /// Written by the supervisor. Bound: the first prefetch and a little; what more the broker sends
+    /// Written by the supervisor. Bound: the first prefetch, or [`EVENTS`]; what more the broker sends
     /// ahead waits in lapin's buffer.
     events: mpsc::Receiver<Result<Event, BrokerError>>,
     /// True once: stop consuming. Read by the supervisor.
@@ -48,7 +50,7 @@ pub fn subscribe(
     subscription: Subscription,
     prefetch: u16,
 ) -> (AmqpConsumer, AmqpSettler) {
-    let (events_in, events) = mpsc::channel(usize::from(prefetch) + 4);
+    let (events_in, events) = mpsc::channel(usize::from(prefetch).max(EVENTS));
     let (cancel, cancelled) = watch::channel(false);
     let (prefetch, wanted) = watch::channel(prefetch);
     let (close, closing) = mpsc::channel(1);

@@ -57,10 +57,33 @@ pub(super) struct Sent {
 /// Frame and syntax errors, and what a broker says when it fails over something: it closes the
 /// connection over, for example, a header with an infinite number.
 pub(super) fn may_be_the_messages_fault(failure: &Error) -> bool {
-    matches!(failure.kind(), ErrorKind::ProtocolError(amqp) if matches!(amqp.get_id(), 501..=505 | 540 | 541))
+    matches!(code(failure), Some(501..=505 | 540 | 541))
 }
 
-pub(super) async fn confirming_channel(connection: &Connection) -> Result<Channel, Error> {
+/// The broker's code, where it is the broker's error.
+pub(super) fn code(failure: &Error) -> Option<u16> {
+    match failure.kind() {
+        ErrorKind::ProtocolError(amqp) => Some(amqp.get_id()),
+        _ => None,
+    }
+}
+
+/// Asks the broker for what changes nothing, on this channel or a new one, to see whether it answers.
+pub(super) fn pulse(
+    channel: Option<Channel>,
+    connection: Arc<OpenConnection>,
+) -> BoxFuture<'static, Result<Channel, Error>> {
+    Box::pin(async move {
+        let channel = match channel {
+            Some(channel) => channel,
+            None => connection.create_channel().await?,
+        };
+        channel.confirm_select(ConfirmSelectOptions::default()).await?;
+        Ok(channel)
+    })
+}
+
+async fn confirming_channel(connection: &Connection) -> Result<Channel, Error> {
     let channel = connection.create_channel().await?;
     channel.confirm_select(ConfirmSelectOptions::default()).await?;
     Ok(channel)

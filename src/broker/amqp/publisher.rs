@@ -4,9 +4,12 @@
 //! for those with headers over which a broker may close the connection, so that they end no other's.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use futures_util::future::BoxFuture;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Mutex, mpsc, oneshot};
+use tokio::time::timeout;
 
 use super::admin::declare;
 use super::connect::Connector;
@@ -16,6 +19,8 @@ use super::topology::{Topology, retry_queue};
 use crate::broker::{BrokerError, Delay, Publisher};
 use crate::protocol::Message;
 
+/// For so long queues that have been made are taken to be there.
+const RESTORED: Duration = Duration::from_secs(1);
 /// Bodies above this go alone, where no pool says otherwise: the broker may refuse them.
 const LARGE: usize = 1 << 20;
 
@@ -24,12 +29,16 @@ pub struct AmqpPublisher {
     connector: Arc<Connector>,
     /// Of the pool, to be made again where it is missing; none: nothing is made.
     topology: Option<Topology>,
+    /// When that was last made. Held while it is being made: the others wait for that.
+    restored: Mutex<Option<Instant>>,
     plain: Line,
     foreign: Line,
 }
 
 /// The way to a task that owns a connection.
 struct Line {
+    /// The broker takes messages over this connection. Written by its task.
+    well: Arc<AtomicBool>,
     /// Written by every task that publishes, read by the connection's task.
     requests: mpsc::Sender<Request>,
     /// Ends the connection's task, which answers when the connection is closed.
@@ -48,7 +57,8 @@ impl AmqpPublisher {
         let foreign = Arc::new(connector.named(format!("{} (foreign headers)", connector.name())));
         let connector = Arc::new(connector);
         let plain = Line::start(connector.clone(), Some(large));
-        Self { connector, topology, plain, foreign: Line::start(foreign, None) }
+        let restored = Mutex::default();
+        Self { connector, topology, restored, plain, foreign: Line::start(foreign, None) }
     }
 }
 
@@ -56,8 +66,9 @@ impl Line {
     fn start(connector: Arc<Connector>, large: Option<usize>) -> Self {
         let (requests, queued) = mpsc::channel(REQUESTS);
         let (close, closing) = mpsc::channel(1);
-        tokio::spawn(Sending::new(connector, large).run(queued, closing));
-        Self { requests, close }
+        let well = Arc::new(AtomicBool::new(false));
+        tokio::spawn(Sending::new(connector, large, well.clone()).run(queued, closing));
+        Self { well, requests, close }
     }
 
     async fn close(&self) {
@@ -92,10 +103,27 @@ impl Publisher for AmqpPublisher {
         Box::pin(async move { self.publish(&retry_queue(queue, delay.ceiling), message).await })
     }
 
+    fn takes_messages(&self) -> bool {
+        self.plain.well.load(Ordering::Relaxed)
+    }
+
     fn restore(&self) -> BoxFuture<'_, Result<bool, BrokerError>> {
         Box::pin(async {
             let Some(topology) = &self.topology else { return Ok(false) };
-            declare(&self.connector, topology).await.map(|()| true)
+            let mut restored = self.restored.lock().await;
+            if restored.is_some_and(|at| at.elapsed() < RESTORED) {
+                return Ok(true);
+            }
+            let limit = 2 * self.connector.settings().connect_timeout;
+            match timeout(limit, declare(&self.connector, topology)).await {
+                Ok(done) => done?,
+                Err(_) => {
+                    let reason = "the queues could not be made in time".to_owned();
+                    return Err(BrokerError::Unreachable { seconds: limit.as_secs(), reason });
+                }
+            }
+            *restored = Some(Instant::now());
+            Ok(true)
         })
     }
 

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 /// A queue that has not confirmed a message for so long is slow: its messages go alone.
 pub(super) const SLOW: Duration = Duration::from_secs(1);
 /// For so long a queue that has confirmed a message which went alone may be sent the next beside others.
-const FRESH: Duration = Duration::from_secs(1);
+const FRESH: Duration = Duration::from_millis(250);
 /// From the oldest unconfirmed message on the shared channel to the newest, in messages. RabbitMQ lets
 /// a connection send 400 to a channel that gives no credit back, and gives it back for 200 at a time:
 /// with fewer the connection is never stopped, whatever one of them waits for.
@@ -111,6 +111,8 @@ pub(super) struct Routes<R> {
     largest: usize,
     /// So do those above this, whatever it has taken; none: all do.
     large: Option<usize>,
+    /// Messages alone at once, with those of slow queues.
+    most_alone: usize,
 }
 
 impl<R: Publishable> Routes<R> {
@@ -126,6 +128,7 @@ impl<R: Publishable> Routes<R> {
             is_shared: false,
             largest: 0,
             large,
+            most_alone: MOST_ALONE,
         }
     }
 
@@ -219,7 +222,7 @@ impl<R: Publishable> Routes<R> {
             }
         }
         let room = young_bytes == 0 || young_bytes + bytes <= ALONE_BYTES;
-        (room && young < ALONE && all < MOST_ALONE).then_some(Place::Alone)
+        (room && young < ALONE && all < self.most_alone).then_some(Place::Alone)
     }
 
     fn at(&self, place: Place) -> impl Iterator<Item = (&u64, &UnderWay<R>)> {
@@ -332,6 +335,21 @@ impl<R: Publishable> Routes<R> {
     /// counted from `since` at the earliest.
     pub(super) fn is_held_up_since(&self, since: Instant, now: Instant) -> bool {
         self.at(Place::Shared).next().is_some_and(|(_, it)| now >= it.since.max(since) + SLOW)
+    }
+
+    /// The broker allows fewer channels.
+    pub(super) fn allow_fewer(&mut self) {
+        self.most_alone = (self.at(Place::Alone).count().min(self.most_alone) / 2).max(1);
+    }
+
+    /// Something waits for a place, and all places have been held for `long` by messages that nobody waits
+    /// for any more: only another connection frees them.
+    pub(super) fn is_choked(&self, now: Instant, long: Duration) -> bool {
+        let abandoned = |it: &UnderWay<R>| it.request.is_none() && now >= it.since + long;
+        let full = self.at(Place::Alone).count() >= self.most_alone;
+        let alone = full && self.at(Place::Alone).all(|(_, it)| abandoned(it));
+        let exclusive = !self.under_way.is_empty() && self.under_way.values().all(abandoned);
+        self.has_waiting() && alone || !self.suspects.is_empty() && exclusive
     }
 
     /// Bytes under way for which somebody waits, and since when the oldest are; none: nothing is.
@@ -571,6 +589,25 @@ mod tests {
         assert_eq!(desk.sent(), []);
         desk.routes.answered(again, false, desk.now);
         assert_eq!(desk.names(), [("innocent", Place::Alone)]);
+    }
+
+    #[test]
+    fn places_that_are_held_for_nobody_are_freed_by_another_connection() {
+        let mut desk = Desk::new();
+        desk.routes.most_alone = 2;
+        let letters = ["a", "b"].map(|queue| desk.push(queue, queue, 10));
+        assert_eq!(desk.sent().len(), 2);
+        desk.push("c", "c", 10);
+        assert_eq!(desk.sent(), []);
+        letters.iter().for_each(|letter| letter.wanted.set(false));
+        desk.routes.clean(desk.now);
+        let long = Duration::from_secs(30);
+        assert!(!desk.routes.is_choked(desk.now, long), "they may yet be answered");
+        desk.now += long;
+        assert!(desk.routes.is_choked(desk.now, long));
+        desk.routes.lost(desk.now, |_| Duration::ZERO);
+        assert_eq!(desk.names(), [("c", Place::Alone)]);
+        assert!(!desk.routes.is_choked(desk.now, long));
     }
 
     #[test]

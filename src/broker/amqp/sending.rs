@@ -3,6 +3,7 @@
 //! message is refused.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::future::{BoxFuture, FutureExt};
@@ -13,9 +14,9 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::timeout;
 
 use super::alarm::watch_alarms;
-use super::connect::{Connector, OpenConnection, Outage, words};
+use super::connect::{Connector, Failure, OpenConnection, Outage, words};
 use super::exchange::{
-    DIRECT_REPLY_TO, Request, Sent, confirming_channel, exchange, may_be_the_messages_fault, take_return,
+    DIRECT_REPLY_TO, Request, Sent, code, exchange, may_be_the_messages_fault, pulse, take_return,
 };
 use super::routes::{Place, Routes};
 use crate::broker::{BrokerError, Published};
@@ -24,6 +25,11 @@ use crate::broker::{BrokerError, Published};
 pub(super) const REQUESTS: usize = 512;
 /// Unused channels that are kept.
 const SPARE: usize = 4;
+/// A broker that has not been heard for so long while messages are under way is asked whether it answers, and
+/// so long it has to do so.
+const SILENT: Duration = Duration::from_millis(500);
+/// A connection that breaks sooner counts as a failed attempt: the next one waits, longer each time.
+const STEADY: Duration = Duration::from_secs(10);
 /// How often a connection is looked after while anything is under way.
 const LOOK: Duration = Duration::from_millis(250);
 /// What a slow link takes at least, in bytes a second: confirms are waited for by so much longer.
@@ -53,11 +59,13 @@ struct Live {
     broker: String,
     /// See [`watch_alarms`].
     blocked: watch::Receiver<bool>,
-    /// Since when nothing has been confirmed, at most: a confirm, the end of an alarm, a sign that the
-    /// connection stands.
+    /// The channel by which the broker is asked whether it answers.
+    pulse: Option<Channel>,
+    /// When the broker was last heard: a confirm, or the answer to that question.
     silent_since: Instant,
     /// From when on slowness counts: the connection's opening, or the end of an alarm.
     clock_since: Instant,
+    opened: Instant,
 }
 
 /// An answer that may yet turn out to be another.
@@ -78,11 +86,17 @@ pub(super) struct Sending {
     held: Vec<Held>,
     /// Returned messages that are nobody's yet, and when they came.
     strays: Vec<(BasicReturnMessage, Instant)>,
+    /// The question whether the broker answers, while it is open, and since when it is.
+    probe: Option<(BoxFuture<'static, Result<Channel, Error>>, Instant)>,
+    /// The broker takes messages. Written here, read by who waits for a queue.
+    well: Arc<AtomicBool>,
+    /// The connection broke soon after it was made: before the next, there is a wait.
+    broke: Option<Failure>,
 }
 
 impl Sending {
     /// One that connects with the first message; `large` as in [`Routes::new`].
-    pub(super) fn new(connector: Arc<Connector>, large: Option<usize>) -> Self {
+    pub(super) fn new(connector: Arc<Connector>, large: Option<usize>, well: Arc<AtomicBool>) -> Self {
         Self {
             connector,
             live: None,
@@ -91,6 +105,9 @@ impl Sending {
             under_way: FuturesUnordered::new(),
             held: Vec::new(),
             strays: Vec::new(),
+            probe: None,
+            well,
+            broke: None,
         }
     }
 
@@ -107,10 +124,11 @@ impl Sending {
                 biased;
                 // First: however much there is to do, it is looked after.
                 () = tokio::time::sleep_until(next_look), if looks => {
-                    self.look().await;
+                    self.look();
                     next_look = tokio::time::Instant::now() + LOOK;
                 }
                 Some(sent) = self.under_way.next(), if !self.under_way.is_empty() => self.settle(sent),
+                answer = answer_to(&mut self.probe) => self.take_pulse(answer),
                 taken = queued.recv_many(&mut fresh, REQUESTS) => {
                     if taken == 0 { break }
                     gather(&mut queued, &mut fresh).await;
@@ -136,8 +154,10 @@ impl Sending {
         self.say_goodbye().await;
     }
 
+    /// Closes the connection in order. Not where a message is under way: nobody waits for it any more, and
+    /// a broker that is busy with it would not answer.
     async fn say_goodbye(&mut self) {
-        if let Some(live) = self.live.take() {
+        if let Some(live) = self.live.take().filter(|_| self.routes.is_idle()) {
             let close = live.connection.close(200, "done".into());
             let _ = timeout(self.connector.settings().connect_timeout, close).await;
         }
@@ -173,37 +193,54 @@ impl Sending {
     }
 
     /// Looks after what takes long.
-    async fn look(&mut self) {
+    fn look(&mut self) {
         let now = Instant::now();
         self.routes.clean(now);
         self.give_held(now);
+        let settings = self.connector.settings();
+        let choked = self.routes.is_choked(now, settings.confirm_timeout);
+        let wanted = self.routes.wanted();
         let Some(live) = &mut self.live else { return };
         if *live.blocked.borrow() {
             (live.silent_since, live.clock_since) = (now, now);
-            return;
+            (self.probe, live.pulse) = (None, None);
+            return self.well.store(false, Ordering::Relaxed);
         }
-        if self.routes.is_held_up_since(live.clock_since, now) {
+        if let Some((_, since)) = &self.probe {
+            let bytes = wanted.map_or(0, |(bytes, _)| bytes);
+            let limit = settings.confirm_timeout + Duration::from_secs_f64(bytes as f64 / SLOW_LINK as f64);
+            if now >= *since + limit {
+                tracing::warn!(broker = live.broker, ?limit, "no confirm; connecting anew");
+                self.lose(now);
+                return;
+            }
+        } else if wanted.is_some_and(|(_, oldest)| now >= oldest.max(live.silent_since) + SILENT) {
+            self.probe = Some((pulse(live.pulse.take(), live.connection.clone()), now));
+        }
+        let answers = self.probe.as_ref().is_none_or(|(_, since)| now < *since + SILENT);
+        self.well.store(answers, Ordering::Relaxed);
+        if choked {
+            tracing::warn!(
+                broker = live.broker,
+                "queues that confirm nothing hold all channels; connecting anew"
+            );
+            self.lose(now);
+        } else if answers && self.routes.is_held_up_since(live.clock_since, now) {
             tracing::info!(broker = live.broker, "a queue is slow to confirm; the others go round it");
             live.shared = None;
             self.routes.retire();
         }
-        let Some((bytes, oldest)) = self.routes.wanted() else { return };
-        let patience = self.connector.settings().confirm_timeout
-            + Duration::from_secs_f64(bytes as f64 / SLOW_LINK as f64);
-        if now < oldest.max(live.silent_since) + patience {
-            return;
-        }
-        // A queue that confirms nothing leaves the connection as it is; one that opens no channel is dead.
-        let limit = self.connector.settings().confirm_timeout.min(self.connector.settings().connect_timeout);
-        match timeout(limit, confirming_channel(&live.connection)).await {
-            Ok(Ok(channel)) => {
-                live.silent_since = Instant::now();
-                live.keep(channel);
-            }
-            _ => {
-                tracing::warn!(broker = live.broker, ?patience, "no confirm; connecting anew");
-                self.lose(now);
-            }
+    }
+
+    /// The broker has answered, or the connection is gone: then what is under way says so too.
+    fn take_pulse(&mut self, answer: Result<Channel, Error>) {
+        self.probe = None;
+        if let Some(live) = &mut self.live
+            && live.connection.status().connected()
+        {
+            live.silent_since = Instant::now();
+            live.pulse = answer.ok();
+            self.well.store(true, Ordering::Relaxed);
         }
     }
 
@@ -304,9 +341,14 @@ impl Sending {
         match place {
             // It was alone: the broker means this very message.
             Place::Alone if error.is_amqp_soft_error() => {
-                let refused = Published::Refused(words(error).0);
+                let words = words(error).0;
+                let answer = match code(error) {
+                    // CONTENT_TOO_LARGE, PRECONDITION_FAILED.
+                    Some(311 | 406) => Published::Refused(words),
+                    _ => Published::Forbidden(words),
+                };
                 let request = self.routes.answered(id, false, now);
-                request.map(|request| request.answer.send(Ok(refused)));
+                request.map(|request| request.answer.send(Ok(answer)));
             }
             Place::Alone | Place::Retired => self.routes.again(id, now, REOPEN),
             Place::Shared => {
@@ -320,7 +362,15 @@ impl Sending {
 
     fn lose_over(&mut self, error: &Error, now: Instant) {
         let broker = self.live.as_ref().map(|live| live.broker.clone());
-        let reason = words(error).0;
+        let (reason, refusal) = words(error);
+        if code(error) == Some(530) {
+            // A limit of channels, most likely.
+            self.routes.allow_fewer();
+        }
+        if self.live.as_ref().is_some_and(|live| now < live.opened + STEADY) {
+            let (broker, reason) = (broker.clone().unwrap_or_default(), reason.clone());
+            self.broke = Some(Failure { broker, reason, refusal });
+        }
         for request in self.routes.take_if(|request| request.offences >= OFFENCES) {
             let _ = request.answer.send(Ok(Published::Refused(reason.clone())));
         }
@@ -330,7 +380,8 @@ impl Sending {
 
     /// Gives up the connection: what was under way goes again. Says how many messages that were.
     fn lose(&mut self, now: Instant) -> usize {
-        self.live = None;
+        (self.live, self.probe) = (None, None);
+        self.well.store(false, Ordering::Relaxed);
         self.under_way.clear();
         self.strays.clear();
         self.routes.lost(now, |request| SUSPICION * request.offences.saturating_mul(request.offences))
@@ -338,16 +389,23 @@ impl Sending {
 
     async fn be_connected(&mut self) -> Result<(), BrokerError> {
         while self.live.is_none() {
-            match self.connector.attempt().await {
-                Ok((connection, broker)) => {
-                    self.outage.over();
-                    self.live = Some(Live::new(connection, broker));
-                }
-                Err(failure) => {
-                    let delay = self.outage.failed(failure, &self.connector)?;
-                    tokio::time::sleep(delay).await;
-                }
-            }
+            let failure = match self.broke.take() {
+                Some(failure) => failure,
+                None => match self.connector.attempt().await {
+                    Ok((connection, broker)) => {
+                        self.outage.connected();
+                        self.live = Some(Live::new(connection, broker));
+                        self.well.store(true, Ordering::Relaxed);
+                        return Ok(());
+                    }
+                    Err(failure) => failure,
+                },
+            };
+            let delay = self.outage.failed(failure, &self.connector)?;
+            tokio::time::sleep(delay).await;
+        }
+        if self.live.as_ref().is_some_and(|live| live.opened.elapsed() >= STEADY) {
+            self.outage.over();
         }
         Ok(())
     }
@@ -357,15 +415,9 @@ impl Live {
     fn new(connection: OpenConnection, broker: String) -> Self {
         let (blocked, now) = (watch_alarms(&connection), Instant::now());
         let connection = Arc::new(connection);
-        Self {
-            connection,
-            shared: None,
-            spare: Vec::new(),
-            broker,
-            blocked,
-            silent_since: now,
-            clock_since: now,
-        }
+        let (shared, spare, pulse) = (None, Vec::new(), None);
+        let (silent_since, clock_since, opened) = (now, now, now);
+        Self { connection, shared, spare, pulse, broker, blocked, silent_since, clock_since, opened }
     }
 
     fn keep(&mut self, channel: Channel) {
@@ -387,6 +439,16 @@ async fn gather(queued: &mut mpsc::Receiver<Request>, fresh: &mut Vec<Request>) 
         {
             fresh.push(request);
         }
+    }
+}
+
+/// The answer to a question that is open; never, where none is.
+async fn answer_to(
+    probe: &mut Option<(BoxFuture<'static, Result<Channel, Error>>, Instant)>,
+) -> Result<Channel, Error> {
+    match probe {
+        Some((answer, _)) => answer.await,
+        None => std::future::pending().await,
     }
 }
 

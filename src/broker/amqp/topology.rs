@@ -10,7 +10,8 @@ use lapin::options::{
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Connection, Error, ErrorKind, ExchangeKind};
 
-use super::convert::short;
+use super::convert::{properties_from, properties_to, short};
+use crate::protocol::Properties;
 
 /// The queues of a pool.
 #[derive(Clone, Debug)]
@@ -71,7 +72,10 @@ impl Topology {
                 // error where there is no such queue.
                 let unbounded = unbounded_retry_queue(&self.task_queue, *ceiling);
                 if exists(connection, &unbounded).await? {
-                    unblock(connection, &unbounded, &self.task_queue).await?;
+                    let unblocked = unblock(connection, &unbounded, &self.task_queue);
+                    let failed =
+                        |error| tracing::warn!(queue = unbounded, %error, "its first message stays there");
+                    unblocked.await.unwrap_or_else(failed);
                 }
             }
         }
@@ -138,13 +142,17 @@ pub(super) fn patient() -> FieldTable {
     arguments
 }
 
+/// Messages that are moved on at most.
+const UNBLOCKED: usize = 100;
+
 /// Moves on what stands first in a queue of an earlier version and never expires; what is behind it does.
 /// Confirmed in the task queue before it is gone here.
 #[expect(clippy::disallowed_methods, reason = "the publisher is not there yet, and needs this to be done")]
 async fn unblock(connection: &Connection, from: &str, to: &str) -> Result<(), Error> {
     let channel = connection.create_channel().await?;
     channel.confirm_select(ConfirmSelectOptions::default()).await?;
-    while let Some(first) = channel.basic_get(short(from), BasicGetOptions::default()).await? {
+    for _ in 0..UNBLOCKED {
+        let Some(first) = channel.basic_get(short(from), BasicGetOptions::default()).await? else { break };
         let message = first.delivery;
         if message.properties.expiration().is_some() {
             let back = BasicNackOptions { requeue: true, multiple: false };
@@ -152,7 +160,9 @@ async fn unblock(connection: &Connection, from: &str, to: &str) -> Result<(), Er
             break;
         }
         let mandatory = BasicPublishOptions { mandatory: true, immediate: false };
-        let (queue, properties) = (short(to), message.properties.clone());
+        // Another's name would have the broker refuse it.
+        let properties = Properties { user_id: None, ..properties_from(&message.properties) };
+        let (queue, properties) = (short(to), properties_to(&properties));
         let confirm =
             channel.basic_publish("".into(), queue, mandatory, &message.data, properties).await?.await?;
         if !confirm.is_ack() || confirm.take_message().is_some() {

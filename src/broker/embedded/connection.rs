@@ -215,7 +215,7 @@ fn frame(message: Outgoing) -> Result<Frame, WireError> {
         Outgoing::Published { id, outcome: Published::Unroutable } => Response::Unroutable { id },
         Outgoing::Published { id, outcome: Published::Refused(reason) } => Response::Refused { id, reason },
         // The hub holds a confirm back instead.
-        Outgoing::Published { id, outcome: Published::Nacked } => {
+        Outgoing::Published { id, outcome: Published::Nacked | Published::Forbidden(_) } => {
             Response::Refused { id, reason: "not taken".into() }
         }
         Outgoing::Consuming => Response::Consuming,
