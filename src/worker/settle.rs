@@ -3,9 +3,12 @@
 //! of the task then. Owns nothing; a delivery of a session that is over is left alone, since it is the
 //! broker's again.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
+
+use tokio::time::timeout;
 
 use super::WorkerError;
 use super::outcome::{Disposition, Outcome, Tries, disposition};
@@ -143,8 +146,12 @@ impl Settlement {
             time_left: accepted.time_left(),
             jitter: rand::random(),
         };
+        let mut carried_out = pin!(self.carry_out(accepted, disposition(outcome, tries), receipt));
+        // Nearly all are within this time, and what waits for more than one thing costs more.
+        let soon = timeout(TICK, &mut carried_out).await;
         let published = tokio::select! {
-            published = self.carry_out(accepted, disposition(outcome, tries), receipt) => published,
+            biased;
+            published = async { match soon { Ok(published) => published, Err(_) => carried_out.await } } => published,
             () = self.leaving() => {
                 tracing::info!(task.id = accepted.task.id, "no queue takes what came of the task; handing it back");
                 self.counters.count(|stats| stats.requeued += 1);
@@ -323,6 +330,10 @@ impl Settlement {
     ) -> Result<Sent, WorkerError> {
         let limit = if owner == Owner::Pool { self.waits.own } else { self.waits.requesters };
         let limit = accepted.time_left().map_or(limit, |left| limit.min(left.max(LEAST)));
+        let mut published = pin!(self.publish(to, message));
+        if let Ok(sent) = timeout(limit.min(TICK), &mut published).await {
+            return sent;
+        }
         let unconfirmed = async {
             let queue = to.0;
             let in_vain = || format!("queue {queue:?} has not taken the message for {limit:?}");
@@ -341,7 +352,7 @@ impl Settlement {
         };
         tokio::select! {
             biased;
-            sent = self.publish(to, message) => sent,
+            sent = published => sent,
             words = unconfirmed => Ok(Sent::Unconfirmed(words)),
         }
     }

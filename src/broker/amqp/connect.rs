@@ -58,7 +58,7 @@ pub(super) enum Refusal {
 pub enum RefusalPolicy {
     /// A few attempts: a person waits for the answer.
     Command,
-    /// [`UNCERTAIN`] too, where the words leave a doubt.
+    /// 15 s too, where the words leave a doubt.
     Service,
     /// It has taken another process of ours, or another connection, by the same settings.
     Reached,
