@@ -41,7 +41,7 @@ const RETURNED: Duration = Duration::from_millis(100);
 /// A message over which the broker has closed the connection so often, when sent alone, is refused.
 /// More than once, because a broker in trouble closes connections too.
 const OFFENCES: u32 = 3;
-/// Before such a message is sent again, the first time; twice as long each further time.
+/// Before such a message is sent again the first time; later as often as the square of how often it was.
 const SUSPICION: Duration = Duration::from_millis(500);
 /// Before a message is sent again whose channel could not be opened, or was closed.
 const REOPEN: Duration = Duration::from_millis(100);
