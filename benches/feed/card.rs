@@ -14,7 +14,7 @@ pub const NAME: &str = "card";
 /// Numbers in a vector.
 const WIDTH: usize = 384;
 
-/// See the module.
+/// A device that only keeps time.
 pub struct Card {
     device: String,
     rate: f64,

@@ -11,7 +11,7 @@ use crate::launcher::gpus::Gpus;
 /// How long a scrape waits for the driver.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// See the module. Clones share the last answer.
+/// The last answer of the driver. Clones share it.
 #[derive(Clone, Debug)]
 pub(super) struct Devices {
     last: Arc<Mutex<Gpus>>,

@@ -12,7 +12,7 @@ use crate::protocol::admin::{SlotReport, State};
 use crate::protocol::control::BatchChange;
 use crate::protocol::stats::Standing;
 
-/// See the module.
+/// What is known of every slot, for those who show it.
 #[derive(Debug)]
 pub struct Board {
     /// Held for reading or writing a few values; never across an await.

@@ -16,7 +16,7 @@ const REMEMBERED: usize = 2_000;
 /// Of these, poison ones: only they carry last words.
 const POISON: usize = 200;
 
-/// See the module. Shared by all slots.
+/// The deaths that each task has been part of. Shared by all slots.
 pub(super) struct Register {
     /// Deaths with the task alone that make it poison.
     limit: AtomicU32,

@@ -25,7 +25,7 @@ const OBEYING: Duration = Duration::from_secs(4);
 /// Rounds of a reload through the slots.
 const ROUNDS: u32 = 3;
 
-/// See the module.
+/// All slots of a launcher.
 pub(super) struct Fleet {
     launch: Arc<Launch>,
     policy: watch::Sender<Launcher>,

@@ -19,7 +19,7 @@ const LATELY: Duration = Duration::from_secs(10);
 /// A driver that has said nothing for so long does not answer: it is asked every other second.
 const MUTE: Duration = Duration::from_secs(30);
 
-/// See the module. Shared by all slots.
+/// What the driver said of each device. Shared by all slots.
 #[derive(Default)]
 pub(super) struct Health {
     /// The driver is listened to, or cannot be.

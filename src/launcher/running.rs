@@ -40,7 +40,7 @@ pub(super) enum Refusal {
     Device(Ailment),
 }
 
-/// See the module.
+/// One worker process and how far its end has gone.
 pub(super) struct Running {
     worker: Worker,
     pub(super) sight: Sight,

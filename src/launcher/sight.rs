@@ -43,7 +43,7 @@ impl Accused {
     }
 }
 
-/// See the module.
+/// What is known of one worker process.
 pub(super) struct Sight {
     ready: Option<Instant>,
     death: Death,

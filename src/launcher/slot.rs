@@ -46,7 +46,7 @@ pub(super) enum Then {
     End(SlotEnd),
 }
 
-/// See the module.
+/// One slot and the workers that fill it in turn.
 pub(super) struct Slot {
     pub(super) launch: Arc<Launch>,
     pub(super) assignment: Assignment,

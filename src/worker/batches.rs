@@ -30,7 +30,7 @@ pub(super) struct Submission<C: Codec> {
     pub(super) isolated: bool,
 }
 
-/// See the module.
+/// The inputs that wait for a batch, and how many batches are under way.
 pub(super) struct BatchFormer<C: Codec> {
     pub(super) batcher: Batcher<Item<C>>,
     /// What limits the batches' size, beside the policy.

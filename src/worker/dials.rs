@@ -10,7 +10,7 @@ use crate::batching::Policy;
 use crate::protocol::control::BatchChange;
 use crate::shutdown::{Phase, Stop};
 
-/// See the module. Clones share it.
+/// What is wished of a running worker. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Dials(Arc<Wishes>);
 

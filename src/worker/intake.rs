@@ -52,7 +52,7 @@ struct Living<C: Codec> {
     abort: AbortHandle,
 }
 
-/// See the module.
+/// Takes deliveries from one consumer until it ends.
 pub(super) struct Intake<'a, C: Codec> {
     shared: Arc<Shared<C>>,
     consumer: &'a mut dyn Consumer,

@@ -5,8 +5,8 @@
 //! the launcher. Owns the tasks that wait for a group.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::sync::{Notify, RwLock, RwLockReadGuard, mpsc, oneshot};
@@ -36,7 +36,7 @@ pub(super) fn suspicion(redeliveries: i64, counts: bool, deaths: Option<&Deaths>
     known.into_iter().chain(often).min()
 }
 
-/// See the module.
+/// Admits either tasks that may kill a worker, or all others.
 pub(super) struct Isolation {
     /// Written by a group for as long as it is in, read by each other task while something of it is on a
     /// lane. First come, first served, so that neither side starves.
@@ -144,7 +144,7 @@ impl Isolation {
 }
 
 /// Lets groups in, one after the other.
-async fn usher(isolation: std::sync::Weak<Isolation>, mut queued: mpsc::Receiver<Candidate>) {
+async fn usher(isolation: Weak<Isolation>, mut queued: mpsc::Receiver<Candidate>) {
     let mut waiting = VecDeque::new();
     loop {
         if waiting.is_empty() {

@@ -32,7 +32,7 @@ pub(super) struct Limits {
     pub(super) bytes: u64,
 }
 
-/// See the module.
+/// The number of messages to hold ahead, in force now.
 pub(super) struct Prefetch {
     limits: Limits,
     current: u16,

@@ -110,10 +110,10 @@ impl Accepted {
 impl Queues {
     /// Where the task's reply goes; none: nobody wants it, or it may not go there.
     fn of_reply<'a>(&'a self, task: &'a Task) -> Option<&'a str> {
-        task.reply_to().filter(|queue| !self.is_reserved(queue)).or(match task.reply_to() {
-            Some(_) => None,
+        match task.reply_to() {
+            Some(queue) => Some(queue).filter(|queue| !self.is_reserved(queue)),
             None => self.reply.as_deref(),
-        })
+        }
     }
 
     /// Whether what is put there would come back as a task, or be taken for a dead letter.

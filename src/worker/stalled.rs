@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::oneshot;
 
-/// See the module. Shared by all tasks of a worker; held for a few instructions.
+/// The tasks whose replies wait. Shared by all tasks of a worker; held for a few instructions.
 pub(super) struct Stalled(Mutex<Waiting>);
 
 struct Waiting {

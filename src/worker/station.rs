@@ -31,7 +31,7 @@ use crate::shutdown::Stop;
 /// Longest wait for the broker to hear that we leave.
 const FAREWELL: Duration = Duration::from_secs(5);
 
-/// See the module.
+/// A worker without its link to the broker.
 pub(super) struct Station<C: Codec> {
     pub(super) assignment: Assignment,
     pub(super) policy: Policy,

@@ -56,7 +56,7 @@ pub(super) struct Pass {
     pub(super) tokens: usize,
 }
 
-/// See the module.
+/// One accepted task.
 pub(super) struct Ticket<O> {
     /// What the task is called.
     pub(super) name: TaskName,

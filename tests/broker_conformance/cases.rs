@@ -1,7 +1,7 @@
 //! The promises of `sconce::broker`, as sentences over any rig.
 
 use std::num::NonZeroU16;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use futures_util::future::join_all;
 use sconce::broker::{Delay, Delivery, Event, Published};
@@ -234,8 +234,7 @@ pub async fn an_expired_message_is_never_delivered(rig: &impl Rig) {
     let mut long = text("alive");
     long.properties.expiration = Some("60000".to_owned());
     rig.publish(&queue, long).await;
-    // The broker's own clock decides; there is nothing to await.
-    tokio::time::sleep(Duration::from_millis(200)).await;
+    rig.ready_becomes(&queue, 1).await;
     let mut link = rig.open(&queue, 10).await;
     assert_eq!(bodies(&link.take_many(1).await), ["alive"]);
     link.takes_nothing().await;

@@ -10,8 +10,10 @@ use crate::support::sconce::{Sconce, Settings};
 
 async fn refused(url: String, words: &[&str]) {
     // `broker.give_up_after` is minutes, which no wait here is: a refusal is not tried for so long.
-    for arguments in [&["launch"][..], &["worker"], &["publish", "text"], &["stop"]] {
-        let mut sconce = Sconce::run(&Settings::echo(&url), arguments);
+    let commands = [&["launch"][..], &["worker"], &["publish", "text"], &["stop"]];
+    // All at once: services bear a refusal for 15 s.
+    let runs = commands.map(|arguments| (arguments, Sconce::run(&Settings::echo(&url), arguments)));
+    for (arguments, mut sconce) in runs {
         assert_eq!(sconce.exit_code().await, 78, "{arguments:?}: {}", sconce.log());
         let log = sconce.log();
         for word in words {

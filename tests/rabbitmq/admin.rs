@@ -10,9 +10,10 @@ use serde_json::{Value, json};
 
 use super::messages::busy_with;
 use crate::support::client::{Client, Task};
+use crate::support::processes::lives;
 use crate::support::rabbit::{Conf, Rabbit};
 use crate::support::raw_amqp::{LARGEST_TABLE, nested, publish_to};
-use crate::support::sconce::{OnTerminal, Sconce, Settings, lives};
+use crate::support::sconce::{OnTerminal, Sconce, Settings};
 use crate::support::wait::{bounded, until};
 
 /// The status and body that a path answers with.

@@ -9,8 +9,9 @@ use serde_json::json;
 
 use super::messages::{busy_with, minilm, serve};
 use crate::support::client::{Client, Task};
+use crate::support::processes::lives;
 use crate::support::rabbit::Rabbit;
-use crate::support::sconce::{Sconce, Settings, lives, signal};
+use crate::support::sconce::{Sconce, Settings, signal};
 use crate::support::wait::until;
 
 fn settings() -> Settings {

@@ -5,8 +5,9 @@ use serde_json::json;
 
 use super::messages::{busy_with, serve};
 use crate::support::client::Task;
+use crate::support::processes::lives;
 use crate::support::rabbit::Rabbit;
-use crate::support::sconce::{Sconce, Settings, lives, signal};
+use crate::support::sconce::{Sconce, Settings, signal};
 
 fn settings() -> Settings {
     let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].prefetch", 10);

@@ -6,7 +6,8 @@ use std::os::unix::fs::PermissionsExt as _;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::rig::{Rig, eventually, is_alive, slow_lines};
+use super::processes::lives;
+use super::rig::{Rig, eventually, slow_lines};
 
 /// One line a forward pass, so that a run lasts long enough to be stopped in its middle.
 const ONE_BY_ONE: [&str; 4] = ["--set", "pool[0].batch.max_requests=1", "--set", "pool[0].prefetch=2"];
@@ -21,7 +22,7 @@ fn a_killed_run_resumes_without_computing_a_finished_line_again() {
     run.signal(Signal::SIGKILL);
     assert_eq!(run.wait().code, None);
     eventually("the workers of the killed run are gone", || {
-        workers.iter().all(|pid| !is_alive(*pid)).then_some(())
+        workers.iter().all(|pid| !lives(*pid)).then_some(())
     });
     let before = rig.written();
     let whole = before[..before.rfind('\n').unwrap() + 1].to_owned();
@@ -48,11 +49,11 @@ fn a_stopped_worker_outlives_a_killed_run_by_no_more_than_the_grace() {
     run.signal(Signal::SIGKILL);
     for worker in &workers {
         // Behind the kill: the kernel continues those that are stopped before it.
-        let _ = kill(Pid::from_raw(*worker), Signal::SIGSTOP);
+        let _ = kill(Pid::from_raw(*worker as i32), Signal::SIGSTOP);
     }
     assert_eq!(run.wait().code, None);
     eventually("neither workers nor guard are left", || {
-        workers.iter().chain([&guard]).all(|pid| !is_alive(*pid)).then_some(())
+        workers.iter().chain([&guard]).all(|pid| !lives(*pid)).then_some(())
     });
 }
 
@@ -63,7 +64,7 @@ fn a_killed_worker_is_replaced_and_every_line_is_answered_once() {
     let run = rig.start_echo(&ONE_BY_ONE);
     rig.wait_for_lines(5);
     let victim = run.workers()[0];
-    kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
+    kill(Pid::from_raw(victim as i32), Signal::SIGKILL).unwrap();
     eventually("another worker takes its place", || {
         let workers = run.workers();
         (workers.len() == 2 && !workers.contains(&victim)).then_some(())
@@ -87,7 +88,7 @@ fn a_worker_that_comes_too_late_for_a_sentinel_does_not_keep_the_run_from_its_en
     rig.wait_for_lines(2);
     let victim = run.workers()[0];
     fs::rename(&late, &program).unwrap();
-    kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
+    kill(Pid::from_raw(victim as i32), Signal::SIGKILL).unwrap();
     let ended = run.wait();
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     rig.assert_all_answered(8);
@@ -103,7 +104,7 @@ fn sigterm_drains_and_the_same_command_goes_on() {
     let ended = run.wait();
     assert_eq!(ended.code, Some(84), "{}", ended.stderr);
     assert!(ended.stderr.contains("the same command goes on from there"), "{}", ended.stderr);
-    assert!(workers.iter().all(|pid| !is_alive(*pid)), "a worker outlived its run");
+    assert!(workers.iter().all(|pid| !lives(*pid)), "a worker outlived its run");
     assert!(rig.left_behind().is_empty());
     let (before, done) = (rig.written(), rig.answers().len());
     assert!((5..60).contains(&done), "{done}");
@@ -120,11 +121,11 @@ fn a_second_sigterm_ends_the_run_at_once() {
     // Again and again, because two signals of a kind at once would be one.
     eventually("the run ends", || {
         run.signal(Signal::SIGTERM);
-        (!is_alive(run.pid())).then_some(())
+        (!lives(run.pid())).then_some(())
     });
     let ended = run.wait();
     assert_eq!(ended.code, Some(84), "{}", ended.stderr);
-    assert!(workers.iter().all(|pid| !is_alive(*pid)), "a worker outlived its run");
+    assert!(workers.iter().all(|pid| !lives(*pid)), "a worker outlived its run");
 }
 
 #[test]
@@ -188,6 +189,6 @@ fn no_worker_is_left_when_the_run_is_over() {
     let run = rig.start_echo(&ONE_BY_ONE);
     let workers = eventually("both workers run", || Some(run.workers()).filter(|found| found.len() == 2));
     assert_eq!(run.wait().code, Some(0));
-    assert!(workers.iter().all(|pid| !is_alive(*pid)));
+    assert!(workers.iter().all(|pid| !lives(*pid)));
     assert!(rig.left_behind().is_empty());
 }

@@ -6,5 +6,7 @@ mod interrupted;
 mod lines;
 mod made_by;
 mod poison;
+#[path = "../support/processes.rs"]
+mod processes;
 mod rig;
 mod terminal;

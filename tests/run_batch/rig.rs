@@ -11,6 +11,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
+use super::processes::children;
+
 /// No test waits longer for anything.
 pub const PATIENCE: Duration = Duration::from_secs(90);
 
@@ -171,12 +173,12 @@ pub struct Process {
 }
 
 impl Process {
-    pub fn pid(&self) -> i32 {
-        self.child.id() as i32
+    pub fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     pub fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.pid()), signal).unwrap();
+        kill(Pid::from_raw(self.pid() as i32), signal).unwrap();
     }
 
     pub fn stderr(&self) -> String {
@@ -184,20 +186,13 @@ impl Process {
     }
 
     /// Its worker processes now.
-    pub fn workers(&self) -> Vec<i32> {
-        self.children("worker")
+    pub fn workers(&self) -> Vec<u32> {
+        children(self.pid(), "worker")
     }
 
     /// The process that guards them.
-    pub fn guard(&self) -> Option<i32> {
-        self.children("guard").pop()
-    }
-
-    /// The processes that it started for a command of its own.
-    fn children(&self, command: &str) -> Vec<i32> {
-        let mut children = children_of(self.pid());
-        children.retain(|pid| first_argument_of(*pid).as_deref() == Some(command));
-        children
+    pub fn guard(&self) -> Option<u32> {
+        children(self.pid(), "guard").pop()
     }
 
     /// Waits for its end; kills it and panics when that takes too long.
@@ -214,32 +209,4 @@ impl Drop for Process {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-/// Processes whose parent is `pid`, zombies left out.
-pub fn children_of(pid: i32) -> Vec<i32> {
-    let processes = fs::read_dir("/proc")
-        .unwrap()
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
-    processes.filter(|process| parent_of(*process) == Some(pid)).collect()
-}
-
-/// The first argument of a process.
-fn first_argument_of(pid: i32) -> Option<String> {
-    let arguments = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-    let command = arguments.split(|byte| *byte == 0).nth(1)?;
-    Some(String::from_utf8_lossy(command).into_owned())
-}
-
-/// Whether the process exists and is no zombie.
-pub fn is_alive(pid: i32) -> bool {
-    parent_of(pid).is_some()
-}
-
-fn parent_of(pid: i32) -> Option<i32> {
-    let stat = fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat")).ok()?;
-    // The name, in parentheses, may hold anything.
-    let mut fields = stat[stat.rfind(')')? + 1..].split_whitespace();
-    let state = fields.next()?;
-    if matches!(state, "Z" | "X") { None } else { fields.next()?.parse().ok() }
 }

@@ -15,9 +15,10 @@ use super::ledger::Cause;
 use super::plan::{self, Fault, Strike};
 use super::producers::{Desk, Outgoing, Press, STUCK, now};
 use crate::support::client::Client;
+use crate::support::processes::lives;
 use crate::support::proxy::Proxy;
 use crate::support::rabbit::Rabbit;
-use crate::support::sconce::{lives, signal};
+use crate::support::sconce::signal;
 
 /// Longest time to recover from anything.
 const BOUND: Duration = Duration::from_secs(60);
@@ -44,7 +45,7 @@ pub fn revive(rabbit: &Rabbit) {
 /// After a fault that cuts the broker off, workers may notice as late as this.
 const NOTICED: u64 = 30_000;
 
-/// See the module.
+/// The service under the storm, and what strikes it.
 pub struct Storm {
     pub desk: Arc<Desk>,
     pub fleet: Fleet,

@@ -8,14 +8,15 @@ use std::path::Path;
 
 use nix::sys::signal::Signal;
 
-use crate::support::sconce::{Sconce, Settings, lives};
+use crate::support::processes::lives;
+use crate::support::sconce::{Sconce, Settings};
 
 /// Workers of each launcher.
 pub const WORKERS: usize = 3;
 /// Messages that a worker holds.
 pub const PREFETCH: usize = 16;
 
-/// See the module.
+/// The launchers that run, and how those that have gone ended.
 pub struct Fleet {
     pub launchers: Vec<Launcher>,
     /// How a launcher that has gone ended, and its log.

@@ -16,7 +16,7 @@ const AFTER: u64 = 30_000;
 /// Longest time from a task's publish to its dead letter, for one that a deleted queue may have held.
 const WITH_IT: u64 = 10_000;
 
-/// See the module.
+/// What was published and what came of it.
 #[derive(Default)]
 pub struct Ledger {
     entries: BTreeMap<String, Entry>,

@@ -12,7 +12,7 @@ const NODES: usize = 3;
 /// A node that comes back copies what it missed.
 const REJOIN: Duration = Duration::from_secs(90);
 
-/// See the module.
+/// The nodes of one cluster; they end with it.
 pub struct Cluster {
     pub nodes: Vec<Rabbit>,
 }

@@ -44,7 +44,7 @@ unset RABBITMQ_LOGS; PATH=/usr/lib/rabbitmq/bin:$PATH; exec rabbitmq-server >>"$
 const CTL: &str = r#"unset RABBITMQ_NODE_PORT RABBITMQ_DIST_PORT
 PATH=/usr/lib/rabbitmq/bin:$PATH; exec rabbitmqctl "$@""#;
 
-/// See the module.
+/// Which RabbitMQ a node runs.
 pub enum Engine {
     Installed,
     Image(String),

@@ -9,6 +9,7 @@ pub mod client;
 pub mod cluster;
 pub mod collector;
 pub mod engine;
+pub mod processes;
 pub mod proxy;
 pub mod rabbit;
 pub mod raw_amqp;

@@ -12,6 +12,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use super::processes::children;
 use super::wait::{PATIENCE, until, until_within};
 
 /// What a service logs by default, and when the echo model begins a forward pass that sleeps.
@@ -189,19 +190,12 @@ impl Sconce {
 
     /// The worker processes, oldest first.
     pub fn workers(&self) -> Vec<u32> {
-        self.children("worker")
+        children(self.pid(), "worker")
     }
 
     /// The process that guards the workers.
     pub fn guard(&self) -> Option<u32> {
-        self.children("guard").pop()
-    }
-
-    /// The processes that it started for a command of its own.
-    fn children(&self, command: &str) -> Vec<u32> {
-        let mut children = children_of(self.pid());
-        children.retain(|pid| first_argument_of(*pid).as_deref() == Some(command));
-        children
+        children(self.pid(), "guard").pop()
     }
 
     /// Waits until there are `count` workers, and gives them.
@@ -342,11 +336,6 @@ pub fn signal(pid: u32, signal: Signal) {
     kill(Pid::from_raw(pid as i32), signal).expect("a process");
 }
 
-/// Whether a process lives (a zombie does not).
-pub fn lives(pid: u32) -> bool {
-    parent_of(pid).is_some()
-}
-
 #[expect(unsafe_code, reason = "the child ends with a killed test process; prctl is safe after fork")]
 fn die_with_the_test(command: &mut Command) {
     // SAFETY: one system call that allocates nothing.
@@ -364,29 +353,4 @@ fn follow(pipe: Option<impl Read + Send + 'static>, lines: &Arc<Mutex<Vec<String
             lines.lock().unwrap_or_else(PoisonError::into_inner).push(line);
         }
     });
-}
-
-fn children_of(pid: u32) -> Vec<u32> {
-    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let mut children: Vec<u32> = pids.filter(|child| parent_of(*child) == Some(pid)).collect();
-    children.sort_unstable();
-    children
-}
-
-/// The first argument of a process; none while it is being started, and still looks like its parent.
-fn first_argument_of(pid: u32) -> Option<String> {
-    let arguments = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
-    let command = arguments.split(|byte| *byte == 0).nth(1)?;
-    Some(String::from_utf8_lossy(command).into_owned())
-}
-
-/// The parent of a living process.
-fn parent_of(pid: u32) -> Option<u32> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let mut fields = stat.rsplit_once(") ")?.1.split(' ');
-    if fields.next()? == "Z" {
-        return None;
-    }
-    fields.next()?.parse().ok()
 }

@@ -20,7 +20,7 @@ struct Sent {
     answered: bool,
 }
 
-/// See the module.
+/// The published tasks and the replies of one load.
 #[derive(Debug, Default)]
 pub(super) struct Tally {
     warmup: usize,

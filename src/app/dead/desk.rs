@@ -13,7 +13,7 @@ use crate::config::{Broker, Pool};
 use crate::protocol::letter::Letter;
 use crate::shutdown::Exit;
 
-/// See the module.
+/// A held queue of dead letters, and which of them a command is about.
 pub(super) struct Desk {
     pub(super) look: Look,
     pub(super) pool: Pool,

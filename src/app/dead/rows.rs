@@ -8,7 +8,7 @@ use super::view::{self, Row};
 /// Most rows where nobody says how many are wanted.
 pub(super) const MOST: usize = 10_000;
 
-/// See the module.
+/// The first `most` rows, and the number of all by reason.
 pub(super) struct Rows {
     most: usize,
     /// With what stands in the last column.

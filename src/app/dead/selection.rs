@@ -18,7 +18,7 @@ const OWNERS: usize = 8;
 /// Longest name of one.
 const NAME_BYTES: usize = 100;
 
-/// See the module.
+/// The conditions that a letter must meet, and what has met them so far.
 #[derive(Debug)]
 pub(super) struct Selection {
     ids: Vec<String>,

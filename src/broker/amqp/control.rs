@@ -21,7 +21,7 @@ const ANSWER: Duration = Duration::from_secs(5);
 /// RabbitMQ's name for "here, on this channel".
 const HERE: &str = "amq.rabbitmq.reply-to";
 
-/// See the module.
+/// A connection over which launchers are asked.
 pub struct Switchboard {
     broker: String,
     exchange: String,

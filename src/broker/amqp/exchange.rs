@@ -74,10 +74,7 @@ pub(super) fn pulse(
     connection: Arc<OpenConnection>,
 ) -> BoxFuture<'static, Result<Channel, Error>> {
     Box::pin(async move {
-        let channel = match channel {
-            Some(channel) => channel,
-            None => connection.create_channel().await?,
-        };
+        let Some(channel) = channel else { return confirming_channel(&connection).await };
         channel.confirm_select(ConfirmSelectOptions::default()).await?;
         Ok(channel)
     })

@@ -39,7 +39,7 @@ enum Sender {
     Sending,
 }
 
-/// See the module.
+/// The unsettled deliveries of one channel, and what is known of each.
 #[derive(Debug, Default)]
 pub(super) struct Ledger {
     unsettled: BTreeSet<u64>,

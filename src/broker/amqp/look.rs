@@ -31,7 +31,7 @@ const MOMENT: Duration = Duration::from_millis(20);
 /// others may look too.
 const MARGIN: u64 = 3;
 
-/// See the module.
+/// Messages of one queue, held unacked.
 pub struct Look {
     connector: Connector,
     /// One, and another for each time that its channels were not enough.

@@ -9,7 +9,7 @@ const MOST: u16 = 512;
 /// is larger than all before it a turn holds as many as it was meant to hold of the small.
 const BYTES: usize = 64 << 20;
 
-/// See the module.
+/// How many messages the next turn takes.
 #[derive(Debug)]
 pub(super) struct Pace {
     most: u16,

@@ -26,7 +26,7 @@ const RETURNS: usize = 16;
 /// Acks under way at once, the other half.
 const ACKS: usize = 15;
 
-/// See the module.
+/// The messages that one channel holds for a look.
 pub(super) struct Page {
     channel: Channel,
     ledger: Ledger,

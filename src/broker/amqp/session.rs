@@ -42,7 +42,7 @@ pub enum Subscription {
     },
 }
 
-/// See the module.
+/// An open connection with its channel and its consumer.
 pub(super) struct Session {
     pub(super) connection: OpenConnection,
     pub(super) channel: Channel,

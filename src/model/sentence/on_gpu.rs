@@ -9,7 +9,7 @@ use super::kernels::gpu::cuda::{Planned, pool};
 use super::pooling::{Pooling, normalize};
 use crate::model::device::{Copies, Fetched};
 
-/// See the module.
+/// Runs forward passes on a GPU; keeps the buffers that copy to it and back.
 pub struct OnGpu(Copies);
 
 /// A pass that was given to the device.

@@ -15,7 +15,7 @@ use candle_core::{Device, Result, Storage, Tensor, bail};
 /// Numbers that page-locked memory is made for, at least.
 const LEAST: usize = 1 << 14;
 
-/// See the module.
+/// The streams and the page-locked memory for one GPU's copies.
 pub struct Copies {
     device: CudaDevice,
     inward: Arc<CudaStream>,

@@ -18,7 +18,7 @@ use super::text::{Heads, Text};
 /// Queries of one text that are worked on together.
 const QUERIES: usize = 64;
 
-/// See the module.
+/// One layer's attention weights, laid out for a CPU.
 pub struct Laid {
     /// Queries, scaled by 1/√d, and values behind them: `[hidden, hidden + heads·d_values]`.
     qv: Panels,

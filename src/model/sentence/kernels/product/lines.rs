@@ -7,7 +7,7 @@ const LINE: usize = 64;
 /// Numbers that are skipped at most.
 const SKIPPED: usize = LINE / size_of::<f32>() - 1;
 
-/// See the module. Derefs to the numbers.
+/// A buffer of numbers, aligned to a cache line. Derefs to the numbers.
 #[derive(Default)]
 pub struct Lines {
     /// As many as were ever wanted, and those that may have to be skipped.
