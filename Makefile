@@ -6,7 +6,7 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build cuda gpu-check models demo test test-rabbitmq-4 check-deploy soak bench bench-parts feed fuzz lint fmt image
+.PHONY: help build cuda gpu-check models demo test test-rabbitmq-4 check-deploy soak bench bench-parts fuzz lint fmt image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -48,11 +48,6 @@ bench: ## Celery, sentence-transformers, ONNX Runtime and us: make bench ROUNDS=
 # One thread, as a worker on its core has.
 bench-parts: models ## kernels, forward pass, codec and batcher alone, by criterion
 	RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 $(CARGO) bench --locked
-
-feed: models ## what one worker can feed to a card: make feed THREADS=4 RATE=40000 QUEUES=embedded
-	scripts/setup-tests
-	$(CARGO) build --release --locked --example feed
-	target/release/examples/feed
 
 lint: ## formatting, clippy, documentation; warnings are errors
 	$(CARGO) fmt --check

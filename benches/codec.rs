@@ -4,8 +4,8 @@
 use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use sconce::model::sentence::{SentenceCodec, SentenceEncoder};
-use sconce::model::{Codec as _, Dtype, LoadSpec, Model as _};
+use sconce::model::sentence::{self, SentenceProcessor};
+use sconce::model::{Device, LoadSpec, Processor as _};
 use sconce::protocol::Message;
 use serde_json::{Value, json};
 
@@ -15,56 +15,51 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 /// Numbers in a vector.
 const WIDTH: usize = 384;
 
-fn codec() -> SentenceCodec {
-    let model = SentenceEncoder::load(&LoadSpec {
-        source: concat!(env!("CARGO_MANIFEST_DIR"), "/models/all-MiniLM-L6-v2").into(),
-        served_names: Vec::new(),
-        device: "cpu".into(),
-        max_inputs: 1_000,
-        dtype: Dtype::F32,
-    });
-    model.expect("the real weights: make models").1
+fn processor() -> SentenceProcessor {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/models/all-MiniLM-L6-v2");
+    let spec = LoadSpec::new(folder);
+    sentence::load(&spec, &Device::Cpu).expect("the real weights: make models").0
 }
 
 fn message(body: &Value) -> Message {
     Message { body: body.to_string().into(), ..Message::default() }
 }
 
-fn prepare(criterion: &mut Criterion) {
-    let codec = codec();
-    let mut group = criterion.benchmark_group("prepare");
+fn preprocess(criterion: &mut Criterion) {
+    let processor = processor();
+    let mut group = criterion.benchmark_group("preprocess");
     for words in [2, 33, 254] {
         let text = "the tide carries a message to the queue ".split_inclusive(' ').cycle().take(words);
         let task = message(&json!({ "input": text.collect::<String>() }));
         group.throughput(Throughput::Elements(1));
         group.bench_function(BenchmarkId::new("text", words), |bencher| {
-            bencher.iter(|| codec.prepare(black_box(&task)).expect("a task"));
+            bencher.iter(|| processor.preprocess(black_box(&task)).expect("a task"));
         });
     }
     let task = message(&json!({ "input": vec![2_000; 33] }));
     group.bench_function("ids/33", |bencher| {
-        bencher.iter(|| codec.prepare(black_box(&task)).expect("a task"));
+        bencher.iter(|| processor.preprocess(black_box(&task)).expect("a task"));
     });
     group.finish();
 }
 
-fn respond(criterion: &mut Criterion) {
-    let codec = codec();
+fn finish(criterion: &mut Criterion) {
+    let processor = processor();
     // Digits as long as those of a real vector.
     let vector: Vec<f32> = (0..WIDTH).map(|index| (index as f32 * 0.731).sin() * 0.051).collect();
-    let mut group = criterion.benchmark_group("respond");
+    let mut group = criterion.benchmark_group("finish");
     group.throughput(Throughput::Elements(1));
     for encoding in ["float", "base64"] {
         let task = message(&json!({ "input": "a", "encoding_format": encoding }));
-        let request = codec.prepare(&task).expect("a task").request;
+        let (context, _) = processor.preprocess(&task).expect("a task");
         group.bench_function(encoding, |bencher| {
-            let setup = || (request.clone(), vec![vector.clone()]);
-            let routine = |(request, vectors)| codec.respond(request, vectors).expect("a body");
+            let setup = || (context.clone(), vec![vector.clone()]);
+            let routine = |(context, vectors)| processor.finish(context, vectors).expect("a body");
             bencher.iter_batched(setup, routine, BatchSize::SmallInput);
         });
     }
     group.finish();
 }
 
-criterion_group!(benches, prepare, respond);
+criterion_group!(benches, preprocess, finish);
 criterion_main!(benches);

@@ -3,67 +3,70 @@
 //!     cargo run --example custom_model -- launch --set 'pool[0].model=letters'
 //!     cargo run --example custom_model -- publish --wait abba
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use sconce::app::{self, Registry};
-use sconce::model::{Codec, Costed, ForwardError, LoadError, LoadSpec, Model, Prepared, Step, Steps};
-use sconce::protocol::{Message, TaskError, TaskErrorKind};
+use sconce::model::{
+    Body, Device, Forward, ForwardError, LoadError, LoadSpec, Message, Preprocessed, Processor, Route,
+    SizedInput, TaskError, TaskErrorKind,
+};
 use serde_json::{Value, json};
 
 /// The weights: one row a byte, one column a letter.
 struct Letters(Tensor);
 
-struct LettersCodec;
+struct LettersProcessor;
 
-impl Codec for LettersCodec {
-    type Request = ();
+impl Processor for LettersProcessor {
+    type Context = ();
     type Input = Vec<u32>;
+    type Piece = ();
     type Output = Vec<f32>;
 
-    fn endpoint(&self) -> &'static str {
-        "/v1/letters"
+    fn routes(&self) -> &[Route] {
+        &[const { Route::json("/v1/letters") }]
     }
 
-    fn prepare(&self, message: &Message) -> Result<Prepared<Self>, TaskError> {
+    fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let body: Value = serde_json::from_slice(&message.body)
             .map_err(|error| TaskError::new(TaskErrorKind::Undecodable, error.to_string()))?;
         let text = body["input"].as_str().filter(|text| !text.is_empty());
         let text = text.ok_or_else(|| TaskError::bad_input("input", "input must be a text, not empty"))?;
         let input: Vec<u32> = text.bytes().map(u32::from).collect();
-        Ok(Prepared { request: (), inputs: vec![Costed { tokens: input.len(), input }] })
+        let tokens = input.len();
+        Ok(((), vec![SizedInput::new(input, tokens)]))
     }
 
-    fn respond(&self, (): (), counts: Vec<Vec<f32>>) -> Result<Vec<u8>, TaskError> {
-        Ok(json!({"object": "letters", "counts": counts}).to_string().into_bytes())
+    fn finish(&self, (): (), counts: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+        Ok(Body::json(json!({"object": "letters", "counts": counts}).to_string()))
     }
 }
 
-impl Model for Letters {
-    type Codec = LettersCodec;
+impl Forward for Letters {
+    type Input = Vec<u32>;
+    type Output = Vec<f32>;
+    type Pending = Vec<Vec<f32>>;
 
-    fn load(_: &LoadSpec) -> Result<(Self, LettersCodec), LoadError> {
-        let row = |byte: u8| (b'a'..=b'z').map(move |letter| f32::from(letter == byte));
-        let weights =
-            Tensor::from_iter((0..=255).flat_map(row), &Device::Cpu).and_then(|it| it.reshape((256, 26)));
-        let failed =
-            |error: candle_core::Error| LoadError::Device { device: "cpu".into(), reason: error.to_string() };
-        Ok((Self(weights.map_err(failed)?), LettersCodec))
-    }
-
-    fn device(&self) -> String {
-        "cpu".into()
-    }
-
-    fn forward(&mut self, inputs: &[&Vec<u32>]) -> Result<Steps<Self>, ForwardError> {
+    fn submit(&mut self, texts: &[&Vec<u32>]) -> Result<Vec<Vec<f32>>, ForwardError> {
         let count = |text: &Vec<u32>| {
             let rows = Tensor::new(text.as_slice(), self.0.device())?;
             self.0.index_select(&rows, 0)?.sum(0)?.to_dtype(DType::F32)?.to_vec1::<f32>()
         };
-        let counted: Result<Vec<_>, candle_core::Error> = inputs.iter().map(|text| count(text)).collect();
-        let counted = counted.map_err(|error| ForwardError::Failed(error.to_string()))?;
-        Ok(counted.into_iter().map(|counts| Ok(Step::Done(counts))).collect())
+        let counted: candle_core::Result<_> = texts.iter().map(|text| count(text)).collect();
+        counted.map_err(|error| ForwardError::from(&error))
+    }
+
+    fn wait(&mut self, counts: Vec<Vec<f32>>) -> Result<Vec<Result<Vec<f32>, TaskError>>, ForwardError> {
+        Ok(counts.into_iter().map(Ok).collect())
     }
 }
 
+fn load(spec: &LoadSpec, device: &Device) -> Result<(LettersProcessor, Letters), LoadError> {
+    let row = |byte: u8| (b'a'..=b'z').map(move |letter| f32::from(letter == byte));
+    let weights = Tensor::from_iter((0..=255).flat_map(row), device).and_then(|it| it.reshape((256, 26)));
+    let weights = weights.map_err(|error| spec.failed(error))?;
+    Ok((LettersProcessor, Letters(weights)))
+}
+
 fn main() -> std::process::ExitCode {
-    app::main(&Registry::default().with::<Letters>("letters"))
+    app::main(&Registry::default().with_forward("letters", load))
 }

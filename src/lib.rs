@@ -63,6 +63,7 @@ pub mod batching;
 pub mod broker;
 pub mod cli;
 pub mod config;
+pub mod engine;
 pub mod launcher;
 pub mod model;
 pub mod protocol;

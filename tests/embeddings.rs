@@ -3,14 +3,14 @@
 
 use std::path::{Path, PathBuf};
 
-use sconce::model::sentence::{Sentence, SentenceCodec, SentenceEncoder};
-use sconce::model::{Codec, Dtype, LoadError, LoadSpec, Model, Prepared, Step};
+use sconce::model::sentence::{self, Sentence, SentenceEncoder, SentenceProcessor};
+use sconce::model::{Device, Dtype, Forward, LoadError, LoadSpec, Preprocessed, Processor};
 use sconce::protocol::{Message, TaskError, TaskErrorKind};
 use serde_json::{Value, json};
 
 const TOLERANCE: f64 = 1e-5;
 
-type Loaded = (SentenceEncoder, SentenceCodec);
+type Loaded = (SentenceProcessor, SentenceEncoder);
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -21,13 +21,10 @@ fn fixture(name: &str) -> PathBuf {
 }
 
 fn try_load(folder: &Path, dtype: Dtype) -> Result<Loaded, LoadError> {
-    SentenceEncoder::load(&LoadSpec {
-        source: folder.to_str().expect("a path in UTF-8").to_owned(),
-        served_names: vec!["text-embedding-3-small".into()],
-        device: "cpu".into(),
-        max_inputs: 64,
-        dtype,
-    })
+    let served_names = vec!["text-embedding-3-small".into()];
+    let source = folder.to_str().expect("a path in UTF-8");
+    let spec = LoadSpec { served_names, max_inputs: 64, dtype, ..LoadSpec::new(source) };
+    sentence::load(&spec, &Device::Cpu)
 }
 
 fn load(folder: &Path) -> Loaded {
@@ -44,29 +41,28 @@ fn minilm_folder() -> PathBuf {
     folder
 }
 
-fn prepare(codec: &SentenceCodec, body: &Value) -> Result<Prepared<SentenceCodec>, TaskError> {
-    codec.prepare(&Message { body: body.to_string().into(), ..Message::default() })
+fn preprocess(
+    processor: &SentenceProcessor,
+    body: &Value,
+) -> Result<Preprocessed<SentenceProcessor>, TaskError> {
+    processor.preprocess(&Message { body: body.to_string().into(), ..Message::default() })
 }
 
 fn compute(model: &mut SentenceEncoder, inputs: &[&Sentence]) -> Vec<Vec<f32>> {
-    let steps = model.forward(inputs).unwrap_or_else(|error| panic!("{error}"));
-    let outputs = steps.into_iter().map(|step| match step {
-        Ok(Step::Done(vector)) => vector,
-        other => panic!("{other:?}"),
-    });
-    outputs.collect()
+    let outputs = model.forward(inputs).unwrap_or_else(|error| panic!("{error}"));
+    outputs.into_iter().map(|output| output.unwrap_or_else(|error| panic!("{error}"))).collect()
 }
 
-fn answer((model, codec): &mut Loaded, body: &Value) -> Value {
-    let prepared = prepare(codec, body).unwrap_or_else(|error| panic!("{body}: {error}"));
-    let inputs: Vec<&Sentence> = prepared.inputs.iter().map(|costed| &costed.input).collect();
+fn answer((processor, model): &mut Loaded, body: &Value) -> Value {
+    let (context, inputs) = preprocess(processor, body).unwrap_or_else(|error| panic!("{body}: {error}"));
+    let inputs: Vec<&Sentence> = inputs.iter().map(|sized| &sized.input).collect();
     let outputs = compute(model, &inputs);
-    let body = codec.respond(prepared.request, outputs).expect("finite numbers");
-    serde_json::from_slice(&body).expect("JSON")
+    let body = processor.finish(context, outputs).expect("finite numbers");
+    serde_json::from_slice(&body.bytes).expect("JSON")
 }
 
-fn refusal((_, codec): &Loaded, body: &Value) -> TaskError {
-    prepare(codec, body).err().unwrap_or_else(|| panic!("{body} was accepted"))
+fn refusal((processor, _): &Loaded, body: &Value) -> TaskError {
+    preprocess(processor, body).err().unwrap_or_else(|| panic!("{body} was accepted"))
 }
 
 fn vector(answer: &Value, index: usize) -> Vec<f64> {
@@ -142,7 +138,7 @@ fn a_result_does_not_depend_on_its_batch_mates() {
 }
 
 fn mates_change_nothing(folder: &Path, dtype: Dtype, tolerance: f64) {
-    let (mut model, codec) = try_load(folder, dtype).unwrap_or_else(|error| panic!("{error}"));
+    let (processor, mut model) = try_load(folder, dtype).unwrap_or_else(|error| panic!("{error}"));
     let mut state = 7u32;
     let mut next = |below: u32| {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -151,8 +147,8 @@ fn mates_change_nothing(folder: &Path, dtype: Dtype, tolerance: f64) {
     for _ in 0..40 {
         let texts: Vec<Vec<u32>> =
             (0..=next(12)).map(|_| (0..=next(29)).map(|_| 5 + next(290)).collect()).collect();
-        let prepared = prepare(&codec, &json!({ "input": texts })).expect("good ids");
-        let inputs: Vec<&Sentence> = prepared.inputs.iter().map(|costed| &costed.input).collect();
+        let (_, inputs) = preprocess(&processor, &json!({ "input": texts })).expect("good ids");
+        let inputs: Vec<&Sentence> = inputs.iter().map(|sized| &sized.input).collect();
         let together = compute(&mut model, &inputs);
         for (input, together) in inputs.iter().zip(together) {
             let alone = compute(&mut model, &[*input]).remove(0);
@@ -168,7 +164,7 @@ fn token_ids_give_what_their_text_gives_with_or_without_special_tokens() {
     let text = answer(&mut model, &json!({"input": "hello world"}));
     for ids in [json!([7592, 2088]), json!([101, 7592, 2088, 102])] {
         let body = json!({ "input": ids });
-        assert_eq!(prepare(&model.1, &body).expect("good ids").inputs[0].tokens, 4);
+        assert_eq!(preprocess(&model.0, &body).expect("good ids").1[0].tokens, 4);
         let by_ids = answer(&mut model, &body);
         assert_close(&vector(&by_ids, 0), &vector(&text, 0), 1e-7, "ids");
         assert_eq!(by_ids["usage"], json!({"prompt_tokens": 4, "total_tokens": 4}));
@@ -223,7 +219,7 @@ fn ids_that_cannot_be_computed_are_refused_by_name() {
         let error = refusal(&model, &json!({ "input": input }));
         assert_eq!((error.kind, &*error.message), (TaskErrorKind::BadInput, message));
     }
-    assert!(prepare(&model.1, &json!({"input": vec![5; 254]})).is_ok());
+    assert!(preprocess(&model.0, &json!({"input": vec![5; 254]})).is_ok());
 }
 
 #[test]

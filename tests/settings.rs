@@ -65,6 +65,8 @@ fn default_pool() -> Pool {
             max_delay: Duration::from_millis(2),
             timeout: Duration::from_secs(300),
         },
+        task: None,
+        options: Default::default(),
         retry: Retry { max_attempts: 3, delay: Duration::from_secs(1), delay_max: Duration::from_secs(60) },
     }
 }

@@ -68,7 +68,7 @@ async fn reply(channel: &Channel, task: &Delivery) -> anyhow::Result<PublisherCo
     let mut headers = FieldTable::default();
     headers.insert("status".into(), AMQPValue::LongString("succeeded".into()));
     headers.insert("status_code".into(), AMQPValue::LongInt(200));
-    headers.insert("compute_ms".into(), AMQPValue::Double(0.0));
+    headers.insert("compute_us".into(), AMQPValue::LongLongInt(0));
     let mut properties = BasicProperties::default()
         .with_content_type("application/json".into())
         .with_type("reply".into())

@@ -15,8 +15,8 @@ use anyhow::{Context as _, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
 use sconce::batching::{self, Batcher, Policy};
 use sconce::config::{self, Assignment};
-use sconce::model::sentence::{Sentence, SentenceCodec, SentenceEncoder};
-use sconce::model::{Codec as _, Costed, Dtype, LoadSpec, Model as _};
+use sconce::model::sentence::{self, Sentence, SentenceEncoder, SentenceProcessor};
+use sconce::model::{Forward as _, LoadSpec, Processor as _, SizedInput};
 use sconce::protocol::Message;
 use serde_json::json;
 
@@ -36,19 +36,14 @@ fn main() -> anyhow::Result<()> {
     let seconds = Duration::from_secs_f64(seconds.parse().context("SECONDS")?);
     let texts = read(Path::new(texts))?;
     let policy = policy()?;
-    let (mut model, codec) = SentenceEncoder::load(&LoadSpec {
-        source: model.clone(),
-        served_names: Vec::new(),
-        device: "cpu".into(),
-        max_inputs: 1,
-        dtype: Dtype::F32,
-    })?;
+    let spec = LoadSpec::new(model.as_str());
+    let (processor, mut model) = sentence::load(&spec, &Device::Cpu)?;
     // Touches weights and buffers once.
-    embed(&mut model, &codec, &texts, policy, Duration::from_millis(500))?;
+    embed(&mut model, &processor, &texts, policy, Duration::from_millis(500))?;
     say(&json!({ "ready": true }))?;
     for line in stdin().lock().lines() {
         line?;
-        let done = embed(&mut model, &codec, &texts, policy, seconds)?;
+        let done = embed(&mut model, &processor, &texts, policy, seconds)?;
         let products = products(Duration::from_secs(1))?;
         let rate = |count: usize, seconds: Duration| count as f64 / seconds.as_secs_f64();
         say(&json!({
@@ -113,7 +108,7 @@ struct Done {
 /// Embeds the texts over and over for so long; ends with a whole batch.
 fn embed(
     model: &mut SentenceEncoder,
-    codec: &SentenceCodec,
+    processor: &SentenceProcessor,
     texts: &[Message],
     policy: Policy,
     limit: Duration,
@@ -124,16 +119,16 @@ fn embed(
     let start = Instant::now();
     for text in texts.iter().cycle() {
         let begun = Instant::now();
-        let prepared = codec.prepare(text).map_err(|error| anyhow!("{error}"))?;
-        for Costed { input, tokens } in prepared.inputs {
+        let (_, inputs) = processor.preprocess(text).map_err(|error| anyhow!("{error}"))?;
+        for SizedInput { input, tokens, .. } in inputs {
             batcher.push(input, tokens, begun);
         }
         done.preparing += begun.elapsed();
         let Some(batch) = batcher.take(begun, batching::Device::Busy, true) else { continue };
         let begun = Instant::now();
         let inputs: Vec<&Sentence> = batch.inputs.iter().collect();
-        for step in model.forward(&inputs)? {
-            step.map_err(|error| anyhow!("{error}"))?;
+        for output in model.forward(&inputs)? {
+            output.map_err(|error| anyhow!("{error}"))?;
         }
         done.computing += begun.elapsed();
         done.texts += inputs.len();

@@ -6,34 +6,32 @@ use std::sync::LazyLock;
 use std::time::{Duration, SystemTime};
 
 use libfuzzer_sys::fuzz_target;
-use sconce::model::echo::{ECHO_WITH_FAULTS, Echo, EchoCodec};
-use sconce::model::sentence::{SentenceCodec, SentenceEncoder};
-use sconce::model::{Codec, Dtype, LoadSpec, Model};
+use sconce::model::echo::{self, ECHO_WITH_FAULTS, EchoProcessor};
+use sconce::model::script::{self, SCRIPT, ScriptProcessor};
+use sconce::model::sentence::{self, SentenceProcessor};
+use sconce::model::{Device, LoadSpec, Processor};
 use sconce::protocol::dead_letter::{Cause, Reason, dead_letter, without_foreign_headers};
 use sconce::protocol::embeddings::{EmbeddingRequest, Text};
 use sconce::protocol::letter::{Letter, restored};
-use sconce::protocol::reply::reply;
+use sconce::protocol::reply::{Body, reply};
 use sconce::protocol::{
-    Incoming, Message, Receipt, Signature, Task, TaskErrorKind, Value, classify,
+    Incoming, Message, Signature, Task, TaskErrorKind, Timings, Value, classify,
 };
 use sconce_fuzz::{check_error, message, written};
 
 const MOST: usize = 4;
 
-static ECHOES: LazyLock<EchoCodec> = LazyLock::new(|| load::<Echo>(ECHO_WITH_FAULTS));
-static SENTENCES: LazyLock<SentenceCodec> = LazyLock::new(|| {
-    load::<SentenceEncoder>(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny-bert-cls"))
+static ECHOES: LazyLock<EchoProcessor> =
+    LazyLock::new(|| echo::load(&spec(ECHO_WITH_FAULTS), &Device::Cpu).expect("echoes").0);
+static SCRIPTS: LazyLock<ScriptProcessor> =
+    LazyLock::new(|| script::load(&spec(SCRIPT), &Device::Cpu).expect("scripts").0);
+static SENTENCES: LazyLock<SentenceProcessor> = LazyLock::new(|| {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny-bert-cls");
+    sentence::load(&spec(folder), &Device::Cpu).expect("a model of the tests").0
 });
 
-fn load<M: Model>(source: &str) -> M::Codec {
-    let spec = LoadSpec {
-        source: source.into(),
-        served_names: vec![],
-        device: "cpu".into(),
-        max_inputs: MOST,
-        dtype: Dtype::F32,
-    };
-    M::load(&spec).expect("a model of the tests").1
+fn spec(source: &str) -> LoadSpec {
+    LoadSpec { max_inputs: MOST, ..LoadSpec::new(source) }
 }
 
 fuzz_target!(|data: &[u8]| {
@@ -47,8 +45,9 @@ fuzz_target!(|data: &[u8]| {
     check_dead_letter(&task);
     check_reply(&task);
     check_embeddings(&message.body);
-    check_codec(&*ECHOES, &message);
-    check_codec(&*SENTENCES, &message);
+    check_processor(&*ECHOES, &message);
+    check_processor(&*SCRIPTS, &message);
+    check_processor(&*SENTENCES, &message);
 });
 
 fn check_properties(task: &Task, now: SystemTime) {
@@ -60,7 +59,7 @@ fn check_properties(task: &Task, now: SystemTime) {
         assert_eq!(kind, kind.to_ascii_lowercase());
         assert!(!kind.is_empty() && !kind.contains(';'));
     }
-    assert!(task.queued_ms(now) >= 0);
+    assert!(task.queued(now) >= Duration::ZERO);
     assert_eq!(task.fingerprint().len(), 16);
     assert_eq!(task.fingerprint(), task.clone().fingerprint());
 }
@@ -117,7 +116,7 @@ fn check_restored(letter: Message, task: &Task) {
 
 fn check_reply(task: &Task) {
     let signature = Signature { worker: "w".into(), device: "cpu".into(), model: "m".into() };
-    let reply = reply(task, Ok(b"{}".to_vec()), &Receipt::default(), &signature, 1);
+    let reply = reply(task, Ok(Body::json("{}")), &Timings::default(), &signature, 1);
     assert_eq!(reply.properties.correlation_id, task.message.properties.correlation_id);
     assert_eq!(reply.properties.kind.as_deref(), Some("reply"));
     assert!(reply.properties.headers.len() <= 15);
@@ -155,11 +154,11 @@ fn check_embeddings(body: &[u8]) {
     }
 }
 
-fn check_codec<C: Codec>(codec: &C, message: &Message) {
-    match codec.prepare(message) {
-        Ok(prepared) => {
-            assert!((1..=MOST).contains(&prepared.inputs.len()));
-            assert!(prepared.inputs.iter().all(|input| (1..=512).contains(&input.tokens)));
+fn check_processor<P: Processor>(processor: &P, message: &Message) {
+    match processor.preprocess(message) {
+        Ok((_, inputs)) => {
+            assert!((1..=MOST).contains(&inputs.len()));
+            assert!(inputs.iter().all(|input| (1..=1_000_000).contains(&input.tokens)));
         }
         Err(error) => {
             check_error(&error);

@@ -19,7 +19,7 @@ pub(super) fn run(arguments: &Devices, registry: &Registry) -> anyhow::Result<Ex
     let planned = registry.plan(&settings, &host);
     let mut out = std::io::stdout().lock();
     if arguments.json {
-        let slots: Vec<_> = planned.iter().flatten().map(slot_json).collect();
+        let slots: Vec<_> = planned.iter().flatten().map(|slot| slot_json(slot, registry)).collect();
         let error = planned.as_ref().err().map(ToString::to_string);
         let report = json!({
             "host": host.name, "cores": host.cores, "nvidia": host.gpus, "slots": slots, "error": error
@@ -29,16 +29,22 @@ pub(super) fn run(arguments: &Devices, registry: &Registry) -> anyhow::Result<Ex
         devices(&mut out, &host)?;
         for slot in planned.iter().flatten() {
             let Assignment { slot, device, threads, pool, .. } = slot;
-            writeln!(out, "{slot:<16} {device:<42} {}, {threads} threads", pool.model)?;
+            let served =
+                registry.describe(pool).ok().flatten().map_or_else(String::new, |it| format!(": {it}"));
+            writeln!(out, "{slot:<16} {device:<42} {}{served}, {threads} threads", pool.model)?;
         }
     }
     planned?;
     Ok(Exit::Done)
 }
 
-fn slot_json(slot: &Assignment) -> serde_json::Value {
+fn slot_json(slot: &Assignment, registry: &Registry) -> serde_json::Value {
     let Assignment { slot, device, threads, pool, .. } = slot;
-    json!({"slot": slot, "device": device, "threads": threads, "model": pool.model, "pool": pool.name})
+    let served = registry.describe(pool).ok().flatten();
+    json!({
+        "slot": slot, "device": device, "threads": threads, "model": pool.model, "pool": pool.name,
+        "served": served
+    })
 }
 
 fn devices(out: &mut impl Write, host: &Host) -> anyhow::Result<()> {

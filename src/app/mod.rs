@@ -103,7 +103,7 @@ fn run(registry: &Registry) -> Exit {
         Command::Top(arguments) => top::run(&arguments),
         Command::Healthcheck(arguments) => healthcheck::run(&arguments),
         Command::RunBatch(arguments) => run_batch::run(&arguments, registry),
-        Command::CheckConfig(arguments) => check_config::run(&arguments),
+        Command::CheckConfig(arguments) => check_config::run(&arguments, registry),
         Command::Devices(arguments) => devices::run(&arguments, registry),
     };
     ended.unwrap_or_else(|error| {

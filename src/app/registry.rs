@@ -1,77 +1,107 @@
-//! Which code serves a pool's `model` setting: `echo`, what a user registered, else a sentence
-//! encoder. Monomorphises the worker for each model type; from here on it is a plain function.
+//! Which code serves a pool's `model` setting: what a user registered under its name, else what the model's
+//! files name (`model::registry`). From here on a model type is a [`Starter`].
 
 use std::collections::BTreeMap;
 
-use futures_util::future::BoxFuture;
+use anyhow::Context as _;
 
-use super::{bench_device, link};
-use crate::config::{Assignment, Settings};
+use crate::config::{Assignment, Pool, Settings};
+use crate::engine::{Starter, continuous, oneshot};
 use crate::launcher::{Host, LaunchError, Needs, fit, plan};
-use crate::model::echo::Echo;
-use crate::model::sentence::{self, SentenceEncoder};
-use crate::model::{Footprint, LoadError, LoadSpec, Model};
-use crate::shutdown::Stop;
-use crate::worker::{self, Control, Ended, WorkerError, load_spec};
-
-/// Runs a worker of one model type.
-pub(super) type Runner =
-    for<'a> fn(&'a Assignment, Stop, &'a Control) -> BoxFuture<'a, Result<Ended, WorkerError>>;
-
-/// What a worker of one model type takes of its device.
-type Estimate = fn(&LoadSpec, usize) -> Option<Footprint>;
+use crate::model::registry::{Task, served, served_here};
+use crate::model::{
+    Device, Footprint, Forward, Generate, LoadError, LoadSpec, Processor, echo, script, sentence,
+};
+use crate::shutdown::Exit;
+use crate::worker::load_spec;
 
 /// The models that this program serves.
 pub struct Registry {
-    named: BTreeMap<String, Served>,
-}
-
-/// One model type.
-#[derive(Clone, Copy)]
-struct Served {
-    run: Runner,
-    footprint: Estimate,
-    measure: bench_device::Measure,
-}
-
-impl Served {
-    fn of<M: Model>() -> Self {
-        Self { run: run::<M>, footprint: M::footprint, measure: bench_device::measure::<M> }
-    }
+    named: BTreeMap<String, Starter>,
 }
 
 impl Default for Registry {
     /// The built-in models.
     fn default() -> Self {
-        Self { named: BTreeMap::new() }.with::<Echo>("echo")
+        Self { named: BTreeMap::new() }
+            .with_forward(echo::ECHO, echo::load)
+            .with_generate(script::SCRIPT, script::load)
     }
 }
 
 impl Registry {
-    /// Adds a model of your own: it serves pools whose `model` is `name`, `name:…` or `name?…`; the
-    /// whole setting reaches [`Model::load`] as `LoadSpec::source`.
+    /// Adds a model of your own that answers in one pass: it serves pools whose `model` is `name`, `name:…`
+    /// or `name?…`. `load` is called in each worker, on the thread that will run the model, with the device
+    /// that was opened for it; the whole setting is in [`LoadSpec::source`].
     #[must_use]
-    pub fn with<M: Model>(mut self, name: &str) -> Self {
-        self.named.insert(name.to_owned(), Served::of::<M>());
+    pub fn with_forward<R, F>(
+        mut self,
+        name: &str,
+        load: impl Fn(&LoadSpec, &Device) -> Result<(R, F), LoadError> + Send + Sync + 'static,
+    ) -> Self
+    where
+        R: Processor,
+        F: Forward<Input = R::Input, Output = R::Output>,
+    {
+        self.named.insert(name.to_owned(), oneshot(load));
         self
     }
 
-    /// Who serves `model`.
-    pub(super) fn runner(&self, model: &str) -> Runner {
-        self.served(model).run
+    /// The same for a model whose sequences take many steps.
+    #[must_use]
+    pub fn with_generate<R, G>(
+        mut self,
+        name: &str,
+        load: impl Fn(&LoadSpec, &Device) -> Result<(R, G), LoadError> + Send + Sync + 'static,
+    ) -> Self
+    where
+        R: Processor,
+        G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>,
+    {
+        self.named.insert(name.to_owned(), continuous(load));
+        self
     }
 
-    /// What measures `model` on a device, without a queue.
-    pub(super) fn measure(&self, model: &str) -> bench_device::Measure {
-        self.served(model).measure
+    /// Who serves the model of a pool. Models that nothing serves are refused when they are loaded.
+    pub(super) fn starter(&self, pool: &Pool) -> Starter {
+        let task = pool.task.clone();
+        self.registered(&pool.model).cloned().unwrap_or_else(|| {
+            oneshot(move |spec, device| match served(&spec.source, task.as_deref())?.task {
+                Task::Embed => sentence::load(spec, device),
+            })
+        })
     }
 
-    /// The slots that settings mean on a host, if they fit it.
-    pub(super) fn plan(&self, settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchError> {
+    /// What serves the model of a pool, in words; none where its files are not on this host.
+    ///
+    /// # Errors
+    /// Nothing serves it.
+    pub(super) fn describe(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
+        if self.registered(&pool.model).is_some() {
+            return Ok(Some("registered".to_owned()));
+        }
+        Ok(served_here(&pool.model, pool.task.as_deref())?.map(|served| served.to_string()))
+    }
+
+    /// The slots that settings mean on a host, if they fit it and their models are served.
+    ///
+    /// # Errors
+    /// What the operator must change.
+    pub(super) fn plan(&self, settings: &Settings, host: &Host) -> anyhow::Result<Vec<Assignment>> {
         let slots = plan(settings, host)?;
+        for pool in &settings.pools {
+            // What else is wrong with its files may pass, and is the worker's to say.
+            if let Err(error @ LoadError::Unsupported { .. }) = self.describe(pool) {
+                return Err(error)
+                    .with_context(|| format!("pool {:?}", pool.name))
+                    .context(Exit::ModelFailed);
+            }
+        }
         fit(&slots, &host.gpus, |slot| {
-            let estimate = self.served(&slot.pool.model).footprint;
-            let Footprint { weights, working } = estimate(&load_spec(slot), slot.max_tokens())?;
+            if self.registered(&slot.pool.model).is_some() {
+                return None;
+            }
+            let Footprint { weights, working } = sentence::footprint(&load_spec(slot), slot.max_tokens())?;
             Some(Needs { weights, working })
         })?;
         Ok(slots)
@@ -88,20 +118,8 @@ impl Registry {
         if self.registered(model).is_some() { Ok(None) } else { sentence::digest(model).map(Some) }
     }
 
-    fn served(&self, model: &str) -> Served {
-        self.registered(model).unwrap_or_else(Served::of::<SentenceEncoder>)
-    }
-
-    fn registered(&self, model: &str) -> Option<Served> {
+    fn registered(&self, model: &str) -> Option<&Starter> {
         let name = model.split([':', '?']).next().unwrap_or(model);
-        self.named.get(name).copied()
+        self.named.get(name)
     }
-}
-
-fn run<'a, M: Model>(
-    assignment: &'a Assignment,
-    stop: Stop,
-    control: &'a Control,
-) -> BoxFuture<'a, Result<Ended, WorkerError>> {
-    Box::pin(worker::run::<M>(assignment, link::open, stop, control))
 }

@@ -11,14 +11,14 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getppid};
 
 use super::registry::Registry;
-use super::{load, numa, pool_named, spans, start_logging};
+use super::{link, load, numa, pool_named, spans, start_logging};
 use crate::cli::Worker;
 use crate::config::Assignment;
 use crate::launcher::Host;
 use crate::protocol::control::{Command, Event, MAX_LINE, decode};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
-use crate::worker::{Control, Dials, Ended, KnownDeaths, Reporter, WorkerError};
+use crate::worker::{self, Control, CrashRecords, Ended, LiveSettings, Reporter, WorkerError};
 
 /// What CUDA shows a process.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
@@ -30,12 +30,12 @@ const ORPHANED: Duration = Duration::from_secs(3);
 /// Runs one worker.
 pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exit> {
     let stop = Stop::default();
-    let (deaths, dials) = (KnownDeaths::default(), Dials::default());
+    let (crashes, settings) = (CrashRecords::default(), LiveSettings::default());
     let (mut assignment, patience) = match arguments.launched_by {
         Some(launcher) => {
             telemetry::start(std::env::var("SCONCE_LOG").ok().as_deref(), Format::Json);
             tie_to(launcher)?;
-            (assigned(&deaths, &dials)?, Patience::Drain)
+            (assigned(&crashes, &settings)?, Patience::Drain)
         }
         None => {
             start_logging(None);
@@ -54,14 +54,14 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
     let traces = spans::tracer(&assignment);
-    let control = Control { reporter: reporter.clone(), deaths, dials, traces };
-    let runner = registry.runner(&assignment.pool.model);
+    let control = Control { reporter: reporter.clone(), crashes, settings, traces };
+    let starter = registry.starter(&assignment.pool);
     let work = async move {
         listen(stop.clone(), patience)?;
         if patience == Patience::Drain {
             follow_commands(stop.clone(), control.clone())?;
         }
-        let ended = runner(&assignment, stop.clone(), &control).await;
+        let ended = worker::run(&assignment, &starter, &link::open, stop.clone(), &control).await;
         let cause = match &ended {
             Ok(_) => stop.cause().unwrap_or_default(),
             Err(error) => error.to_string(),
@@ -105,7 +105,7 @@ fn tie_to(launcher: u32) -> anyhow::Result<()> {
 }
 
 /// Reads the first control line.
-fn assigned(known: &KnownDeaths, dials: &Dials) -> anyhow::Result<Assignment> {
+fn assigned(crashes: &CrashRecords, settings: &LiveSettings) -> anyhow::Result<Assignment> {
     let mut line = String::new();
     io::stdin().lock().take(MAX_LINE as u64).read_line(&mut line).context("no assignment on stdin")?;
     if line.len() == MAX_LINE {
@@ -113,8 +113,8 @@ fn assigned(known: &KnownDeaths, dials: &Dials) -> anyhow::Result<Assignment> {
     }
     match decode(line.trim_end())? {
         Command::Start { assignment, deaths, paused } => {
-            known.learn(deaths);
-            dials.pause(paused);
+            crashes.learn(deaths);
+            settings.pause(paused);
             // Its words would repeat the value, and the values hold a password.
             serde_json::from_value(assignment)
                 .map_err(|_| anyhow!("the assignment is not as this version writes it"))
@@ -187,10 +187,10 @@ fn obey(command: Command, stop: &Stop, control: &Control) {
         Command::Finish => drop(stop.advance(Phase::Finishing, "launcher")),
         Command::Drain => drop(stop.advance(Phase::Returning, "launcher")),
         Command::Abort => drop(stop.advance(Phase::Aborting, "launcher")),
-        Command::Deaths { tasks } => control.deaths.learn(tasks),
-        Command::Pause => control.dials.pause(true),
-        Command::Resume => control.dials.pause(false),
-        Command::SetBatch(change) => control.dials.set_batch(change),
+        Command::Deaths { tasks } => control.crashes.learn(tasks),
+        Command::Pause => control.settings.pause(true),
+        Command::Resume => control.settings.pause(false),
+        Command::SetBatch(change) => control.settings.set_batch(change),
         Command::LogLevel { filter } => match telemetry::set_filter(&filter) {
             Ok(()) => tracing::info!(filter, "logging by another filter"),
             Err(problem) => tracing::warn!(filter, problem, "not a log filter"),

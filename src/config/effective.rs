@@ -98,6 +98,7 @@ fn pool(page: &mut Page<'_>, index: usize, pool: &Pool) {
     page.line("reply_timeout", quoted(&show_duration(pool.reply_timeout)));
     page.line("large_reply", quoted(&show_size(pool.large_reply)));
     page.line("model", quoted(&pool.model));
+    page.line("task", quoted(pool.task.as_deref().unwrap_or("auto")));
     page.line("served_names", quoted_list(pool.served_names.iter().map(String::as_str)));
     page.line(
         "devices",
@@ -125,6 +126,25 @@ fn pool(page: &mut Page<'_>, index: usize, pool: &Pool) {
     page.line("max_attempts", pool.retry.max_attempts.to_string());
     page.line("delay", quoted(&show_duration(pool.retry.delay)));
     page.line("delay_max", quoted(&show_duration(pool.retry.delay_max)));
+
+    page.section("[pool.options]", format!("pool[{index}].options"));
+    for (name, value) in &pool.options {
+        page.line(&quoted(name), inline(value));
+    }
+}
+
+/// A value as TOML writes it in one line.
+fn inline(value: &serde_json::Value) -> String {
+    use serde_json::Value;
+    match value {
+        Value::String(text) => quoted(text),
+        Value::Array(items) => format!("[{}]", items.iter().map(inline).collect::<Vec<_>>().join(", ")),
+        Value::Object(fields) => {
+            let fields = fields.iter().map(|(name, value)| format!("{} = {}", quoted(name), inline(value)));
+            format!("{{ {} }}", fields.collect::<Vec<_>>().join(", "))
+        }
+        other => other.to_string(),
+    }
 }
 
 fn launcher(page: &mut Page<'_>, launcher: &Launcher) {
@@ -194,6 +214,8 @@ mod tests {
         prefetch_bytes = "1MiB"
         dtype = "bf16"
         threads = 3
+        task = "embed"
+        options = { depth = 3, names = ["a", "b"], deep = { on = true } }
         [[pool]]
         name = "two"
         task_queue = "other"

@@ -1,6 +1,7 @@
 //! The validated settings: every value in its unit and within its limits. What the rest of the
 //! program works with. They cross to the worker in the `start` control line, hence serde.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -146,6 +147,12 @@ pub struct Pool {
     pub batch: Batch,
     /// How often a task is tried.
     pub retry: Retry,
+    /// What the model is used for; none: what its architecture serves first.
+    #[serde(default)]
+    pub task: Option<String>,
+    /// `[pool.options]`: settings of the model's own.
+    #[serde(default)]
+    pub options: BTreeMap<String, serde_json::Value>,
 }
 
 /// The `dtype` setting: the numbers that weights are kept and multiplied in.

@@ -13,37 +13,36 @@
 //! production pool served by `echo` ignores these fields, so that no message can stop its workers.
 
 use std::path::PathBuf;
-use std::thread;
 use std::time::Duration;
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::{Codec, Costed, ForwardError, LoadError, LoadSpec, Model, Prepared, Step, Steps, Unfit, device};
+use super::{
+    Body, Device, Forward, ForwardError, LoadError, LoadSpec, Message, Preprocessed, Processor, Route,
+    SizedInput, TaskError, TaskErrorKind, Unfit, clock,
+};
 use crate::protocol::task::ATTEMPT;
-use crate::protocol::{Message, TaskError, TaskErrorKind, shorten};
+use crate::protocol::{JSON, shorten};
 
 /// The `model` setting of an echo pool.
 pub const ECHO: &str = "echo";
 /// The same, for tests: honours `fail` and `fits`.
 pub const ECHO_WITH_FAULTS: &str = "echo?faults";
 
-/// Bytes that are read and written in a fraction of a millisecond.
-const BRIEF: usize = 4 << 10;
 /// Longest `sleep_ms`.
 const MAX_SLEEP_MS: u64 = 600_000;
 
 /// The model that answers with what it was asked.
 #[derive(Debug)]
 pub struct Echo {
-    device: String,
     /// The device is broken while this exists.
     broken: Option<PathBuf>,
 }
 
 /// Decodes and writes echo bodies.
 #[derive(Debug)]
-pub struct EchoCodec {
+pub struct EchoProcessor {
     faults: bool,
     max_inputs: usize,
 }
@@ -84,42 +83,46 @@ pub struct EchoRequest {
 }
 
 #[derive(Deserialize)]
-struct Body {
+struct Fields {
     input: Option<Box<RawValue>>,
     sleep_ms: Option<u64>,
     fail: Option<Box<RawValue>>,
     fits: Option<usize>,
 }
 
-impl Model for Echo {
-    type Codec = EchoCodec;
+/// Routes of a model that answers every URL in JSON.
+pub(super) const ANY_JSON: &[Route] = &[Route { url: Route::ANY, media_types: &[JSON] }];
 
-    fn load(spec: &LoadSpec) -> Result<(Self, EchoCodec), LoadError> {
-        let (_, device) = device::open(&spec.device)?;
-        let suffix = spec.source.strip_prefix(ECHO_WITH_FAULTS);
-        let broken = suffix.and_then(|suffix| suffix.strip_prefix('=')).map(PathBuf::from);
-        let faults = suffix == Some("") || broken.is_some();
-        if !faults && spec.source != ECHO {
-            let reason = format!("the echo model is {ECHO:?}, or {ECHO_WITH_FAULTS:?} in tests");
-            return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
-        }
-        let held = broken.as_ref().and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
-        if let Some(why) = [Unfit::WrongResult, Unfit::TooSlow].into_iter().find(|it| it.name() == held) {
-            return Err(LoadError::Unfit { device, why, reason: "as a file says".to_owned() });
-        }
-        let codec = EchoCodec { faults, max_inputs: spec.max_inputs };
-        Ok((Self { device, broken }, codec))
+/// Makes an echo, of `echo` or `echo?faults`.
+///
+/// # Errors
+/// [`LoadError::Unsupported`] for another source, [`LoadError::Unfit`] where the file of faults says so.
+pub fn load(spec: &LoadSpec, _: &Device) -> Result<(EchoProcessor, Echo), LoadError> {
+    let suffix = spec.source.strip_prefix(ECHO_WITH_FAULTS);
+    let broken = suffix.and_then(|suffix| suffix.strip_prefix('=')).map(PathBuf::from);
+    let faults = suffix == Some("") || broken.is_some();
+    if !faults && spec.source != ECHO {
+        let reason = format!("the echo model is {ECHO:?}, or {ECHO_WITH_FAULTS:?} in tests");
+        return Err(LoadError::Unsupported { model: spec.source.clone(), reason });
     }
+    let held = broken.as_ref().and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
+    if let Some(why) = [Unfit::WrongResult, Unfit::TooSlow].into_iter().find(|it| it.name() == held) {
+        let device = spec.device.clone();
+        return Err(LoadError::Unfit { device, why, reason: "as a file says".to_owned() });
+    }
+    Ok((EchoProcessor { faults, max_inputs: spec.max_inputs }, Echo { broken }))
+}
 
-    fn device(&self) -> String {
-        self.device.clone()
-    }
+impl Forward for Echo {
+    type Input = EchoInput;
+    type Output = Box<RawValue>;
+    type Pending = Vec<Box<RawValue>>;
 
     /// Lasts as long as the longest sleep among `inputs`, then goes wrong if any of them says so.
-    fn forward(&mut self, inputs: &[&EchoInput]) -> Result<Steps<Self>, ForwardError> {
+    fn submit(&mut self, inputs: &[&EchoInput]) -> Result<Vec<Box<RawValue>>, ForwardError> {
         if let Some(sleep) = inputs.iter().map(|input| input.sleep).max().filter(|sleep| !sleep.is_zero()) {
             tracing::debug!(inputs = inputs.len(), sleep_ms = sleep.as_millis() as u64, "forward pass begun");
-            thread::sleep(sleep);
+            clock::pass(sleep);
         }
         let said = "as the task asked for".to_owned();
         if self.broken.as_ref().is_some_and(|file| file.exists()) {
@@ -129,7 +132,7 @@ impl Model for Echo {
             return Err(ForwardError::OutOfMemory(said));
         }
         match inputs.iter().find_map(|input| input.fault) {
-            None => Ok(inputs.iter().map(|input| Ok(Step::Done(input.value.clone()))).collect()),
+            None => Ok(inputs.iter().map(|input| input.value.clone()).collect()),
             Some(Fault::Error | Fault::Once) => Err(ForwardError::Failed(said)),
             Some(Fault::Device) => Err(ForwardError::Device(said)),
             Some(Fault::Oom) => Err(ForwardError::OutOfMemory(said)),
@@ -137,31 +140,30 @@ impl Model for Echo {
             Some(Fault::Exit | Fault::Prepare) => std::process::abort(),
         }
     }
+
+    fn wait(
+        &mut self,
+        outputs: Self::Pending,
+    ) -> Result<Vec<Result<Box<RawValue>, TaskError>>, ForwardError> {
+        Ok(outputs.into_iter().map(Ok).collect())
+    }
 }
 
-impl Codec for EchoCodec {
-    type Request = EchoRequest;
+impl Processor for EchoProcessor {
+    type Context = EchoRequest;
     type Input = EchoInput;
+    type Piece = ();
     type Output = Box<RawValue>;
 
-    /// Any: an echo pool answers batch lines of every endpoint.
-    fn endpoint(&self) -> &'static str {
-        "*"
+    fn routes(&self) -> &[Route] {
+        ANY_JSON
     }
 
-    fn known_input(&self) -> Option<Message> {
+    fn probe(&self) -> Option<Message> {
         Some(Message { body: "{}".into(), ..Message::default() })
     }
 
-    fn prepares_briefly(&self, bytes: usize) -> bool {
-        bytes <= BRIEF
-    }
-
-    fn responds_briefly(&self, bytes: usize, _: usize) -> bool {
-        bytes <= BRIEF
-    }
-
-    fn prepare(&self, message: &Message) -> Result<Prepared<Self>, TaskError> {
+    fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let (body, whole) = decode(&message.body)?;
         let sleep = body.sleep_ms.unwrap_or(0);
         if sleep > MAX_SLEEP_MS {
@@ -186,19 +188,19 @@ impl Codec for EchoCodec {
         }
         let sleep = Duration::from_millis(sleep);
         let inputs = values.into_iter();
-        let inputs = inputs.map(|value| Costed { input: EchoInput { value, sleep, fault, fits }, tokens: 1 });
-        Ok(Prepared { request: EchoRequest { listed }, inputs: inputs.collect() })
+        let inputs = inputs.map(|value| SizedInput::new(EchoInput { value, sleep, fault, fits }, 1));
+        Ok((EchoRequest { listed }, inputs.collect()))
     }
 
-    fn respond(&self, request: EchoRequest, outputs: Vec<Box<RawValue>>) -> Result<Vec<u8>, TaskError> {
+    fn finish(&self, request: EchoRequest, outputs: Vec<Box<RawValue>>) -> Result<Body, TaskError> {
         let outputs = outputs.iter().map(|value| value.get()).collect::<Vec<_>>().join(",");
         let input = if request.listed { format!("[{outputs}]") } else { outputs };
-        Ok(format!("{{\"object\":\"echo\",\"input\":{input},\"model\":\"echo\"}}").into_bytes())
+        Ok(Body::json(format!("{{\"object\":\"echo\",\"input\":{input},\"model\":\"echo\"}}")))
     }
 }
 
 /// The fields, and the body as it stands.
-fn decode(bytes: &[u8]) -> Result<(Body, Box<RawValue>), TaskError> {
+fn decode(bytes: &[u8]) -> Result<(Fields, Box<RawValue>), TaskError> {
     let whole: Box<RawValue> = serde_json::from_slice(bytes).map_err(|error| {
         TaskError::new(TaskErrorKind::Undecodable, format!("the body is not JSON: {error}"))
     })?;
@@ -229,30 +231,18 @@ fn fault(raw: &RawValue) -> Result<Fault, TaskError> {
 mod tests {
     use super::*;
 
-    fn load(source: &str) -> (Echo, EchoCodec) {
-        let (source, device) = (source.to_owned(), "cpu".to_owned());
-        Echo::load(&LoadSpec {
-            source,
-            served_names: vec![],
-            device,
-            max_inputs: 3,
-            dtype: Default::default(),
-        })
-        .unwrap()
+    fn loaded(source: &str) -> (EchoProcessor, Echo) {
+        load(&LoadSpec { max_inputs: 3, ..LoadSpec::new(source) }, &Device::Cpu).unwrap()
     }
 
     fn answer(source: &str, body: &str) -> Result<String, String> {
-        let (mut model, codec) = load(source);
+        let (processor, mut model) = loaded(source);
         let message = Message { body: body.to_owned().into(), ..Message::default() };
-        let prepared = codec.prepare(&message).map_err(|error| error.message)?;
-        let inputs: Vec<&EchoInput> = prepared.inputs.iter().map(|costed| &costed.input).collect();
-        let steps = model.forward(&inputs).map_err(|error| error.to_string())?;
-        let outputs = steps.into_iter().map(|step| match step {
-            Ok(Step::Done(output)) => output,
-            Err(error) => panic!("{error}"),
-        });
-        let body = codec.respond(prepared.request, outputs.collect()).unwrap();
-        Ok(String::from_utf8(body).unwrap())
+        let (context, inputs) = processor.preprocess(&message).map_err(|error| error.message)?;
+        let inputs: Vec<&EchoInput> = inputs.iter().map(|sized| &sized.input).collect();
+        let outputs = model.submit(&inputs).map_err(|error| error.to_string())?;
+        let body = processor.finish(context, outputs).unwrap();
+        Ok(String::from_utf8(body.bytes.to_vec()).unwrap())
     }
 
     #[test]
@@ -271,10 +261,10 @@ mod tests {
 
     #[test]
     fn bad_bodies_are_refused() {
-        let (_, codec) = load(ECHO);
+        let (processor, _) = loaded(ECHO);
         let kind = |body: &str| {
             let message = Message { body: body.to_owned().into(), ..Message::default() };
-            codec.prepare(&message).expect_err(body).kind
+            processor.preprocess(&message).expect_err(body).kind
         };
         assert_eq!(kind("STOP"), TaskErrorKind::Undecodable);
         assert_eq!(kind("[1]"), TaskErrorKind::BadInput);

@@ -1,181 +1,239 @@
-//! Models: how one is loaded on a device, how a task becomes inputs (`Codec::prepare`), what a
-//! forward pass does (`Model::forward`), and how its outputs become a reply (`Codec::respond`).
-//! Everything here blocks, and the worker decides where. Knows neither broker nor tokio nor acks.
+//! Models: the traits that one implements, and what a model is loaded from. Everything here blocks, and
+//! the `engine` room decides on which thread it runs. Knows neither broker nor tokio nor acks.
 //!
 //! # Implementing a model
 //!
-//! A model comes in two parts, because they run on different threads:
+//! A model has two parts, because they run on different threads:
 //!
-//! - the [`Model`] owns weights and device. It is made on the thread that will run it and stays
-//!   there for life, so it need not be `Send`; nothing of it is global or inherited.
-//! - its [`Codec`] holds what turns bytes into inputs and outputs into bytes (a tokenizer, an image
-//!   decoder). It is shared by the threads that work on the next and the last batch while the model
-//!   computes this one.
+//! - A [`Processor`] turns messages into inputs and outputs into bodies (a tokenizer, an image decoder).
+//!   Several threads share it, and work on the next and the last tasks while the device computes.
+//! - The network owns the weights. It is loaded on the thread that will run it and stays there, so that it
+//!   need not be `Send`. It is either [`Forward`] (one pass: embeddings, classification, images) or
+//!   [`Generate`] (sequences that take many steps: text generation, speech recognition).
 //!
-//! **Inputs that are not text.** `prepare` gets the whole message: body, content type and headers.
-//! A model of images lists `image/png` in [`Codec::content_types`] and decodes the body; its
-//! `Input` is a tensor or a pixel buffer, and [`Costed::tokens`] its number of patches. Nothing in
-//! the worker looks into an input; batches are formed by cost alone.
+//! Both come from one function, `fn(&LoadSpec, &Device) -> Result<(Processor, Network), LoadError>`, which
+//! `app::Registry` is given. The device is opened before, and is the one to load onto.
 //!
-//! **Answers that come in steps.** [`Model::forward`] returns a [`Step`] for each input.
-//! [`Step::Done`] completes it. Generation adds a variant that hands the input (with its cache) back
-//! with the cost of its next step, and the worker puts it at the head of the next batch: that is
-//! continuous batching, decided where batches are formed. `Step` is `non_exhaustive` for it.
+//! **Inputs that are not text.** [`Processor::preprocess`] gets the whole message: body, content type and
+//! headers. A model of images has a [`Route`] with `image/png` and decodes the body; its input is a tensor
+//! or a pixel buffer, and its size the number of patches. Batches are formed by size alone.
 
+pub(crate) mod clock;
 pub mod device;
 pub mod echo;
+pub mod registry;
+pub mod script;
 pub mod sentence;
 pub mod source;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+
+pub use candle_core::Device;
+pub use serde_json::Value;
 
 pub use crate::config::Dtype;
 pub use crate::protocol::control::Unfit;
-use crate::protocol::{Message, TaskError};
+pub use crate::protocol::{Body, Message, TaskError, TaskErrorKind};
 
-/// An input and what it costs a forward pass.
-#[derive(Debug)]
-pub struct Costed<I> {
+/// A URL that a model answers, and the bodies it reads there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Route {
+    /// The OpenAI path, as the header `url` and batch lines name it; [`Route::ANY`] stands for all.
+    pub url: &'static str,
+    /// Media types of bodies, lower case and without parameters. A message without a content type is
+    /// taken as the first.
+    pub media_types: &'static [&'static str],
+}
+
+impl Route {
+    /// The URL of a model that answers every one.
+    pub const ANY: &'static str = "*";
+
+    /// A URL whose bodies are JSON.
+    pub const fn json(url: &'static str) -> Self {
+        Self { url, media_types: &[crate::protocol::JSON] }
+    }
+}
+
+/// One row of a batch, or one sequence, with what it costs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SizedInput<I> {
     /// The input, ready for the device.
     pub input: I,
-    /// Its cost in tokens (patches, frames): what `max_tokens` of the batch policy bounds.
+    /// Its tokens (patches, frames): what `batch.max_tokens` bounds.
     pub tokens: usize,
+    /// Tokens that its answer may have at most. They are reserved with `tokens` when a sequence begins. 0
+    /// for a model of one pass.
+    pub answer_tokens: usize,
 }
 
-/// A task, ready to be computed.
-#[derive(Debug)]
-pub struct Prepared<C: Codec + ?Sized> {
-    /// What [`Codec::respond`] needs to know of the task beside the outputs.
-    pub request: C::Request,
-    /// One or more inputs, in the order in which the reply lists their outputs.
-    pub inputs: Vec<Costed<C::Input>>,
+impl<I> SizedInput<I> {
+    /// An input of a model of one pass.
+    pub fn new(input: I, tokens: usize) -> Self {
+        Self { input, tokens, answer_tokens: 0 }
+    }
 }
 
-/// Turns messages into inputs and outputs into reply bodies. Runs beside the model, on other threads.
-pub trait Codec: Send + Sync + 'static {
-    /// What `respond` needs of a task: its encoding, its dimensions.
-    type Request: Send + 'static;
-    /// One row of a batch.
+/// A task, ready for the device: what [`Processor::finish`] is given again, and the inputs in the order in
+/// which the reply lists their outputs.
+pub type Preprocessed<P> = (<P as Processor>::Context, Vec<SizedInput<<P as Processor>::Input>>);
+
+/// The CPU half of a model: messages ↔ inputs and outputs. Shared by threads.
+pub trait Processor: Send + Sync + 'static {
+    /// What `part` and `finish` need of a task beside its outputs: its encoding, its dimensions.
+    type Context: Send + 'static;
+    /// One row of a batch, or the prompt of one sequence.
     type Input: Send + 'static;
+    /// What a sequence gives on the way, for replies in parts. `()` for a model of one pass.
+    type Piece: Send + 'static;
     /// The result of one input.
     type Output: Send + 'static;
 
-    /// The OpenAI path whose requests this model answers, as batch lines name it in `url`.
-    fn endpoint(&self) -> &'static str;
+    /// What this model answers. A message without a `url` is taken as one for the first.
+    fn routes(&self) -> &[Route];
 
-    /// Media types of bodies that `prepare` reads. A message without a content type is taken as
-    /// the first.
-    fn content_types(&self) -> &'static [&'static str] {
-        &["application/json"]
+    /// Decodes a message and makes its inputs, one at least. The message's URL and media type are among
+    /// the routes'.
+    ///
+    /// # Errors
+    /// What is wrong with this task. It is answered with the error, and its neighbours go on.
+    fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError>;
+
+    /// Whether the task asked for its reply in parts.
+    fn is_streamed(&self, context: &Self::Context) -> bool {
+        let _ = context;
+        false
     }
 
-    /// A small task that this model is known to answer. It is computed before the worker takes work,
-    /// and again when the model fails on an input: where it fails too, the device is broken, and the
-    /// worker ends instead of answering tasks with errors. None: no such proof, and inputs are blamed.
-    fn known_input(&self) -> Option<Message> {
+    /// Writes one part of the reply: the pieces that the sequence `input` has given since its part before.
+    /// None: there is nothing to send yet.
+    fn part(&self, context: &mut Self::Context, input: usize, pieces: Vec<Self::Piece>) -> Option<Body> {
+        let _ = (context, input, pieces);
         None
     }
 
-    /// Whether a task of so many bytes is prepared in a millisecond at most. Then that is done where the
-    /// worker's messages come and go, which for so long have to wait; what takes longer has threads of its
-    /// own, waits until those have woken, and is overtaken meanwhile. On a GPU's worker all of it has.
-    fn prepares_briefly(&self, bytes: usize) -> bool {
-        let _ = bytes;
-        false
-    }
-
-    /// The same of the response to a task of so many bytes, with so many inputs.
-    fn responds_briefly(&self, bytes: usize, inputs: usize) -> bool {
-        let _ = (bytes, inputs);
-        false
-    }
-
-    /// Decodes a task and makes its inputs.
-    ///
-    /// # Errors
-    /// What is wrong with this task; it is answered with the error, and its neighbours proceed.
-    fn prepare(&self, message: &Message) -> Result<Prepared<Self>, TaskError>;
-
-    /// Writes the reply's JSON body from the outputs, which are in the order of the inputs.
+    /// Writes the reply from the outputs, which are in the order of the inputs.
     ///
     /// # Errors
     /// When the outputs cannot be a reply (a number is not finite); the task is answered with it.
-    fn respond(&self, request: Self::Request, outputs: Vec<Self::Output>) -> Result<Vec<u8>, TaskError>;
-}
+    fn finish(&self, context: Self::Context, outputs: Vec<Self::Output>) -> Result<Body, TaskError>;
 
-/// What became of one input in a forward pass.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum Step<O> {
-    /// Computed to its end.
-    Done(O),
-}
-
-/// The input type of a model.
-pub type InputOf<M> = <<M as Model>::Codec as Codec>::Input;
-/// The output type of a model.
-pub type OutputOf<M> = <<M as Model>::Codec as Codec>::Output;
-/// What a forward pass gives: for each input, in order, a step or the input's own error.
-pub type Steps<M> = Vec<Result<Step<OutputOf<M>>, TaskError>>;
-
-/// What is left to do of a pass that was begun: wait for the device and take its results, one entry an
-/// input, in order.
-pub type Rest<M> = Box<dyn FnOnce(&mut M) -> Result<Steps<M>, ForwardError>>;
-
-/// Weights on one device.
-pub trait Model: Sized + 'static {
-    /// Its decoder and encoder.
-    type Codec: Codec;
-
-    /// Has the device multiply known matrices, before anything is loaded. For a model whose device candle
-    /// does not open there is nothing to keep.
-    ///
-    /// # Errors
-    /// As [`device::prove`].
-    fn prove(spec: &LoadSpec, min_speed: f64) -> Result<Option<device::Proven>, LoadError> {
-        device::prove(&spec.device, spec.dtype, min_speed).map(Some)
-    }
-
-    /// Opens the device, loads the weights onto it. Called once, on the model's own thread, after
-    /// [`Model::prove`].
-    ///
-    /// # Errors
-    /// [`LoadError`] ends the worker with the code for its variant.
-    fn load(spec: &LoadSpec) -> Result<(Self, Self::Codec), LoadError>;
-
-    /// What a worker takes of its device's memory when it computes so many tokens at once, found without
-    /// loading anything. None: not known.
-    fn footprint(spec: &LoadSpec, tokens: usize) -> Option<Footprint> {
-        let _ = (spec, tokens);
+    /// A small task that this model is known to answer. It is computed before the worker takes work, and
+    /// again when the model fails on an input: where it fails too, the device is broken, and the worker
+    /// ends instead of answering tasks with errors. None: inputs are blamed.
+    fn probe(&self) -> Option<Message> {
         None
     }
+}
 
-    /// The device that was really opened: `cpu`, or the GPU's UUID.
-    fn device(&self) -> String;
+/// A network that answers in one pass. Pure: the result of an input depends on nothing but the input
+/// (`batch-equals-single`), so that a batch that failed may be halved and run again.
+pub trait Forward: 'static {
+    /// As the processor makes it.
+    type Input;
+    /// As the processor takes it.
+    type Output;
+    /// A batch that was submitted.
+    type Pending;
 
-    /// Computes one batch; returns one entry an input, in order. The result of an input must not
-    /// depend on its batch-mates (`batch-equals-single`). The inputs stay the caller's, who runs
-    /// halves of a batch again when a whole one failed.
+    /// Gives the device a batch.
     ///
     /// # Errors
     /// [`ForwardError`] for what concerns the batch or the device rather than one input.
-    fn forward(&mut self, inputs: &[&InputOf<Self>]) -> Result<Steps<Self>, ForwardError>;
+    fn submit(&mut self, batch: &[&Self::Input]) -> Result<Self::Pending, ForwardError>;
 
-    /// Whether the device computes beside this thread, which can give it the next batch meanwhile.
-    fn computes_aside(&self) -> bool {
-        false
-    }
-
-    /// Where the device computes beside this thread: hands it one batch and does not wait for it. At most
-    /// two are begun at a time, and the first of them is waited for first. None: there is
-    /// [`Model::forward`] alone.
+    /// Waits for a batch and returns its results, one an input, in order.
     ///
     /// # Errors
-    /// As [`Model::forward`].
-    fn begin(&mut self, inputs: &[&InputOf<Self>]) -> Result<Option<Rest<Self>>, ForwardError> {
-        let _ = inputs;
-        Ok(None)
+    /// As [`Forward::submit`].
+    fn wait(&mut self, pending: Self::Pending) -> Result<Vec<Result<Self::Output, TaskError>>, ForwardError>;
+
+    /// Computes a batch.
+    ///
+    /// # Errors
+    /// As [`Forward::submit`].
+    fn forward(
+        &mut self,
+        batch: &[&Self::Input],
+    ) -> Result<Vec<Result<Self::Output, TaskError>>, ForwardError> {
+        let pending = self.submit(batch)?;
+        self.wait(pending)
     }
+
+    /// Whether [`Forward::submit`] returns before the device has computed the batch. Then the next batch is
+    /// submitted before the last is waited for; at most two are under way.
+    fn is_asynchronous(&self) -> bool {
+        false
+    }
+}
+
+/// The place of a sequence in the network's state (its KV cache), from 0 to [`Capacity::sequences`] - 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Slot(pub usize);
+
+/// How much state a network holds at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capacity {
+    /// Sequences.
+    pub sequences: usize,
+    /// Tokens of all sequences, answers included.
+    pub tokens: usize,
+    /// Tokens of one sequence, its answer included.
+    pub context: usize,
+}
+
+/// What one sequence does in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// The sequence.
+    pub slot: Slot,
+    /// Tokens that it is fed: some of its prompt's, or 1 of its answer's.
+    pub take: usize,
+}
+
+/// How far a sequence has come in a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Advance<P, O> {
+    /// Tokens of its prompt were fed; more of them are to come.
+    Fed,
+    /// It has given a piece, and goes on.
+    More(P),
+    /// It is at its end, perhaps with a last piece.
+    Done(Option<P>, O),
+}
+
+/// What a step gave: one entry a row, in order.
+pub type Advances<G> = Vec<Result<Advance<<G as Generate>::Piece, <G as Generate>::Output>, TaskError>>;
+
+/// A network whose sequences take many steps, and join and leave a running batch. Its state stays on its
+/// thread.
+pub trait Generate: 'static {
+    /// As the processor makes it.
+    type Prompt;
+    /// What a step gives of a sequence.
+    type Piece;
+    /// What a sequence gives in the end.
+    type Output;
+
+    /// How much it holds. Asked once, after it was loaded.
+    fn capacity(&self) -> Capacity;
+
+    /// Begins a sequence in a free slot. Feeds it nothing yet.
+    ///
+    /// # Errors
+    /// What is wrong with the prompt; the slot stays free.
+    fn open(&mut self, slot: Slot, prompt: &Self::Prompt) -> Result<(), TaskError>;
+
+    /// Feeds `take` tokens of each row's sequence. Repeatable: after an error, for all or for one row, the
+    /// sequences concerned are where they were before, and the step may be made again with fewer rows.
+    ///
+    /// # Errors
+    /// [`ForwardError`] for what concerns the step or the device rather than one sequence.
+    fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError>;
+
+    /// Ends a sequence, at any time. Its slot and state are free again.
+    fn close(&mut self, slot: Slot);
 }
 
 /// Memory on a device, in bytes.
@@ -195,13 +253,14 @@ pub struct LoadSpec {
     pub source: String,
     /// Further names that requests may call the model by.
     pub served_names: Vec<String>,
-    /// The device to open: `cpu`, or a GPU's UUID. CUDA shows this process that GPU alone, as number 0;
-    /// [`device::open`] opens it.
+    /// The device that is opened for it: `cpu`, or a GPU's UUID.
     pub device: String,
     /// Most inputs one task may carry.
     pub max_inputs: usize,
     /// The numbers to keep the weights in and to multiply.
     pub dtype: Dtype,
+    /// The pool's `[pool.options]`: settings of the model's own.
+    pub options: BTreeMap<String, Value>,
 }
 
 impl LoadSpec {
@@ -213,6 +272,25 @@ impl LoadSpec {
     /// The source is a folder rather than a hub id or a registered name.
     pub fn is_folder(&self) -> bool {
         is_folder(&self.source)
+    }
+}
+
+impl LoadSpec {
+    /// A model on the CPU, with all else as by default.
+    pub fn new(source: impl Into<String>) -> Self {
+        Self {
+            source: source.into(),
+            served_names: Vec::new(),
+            device: "cpu".to_owned(),
+            max_inputs: 2_048,
+            dtype: Dtype::F32,
+            options: BTreeMap::new(),
+        }
+    }
+
+    /// What a failure of candle on the device means, while the model is loaded.
+    pub fn failed(&self, error: impl std::fmt::Display) -> LoadError {
+        LoadError::Device { device: self.device.clone(), reason: error.to_string() }
     }
 }
 
@@ -285,4 +363,11 @@ pub enum ForwardError {
     /// The device is gone or its context is poisoned: no later call can succeed.
     #[error("device fault: {0}")]
     Device(String),
+}
+
+impl From<&candle_core::Error> for ForwardError {
+    /// Sorts the error by who must act.
+    fn from(error: &candle_core::Error) -> Self {
+        device::forward_error(error)
+    }
 }

@@ -3,7 +3,7 @@
 //! network for a model that the cache already holds.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use super::LoadError;
@@ -88,6 +88,21 @@ impl ModelFiles {
         Ok(found)
     }
 
+    /// The files that hold the weights: one, or shards in the order of their names. They are asked for last,
+    /// so that a cache that holds them is complete.
+    ///
+    /// # Errors
+    /// As [`required`](Self::required).
+    pub fn weights(&self) -> Result<Vec<PathBuf>, LoadError> {
+        if let Some(path) = self.optional(WEIGHTS)? {
+            return Ok(vec![path]);
+        }
+        match self.optional(INDEX)? {
+            Some(index) => shards(&index)?.iter().map(|name| self.required(name)).collect(),
+            None => self.required(WEIGHTS).map(|path| vec![path]),
+        }
+    }
+
     /// A digest of the files that were asked for and found so far: SHA-256 over their names, sizes and
     /// bytes, 64 hex digits. Of a file over 32 MiB it covers the size, the first and last 64 KiB and 64
     /// blocks of 16 KiB spread evenly between them: other weights have another digest, a few numbers
@@ -127,6 +142,29 @@ impl ModelFiles {
     }
 }
 
+/// The weights of a model that has them in one file.
+const WEIGHTS: &str = "model.safetensors";
+/// The names of the files, where they are several.
+const INDEX: &str = "model.safetensors.index.json";
+
+#[derive(serde::Deserialize)]
+struct Index {
+    /// By tensor, the file that holds it.
+    weight_map: BTreeMap<String, String>,
+}
+
+/// The files that an index names, each once.
+fn shards(index: &Path) -> Result<BTreeSet<String>, LoadError> {
+    let fault = |reason: String| LoadError::File { path: index.into(), reason };
+    let read: Index = serde_json::from_slice(&read(index)?).map_err(|error| fault(error.to_string()))?;
+    let names: BTreeSet<String> = read.weight_map.into_values().collect();
+    match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
+        Some(strange) => Err(fault(format!("{strange:?} is no name of a file beside it"))),
+        None if names.is_empty() => Err(fault("it names no files".to_owned())),
+        None => Ok(names),
+    }
+}
+
 /// Reads a whole file.
 ///
 /// # Errors
@@ -152,6 +190,26 @@ mod tests {
         for source in ["./no/such", "/no/such", "~/no/such/sconce/model", "../no/such"] {
             let error = ModelFiles::locate(source).expect_err(source);
             assert!(matches!(error, LoadError::File { .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn weights_are_one_file_or_the_shards_that_an_index_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = ModelFiles::locate(folder.path().to_str().unwrap()).unwrap();
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        assert!(files.weights().unwrap_err().to_string().contains(WEIGHTS));
+        write(INDEX, r#"{"weight_map":{"a":"2.safetensors","b":"1.safetensors","c":"2.safetensors"}}"#);
+        assert!(files.weights().unwrap_err().to_string().contains("1.safetensors"));
+        write("1.safetensors", "");
+        write("2.safetensors", "");
+        let names = ["1.safetensors", "2.safetensors"].map(|name| folder.path().join(name));
+        assert_eq!(files.weights().unwrap(), names);
+        write(WEIGHTS, "");
+        assert_eq!(files.weights().unwrap(), [folder.path().join(WEIGHTS)]);
+        for bad in [r#"{"weight_map":{"a":"../x"}}"#, r#"{"weight_map":{}}"#, "{}"] {
+            write(INDEX, bad);
+            assert!(shards(&folder.path().join(INDEX)).is_err(), "{bad}");
         }
     }
 

@@ -1,9 +1,18 @@
 //! Writes a reply: properties echoed from the task, the status headers, the receipt, the body.
 //! Decides which status and code an error carries. Owns no state.
 
+use std::borrow::Cow;
+use std::time::Duration;
+
+use bytes::Bytes;
 use serde_json::json;
 
-use super::{Headers, JSON, Message, Properties, Task, TaskError, TaskErrorKind};
+use super::{Headers, JSON, Message, Properties, Task, TaskError, TaskErrorKind, Value};
+
+/// The `type` of a part of a reply.
+pub const PART: &str = "reply.part";
+/// The delivery mode of a message that need not outlive its broker.
+const TRANSIENT: u8 = 1;
 
 /// Longest trace header that is echoed: twice what W3C asks implementations to carry.
 const TRACE_BYTES: usize = 1_024;
@@ -19,21 +28,58 @@ pub struct Signature {
     pub model: String,
 }
 
-/// Where a task's time went. Milliseconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Receipt {
-    /// Before its preparation began; see [`Task::queued_ms`].
-    pub queue_ms: i64,
+/// Where a task's time went. Whole microseconds: pika, the most used client, cuts doubles to whole numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Timings {
+    /// Before its preprocessing began; see [`Task::queued`].
+    pub queue_us: i64,
     /// Decoding and tokenising.
-    pub prepare_ms: f64,
-    /// Between preparation and its first forward pass.
-    pub wait_ms: f64,
+    pub prepare_us: i64,
+    /// Between preprocessing and its first forward pass.
+    pub wait_us: i64,
     /// In forward passes, summed when its inputs took several.
-    pub compute_ms: f64,
+    pub compute_us: i64,
+    /// From its acceptance by this worker to its first piece, for generated text.
+    pub first_token_us: Option<i64>,
     /// Inputs in its last forward pass, its own and its batch-mates'.
     pub batch_size: i64,
     /// Tokens in its last forward pass.
     pub batch_tokens: i64,
+}
+
+/// Whole microseconds of a duration, as [`Timings`] has them.
+pub fn micros(duration: Duration) -> i64 {
+    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
+}
+
+/// The body of a reply, with what is said of it in properties.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Body {
+    /// Its media type.
+    pub content_type: Cow<'static, str>,
+    /// The bytes.
+    pub bytes: Bytes,
+    /// Further headers of the reply: flat scalars. None of those that every reply has is replaced.
+    pub headers: Headers,
+}
+
+impl Body {
+    /// A body of JSON.
+    pub fn json(bytes: impl Into<Bytes>) -> Self {
+        Self::new(JSON, bytes)
+    }
+
+    /// A body of another media type.
+    pub fn new(content_type: impl Into<Cow<'static, str>>, bytes: impl Into<Bytes>) -> Self {
+        Self { content_type: content_type.into(), bytes: bytes.into(), headers: Headers::new() }
+    }
+
+    /// The same with one more header.
+    #[must_use]
+    pub fn header(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.headers.insert(name.to_owned(), value.into());
+        self
+    }
 }
 
 impl TaskErrorKind {
@@ -49,6 +95,7 @@ impl TaskErrorKind {
             Self::Expired => ("expired", 408, REQUEST, "expired"),
             Self::Internal | Self::Fault => ("failed", 500, SERVER, "internal_error"),
             Self::OutOfMemory => ("failed", 507, SERVER, "out_of_device_memory"),
+            Self::Cancelled => ("cancelled", 499, REQUEST, "cancelled"),
         }
     }
 }
@@ -57,8 +104,8 @@ impl TaskErrorKind {
 /// why there is none.
 pub fn reply(
     task: &Task,
-    body: Result<Vec<u8>, &TaskError>,
-    receipt: &Receipt,
+    body: Result<Body, &TaskError>,
+    timings: &Timings,
     signature: &Signature,
     attempt: i64,
 ) -> Message {
@@ -69,7 +116,9 @@ pub fn reply(
             (status, code)
         }
     };
-    let mut headers = Headers::from([
+    let mut body = body.unwrap_or_else(|error| Body::json(error_body(error)));
+    let mut headers = std::mem::take(&mut body.headers);
+    headers.extend([
         ("status".into(), status.into()),
         ("status_code".into(), status_code.into()),
         ("task_id".into(), task.id.as_str().into()),
@@ -77,23 +126,20 @@ pub fn reply(
         ("device".into(), signature.device.as_str().into()),
         ("model".into(), signature.model.as_str().into()),
         ("attempt".into(), attempt.into()),
-        ("queue_ms".into(), receipt.queue_ms.into()),
-        ("prepare_ms".into(), receipt.prepare_ms.into()),
-        ("wait_ms".into(), receipt.wait_ms.into()),
-        ("compute_ms".into(), receipt.compute_ms.into()),
-        ("batch_size".into(), receipt.batch_size.into()),
-        ("batch_tokens".into(), receipt.batch_tokens.into()),
+        ("queue_us".into(), timings.queue_us.into()),
+        ("prepare_us".into(), timings.prepare_us.into()),
+        ("wait_us".into(), timings.wait_us.into()),
+        ("compute_us".into(), timings.compute_us.into()),
+        ("batch_size".into(), timings.batch_size.into()),
+        ("batch_tokens".into(), timings.batch_tokens.into()),
     ]);
-    let asked = &task.message.properties;
-    for trace in ["traceparent", "tracestate"] {
-        let context = asked.headers.get(trace).and_then(|context| context.as_str());
-        // A longer one is none, and all headers must fit a frame.
-        if let Some(context) = context.filter(|context| context.len() <= TRACE_BYTES) {
-            headers.insert(trace.into(), context.into());
-        }
+    if let Some(first_token_us) = timings.first_token_us {
+        headers.insert("first_token_us".into(), first_token_us.into());
     }
+    let asked = &task.message.properties;
+    headers.extend(trace_context(asked));
     let properties = Properties {
-        content_type: Some(JSON.into()),
+        content_type: Some(body.content_type.into_owned()),
         correlation_id: asked.correlation_id.clone(),
         message_id: Some(uuid::Uuid::new_v4().to_string()),
         kind: Some("reply".into()),
@@ -101,8 +147,47 @@ pub fn reply(
         headers,
         ..Properties::default()
     };
-    let body = body.unwrap_or_else(error_body);
-    Message { properties, body: body.into() }
+    Message { properties, body: body.bytes }
+}
+
+/// Which part of which run a [`part`] is.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// Names the run: a task that is delivered again has another.
+    pub stream_id: String,
+    /// Counts the parts of a run from 0.
+    pub seq: i64,
+}
+
+/// One part of the reply to `task`, before the reply itself: transient, since the reply says it all.
+pub fn part(task: &Task, body: Body, place: &Place) -> Message {
+    let asked = &task.message.properties;
+    let mut headers = body.headers;
+    headers.extend([
+        ("task_id".into(), task.id.as_str().into()),
+        ("stream_id".into(), place.stream_id.as_str().into()),
+        ("seq".into(), place.seq.into()),
+    ]);
+    headers.extend(trace_context(asked));
+    let properties = Properties {
+        content_type: Some(body.content_type.into_owned()),
+        correlation_id: asked.correlation_id.clone(),
+        kind: Some(PART.into()),
+        delivery_mode: Some(TRANSIENT),
+        headers,
+        ..Properties::default()
+    };
+    Message { properties, body: body.bytes }
+}
+
+/// The trace headers of a task, as they are passed on.
+fn trace_context(asked: &Properties) -> Headers {
+    let header = |name: &str| {
+        let context = asked.headers.get(name)?.as_str()?;
+        // A longer one is none, and all headers must fit a frame.
+        (context.len() <= TRACE_BYTES).then(|| (name.to_owned(), Value::from(context)))
+    };
+    ["traceparent", "tracestate"].into_iter().filter_map(header).collect()
 }
 
 /// OpenAI's error object.
@@ -146,7 +231,7 @@ mod tests {
             ]),
             ..Properties::default()
         });
-        let reply = reply(&task, Ok(b"{}".to_vec()), &Receipt::default(), &signature(), 1);
+        let reply = reply(&task, Ok(Body::json("{}")), &Timings::default(), &signature(), 1);
         let properties = reply.properties;
         assert_eq!(properties.correlation_id.as_deref(), Some("c"));
         assert_eq!(properties.delivery_mode, Some(2));
@@ -160,7 +245,7 @@ mod tests {
     fn every_header_is_a_flat_scalar_without_an_x_prefix() {
         let task = task(Properties::default());
         let error = TaskError::bad_input("input", "no");
-        let reply = reply(&task, Err(&error), &Receipt::default(), &signature(), 3);
+        let reply = reply(&task, Err(&error), &Timings::default(), &signature(), 3);
         for (name, value) in &reply.properties.headers {
             assert!(!name.starts_with("x-"), "{name}");
             assert!(!matches!(value, Value::Array(_) | Value::Table(_)), "{name}");

@@ -134,10 +134,9 @@ impl Task {
         (!essence.is_empty()).then(|| essence.to_ascii_lowercase())
     }
 
-    /// Milliseconds that the task waited before `now`: since it was published where the message
-    /// says when (`timestamp_in_ms` header, or the `timestamp` property in whole seconds), else
-    /// since it was received.
-    pub fn queued_ms(&self, now: SystemTime) -> i64 {
+    /// How long the task waited before `now`: since it was published where the message says when
+    /// (`timestamp_in_ms` header, or the `timestamp` property in whole seconds), else since it was received.
+    pub fn queued(&self, now: SystemTime) -> Duration {
         let properties = &self.message.properties;
         let published = match (properties.headers.get("timestamp_in_ms"), properties.timestamp) {
             (Some(ms), _) if ms.as_i64().is_some() => {
@@ -148,7 +147,7 @@ impl Task {
         };
         let from =
             published.and_then(|since| SystemTime::UNIX_EPOCH.checked_add(since)).unwrap_or(self.received);
-        now.duration_since(from).unwrap_or_default().as_millis() as i64
+        now.duration_since(from).unwrap_or_default()
     }
 }
 

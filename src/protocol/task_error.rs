@@ -26,11 +26,13 @@ pub enum TaskErrorKind {
     Fault,
     /// The device had no memory for this input, even alone: 507, when it has none later.
     OutOfMemory,
+    /// Nobody wants the answer any more: 499.
+    Cancelled,
 }
 
 impl TaskErrorKind {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Undecodable,
         Self::BadInput,
         Self::UnknownModel,
@@ -39,6 +41,7 @@ impl TaskErrorKind {
         Self::Internal,
         Self::Fault,
         Self::OutOfMemory,
+        Self::Cancelled,
     ];
 }
 

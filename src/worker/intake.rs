@@ -1,6 +1,6 @@
-//! The intake: takes deliveries one by one, in order, and starts a life for each task; sees the
-//! sentinel, the stop, the loss of a session. Owns the set of accepted tasks, and therefore is the
-//! one who hands back, in delivery order. Ends when everything accepted has been settled.
+//! The intake: takes deliveries one by one, in order, and starts a task run for each; sees the sentinel, the
+//! stop, the loss of a session. Owns the set of tasks in flight, and therefore is the one who hands back, in
+//! delivery order. Ends when everything accepted has been settled.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,13 +12,12 @@ use tokio::task::{AbortHandle, JoinError, JoinSet};
 
 use super::WorkerError;
 use super::budget::Watched;
-use super::dials::Dials;
-use super::life::Shared;
+use super::live_settings::LiveSettings;
 use super::settle::Accepted;
-use super::ticket::Ticket;
+use super::task_run::{Expected, Shared};
 use super::traced::Traced;
 use crate::broker::{Consumer, Delivery, Event, Receipt};
-use crate::model::Codec;
+use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::TaskName;
 use crate::protocol::task::sentinel_is_expired;
 use crate::protocol::{Incoming, Message, classify};
@@ -38,29 +37,36 @@ pub enum Ended {
     Aborted,
 }
 
-/// How a stint of consuming ended.
-pub(super) enum StintEnd {
+/// How a session ended.
+pub(super) enum SessionEnd {
     /// With the worker.
     Worker(Ended),
     /// The launcher asked for a pause; everything is settled or handed back.
     Paused,
 }
 
-struct Living<C: Codec> {
+struct InFlight {
     /// None for what is settled without the model.
-    ticket: Option<Arc<Ticket<C::Output>>>,
+    state: Option<Arc<TaskState>>,
     abort: AbortHandle,
 }
 
+impl InFlight {
+    /// The task goes back to the broker. False: it is past that.
+    fn withdraw(&self) -> bool {
+        self.state.as_ref().is_some_and(|state| state.withdraw())
+    }
+}
+
 /// Takes deliveries from one consumer until it ends.
-pub(super) struct Intake<'a, C: Codec> {
-    shared: Arc<Shared<C>>,
+pub(super) struct Intake<'a> {
+    shared: Arc<Shared>,
     consumer: &'a mut dyn Consumer,
     stop: Stop,
-    dials: Dials,
+    settings: LiveSettings,
     /// Accepted and not yet settled, by delivery.
-    living: BTreeMap<Receipt, Living<C>>,
-    lives: JoinSet<(Receipt, Result<(), WorkerError>)>,
+    in_flight: BTreeMap<Receipt, InFlight>,
+    runs: JoinSet<(Receipt, Result<(), WorkerError>)>,
     sentinel: Option<Receipt>,
     /// The phase that has been acted on.
     phase: Phase,
@@ -68,20 +74,20 @@ pub(super) struct Intake<'a, C: Codec> {
     budget: Watched,
 }
 
-impl<'a, C: Codec> Intake<'a, C> {
+impl<'a> Intake<'a> {
     pub(super) fn new(
-        shared: Arc<Shared<C>>,
+        shared: Arc<Shared>,
         consumer: &'a mut dyn Consumer,
-        (stop, dials): (Stop, Dials),
+        (stop, settings): (Stop, LiveSettings),
         budget: Watched,
     ) -> Self {
         Self {
             shared,
             consumer,
             stop,
-            dials,
-            living: BTreeMap::new(),
-            lives: JoinSet::new(),
+            settings,
+            in_flight: BTreeMap::new(),
+            runs: JoinSet::new(),
             sentinel: None,
             phase: Phase::Running,
             budget,
@@ -93,19 +99,22 @@ impl<'a, C: Codec> Intake<'a, C> {
     /// # Errors
     /// [`WorkerError`]: this process cannot go on; what is unsettled goes back to the broker with
     /// the session.
-    pub(super) async fn run(self, fault: &mut mpsc::Receiver<WorkerError>) -> Result<StintEnd, WorkerError> {
+    pub(super) async fn run(
+        self,
+        fault: &mut mpsc::Receiver<WorkerError>,
+    ) -> Result<SessionEnd, WorkerError> {
         let stop = self.stop.clone();
         tokio::select! {
             ended = self.work(fault) => ended,
             // Whatever is under way, a wait for the broker included.
-            () = stop.reached(Phase::Aborting) => Ok(StintEnd::Worker(Ended::Aborted)),
+            () = stop.reached(Phase::Aborting) => Ok(SessionEnd::Worker(Ended::Aborted)),
         }
     }
 
-    async fn work(mut self, fault: &mut mpsc::Receiver<WorkerError>) -> Result<StintEnd, WorkerError> {
+    async fn work(mut self, fault: &mut mpsc::Receiver<WorkerError>) -> Result<SessionEnd, WorkerError> {
         let mut more = true;
-        while more || !self.lives.is_empty() {
-            let held = self.living.len() as u64;
+        while more || !self.runs.is_empty() {
+            let held = self.in_flight.len() as u64;
             self.shared.settlement.counters.count(|stats| stats.now.held = held);
             tokio::select! {
                 event = self.consumer.next(), if more => match event? {
@@ -113,13 +122,13 @@ impl<'a, C: Codec> Intake<'a, C> {
                     Event::Lost { session } => self.forget(session)?,
                     Event::End => more = false,
                 },
-                Some(ended) = self.lives.join_next() => self.bury(ended)?,
+                Some(ended) = self.runs.join_next() => self.on_exit(ended)?,
                 error = fault.recv() => {
                     self.finish_settling().await;
                     let ended = || WorkerError::Internal("the batch former has ended".into());
                     return Err(error.unwrap_or_else(ended));
                 }
-                () = self.dials.paused(), if self.phase == Phase::Running => self.finish("pause").await,
+                () = self.settings.paused(), if self.phase == Phase::Running => self.finish("pause").await,
                 () = self.stop.reached(Phase::Finishing), if self.phase == Phase::Running => {
                     self.finish("launcher").await;
                 }
@@ -133,12 +142,12 @@ impl<'a, C: Codec> Intake<'a, C> {
         }
         self.shared.settlement.settler.flush().await;
         if self.stop.phase() == Phase::Running {
-            return Ok(StintEnd::Paused);
+            return Ok(SessionEnd::Paused);
         }
-        let Some(sentinel) = self.sentinel else { return Ok(StintEnd::Worker(Ended::Drained)) };
+        let Some(sentinel) = self.sentinel else { return Ok(SessionEnd::Worker(Ended::Drained)) };
         // The last ack of all: whoever dies before it leaves the sentinel to another worker.
         if self.shared.settlement.settler.ack(sentinel).await {
-            Ok(StintEnd::Worker(Ended::OnRequest))
+            Ok(SessionEnd::Worker(Ended::OnRequest))
         } else {
             Err(WorkerError::SentinelLost)
         }
@@ -175,18 +184,23 @@ impl<'a, C: Codec> Intake<'a, C> {
     fn begin(&mut self, mut accepted: Accepted) {
         let receipt = accepted.delivery;
         accepted.traced = Traced::begin(&self.shared.traces, &accepted.task, accepted.redeliveries);
-        let ticket = Ticket::new(TaskName::of(&accepted.task), accepted.deadline);
-        let ticket = Arc::new(ticket.linked(accepted.traced.link()));
-        let (shared, own) = (self.shared.clone(), ticket.clone());
-        let abort = self.lives.spawn(async move { (receipt, shared.live(accepted, own).await) });
-        self.living.insert(receipt, Living { ticket: Some(ticket), abort });
+        let left = accepted.deadline.map(|at| at.duration_since(SystemTime::now()).unwrap_or_default());
+        let mut state = TaskState::new(TaskName::of(&accepted.task), left.map(|left| instant() + left));
+        state.priority = accepted.task.message.properties.priority.unwrap_or_default();
+        state.link = accepted.traced.link();
+        let state = Arc::new(state);
+        // From here, so that of tasks that come together the first waits for the others.
+        let expected = Expected::new(&self.shared.engine);
+        let (shared, own) = (self.shared.clone(), state.clone());
+        let abort = self.runs.spawn(async move { (receipt, shared.run(accepted, own, expected).await) });
+        self.in_flight.insert(receipt, InFlight { state: Some(state), abort });
     }
 
     fn refuse(&mut self, mut accepted: Accepted, kind: String) {
         accepted.traced = Traced::begin(&self.shared.traces, &accepted.task, accepted.redeliveries);
         let (receipt, shared) = (accepted.delivery, self.shared.clone());
-        let abort = self.lives.spawn(async move { (receipt, shared.refuse_control(accepted, kind).await) });
-        self.living.insert(receipt, Living { ticket: None, abort });
+        let abort = self.runs.spawn(async move { (receipt, shared.refuse_control(accepted, kind).await) });
+        self.in_flight.insert(receipt, InFlight { state: None, abort });
     }
 
     async fn obey(&mut self, sentinel: &Message, receipt: Receipt, now: SystemTime) {
@@ -196,7 +210,7 @@ impl<'a, C: Codec> Intake<'a, C> {
             self.budget.note(|budget, _| budget.release(receipt));
             return;
         }
-        tracing::info!(unsettled = self.living.len(), "sentinel received; finishing what came before it");
+        tracing::info!(unsettled = self.in_flight.len(), "sentinel received; finishing what came before it");
         self.consumer.cancel().await;
         self.sentinel = Some(receipt);
         self.phase = Phase::Finishing;
@@ -205,7 +219,7 @@ impl<'a, C: Codec> Intake<'a, C> {
 
     /// Takes no more, and finishes what was taken.
     async fn finish(&mut self, cause: &str) {
-        tracing::info!(cause, unsettled = self.living.len(), "taking no more; finishing what was taken");
+        tracing::info!(cause, unsettled = self.in_flight.len(), "taking no more; finishing what was taken");
         self.phase = Phase::Finishing;
         self.consumer.cancel().await;
     }
@@ -216,16 +230,16 @@ impl<'a, C: Codec> Intake<'a, C> {
         self.phase = Phase::Returning;
         self.consumer.cancel().await;
         let mut withdrawn: Vec<Receipt> = Vec::new();
-        for (receipt, life) in &self.living {
-            if life.ticket.as_ref().is_some_and(|ticket| ticket.withdraw()) {
-                life.abort.abort();
+        for (receipt, task) in &self.in_flight {
+            if task.withdraw() {
+                task.abort.abort();
                 withdrawn.push(*receipt);
             }
         }
         withdrawn.extend(self.sentinel.take());
-        tracing::info!(handed_back = withdrawn.len(), unsettled = self.living.len(), "draining");
+        tracing::info!(handed_back = withdrawn.len(), unsettled = self.in_flight.len(), "draining");
         for receipt in withdrawn {
-            self.living.remove(&receipt);
+            self.in_flight.remove(&receipt);
             self.budget.note(|budget, _| budget.release(receipt));
             self.requeue(receipt).await;
         }
@@ -235,12 +249,12 @@ impl<'a, C: Codec> Intake<'a, C> {
     /// waits in vain, and comes again.
     async fn finish_settling(&mut self) {
         self.phase = Phase::Returning;
-        for life in self.living.values() {
-            if life.ticket.as_ref().is_some_and(|ticket| ticket.withdraw()) {
-                life.abort.abort();
+        for task in self.in_flight.values() {
+            if task.withdraw() {
+                task.abort.abort();
             }
         }
-        let settled = async { while self.lives.join_next().await.is_some() {} };
+        let settled = async { while self.runs.join_next().await.is_some() {} };
         let _ = tokio::time::timeout(SETTLING, settled).await;
     }
 
@@ -255,24 +269,24 @@ impl<'a, C: Codec> Intake<'a, C> {
         self.shared.settlement.lost.store(session, Ordering::Release);
         self.budget.note(|budget, _| budget.forget(session));
         let of_session = |receipt: &Receipt| receipt.session <= session;
-        for (receipt, life) in &self.living {
+        for (receipt, task) in &self.in_flight {
             if of_session(receipt) {
-                life.ticket.as_ref().map(|ticket| ticket.withdraw());
-                life.abort.abort();
+                task.withdraw();
+                task.abort.abort();
             }
         }
-        self.living.retain(|receipt, _| !of_session(receipt));
+        self.in_flight.retain(|receipt, _| !of_session(receipt));
         // Going on would leave two workers to one sentinel.
         if self.sentinel.as_ref().is_some_and(of_session) { Err(WorkerError::SentinelLost) } else { Ok(()) }
     }
 
-    fn bury(
+    fn on_exit(
         &mut self,
         ended: Result<(Receipt, Result<(), WorkerError>), JoinError>,
     ) -> Result<(), WorkerError> {
         match ended {
             Ok((receipt, result)) => {
-                self.living.remove(&receipt);
+                self.in_flight.remove(&receipt);
                 self.budget.note(|budget, now| budget.settled(receipt, now));
                 result
             }

@@ -9,9 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use tokio::sync::{Notify, RwLock, RwLockReadGuard, mpsc, oneshot};
+use tokio::sync::{RwLock, RwLockReadGuard, mpsc, oneshot};
 
 use super::report::Reporter;
+use crate::engine::Engine;
 use crate::protocol::control::{Deaths, Event, TaskName};
 
 /// Tasks that may wait for the usher: it takes them on at once.
@@ -38,17 +39,15 @@ pub(super) fn suspicion(redeliveries: i64, counts: bool, deaths: Option<&Deaths>
 
 /// Admits either tasks that may kill a worker, or all others.
 pub(super) struct Isolation {
-    /// Written by a group for as long as it is in, read by each other task while something of it is on a
-    /// lane. First come, first served, so that neither side starves.
+    /// Written by a group for as long as it is in, read by each other task while it is preprocessed or its
+    /// reply is written. First come, first served, so that neither side starves.
     door: RwLock<()>,
     /// Written by each task that is to be in a group, read by the usher.
     candidates: mpsc::Sender<Candidate>,
-    /// Read by the batch former, which then gives the device no batch of others.
-    occupied: AtomicBool,
-    /// The worker ends. Written by the batch former at a device fault, read by the usher.
+    /// While a group is in, it computes nothing else.
+    engine: Arc<dyn Engine>,
+    /// The device is gone. Written by who hears of it, read by the usher.
     closed: AtomicBool,
-    /// Told when no group is in any more, heard by the batch former.
-    left: Notify,
     reporter: Reporter,
 }
 
@@ -76,11 +75,10 @@ impl Stay {
 
 impl Isolation {
     /// Starts the usher, which ends with the last clone of what is returned.
-    pub(super) fn start(reporter: Reporter) -> Arc<Self> {
+    pub(super) fn start(engine: Arc<dyn Engine>, reporter: Reporter) -> Arc<Self> {
         let (candidates, queued) = mpsc::channel(WAITING);
-        let (occupied, closed) = (AtomicBool::new(false), AtomicBool::new(false));
-        let (door, left) = (RwLock::new(()), Notify::new());
-        let isolation = Arc::new(Self { door, candidates, occupied, closed, left, reporter });
+        let (door, closed) = (RwLock::new(()), AtomicBool::new(false));
+        let isolation = Arc::new(Self { door, candidates, engine, closed, reporter });
         tokio::spawn(usher(Arc::downgrade(&isolation), queued));
         isolation
     }
@@ -98,19 +96,9 @@ impl Isolation {
         admitted.await.ok()
     }
 
-    /// A group is in.
-    pub(super) fn is_occupied(&self) -> bool {
-        self.occupied.load(Ordering::Acquire)
-    }
-
     /// The device is gone: who is in a group now is not through, though its future is dropped.
     pub(super) fn close(&self) {
         self.closed.store(true, Ordering::Release);
-    }
-
-    /// Returns when a group has left.
-    pub(super) async fn left(&self) {
-        self.left.notified().await;
     }
 
     /// Lets a group in, and waits until all of it are through.
@@ -120,7 +108,7 @@ impl Isolation {
         if group.is_empty() {
             return;
         }
-        self.occupied.store(true, Ordering::Release);
+        self.engine.isolate(true);
         let tasks = group.iter().map(|it| it.task.clone()).collect();
         self.reporter.send(&Event::Isolated { tasks, through: Vec::new() }).await;
         // The process may not live to write it later.
@@ -137,9 +125,8 @@ impl Isolation {
         if !self.closed.load(Ordering::Acquire) {
             self.reporter.send(&Event::Isolated { tasks: Vec::new(), through }).await;
         }
-        self.occupied.store(false, Ordering::Release);
+        self.engine.isolate(false);
         drop(door);
-        self.left.notify_one();
     }
 }
 
@@ -187,6 +174,7 @@ fn next_group<T>(waiting: &mut VecDeque<T>, most: impl Fn(&T) -> usize) -> Vec<T
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::TaskError;
 
     fn deaths(among: u32) -> Deaths {
         Deaths { task: "t".into(), count: 1, alone: 0, among, poison: None }
@@ -244,12 +232,39 @@ mod tests {
         }
     }
 
+    /// Computes nothing, and knows whether it is isolated.
+    #[derive(Default)]
+    struct Watched(AtomicBool);
+
+    impl Engine for Watched {
+        fn routes(&self) -> &[crate::model::Route] {
+            &[]
+        }
+        fn preprocess(&self, _: &crate::protocol::Message) -> Result<Box<dyn crate::engine::Job>, TaskError> {
+            unreachable!("no task comes here")
+        }
+        fn expect(&self, _: crate::engine::Expect) {}
+        fn set_policy(&self, _: crate::batching::Policy) {}
+        fn isolate(&self, isolated: bool) {
+            self.0.store(isolated, Ordering::SeqCst);
+        }
+        fn depth(&self) -> usize {
+            1
+        }
+        fn sequences(&self) -> Option<usize> {
+            None
+        }
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_group_keeps_others_out_until_all_of_it_are_through() {
-        let isolation = Isolation::start(Reporter::start(std::io::sink()).unwrap());
+        let engine = Arc::new(Watched::default());
+        let reporter = Reporter::start(std::io::sink()).unwrap();
+        let isolation = Isolation::start(engine.clone(), reporter);
+        let is_occupied = || engine.0.load(Ordering::SeqCst);
         let name = |id: &str| TaskName { id: id.into(), fingerprint: id.into() };
         let (a, b) = tokio::join!(isolation.enter(name("a"), 2), isolation.enter(name("b"), 2));
-        assert!(isolation.is_occupied());
+        assert!(is_occupied());
         let third = isolation.enter(name("c"), 2);
         tokio::pin!(third);
         drop(a);
@@ -257,10 +272,9 @@ mod tests {
         assert!(tokio::time::timeout(Duration::from_secs(1), &mut third).await.is_err(), "another group");
         drop(b);
         let c = third.await;
-        assert!(c.is_some() && isolation.is_occupied());
+        assert!(c.is_some() && is_occupied());
         drop(c);
-        isolation.left().await;
         let _out = isolation.keep_out().await;
-        assert!(!isolation.is_occupied());
+        assert!(!is_occupied());
     }
 }

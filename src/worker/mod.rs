@@ -1,19 +1,16 @@
-//! One worker: intake → prepare → batch → forward → settle, and its drain. Knows models and brokers
-//! by their traits only, and its launcher by control lines only.
+//! One worker: session → intake → preprocess → engine → settle, and its drain. Knows models by their engine
+//! and brokers by their traits only, and its launcher by control lines only.
 //!
 //! | file | decides |
 //! |---|---|
+//! | `session` | what outlives a broker session: a pause ends one |
 //! | `intake` | what a delivery is; what is handed back; when the worker has ended |
-//! | `station` | what stays while links to the broker come and go: a pause ends one |
-//! | `life` | the steps of one task |
-//! | `ticket` | whether a task is answered or handed back |
-//! | `batches` | when the device gets its next batch (by the rules in `batching`) |
+//! | `task_run` | the steps of one task |
+//! | `parts` | when parts of a reply are sent |
+//! | `cpu_pool` | which work beside the device has threads of its own |
 //! | `isolation` | which tasks are worked on apart from others, because they may have killed a worker |
-//! | `dials` | what can be set from outside while it runs |
-//! | `deaths` | which tasks workers died of, as the launcher knows it |
-//! | `engine` | the model thread |
-//! | `forward` | what a failed batch means: a bad input, or a bad device |
-//! | `lane` | which work beside it has threads of its own |
+//! | `crash_records` | which tasks workers died of, as the launcher knows it |
+//! | `live_settings` | what can be set from outside while it runs |
 //! | `outcome` | what happened → what becomes of the message |
 //! | `settle` | publish → confirm → ack |
 //! | `stalled` | how many tasks may wait for a reply queue that takes nothing |
@@ -22,52 +19,52 @@
 //! | `prefetch` | how many messages to hold ahead |
 //! | `budget` | whether deliveries are held for so long that the broker may take them back |
 
-mod batches;
 mod budget;
-mod deaths;
-mod dials;
-mod engine;
-mod forward;
+mod cpu_pool;
+mod crash_records;
 mod intake;
 mod isolation;
-mod lane;
-mod life;
+mod live_settings;
 mod outcome;
+mod parts;
 mod prefetch;
 mod report;
+mod session;
 mod settle;
 mod stalled;
-mod station;
-mod ticket;
+mod task_run;
+#[cfg(test)]
+mod tests;
 mod traced;
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 use std::time::Instant;
 
 use futures_util::future::BoxFuture;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
-use crate::batching::{Batcher, Policy};
+use crate::batching::Policy;
 use crate::broker::{BrokerError, Link};
 use crate::config::Assignment;
-use crate::model::{Codec, LoadError, LoadSpec, Model};
+use crate::engine::{Engine, Loaded, Notice, Setup, Starter, Told};
+use crate::model::{LoadError, LoadSpec};
 use crate::protocol::Signature;
-use crate::protocol::control::Event;
+use crate::protocol::control::{BatchChange, Event};
 use crate::shutdown::{Exit, Phase, Stop};
 use crate::telemetry::traces::Traces;
 
-use engine::{Engine, Loaded};
-use intake::StintEnd;
+use cpu_pool::CpuPool;
+use intake::SessionEnd;
+use report::{Counters, DeviceReport};
 
-pub use deaths::KnownDeaths;
-pub use dials::Dials;
+pub use crash_records::CrashRecords;
 pub use intake::Ended;
+pub use live_settings::LiveSettings;
 pub use report::Reporter;
 
-/// Prepared tasks that may wait for the batch former: it only moves them on.
-const SUBMISSIONS: usize = 256;
+/// Sequences that wait beside those that run, so that one joins as soon as another has left.
+const SPARE_SEQUENCES: usize = 4;
 
 /// Why this process cannot go on. What it holds goes back to the broker.
 #[derive(Debug, thiserror::Error)]
@@ -116,54 +113,91 @@ pub struct Control {
     /// What the worker tells it.
     pub reporter: Reporter,
     /// What it told the worker of tasks that kill.
-    pub deaths: KnownDeaths,
+    pub crashes: CrashRecords,
     /// What it has set.
-    pub dials: Dials,
+    pub settings: LiveSettings,
     /// Spans of tasks and batches. Whoever made it sends the last ones once the worker has ended.
     pub traces: Traces,
 }
+
+/// Connects to the broker of an assignment.
+pub type Open = dyn for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<Link, BrokerError>>;
 
 /// Runs one worker to its end. `open` connects to the broker once the model is loaded, so that a
 /// worker holds no task that it cannot compute.
 ///
 /// # Errors
 /// [`WorkerError::exit`] says what to exit with.
-pub async fn run<M: Model>(
+pub async fn run(
     assignment: &Assignment,
-    open: for<'a> fn(&'a Assignment) -> BoxFuture<'a, Result<Link, BrokerError>>,
+    starter: &Starter,
+    open: &Open,
     stop: Stop,
     control: &Control,
 ) -> Result<Ended, WorkerError> {
-    let reporter = &control.reporter;
-    let Some((engine, loaded)) = load::<M>(assignment, &stop, control).await? else {
-        // Nothing has been accepted: there is nothing to drain.
-        return Ok(Ended::Drained);
+    let counters = Arc::new(Counters::default());
+    let setup = Setup {
+        spec: load_spec(assignment),
+        min_speed: assignment.min_speed(),
+        policy: policy(assignment),
+        observer: Box::new(DeviceReport::new(control, counters.clone())),
     };
-    let counters = Arc::new(report::Counters::default());
-    let (station, former, mut fault) = assemble(assignment, engine, loaded, (counters.clone(), control))?;
+    let begun = Instant::now();
+    control.reporter.send(&Event::Loading).await;
+    let loading = starter.start(setup)?;
+    let loaded = tokio::select! {
+        loaded = loading => loaded,
+        // Nothing has been accepted: there is nothing to drain.
+        () = stop.reached(Phase::Finishing) => return Ok(Ended::Drained),
+    };
+    let loaded = loaded.map_err(|_| WorkerError::Internal("the model thread died while loading".into()))?;
+    if let Err(LoadError::Unfit { why, reason, .. }) = &loaded {
+        control.reporter.send(&Event::Unfit { why: *why, words: reason.clone() }).await;
+    }
+    let loaded = loaded?;
+    let load_ms = begun.elapsed().as_millis() as u64;
+    tracing::debug!(device = loaded.device, model = assignment.pool.model, load_ms, "model loaded");
+    control.reporter.send(&Event::Ready { device: loaded.device.clone(), load_ms }).await;
+    serve(assignment, loaded, open, stop, (control, counters)).await
+}
+
+/// Consumes with a loaded model, one broker session after the other.
+async fn serve(
+    assignment: &Assignment,
+    loaded: Loaded,
+    open: &Open,
+    stop: Stop,
+    (control, counters): (&Control, Arc<Counters>),
+) -> Result<Ended, WorkerError> {
+    let reporter = &control.reporter;
+    let Loaded { engine, notices, device } = loaded;
+    let worker = assemble(assignment, engine, device, (control, counters.clone()))?;
+    let (fault_in, mut fault) = mpsc::channel(1);
+    let policy = worker.policy;
     let helpers = [
-        tokio::spawn(former.run()),
+        tokio::spawn(dispatch(notices, worker.isolation.clone(), fault_in)),
+        tokio::spawn(follow(control.settings.batch(), worker.engine.clone(), policy)),
         tokio::spawn(report::every(counters.clone(), reporter.clone())),
         tokio::spawn(report::draining(stop.clone(), reporter.clone())),
     ];
     let ended = loop {
-        if control.dials.is_paused() {
+        if control.settings.is_paused() {
             reporter.send(&Event::Paused).await;
         }
-        if !control.dials.may_consume(&stop).await {
+        if !control.settings.may_consume(&stop).await {
             break Ok(Ended::Drained);
         }
         // Whoever has been taken once waits for as long as an outage may last.
-        let known = assignment.broker_reached || counters.has_reached_the_broker();
-        let assignment = Assignment { broker_reached: known, ..assignment.clone() };
+        let known = worker.assignment.broker_reached || counters.has_reached_the_broker();
+        let assignment = Assignment { broker_reached: known, ..worker.assignment.clone() };
         let link = match open(&assignment).await {
             Ok(link) => link,
             Err(error) => break Err(error.into()),
         };
         reporter.send(&Event::Serving).await;
-        match station.consume(link, &stop, &mut fault).await {
-            Ok(StintEnd::Paused) => {}
-            Ok(StintEnd::Worker(ended)) => break Ok(ended),
+        match worker.consume(link, &stop, &mut fault).await {
+            Ok(SessionEnd::Paused) => {}
+            Ok(SessionEnd::Worker(ended)) => break Ok(ended),
             Err(error) => break Err(error),
         }
     };
@@ -176,36 +210,6 @@ pub async fn run<M: Model>(
     ended
 }
 
-/// Loads the model on its thread; none when the worker was told to stop meanwhile.
-async fn load<M: Model>(
-    assignment: &Assignment,
-    stop: &Stop,
-    Control { reporter, traces, .. }: &Control,
-) -> Result<Option<(Engine<M::Codec>, Loaded<M::Codec>)>, WorkerError> {
-    let born = Instant::now();
-    reporter.send(&Event::Loading).await;
-    let spec = (load_spec(assignment), assignment.min_speed());
-    let mut engine = engine::start::<M>(spec, reporter.clone(), traces.clone())?;
-    let loaded = tokio::select! {
-        loaded = &mut engine.loaded => loaded,
-        () = stop.reached(Phase::Finishing) => return Ok(None),
-    };
-    let loaded = loaded.map_err(|_| WorkerError::Internal("the model thread died while loading".into()))?;
-    if let Err(LoadError::Unfit { why, reason, .. }) = &loaded {
-        reporter.send(&Event::Unfit { why: *why, words: reason.clone() }).await;
-    }
-    let loaded = loaded?;
-    if loaded.device != assignment.device {
-        let (found, own) = (&loaded.device, &assignment.device);
-        let words = format!("the model says it is on {found} (`Model::device`), and its device is {own}");
-        return Err(WorkerError::Device(words));
-    }
-    let load_ms = born.elapsed().as_millis() as u64;
-    tracing::debug!(device = loaded.device, model = assignment.pool.model, load_ms, "model loaded");
-    reporter.send(&Event::Ready { device: loaded.device.clone(), load_ms }).await;
-    Ok(Some((engine, loaded)))
-}
-
 /// What the model of an assignment is loaded from.
 pub fn load_spec(assignment: &Assignment) -> LoadSpec {
     let pool = &assignment.pool;
@@ -215,6 +219,7 @@ pub fn load_spec(assignment: &Assignment) -> LoadSpec {
         device: assignment.device.clone(),
         max_inputs: pool.max_inputs,
         dtype: pool.dtype,
+        options: pool.options.clone(),
     }
 }
 
@@ -229,53 +234,56 @@ pub fn policy(assignment: &Assignment) -> Policy {
     }
 }
 
-type Assembled<C> = (station::Station<C>, batches::BatchFormer<C>, mpsc::Receiver<WorkerError>);
-
-/// Puts the worker's parts together: what its tasks share, the batch former, and the way by which that
-/// tells of a device fault.
-fn assemble<C: Codec>(
+/// Puts the parts together that outlive a broker session.
+fn assemble(
     assignment: &Assignment,
-    engine: Engine<C>,
-    loaded: Loaded<C>,
-    (counters, control): (Arc<report::Counters>, &Control),
-) -> Result<Assembled<C>, WorkerError> {
-    let preparing = Arc::new(AtomicUsize::new(0));
-    let (submit, submissions) = mpsc::channel(SUBMISSIONS);
-    let (fault_in, fault) = mpsc::channel(1);
-    let policy = policy(assignment);
-    let isolation = isolation::Isolation::start(control.reporter.clone());
-    let former = batches::BatchFormer {
-        batcher: Batcher::new(policy),
-        sizing: batches::Sizing::new(policy.max_tokens),
-        isolation: isolation.clone(),
-        isolated: Batcher::new(policy),
-        policy,
-        wishes: control.dials.batch(),
-        submissions,
-        batches: engine.batches,
-        depth: loaded.depth,
-        done: engine.done,
-        preparing: preparing.clone(),
-        counters: counters.clone(),
-        fault: fault_in,
-    };
-    let station = station::Station {
-        assignment: assignment.clone(),
-        policy,
-        depth: loaded.depth,
+    engine: Arc<dyn Engine>,
+    device: String,
+    (control, counters): (&Control, Arc<Counters>),
+) -> Result<session::Worker, WorkerError> {
+    let mut assignment = assignment.clone();
+    if let Some(sequences) = engine.sequences() {
+        let ahead = u16::try_from(sequences + SPARE_SEQUENCES).unwrap_or(u16::MAX);
+        assignment.pool.prefetch.get_or_insert(ahead);
+    }
+    Ok(session::Worker {
+        policy: policy(&assignment),
         signature: Signature {
             worker: assignment.worker.clone(),
-            device: loaded.device,
-            model: load_spec(assignment).model_name().to_owned(),
+            device,
+            model: load_spec(&assignment).model_name().to_owned(),
         },
-        codec: Arc::new(loaded.codec),
-        prepare: lane::Lane::start("prepare", assignment.feeders())?,
-        respond: lane::Lane::start("respond", assignment.feeders())?,
-        submit,
-        preparing,
-        isolation,
+        preprocess: CpuPool::start("preprocess", assignment.feeders())?,
+        reply: CpuPool::start("reply", assignment.feeders())?,
+        isolation: isolation::Isolation::start(engine.clone(), control.reporter.clone()),
+        engine,
         counters,
         control: control.clone(),
+        assignment,
+    })
+}
+
+/// Passes on what the model thread says: to tasks that they are done, to the intake that the device is gone.
+async fn dispatch(
+    mut notices: mpsc::Receiver<Notice>,
+    isolation: Arc<isolation::Isolation>,
+    fault: mpsc::Sender<WorkerError>,
+) {
+    let error = loop {
+        match notices.recv().await {
+            Some(Notice::Done(tasks)) => tasks.iter().for_each(|task| Told::tell(&**task)),
+            Some(Notice::Fault(error)) => break error,
+            None => break "the model thread ended".to_owned(),
+        }
     };
-    Ok((station, former, fault))
+    isolation.close();
+    let _ = fault.send(WorkerError::Device(error)).await;
+}
+
+/// Has the engine follow the bounds of batches that are set from outside.
+async fn follow(mut changes: watch::Receiver<BatchChange>, engine: Arc<dyn Engine>, policy: Policy) {
+    while changes.changed().await.is_ok() {
+        let overrides = *changes.borrow_and_update();
+        engine.set_policy(live_settings::changed(policy, overrides));
+    }
 }

@@ -7,13 +7,13 @@ use std::time::Duration;
 use crate::broker::Delay;
 use crate::config::Retry;
 use crate::protocol::dead_letter::Reason;
-use crate::protocol::{TaskError, TaskErrorKind};
+use crate::protocol::{Body, TaskError, TaskErrorKind};
 
 /// What happened to a task.
 #[derive(Debug)]
 pub(super) enum Outcome {
     /// The model's answer: the reply's body.
-    Answered(Vec<u8>),
+    Answered(Body),
     /// It cannot be answered with a result.
     Failed(TaskError),
     /// It killed the workers that computed it alone; it has not been computed again.
@@ -43,7 +43,7 @@ pub(super) struct Tries<'a> {
 #[derive(Debug)]
 pub(super) enum Disposition {
     /// Reply, then ack.
-    ReplyAndAck(Vec<u8>),
+    ReplyAndAck(Body),
     /// Error reply, then ack.
     ReplyErrorAndAck(TaskError),
     /// Publish it to come again after the delay, then ack.
@@ -62,6 +62,7 @@ pub(super) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disposition {
             | TaskErrorKind::UnknownModel
             | TaskErrorKind::Expired
             | TaskErrorKind::TooLarge
+            | TaskErrorKind::Cancelled
             | TaskErrorKind::Internal => Disposition::ReplyErrorAndAck(error),
             TaskErrorKind::Fault | TaskErrorKind::OutOfMemory => try_again(error, tries),
         },

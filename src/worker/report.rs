@@ -8,10 +8,14 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
 
+use super::Control;
+use super::traced::passed;
 use crate::broker::Settler;
+use crate::engine::{Observer, Passed};
 use crate::protocol::control::{Event, TaskName, encode};
 use crate::protocol::stats::{Standing, Stats};
 use crate::shutdown::{Phase, Stop};
+use crate::telemetry::traces::Traces;
 
 /// How often `stats` may be sent.
 const STATS_EVERY: Duration = Duration::from_secs(1);
@@ -55,18 +59,33 @@ impl Reporter {
     /// # Errors
     /// The system has no thread for us.
     pub fn start(out: impl Write + Send + 'static) -> std::io::Result<Self> {
-        let (lines, mut queued) = mpsc::channel::<Line>(64);
-        let out = Arc::new(Mutex::new(Out { stdout: Box::new(out), device: Device::ToldIdle }));
-        let shared = out.clone();
+        let (reporter, mut queued) = Self::new(out);
+        let out = reporter.out.clone();
         thread::Builder::new().name("control-lines".into()).spawn(move || {
             while let Some(line) = queued.blocking_recv() {
-                match line {
-                    Line::Event(line) => lock(&shared).write(&line),
-                    Line::Mark(written) => drop(written.send(())),
-                }
+                write(&out, line);
             }
         })?;
-        Ok(Self { lines, out })
+        Ok(reporter)
+    }
+
+    /// Writes from a task of the caller's runtime, whose time may be paused.
+    #[cfg(test)]
+    pub(super) fn start_here(out: impl Write + Send + 'static) -> Self {
+        let (reporter, mut queued) = Self::new(out);
+        let out = reporter.out.clone();
+        tokio::spawn(async move {
+            while let Some(line) = queued.recv().await {
+                write(&out, line);
+            }
+        });
+        reporter
+    }
+
+    fn new(out: impl Write + Send + 'static) -> (Self, mpsc::Receiver<Line>) {
+        let (lines, queued) = mpsc::channel(64);
+        let out = Arc::new(Mutex::new(Out { stdout: Box::new(out), device: Device::ToldIdle }));
+        (Self { lines, out }, queued)
     }
 
     /// Tells, before a forward pass, which tasks are in it. Written when this returns: the process may not
@@ -112,6 +131,13 @@ impl Reporter {
     }
 }
 
+fn write(out: &Mutex<Out>, line: Line) {
+    match line {
+        Line::Event(line) => lock(out).write(&line),
+        Line::Mark(written) => drop(written.send(())),
+    }
+}
+
 fn lock(out: &Mutex<Out>) -> MutexGuard<'_, Out> {
     out.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -130,6 +156,41 @@ impl Out {
             drop(self.stdout.write_all(&encode(&Event::Forward { tasks: Vec::new() })));
         }
         drop(self.stdout.write_all(line).and_then(|()| self.stdout.flush()));
+    }
+}
+
+/// What the model thread does, for the launcher, the counters and the spans.
+pub(super) struct DeviceReport {
+    reporter: Reporter,
+    counters: Arc<Counters>,
+    traces: Traces,
+}
+
+impl DeviceReport {
+    pub(super) fn new(control: &Control, counters: Arc<Counters>) -> Self {
+        Self { reporter: control.reporter.clone(), counters, traces: control.traces.clone() }
+    }
+}
+
+impl Observer for DeviceReport {
+    fn on_device(&self, tasks: Vec<TaskName>) {
+        self.reporter.forward(tasks);
+    }
+
+    fn mark_idle(&self) {
+        self.reporter.mark_idle();
+    }
+
+    fn tell_idle(&self) {
+        self.reporter.tell_idle();
+    }
+
+    fn passed(&self, pass: &Passed<'_>) {
+        passed(&self.traces, pass);
+        if pass.fault.is_none() {
+            let (inputs, tokens) = (pass.pass.size, pass.pass.tokens);
+            self.counters.count(|stats| stats.batch(inputs, tokens, pass.took.as_secs_f64()));
+        }
     }
 }
 

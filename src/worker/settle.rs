@@ -22,7 +22,7 @@ use crate::protocol::control::Deaths;
 use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths, without_foreign_headers};
 use crate::protocol::reply::reply;
 use crate::protocol::stats::{Stage, Stats};
-use crate::protocol::{Message, Receipt, Signature, Task, TaskError, TaskErrorKind};
+use crate::protocol::{Body, Message, Signature, Task, TaskError, TaskErrorKind, Timings};
 use crate::shutdown::{Phase, Stop};
 
 /// Between two attempts to publish into a queue that takes nothing.
@@ -135,7 +135,7 @@ impl Settlement {
         &self,
         accepted: &Accepted,
         outcome: Outcome,
-        receipt: &Receipt,
+        timings: &Timings,
     ) -> Result<(), WorkerError> {
         if self.lost.load(Ordering::Acquire) >= accepted.delivery.session {
             return Ok(());
@@ -146,7 +146,7 @@ impl Settlement {
             time_left: accepted.time_left(),
             jitter: rand::random(),
         };
-        let mut carried_out = pin!(self.carry_out(accepted, disposition(outcome, tries), receipt));
+        let mut carried_out = pin!(self.carry_out(accepted, disposition(outcome, tries), timings));
         // Nearly all are within this time, and what waits for more than one thing costs more.
         let soon = timeout(TICK, &mut carried_out).await;
         let published = tokio::select! {
@@ -185,18 +185,21 @@ impl Settlement {
         &self,
         accepted: &Accepted,
         disposition: Disposition,
-        receipt: &Receipt,
+        timings: &Timings,
     ) -> Result<(), WorkerError> {
         match disposition {
-            Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), (receipt, Parked::No)).await,
+            Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), (timings, Parked::No)).await,
             Disposition::ReplyErrorAndAck(error) => {
                 tracing::debug!(task.id = accepted.task.id, %error, "answering with an error");
-                self.answer(accepted, Err(&error), (receipt, Parked::No)).await
+                // Nobody may be there any more whom a cancelled task could be answered to.
+                let wanted = error.kind != TaskErrorKind::Cancelled;
+                let parked = if wanted { Parked::No } else { Parked::Never };
+                self.answer(accepted, Err(&error), (timings, parked)).await
             }
-            Disposition::Retry(delay, error) => self.put_off(accepted, delay, &error, receipt).await,
+            Disposition::Retry(delay, error) => self.put_off(accepted, delay, &error, timings).await,
             Disposition::DeadLetter(reason, error) => {
                 self.dead_letter(accepted, reason, &error).await?;
-                self.answer(accepted, Err(&error), (receipt, Parked::Already)).await
+                self.answer(accepted, Err(&error), (timings, Parked::Already)).await
             }
         }
     }
@@ -208,7 +211,7 @@ impl Settlement {
         accepted: &Accepted,
         delay: Delay,
         error: &TaskError,
-        receipt: &Receipt,
+        timings: &Timings,
     ) -> Result<(), WorkerError> {
         let task = &accepted.task;
         let message = Arc::new(accepted.traced.passed_on(task.next_attempt(accepted.deadline)));
@@ -227,7 +230,7 @@ impl Settlement {
         tracing::warn!(task.id = task.id, queue = self.queues.task, error = words, "cannot try again");
         let error = TaskError::new(error.kind, format!("{error}; {words}"));
         self.dead_letter(accepted, Reason::Attempts, &error).await?;
-        self.answer(accepted, Err(&error), (receipt, Parked::Already)).await
+        self.answer(accepted, Err(&error), (timings, Parked::Already)).await
     }
 
     /// Puts the task among the dead letters.
@@ -253,8 +256,8 @@ impl Settlement {
     async fn answer(
         &self,
         accepted: &Accepted,
-        body: Result<Vec<u8>, &TaskError>,
-        (receipt, parked): (&Receipt, Parked),
+        body: Result<Body, &TaskError>,
+        (timings, parked): (&Timings, Parked),
     ) -> Result<(), WorkerError> {
         let (status, reason) = match &body {
             Ok(_) => ("succeeded", ""),
@@ -264,16 +267,17 @@ impl Settlement {
             }
         };
         let began = Instant::now();
-        self.reply(accepted, body, (receipt, parked)).await?;
+        self.reply(accepted, body, (timings, parked)).await?;
         self.counters.count(|stats| {
             stats.answered(status, reason, 1);
-            stats.took(Stage::Queue, receipt.queue_ms as f64 / 1e3);
-            stats.took(Stage::Prepare, receipt.prepare_ms / 1e3);
+            let seconds = |us: i64| us as f64 / 1e6;
+            stats.took(Stage::Queue, seconds(timings.queue_us));
+            stats.took(Stage::Prepare, seconds(timings.prepare_us));
             stats.took(Stage::Publish, began.elapsed().as_secs_f64());
             // What never was on the device has not waited for it either.
-            if receipt.batch_size > 0 {
-                stats.took(Stage::Wait, receipt.wait_ms / 1e3);
-                stats.took(Stage::Compute, receipt.compute_ms / 1e3);
+            if timings.batch_size > 0 {
+                stats.took(Stage::Wait, seconds(timings.wait_us));
+                stats.took(Stage::Compute, seconds(timings.compute_us));
             }
         });
         Ok(())
@@ -284,13 +288,13 @@ impl Settlement {
     async fn reply(
         &self,
         accepted: &Accepted,
-        body: Result<Vec<u8>, &TaskError>,
-        (receipt, parked): (&Receipt, Parked),
+        body: Result<Body, &TaskError>,
+        (timings, parked): (&Timings, Parked),
     ) -> Result<(), WorkerError> {
         let (task, traced) = (&accepted.task, &accepted.traced);
         traced.answered(body.as_ref().err().copied());
         let Some(queue) = self.queues.of_reply(task) else { return Ok(()) };
-        let message = reply(task, body, receipt, &self.signature, accepted.attempt());
+        let message = reply(task, body, timings, &self.signature, accepted.attempt());
         let message = Arc::new(traced.reply(message));
         let own = self.queues.reply.as_deref() == Some(queue);
         let owner = if own { Owner::Pool } else { Owner::Requester };
@@ -300,7 +304,7 @@ impl Settlement {
             tracing::warn!(task.id = task.id, error = words, "answering with an error instead");
             let error = TaskError::new(TaskErrorKind::TooLarge, words);
             traced.answered(Some(&error));
-            let smaller = reply(task, Err(&error), receipt, &self.signature, accepted.attempt());
+            let smaller = reply(task, Err(&error), timings, &self.signature, accepted.attempt());
             let smaller = Arc::new(traced.reply(smaller));
             sent = self.within(accepted, ((queue, None), owner), &smaller).await?;
         }
@@ -310,13 +314,18 @@ impl Settlement {
             Sent::Refused(words) => (Reason::Unroutable, format!("reply queue {queue:?}: {words}")),
             Sent::Unconfirmed(words) => (Reason::Unconfirmed, words),
         };
-        if parked == Parked::Already {
-            tracing::warn!(
-                task.id = task.id,
-                error = words,
-                "the error reply to a dead letter reaches nobody"
-            );
-            return Ok(());
+        match parked {
+            Parked::No => {}
+            Parked::Already => {
+                let task = &task.id;
+                tracing::warn!(
+                    task.id = task,
+                    error = words,
+                    "the error reply to a dead letter reaches nobody"
+                );
+                return Ok(());
+            }
+            Parked::Never => return Ok(()),
         }
         self.dead_letter(accepted, reason, &TaskError::new(TaskErrorKind::Internal, words)).await
     }
@@ -460,6 +469,8 @@ enum Owner {
 enum Parked {
     No,
     Already,
+    /// It is cancelled: nobody wants it.
+    Never,
 }
 
 /// What became of a message in the end.

@@ -1,16 +1,14 @@
 //! What a worker says of itself in spans: of a task what became of it and where its time went, of a batch
 //! whose inputs it had. Where tracing is off, each of these is one branch. Decides nothing else.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Instant, SystemTime};
+use std::time::Instant;
 
-use super::engine::{Done, Item};
-use crate::batching::Batch;
-use crate::model::Codec;
+use crate::engine::{Pass, Passed};
 use crate::protocol::dead_letter::Reason;
-use crate::protocol::{Message, Receipt, Task, TaskError, shorten};
-use crate::telemetry::traces::{Came, MAX_LINKS, Passed, TaskLink, TaskSpan, Traces};
+use crate::protocol::reply::micros;
+use crate::protocol::{Message, Task, TaskError, Timings, shorten};
+use crate::telemetry::traces::{Came, MAX_LINKS, Passed as BatchSpan, TaskLink, TaskSpan, Traces};
 
 const TRACEPARENT: &str = "traceparent";
 const TRACESTATE: &str = "tracestate";
@@ -33,7 +31,7 @@ impl Drop for Begun {
         if !*self.settled.get_mut() {
             self.span.tell("sconce.status", "returned");
         } else if let Some(since) = self.settling {
-            self.span.tell("sconce.publish_ms", since.elapsed().as_secs_f64() * 1e3);
+            self.span.tell("sconce.publish_us", micros(since.elapsed()));
         }
     }
 }
@@ -67,17 +65,17 @@ impl Traced {
         self.0.as_ref()?.span.link().map(Box::new)
     }
 
-    /// The work is done, as the receipt says; what comes is publishing.
-    pub(super) fn worked(&mut self, receipt: &Receipt, attempt: i64) {
+    /// The work is done, as the timings say; what comes is publishing.
+    pub(super) fn worked(&mut self, timings: &Timings, attempt: i64) {
         let Some(begun) = self.0.as_mut().filter(|it| it.span.is_recorded()) else { return };
         begun.settling = Some(Instant::now());
         begun.span.tell("sconce.attempt", attempt);
-        begun.span.tell("sconce.queue_ms", receipt.queue_ms);
-        begun.span.tell("sconce.prepare_ms", receipt.prepare_ms);
-        begun.span.tell("sconce.wait_ms", receipt.wait_ms);
-        begun.span.tell("sconce.compute_ms", receipt.compute_ms);
-        begun.span.tell("sconce.batch.size", receipt.batch_size);
-        begun.span.tell("sconce.batch.tokens", receipt.batch_tokens);
+        begun.span.tell("sconce.queue_us", timings.queue_us);
+        begun.span.tell("sconce.prepare_us", timings.prepare_us);
+        begun.span.tell("sconce.wait_us", timings.wait_us);
+        begun.span.tell("sconce.compute_us", timings.compute_us);
+        begun.span.tell("sconce.batch.size", timings.batch_size);
+        begun.span.tell("sconce.batch.tokens", timings.batch_tokens);
     }
 
     /// It is answered: with a result, or with this error.
@@ -148,29 +146,19 @@ fn fail(span: &TaskSpan, error: &TaskError) {
     span.fail(shorten(&error.message, WORDS));
 }
 
-/// The span of a forward pass that began at `began`; none: tracing is off.
-pub(super) fn passed<C: Codec>(
-    traces: &Traces,
-    began: Option<SystemTime>,
-    batch: &Batch<Item<C>>,
-    said: &Done<C::Output>,
-) {
-    let Some(began) = began else { return };
-    let (mut links, mut tasks) = (Vec::new(), 0);
-    let mut before = None;
-    for ticket in batch.inputs.iter().map(|item| &item.ticket) {
-        // A task's inputs are side by side.
-        if before.replace(ticket).is_some_and(|before| Arc::ptr_eq(before, ticket)) {
-            continue;
-        }
-        tasks += 1;
-        if links.len() < MAX_LINKS {
-            links.extend(ticket.link.as_deref().cloned());
-        }
+/// The span of a forward pass, where tracing is on.
+pub(super) fn passed(traces: &Traces, passed: &Passed<'_>) {
+    if !traces.is_on() {
+        return;
     }
-    let fault = match said {
-        Done::Fault(words) => Some(words.as_str()),
-        Done::Computed { .. } | Done::Unwanted => None,
-    };
-    traces.batch(Passed { began, links, tasks, inputs: batch.inputs.len(), tokens: batch.tokens, fault });
+    let links = passed.tasks.iter().filter_map(|task| task.link.as_deref().cloned());
+    let Pass { size, tokens, .. } = passed.pass;
+    traces.batch(BatchSpan {
+        began: passed.began,
+        links: links.take(MAX_LINKS).collect(),
+        tasks: passed.tasks.len(),
+        inputs: size,
+        tokens,
+        fault: passed.fault,
+    });
 }

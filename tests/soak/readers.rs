@@ -56,7 +56,7 @@ async fn session_of(desk: &Desk, queue: &str, (list, session): (List, u64)) -> l
 fn enter(desk: &Desk, message: Received, (list, session): (List, u64)) {
     let id = message.correlation_id.clone();
     let mut ledger = desk.ledger();
-    let queued = message.headers.get("queue_ms").and_then(serde_json::Value::as_u64);
+    let queued = message.headers.get("queue_us").and_then(serde_json::Value::as_u64).map(|us| us / 1_000);
     let begun = ledger.published_at(&id).zip(queued).map(|(published, queued)| published + queued);
     let (code, reason) = (message.header("status_code"), message.header("reason"));
     let worker = message.header("worker");

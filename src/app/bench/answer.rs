@@ -5,7 +5,7 @@ use serde::Deserialize;
 use crate::protocol::{Headers, Message, Value};
 
 /// Names of the headers that tell where a task's time went, in this order everywhere.
-pub(super) const STAGES: [&str; 4] = ["queue_ms", "prepare_ms", "wait_ms", "compute_ms"];
+pub(super) const STAGES: [&str; 4] = ["queue_us", "prepare_us", "wait_us", "compute_us"];
 /// The status code of a reply that was computed.
 const SUCCEEDED: i64 = 200;
 
@@ -16,7 +16,7 @@ pub(in crate::app) struct Answer<'a> {
     pub(super) worker: Option<&'a str>,
     pub(in crate::app) device: &'a str,
     pub(in crate::app) model: &'a str,
-    /// As [`STAGES`]; none where one is missing.
+    /// As [`STAGES`], in milliseconds; none where one is missing.
     pub(in crate::app) stages: Option<[f64; 4]>,
     /// Of the last forward pass that it was part of; none: it was part of none.
     pub(in crate::app) batch: Option<Batch>,
@@ -53,7 +53,7 @@ impl<'a> Answer<'a> {
     pub(in crate::app) fn of(reply: &'a Message) -> Self {
         let headers = &reply.properties.headers;
         let text = |name| headers.get(name).and_then(Value::as_str);
-        let stages = STAGES.map(|name| number(headers, name));
+        let stages = STAGES.map(|name| Some(number(headers, name)? / 1e3));
         let stages = stages.iter().all(Option::is_some).then(|| stages.map(Option::unwrap_or_default));
         let inputs = number(headers, "batch_size").filter(|inputs| *inputs > 0.0);
         let tokens = number(headers, "batch_tokens");
@@ -107,10 +107,10 @@ mod tests {
         let headers = [
             ("status_code", 200.into()),
             ("worker", "h/p/0".into()),
-            ("queue_ms", 7.into()),
-            ("prepare_ms", 0.5.into()),
-            ("wait_ms", 0.25.into()),
-            ("compute_ms", 40.0.into()),
+            ("queue_us", 7_000.into()),
+            ("prepare_us", 500.into()),
+            ("wait_us", 250.into()),
+            ("compute_us", 40_000.into()),
             ("batch_size", 8.into()),
             ("batch_tokens", 80.into()),
         ];

@@ -1,20 +1,19 @@
-//! Prepares tasks and computes their batches, over and over, with a clock. Owns the model, on the thread
-//! that calls it.
+//! Runs tasks through the engine of a worker, without a queue, over and over, with a clock.
 
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, anyhow, ensure};
+use anyhow::{Context as _, anyhow, ensure};
 
 use crate::app::bench::Work;
-use crate::batching::{Batch, Batcher, Device};
 use crate::config::Assignment;
-use crate::model::{Codec, ForwardError, InputOf, Model, Rest, Steps};
+use crate::engine::{Expect, Job, JobEvent, Loaded, Notice, Observer, Passed, Setup, Starter, TaskState};
 use crate::protocol::Message;
+use crate::protocol::control::TaskName;
 use crate::shutdown::Exit;
 use crate::worker::{WorkerError, load_spec, policy};
-
-/// [`measure`], of one model type.
-pub(in crate::app) type Measure = fn(&Assignment, &[Work], Duration) -> anyhow::Result<Measured>;
 
 /// The part of the time that goes before the measured one, to warm up.
 const WARMUP: u32 = 4;
@@ -25,9 +24,9 @@ pub(in crate::app) struct Measured {
     pub(super) inputs: usize,
     pub(super) tokens: usize,
     /// All tasks, once, on one thread.
-    pub(super) preparing: Duration,
+    pub(super) preprocessing: Duration,
     pub(super) passes: Vec<Pass>,
-    /// The passes, from the first's beginning to the last's end.
+    /// From the first task's arrival at the engine to the last one's end, in all rounds.
     pub(super) computing: Duration,
 }
 
@@ -38,119 +37,108 @@ pub(super) struct Pass {
     pub(super) took: Duration,
 }
 
-/// Loads the model of a slot, prepares `tasks`, and computes them for so long.
+/// Keeps what passed.
+#[derive(Clone, Default)]
+struct Passes(Arc<Mutex<Vec<Pass>>>);
+
+impl Passes {
+    fn take(&self) -> Vec<Pass> {
+        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Observer for Passes {
+    fn on_device(&self, _: Vec<TaskName>) {}
+
+    fn mark_idle(&self) {}
+
+    fn tell_idle(&self) {}
+
+    fn passed(&self, passed: &Passed<'_>) {
+        let pass = Pass { inputs: passed.pass.size, tokens: passed.pass.tokens, took: passed.took };
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(pass);
+    }
+}
+
+/// Loads the model of a slot, and computes `tasks` again and again for so long.
 ///
 /// # Errors
 /// The model, its device, or a task, with its number.
-pub(in crate::app) fn measure<M: Model>(
+pub(super) fn measure(
     slot: &Assignment,
+    starter: &Starter,
     tasks: &[Work],
     time: Duration,
 ) -> anyhow::Result<Measured> {
+    let passes = Passes::default();
+    let setup = Setup {
+        spec: load_spec(slot),
+        min_speed: slot.min_speed(),
+        policy: policy(slot),
+        observer: Box::new(passes.clone()),
+    };
     let begun = Instant::now();
-    let (mut model, codec) = M::load(&load_spec(slot)).map_err(WorkerError::from)?;
+    let loaded = starter.start(setup)?.blocking_recv().context("the model thread died while loading")?;
+    let mut loaded = loaded.map_err(WorkerError::from)?;
     let loading = begun.elapsed();
-    let (found, own) = (model.device(), &slot.device);
-    ensure!(found == *own, WorkerError::Device(format!("the model is on {found}, and not on {own}")));
 
-    let mut batcher = Batcher::new(policy(slot));
-    let (mut inputs, mut tokens) = (0, 0);
     let begun = Instant::now();
-    for (task, number) in tasks.iter().zip(1..) {
+    let mut jobs = preprocessed(&loaded, tasks)?;
+    let preprocessing = begun.elapsed();
+    let inputs = jobs.iter().map(|job| job.inputs()).sum();
+    let tokens = jobs.iter().map(|job| job.tokens()).sum();
+
+    let mut computing = compute(&mut loaded, jobs)?;
+    while computing < time / WARMUP {
+        jobs = preprocessed(&loaded, tasks)?;
+        computing += compute(&mut loaded, jobs)?;
+    }
+    passes.take();
+    computing = Duration::ZERO;
+    while computing < time {
+        jobs = preprocessed(&loaded, tasks)?;
+        computing += compute(&mut loaded, jobs)?;
+    }
+    Ok(Measured { loading, inputs, tokens, preprocessing, passes: passes.take(), computing })
+}
+
+fn preprocessed(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<Box<dyn Job>>> {
+    let job = |(task, number): (&Work, usize)| {
         let message = Message { body: task.body.clone(), ..Message::default() };
-        let prepared = codec.prepare(&message).map_err(|error| anyhow!("task {number}: {error}"));
-        for costed in prepared.context(Exit::Usage)?.inputs {
-            inputs += 1;
-            tokens += costed.tokens;
-            batcher.push(costed.input, costed.tokens, begun);
-        }
-    }
-    let preparing = begun.elapsed();
-    let cut = || batcher.take(begun, Device::Idle, false);
-    let batches: Vec<Batch<InputOf<M>>> = std::iter::from_fn(cut).collect();
+        let job = loaded.engine.preprocess(&message).map_err(|error| anyhow!("task {number}: {error}"));
+        job.context(Exit::Usage)
+    };
+    tasks.iter().zip(1..).map(job).collect()
+}
 
-    compute(&mut model, &batches, time / WARMUP)?;
+/// Computes all of them, and returns how long that took.
+fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<Duration> {
+    // So that the first batch is a full one.
+    loaded.engine.expect(Expect::More);
     let begun = Instant::now();
-    let passes = compute(&mut model, &batches, time)?;
-    Ok(Measured { loading, inputs, tokens, preparing, passes, computing: begun.elapsed() })
-}
-
-/// Goes round the batches for so long; ends with a whole one. A device that computes beside this thread has
-/// its next batch before the last is waited for, as in a worker.
-fn compute<M: Model>(
-    model: &mut M,
-    batches: &[Batch<InputOf<M>>],
-    time: Duration,
-) -> anyhow::Result<Vec<Pass>> {
-    let begun = Instant::now();
-    let mut turns = Turns { model, passes: Vec::new(), ahead: None, freed: begun };
-    for batch in batches.iter().cycle() {
-        turns.take(batch)?;
-        if begun.elapsed() >= time {
-            break;
-        }
+    for (number, job) in jobs.iter_mut().enumerate() {
+        let name = TaskName { id: number.to_string(), fingerprint: String::new() };
+        job.enqueue(Arc::new(TaskState::new(name, None)), false);
     }
-    turns.finish_ahead()?;
-    Ok(turns.passes)
-}
-
-/// A batch that was begun, and when.
-type Ahead<'a, M> = (&'a Batch<InputOf<M>>, Instant, Rest<M>);
-
-/// Batches that take turns on a device.
-struct Turns<'a, M: Model> {
-    model: &'a mut M,
-    passes: Vec<Pass>,
-    ahead: Option<Ahead<'a, M>>,
-    /// When the last batch was done.
-    freed: Instant,
-}
-
-impl<'a, M: Model> Turns<'a, M> {
-    fn take(&mut self, batch: &'a Batch<InputOf<M>>) -> anyhow::Result<()> {
-        let began = Instant::now();
-        let inputs: Vec<&InputOf<M>> = batch.inputs.iter().collect();
-        match self.model.begin(&inputs) {
-            Ok(Some(rest)) => match self.ahead.replace((batch, began, rest)) {
-                Some(before) => self.finish(before),
-                None => Ok(()),
-            },
-            Ok(None) => {
-                let outcome = self.model.forward(&inputs);
-                self.end(batch, began, outcome)
+    loaded.engine.expect(Expect::Less);
+    let mut left = jobs.len();
+    while left > 0 {
+        match loaded.notices.blocking_recv() {
+            Some(Notice::Done(tasks)) => {
+                left -= tasks.len();
+                tasks.iter().for_each(|task| task.tell());
             }
-            Err(error) => Err(failed(batch, &error)),
+            Some(Notice::Fault(error)) => return Err(WorkerError::Device(error).into()),
+            None => return Err(WorkerError::Device("the model thread ended".into()).into()),
         }
     }
-
-    fn finish_ahead(&mut self) -> anyhow::Result<()> {
-        self.ahead.take().map_or(Ok(()), |ahead| self.finish(ahead))
+    let took = begun.elapsed();
+    for (number, mut job) in jobs.into_iter().enumerate() {
+        let mut context = Context::from_waker(Waker::noop());
+        let done = pin!(std::future::poll_fn(|context| job.poll_event(context, false)));
+        let is_done = matches!(done.poll(&mut context), Poll::Ready(JobEvent::Done(_)));
+        ensure!(is_done, "task {number} has not ended");
+        job.finish().map_err(|error| WorkerError::Device(format!("task {}: {error}", number + 1)))?;
     }
-
-    fn finish(&mut self, (batch, began, rest): Ahead<'a, M>) -> anyhow::Result<()> {
-        let outcome = rest(self.model);
-        self.end(batch, began, outcome)
-    }
-
-    fn end(
-        &mut self,
-        batch: &Batch<InputOf<M>>,
-        began: Instant,
-        outcome: Result<Steps<M>, ForwardError>,
-    ) -> anyhow::Result<()> {
-        let steps = outcome.map_err(|error| failed(batch, &error))?;
-        if let Some(error) = steps.iter().find_map(|step| step.as_ref().err()) {
-            return Err(failed(batch, error));
-        }
-        let began = began.max(self.freed);
-        self.freed = Instant::now();
-        let (inputs, tokens) = (batch.inputs.len(), batch.tokens);
-        self.passes.push(Pass { inputs, tokens, took: self.freed - began });
-        Ok(())
-    }
-}
-
-fn failed<I>(batch: &Batch<I>, error: &dyn std::error::Error) -> anyhow::Error {
-    let (inputs, tokens) = (batch.inputs.len(), batch.tokens);
-    WorkerError::Device(format!("a batch of {inputs} inputs, {tokens} tokens: {error}")).into()
+    Ok(took)
 }

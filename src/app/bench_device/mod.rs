@@ -9,6 +9,7 @@ use std::os::unix::process::CommandExt;
 
 use anyhow::Context;
 
+use self::measure::measure;
 use self::report::Report;
 use super::bench::{Work, bodies};
 use super::{Registry, load, numa, pool_named, start_logging};
@@ -17,8 +18,6 @@ use crate::config::Assignment;
 use crate::launcher::{Host, environment};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
-
-pub(super) use self::measure::{Measure, measure};
 
 /// Measures.
 pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Exit> {
@@ -29,7 +28,7 @@ pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Resul
         numa::bind_near(node);
     }
     let tasks: Vec<Work> = bodies(&arguments.texts).context(Exit::Usage)?.take(arguments.tasks).collect();
-    let measured = registry.measure(&slot.pool.model)(&slot, &tasks, arguments.time)?;
+    let measured = measure(&slot, &registry.starter(&slot.pool), &tasks, arguments.time)?;
     let report = Report::new(&slot, tasks.len(), measured);
     match arguments.json {
         true => writeln!(io::stdout(), "{}", serde_json::to_string(&report)?)?,

@@ -57,7 +57,7 @@ impl Rate {
 impl Report {
     /// Of so many tasks on a slot's device.
     pub(super) fn new(slot: &Assignment, tasks: usize, measured: Measured) -> Self {
-        let Measured { loading, inputs, tokens, preparing, passes, computing } = measured;
+        let Measured { loading, inputs, tokens, preprocessing, passes, computing } = measured;
         let sizes = |size: fn(&Pass) -> usize| {
             Sizes::of(passes.iter().map(|pass| (size(pass) as f64, 1.0)).collect())
         };
@@ -72,7 +72,7 @@ impl Report {
             tasks,
             inputs,
             tokens,
-            prepare: Rate::of(inputs, tokens, preparing),
+            prepare: Rate::of(inputs, tokens, preprocessing),
             forward: Rate::of(sum(|pass| pass.inputs), sum(|pass| pass.tokens), computing),
             passes: passes.len(),
             forward_ms: Summary::of(passes.iter().map(|pass| ms(pass.took)).collect()),

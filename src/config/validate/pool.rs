@@ -1,6 +1,6 @@
 //! The rules of `[[pool]]` and `[pool.batch]`, and what no two pools may share.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
@@ -102,6 +102,8 @@ fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -
     let max_inputs = section.read("max_inputs", whole(COUNT));
     let batch = section.section("batch").and_then(batch);
     let retry = section.section("retry").and_then(retry);
+    let task = section.read("task", auto(self::name));
+    let options = section.read("options", options);
     if let (Some(Some(prefetch)), Some(batch)) = (prefetch, &batch) {
         refuse_short_prefetch(&mut section, prefetch, batch.max_requests);
     }
@@ -126,7 +128,28 @@ fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -
         max_inputs: max_inputs?,
         batch: batch?,
         retry: retry?,
+        task: task?,
+        options: options?,
     })
+}
+
+/// A model's own settings, whose names only the model knows.
+fn options(value: &Value) -> Result<BTreeMap<String, serde_json::Value>, Expected> {
+    let ValueKind::Table(table) = &value.kind else { return Err("a section with keys".to_owned()) };
+    Ok(table.iter().map(|(name, value)| (name.clone(), plain(value))).collect())
+}
+
+fn plain(value: &Value) -> serde_json::Value {
+    match &value.kind {
+        ValueKind::Nil => serde_json::Value::Null,
+        ValueKind::Boolean(switch) => (*switch).into(),
+        ValueKind::I64(number) => (*number).into(),
+        ValueKind::U64(number) => (*number).into(),
+        ValueKind::Float(number) => (*number).into(),
+        ValueKind::Array(items) => items.iter().map(plain).collect(),
+        ValueKind::Table(table) => table.iter().map(|(name, value)| (name.clone(), plain(value))).collect(),
+        other => other.to_string().into(),
+    }
 }
 
 fn dtype(value: &Value) -> Result<Dtype, Expected> {

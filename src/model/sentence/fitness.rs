@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use super::tokenize::TextTokenizer;
 use super::{Sentence, SentenceEncoder};
 use crate::config::Dtype;
-use crate::model::{ForwardError, LoadError, Model, Step, Unfit};
+use crate::model::{Forward, ForwardError, LoadError, LoadSpec, Unfit};
 
 /// Tokens of the known texts, beside the special ones: the shortest, a sentence, a paragraph.
 const LENGTHS: [usize; 3] = [1, 20, 150];
@@ -36,9 +36,9 @@ pub(super) fn compare(
     model: &mut SentenceEncoder,
     mut reference: SentenceEncoder,
     tokenizer: &TextTokenizer,
-    dtype: Dtype,
+    LoadSpec { device, dtype, .. }: &LoadSpec,
 ) -> Result<(), LoadError> {
-    let device = model.device.clone();
+    let (device, dtype) = (device.clone(), *dtype);
     let texts = known_texts(tokenizer);
     let failed = |error: ForwardError| LoadError::Device {
         device: device.clone(),
@@ -80,8 +80,7 @@ fn known_texts(tokenizer: &TextTokenizer) -> Vec<Sentence> {
 /// Each text's vector; none where the model gave no numbers.
 fn vectors(model: &mut SentenceEncoder, texts: &[Sentence]) -> Result<Vec<Option<Vec<f32>>>, ForwardError> {
     let texts: Vec<&Sentence> = texts.iter().collect();
-    let steps = model.forward(&texts)?.into_iter();
-    Ok(steps.map(|step| step.ok().map(|Step::Done(vector)| vector)).collect())
+    Ok(model.forward(&texts)?.into_iter().map(Result::ok).collect())
 }
 
 /// How far `found` is from `expected`, as a share of the latter's length.
@@ -96,7 +95,7 @@ fn distance(found: &[f32], expected: &[f32]) -> f64 {
 mod tests {
     use std::path::{Path, PathBuf};
 
-    use super::super::SentenceCodec;
+    use super::super::{SentenceProcessor, load};
     use super::*;
     use crate::model::LoadSpec;
 
@@ -109,19 +108,21 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
     }
 
-    fn load(folder: &Path, dtype: Dtype) -> (SentenceEncoder, SentenceCodec) {
-        let (source, served_names) = (folder.to_str().unwrap().to_owned(), Vec::new());
-        let spec = LoadSpec { source, served_names, device: "cpu".into(), max_inputs: 1, dtype };
-        SentenceEncoder::load(&spec).unwrap()
+    fn spec(folder: &Path, dtype: Dtype) -> LoadSpec {
+        LoadSpec { dtype, ..LoadSpec::new(folder.to_str().unwrap()) }
+    }
+
+    fn loaded(folder: &Path, dtype: Dtype) -> (SentenceProcessor, SentenceEncoder) {
+        load(&spec(folder, dtype), &Device::Cpu).unwrap()
     }
 
     /// How far the texts of a model are off in a precision, at most.
     fn off(folder: &Path, dtype: Dtype) -> f64 {
-        let (mut reference, codec) = load(folder, Dtype::F32);
-        let texts = known_texts(&codec.tokenizer);
+        let (processor, mut reference) = loaded(folder, Dtype::F32);
+        let texts = known_texts(&processor.tokenizer);
         assert_eq!(texts.len(), LENGTHS.len());
         let expected = vectors(&mut reference, &texts).unwrap();
-        let found = vectors(&mut load(folder, dtype).0, &texts).unwrap();
+        let found = vectors(&mut loaded(folder, dtype).1, &texts).unwrap();
         let pairs = found.iter().zip(&expected);
         pairs.map(|(a, b)| distance(a.as_ref().unwrap(), b.as_ref().unwrap())).fold(0.0, f64::max)
     }
@@ -156,7 +157,7 @@ mod tests {
 
     #[test]
     fn a_device_that_computes_with_other_weights_is_refused_with_numbers() {
-        let (_, codec) = load(&fixture(NAME), Dtype::F32);
+        let (processor, _) = loaded(&fixture(NAME), Dtype::F32);
         // One bit of one exponent.
         let one_bit = |index, number| if index == 5 { number * 65_536.0 } else { number };
         let none = |_, _| 0.0;
@@ -164,9 +165,11 @@ mod tests {
         let changes: [&dyn Fn(usize, f32) -> f32; 3] = [&one_bit, &none, &nan];
         for (index, change) in changes.into_iter().enumerate() {
             let folder = corrupted(change);
-            let (mut model, _) = load(folder.path(), Dtype::F32);
-            let (reference, _) = load(&fixture(NAME), Dtype::F32);
-            let error = compare(&mut model, reference, &codec.tokenizer, Dtype::Bf16).unwrap_err();
+            let (_, mut model) = loaded(folder.path(), Dtype::F32);
+            let (_, reference) = loaded(&fixture(NAME), Dtype::F32);
+            let error =
+                compare(&mut model, reference, &processor.tokenizer, &spec(folder.path(), Dtype::Bf16))
+                    .unwrap_err();
             let LoadError::Unfit { why, reason, .. } = &error else { panic!("{index}: {error}") };
             assert_eq!(*why, Unfit::WrongResult);
             assert!(reason.contains("3 tokens") && reason.contains("bf16"), "{index}: {reason}");
@@ -176,8 +179,10 @@ mod tests {
     #[test]
     fn weights_that_give_no_numbers_anywhere_are_no_devices_fault() {
         let folder = corrupted(|_, _| f32::NAN);
-        let (mut model, codec) = load(folder.path(), Dtype::F32);
-        let (reference, _) = load(folder.path(), Dtype::F32);
-        assert!(compare(&mut model, reference, &codec.tokenizer, Dtype::F32).is_ok());
+        let (processor, mut model) = loaded(folder.path(), Dtype::F32);
+        let (_, reference) = loaded(folder.path(), Dtype::F32);
+        assert!(
+            compare(&mut model, reference, &processor.tokenizer, &spec(folder.path(), Dtype::F32)).is_ok()
+        );
     }
 }

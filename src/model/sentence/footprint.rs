@@ -11,14 +11,14 @@ use super::weights::Weights;
 use crate::model::source::ModelFiles;
 use crate::model::{Footprint, LoadSpec};
 
-/// Of a forward pass over so many tokens; none where the model's files are not on this host yet or are
-/// not what they should be, which the worker finds out and says.
-pub(super) fn footprint(spec: &LoadSpec, tokens: usize) -> Option<Footprint> {
+/// What a worker takes of its device's memory when it computes so many tokens at once; none where the model's
+/// files are not on this host yet or are not what they should be, which the worker finds out and says.
+pub fn footprint(spec: &LoadSpec, tokens: usize) -> Option<Footprint> {
     let files = ModelFiles::at_hand(&spec.source)?;
     let config = NetworkConfig::read(&files, &spec.source).ok()?;
-    let path = files.required("model.safetensors").ok()?;
+    let paths = files.weights().ok()?;
     let dtype = candle_dtype(spec.dtype);
-    let weights = Weights::read(path, config.family.base(), &Device::Cpu, dtype).ok()?;
+    let weights = Weights::read(&paths, config.family.base(), &Device::Cpu, dtype).ok()?;
     Some(Footprint {
         weights: (weights.numbers() * dtype.size_in_bytes()) as u64,
         working: working(&config, tokens, dtype) as u64,
@@ -60,8 +60,7 @@ mod tests {
     use crate::config::Dtype;
 
     fn of(source: &str, dtype: Dtype, tokens: usize) -> Option<Footprint> {
-        let (source, device) = (source.to_owned(), "GPU-a".to_owned());
-        footprint(&LoadSpec { source, served_names: Vec::new(), device, max_inputs: 1, dtype }, tokens)
+        footprint(&LoadSpec { device: "GPU-a".to_owned(), dtype, ..LoadSpec::new(source) }, tokens)
     }
 
     #[test]

@@ -5,7 +5,6 @@
 //! The network runs without padding: a batch is one matrix of all its tokens, so that texts of any
 //! lengths go together and none costs more than its own tokens.
 
-mod codec;
 mod config;
 mod encoder;
 mod fitness;
@@ -15,14 +14,16 @@ pub mod kernels;
 mod on_gpu;
 mod plain;
 pub mod pooling;
+mod processor;
 mod served;
 mod settings;
 mod tokenize;
 mod weights;
 
-pub use codec::{EmbeddingOptions, Sentence, SentenceCodec};
+pub use footprint::footprint;
+pub use processor::{EmbeddingOptions, Sentence, SentenceProcessor};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 
 use self::config::NetworkConfig;
 use self::encoder::Encoder;
@@ -31,25 +32,21 @@ use self::served::ServedNames;
 use self::settings::SentenceSettings;
 use self::tokenize::TextTokenizer;
 use self::weights::Weights;
-#[cfg(feature = "cuda")]
-use super::Rest;
 use super::source::ModelFiles;
-use super::{Dtype, Footprint, ForwardError, LoadError, LoadSpec, Model, Step, Steps, device};
-use crate::protocol::{TaskError, TaskErrorKind};
+use super::{Device, Dtype, Forward, ForwardError, LoadError, LoadSpec, TaskError, TaskErrorKind, device};
 
 /// The digest of all files that the model `source` is loaded from, as [`ModelFiles::digest`] makes it: it
 /// stays when a folder is copied or other files are put there. A model of the hub that the cache does not
 /// hold is fetched.
 ///
 /// # Errors
-/// As [`Model::load`], for a file that is missing or not what it should be.
+/// As [`load`], for a file that is missing or not what it should be.
 pub fn digest(source: &str) -> Result<String, LoadError> {
     let files = ModelFiles::locate(source)?;
     NetworkConfig::read(&files, source)?;
     SentenceSettings::read(&files, source)?;
     files.required("tokenizer.json")?;
-    // Last of all files, as when it is loaded: a cache that holds it is complete.
-    files.required("model.safetensors")?;
+    files.weights()?;
     files.digest()
 }
 
@@ -57,67 +54,74 @@ pub fn digest(source: &str) -> Result<String, LoadError> {
 pub struct SentenceEncoder {
     encoder: Encoder,
     pooling: Pooling,
-    device: String,
     #[cfg(feature = "cuda")]
     gpu: Option<on_gpu::OnGpu>,
 }
 
-impl Model for SentenceEncoder {
-    type Codec = SentenceCodec;
-
-    fn load(spec: &LoadSpec) -> Result<(Self, SentenceCodec), LoadError> {
-        let (device, opened) = device::open(&spec.device)?;
-        let files = ModelFiles::locate(&spec.source)?;
-        let config = NetworkConfig::read(&files, &spec.source)?;
-        let settings = SentenceSettings::read(&files, &spec.source)?;
-        let path = files.required("tokenizer.json")?;
-        let tokenizer = TextTokenizer::read(path, &settings, config.max_tokens(), config.vocabulary)?;
-        // Last of all files: a cache that holds it is complete.
-        let path = files.required("model.safetensors")?;
-        let dtype = candle_dtype(spec.dtype);
-        let on = |device: &Device, dtype| {
-            let weights = Weights::read(path.clone(), config.family.base(), device, dtype)?;
-            Ok(Self {
-                encoder: Encoder::load(&weights, &config)?,
-                pooling: settings.pooling.clone(),
-                device: opened.clone(),
-                #[cfg(feature = "cuda")]
-                gpu: on_gpu::OnGpu::new(device).map_err(|error| LoadError::Device {
-                    device: opened.clone(),
-                    reason: error.to_string(),
-                })?,
-            })
-        };
-        let mut model = on(&device, dtype)?;
-        if fitness::is_to_be_compared(&device, dtype) {
-            fitness::compare(&mut model, on(&Device::Cpu, DType::F32)?, &tokenizer, spec.dtype)?;
-        }
-        let codec = SentenceCodec {
-            tokenizer,
-            names: ServedNames::new(spec),
-            width: settings.pooling.width(config.hidden),
+/// Loads the model onto its device, and compares what it computes there with what a CPU computes.
+///
+/// # Errors
+/// [`LoadError`] for a file that is missing or not what it should be, for a model of another kind, and for
+/// a device that computes wrongly.
+pub fn load(spec: &LoadSpec, device: &Device) -> Result<(SentenceProcessor, SentenceEncoder), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    let config = NetworkConfig::read(&files, &spec.source)?;
+    let settings = SentenceSettings::read(&files, &spec.source)?;
+    let path = files.required("tokenizer.json")?;
+    let tokenizer = TextTokenizer::read(path, &settings, config.max_tokens(), config.vocabulary)?;
+    let paths = files.weights()?;
+    let dtype = candle_dtype(spec.dtype);
+    let on = |device: &Device, dtype| {
+        let weights = Weights::read(&paths, config.family.base(), device, dtype)?;
+        Ok(SentenceEncoder {
+            encoder: Encoder::load(&weights, &config)?,
             pooling: settings.pooling.clone(),
-            max_inputs: spec.max_inputs,
-        };
-        Ok((model, codec))
+            #[cfg(feature = "cuda")]
+            gpu: on_gpu::OnGpu::new(device).map_err(|error| LoadError::Device {
+                device: spec.device.clone(),
+                reason: error.to_string(),
+            })?,
+        })
+    };
+    let mut encoder = on(device, dtype)?;
+    if fitness::is_to_be_compared(device, dtype) {
+        fitness::compare(&mut encoder, on(&Device::Cpu, DType::F32)?, &tokenizer, spec)?;
     }
+    let processor = SentenceProcessor {
+        tokenizer,
+        names: ServedNames::new(spec),
+        width: settings.pooling.width(config.hidden),
+        pooling: settings.pooling.clone(),
+        max_inputs: spec.max_inputs,
+    };
+    Ok((processor, encoder))
+}
 
-    fn footprint(spec: &LoadSpec, tokens: usize) -> Option<Footprint> {
-        footprint::footprint(spec, tokens)
-    }
+/// The vectors of a batch, or what is to be waited for.
+pub enum Pending {
+    /// Computed already.
+    Vectors(Vec<Result<Vec<f32>, TaskError>>),
+    /// Given to the device, with the tokens of each text.
+    #[cfg(feature = "cuda")]
+    OnGpu(on_gpu::Begun, Vec<usize>),
+}
 
-    fn device(&self) -> String {
-        self.device.clone()
-    }
+impl Forward for SentenceEncoder {
+    type Input = Sentence;
+    type Output = Vec<f32>;
+    type Pending = Pending;
 
-    fn forward(&mut self, inputs: &[&Sentence]) -> Result<Steps<Self>, ForwardError> {
+    fn submit(&mut self, inputs: &[&Sentence]) -> Result<Pending, ForwardError> {
         if inputs.is_empty() {
-            return Ok(Vec::new());
-        }
-        if let Some(rest) = self.begin(inputs)? {
-            return rest(self);
+            return Ok(Pending::Vectors(Vec::new()));
         }
         let (ids, lengths) = joined(inputs);
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &mut self.gpu {
+            let begun = gpu.begin((&self.encoder, &self.pooling), &ids, lengths.clone());
+            let begun = begun.map_err(|error| device::forward_error(&error))?;
+            return Ok(Pending::OnGpu(begun, lengths));
+        }
         let rows = self.encoder.forward(ids, &lengths).and_then(|rows| host(&rows));
         let rows = rows.map_err(|error| device::forward_error(&error))?;
         let width = self.encoder.width();
@@ -127,25 +131,25 @@ impl Model for SentenceEncoder {
             rest = others;
             checked(self.pooling.pool(text, width), *length)
         });
-        Ok(pooled.collect())
+        Ok(Pending::Vectors(pooled.collect()))
+    }
+
+    fn wait(&mut self, pending: Pending) -> Result<Vec<Result<Vec<f32>, TaskError>>, ForwardError> {
+        match pending {
+            Pending::Vectors(vectors) => Ok(vectors),
+            #[cfg(feature = "cuda")]
+            Pending::OnGpu(begun, lengths) => {
+                let Some(gpu) = &mut self.gpu else { return Ok(Vec::new()) };
+                let vectors = gpu.finish(begun, &self.pooling);
+                let vectors = vectors.map_err(|error| device::forward_error(&error))?;
+                Ok(vectors.into_iter().zip(lengths).map(|(vector, length)| checked(vector, length)).collect())
+            }
+        }
     }
 
     #[cfg(feature = "cuda")]
-    fn computes_aside(&self) -> bool {
+    fn is_asynchronous(&self) -> bool {
         self.gpu.is_some()
-    }
-
-    #[cfg(feature = "cuda")]
-    fn begin(&mut self, inputs: &[&Sentence]) -> Result<Option<Rest<Self>>, ForwardError> {
-        let Some(gpu) = &mut self.gpu else { return Ok(None) };
-        let (ids, lengths) = joined(inputs);
-        let begun = gpu.begin((&self.encoder, &self.pooling), &ids, lengths.clone());
-        let begun = begun.map_err(|error| device::forward_error(&error))?;
-        Ok(Some(Box::new(move |model| {
-            let Some(gpu) = &mut model.gpu else { return Ok(Vec::new()) };
-            let vectors = gpu.finish(begun, &model.pooling).map_err(|error| device::forward_error(&error))?;
-            Ok(vectors.into_iter().zip(lengths).map(|(vector, length)| checked(vector, length)).collect())
-        })))
     }
 }
 
@@ -156,9 +160,9 @@ fn joined(inputs: &[&Sentence]) -> (Vec<u32>, Vec<usize>) {
 }
 
 /// The vector of an input of so many tokens, if it is numbers.
-fn checked(vector: Vec<f32>, tokens: usize) -> Result<Step<Vec<f32>>, TaskError> {
+fn checked(vector: Vec<f32>, tokens: usize) -> Result<Vec<f32>, TaskError> {
     match vector.iter().find(|number| !number.is_finite()) {
-        None => Ok(Step::Done(vector)),
+        None => Ok(vector),
         Some(bad) => {
             let words = format!("the model gave {bad} in the embedding of an input of {tokens} tokens");
             Err(TaskError::new(TaskErrorKind::Internal, words))

@@ -51,13 +51,8 @@ mod tests {
     use super::*;
 
     fn names(source: &str, served: &[&str]) -> ServedNames {
-        ServedNames::new(&LoadSpec {
-            source: source.into(),
-            served_names: served.iter().map(|name| (*name).into()).collect(),
-            device: "cpu".into(),
-            max_inputs: 1,
-            dtype: Default::default(),
-        })
+        let served_names = served.iter().map(|name| (*name).into()).collect();
+        ServedNames::new(&LoadSpec { served_names, ..LoadSpec::new(source) })
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! The tensors of `model.safetensors`, by name. Decides which prefix a file uses, and that a tensor
-//! which is missing or has another shape than `config.json` says is an error that names it. Owns the
-//! file's mapping: what is read from it lies in the system's cache of files, once for all workers of a
-//! host. A tensor is made when it is asked for.
+//! The tensors of a model's safetensors files, by name. Decides which prefix the files use, and that a tensor
+//! which is missing or has another shape than `config.json` says is an error that names it. Owns the files'
+//! mappings: what is read from them lies in the system's cache of files, once for all workers of a host. A
+//! tensor is made when it is asked for.
 
 use std::fs::File;
 use std::io;
@@ -16,46 +16,34 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::model::LoadError;
 
-/// All tensors of a weights file.
+/// All tensors of a model.
 pub struct Weights {
-    path: PathBuf,
-    bytes: Arc<Mmap>,
-    /// Where the tensors' data begins.
-    data: usize,
-    metadata: Metadata,
+    /// The whole file, or its parts.
+    shards: Vec<Shard>,
     prefix: String,
     device: Device,
     dtype: DType,
 }
 
 impl Weights {
-    /// Reads a safetensors file onto `device`, to be used as `dtype`. Names may begin with `{base}.`
-    /// where the file was saved from a model with a head.
+    /// Reads safetensors files onto `device`, to be used as `dtype`. Names may begin with `{base}.` where the
+    /// files were saved from a model with a head.
     ///
     /// # Errors
-    /// [`LoadError::File`] when the file is cut off, corrupt or holds no such model.
-    pub fn read(path: PathBuf, base: &str, device: &Device, dtype: DType) -> Result<Self, LoadError> {
-        let bytes = match map(&path) {
-            Ok(bytes) => Arc::new(bytes),
-            Err(error) => return Err(LoadError::File { path, reason: error.to_string() }),
-        };
-        let (header, metadata) = match SafeTensors::read_metadata(&bytes) {
-            Ok(read) => read,
-            Err(error) => {
-                let reason = format!("not a whole safetensors file ({} bytes): {error}", bytes.len());
-                return Err(LoadError::File { path, reason });
-            }
-        };
+    /// [`LoadError::File`] when a file is cut off, corrupt or holds no such model.
+    pub fn read(paths: &[PathBuf], base: &str, device: &Device, dtype: DType) -> Result<Self, LoadError> {
+        let shards = paths.iter().map(|path| Shard::read(path)).collect::<Result<Vec<_>, _>>()?;
         let prefix = format!("{base}.");
-        let prefixed = metadata.info(&format!("{prefix}{WORDS}")).is_some();
+        let words = format!("{prefix}{WORDS}");
+        let prefixed = shards.iter().any(|shard| shard.metadata.info(&words).is_some());
         let prefix = if prefixed { prefix } else { String::new() };
-        let data = size_of::<u64>() + header;
-        Ok(Self { path, bytes, data, metadata, prefix, device: device.clone(), dtype })
+        Ok(Self { shards, prefix, device: device.clone(), dtype })
     }
 
     /// Numbers in all tensors.
     pub fn numbers(&self) -> usize {
-        self.metadata.tensors().values().map(|tensor| tensor.shape.iter().product::<usize>()).sum()
+        let tensors = self.shards.iter().flat_map(|shard| shard.metadata.tensors().into_values());
+        tensors.map(|tensor| tensor.shape.iter().product::<usize>()).sum()
     }
 
     /// The tensor `name`; its shape must be `shape`.
@@ -63,35 +51,33 @@ impl Weights {
     /// # Errors
     /// [`LoadError::File`] naming the tensor.
     pub fn get(&self, name: &str, shape: &[usize]) -> Result<Tensor, LoadError> {
-        let info = self.info(name, shape)?;
-        self.checked(name, self.tensor(info))
+        let (shard, info) = self.info(name, shape)?;
+        self.checked(name, self.tensor(shard, info))
     }
 
-    fn info(&self, name: &str, shape: &[usize]) -> Result<&TensorInfo, LoadError> {
+    fn info(&self, name: &str, shape: &[usize]) -> Result<(&Shard, &TensorInfo), LoadError> {
         let name = format!("{}{name}", self.prefix);
         // Checkpoints converted from TensorFlow keep its names for a norm's parameters.
         let older =
             name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
-        let info = self.metadata.info(&name).or_else(|| self.metadata.info(&older));
-        let info = info.ok_or_else(|| self.fault(format!("tensor {name} is missing")))?;
+        let found = self.shards.iter().find_map(|shard| {
+            let info = shard.metadata.info(&name).or_else(|| shard.metadata.info(&older));
+            Some((shard, info?))
+        });
+        let (shard, info) = found.ok_or_else(|| self.fault(format!("tensor {name} is missing")))?;
         if info.shape != shape {
             let found = &info.shape;
-            return Err(self.fault(format!(
+            return Err(shard.fault(format!(
                 "tensor {name} has the shape {found:?}, and config.json makes it {shape:?}"
             )));
         }
-        Ok(info)
+        Ok((shard, info))
     }
 
-    fn tensor(&self, info: &TensorInfo) -> candle_core::Result<Tensor> {
+    fn tensor(&self, shard: &Shard, info: &TensorInfo) -> candle_core::Result<Tensor> {
         let dtype = DType::try_from(info.dtype)?;
-        let bytes = &self.bytes[self.place(info)];
+        let bytes = &shard.bytes[shard.place(info)];
         Tensor::from_raw_buffer(bytes, dtype, &info.shape, &self.device)?.to_dtype(self.dtype)
-    }
-
-    fn place(&self, info: &TensorInfo) -> Range<usize> {
-        let (start, end) = info.data_offsets;
-        self.data + start..self.data + end
     }
 
     /// The rows of the tensor `name`, which must have the shape `[rows, width]`. Where they are used as
@@ -100,10 +86,10 @@ impl Weights {
     /// # Errors
     /// As [`Weights::get`].
     pub fn table(&self, name: &str, [rows, width]: [usize; 2]) -> Result<Table, LoadError> {
-        let info = self.info(name, &[rows, width])?;
+        let (shard, info) = self.info(name, &[rows, width])?;
         let as_in_file = info.dtype == safetensors::Dtype::F32 && self.dtype == DType::F32;
         if as_in_file && self.device.is_cpu() {
-            return Ok(Table::Mapped { file: self.bytes.clone(), place: self.place(info), width });
+            return Ok(Table::Mapped { file: shard.bytes.clone(), place: shard.place(info), width });
         }
         self.get(name, &[rows, width]).map(Table::Tensor)
     }
@@ -114,6 +100,40 @@ impl Weights {
     /// [`LoadError::File`] naming `what`.
     pub fn checked<T>(&self, what: &str, result: candle_core::Result<T>) -> Result<T, LoadError> {
         result.map_err(|error| self.fault(format!("{what}: {error}")))
+    }
+
+    /// A fault of all of it; of several files, the last is named.
+    fn fault(&self, reason: String) -> LoadError {
+        match self.shards.last() {
+            Some(shard) => shard.fault(reason),
+            None => LoadError::File { path: PathBuf::new(), reason },
+        }
+    }
+}
+
+/// One weights file.
+struct Shard {
+    path: PathBuf,
+    bytes: Arc<Mmap>,
+    /// Where the tensors' data begins.
+    data: usize,
+    metadata: Metadata,
+}
+
+impl Shard {
+    fn read(path: &Path) -> Result<Self, LoadError> {
+        let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
+        let bytes = map(path).map_err(|error| fault(error.to_string()))?;
+        let (header, metadata) = SafeTensors::read_metadata(&bytes).map_err(|error| {
+            fault(format!("not a whole safetensors file ({} bytes): {error}", bytes.len()))
+        })?;
+        let data = size_of::<u64>() + header;
+        Ok(Self { path: path.to_owned(), bytes: Arc::new(bytes), data, metadata })
+    }
+
+    fn place(&self, info: &TensorInfo) -> Range<usize> {
+        let (start, end) = info.data_offsets;
+        self.data + start..self.data + end
     }
 
     fn fault(&self, reason: String) -> LoadError {

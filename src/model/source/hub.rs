@@ -10,12 +10,11 @@ use hf_hub::api::Progress;
 use hf_hub::api::sync::{ApiBuilder, ApiError};
 use hf_hub::{Cache, Repo, RepoType};
 
+use super::{INDEX, WEIGHTS, shards};
 use crate::model::LoadError;
 
 /// Longest time without a byte from the hub.
 const STANDSTILL: Duration = Duration::from_secs(45);
-/// The file that is fetched last: where the cache has it, it has all that the model has.
-const LAST: &str = "model.safetensors";
 
 /// A model of the hub at one revision.
 #[derive(Debug)]
@@ -94,9 +93,11 @@ impl Hub {
         self.fetch(name)
     }
 
-    /// The cache holds all files.
+    /// The cache holds all files: weights are fetched last.
     pub fn is_cached(&self) -> bool {
-        self.cached(LAST).is_some()
+        let all =
+            |index: PathBuf| shards(&index).is_ok_and(|it| it.iter().all(|it| self.cached(it).is_some()));
+        self.cached(WEIGHTS).is_some() || self.cached(INDEX).is_some_and(all)
     }
 
     fn cached(&self, name: &str) -> Option<PathBuf> {
@@ -181,7 +182,7 @@ mod tests {
         assert!(error.contains("HF_HUB_OFFLINE") && error.contains("folder"), "{error}");
         let snapshot = home.path().join("models--org--name/snapshots/abc123");
         std::fs::create_dir_all(&snapshot).unwrap();
-        std::fs::write(snapshot.join(LAST), "").unwrap();
+        std::fs::write(snapshot.join(WEIGHTS), "").unwrap();
         std::fs::write(snapshot.join("config.json"), "{}").unwrap();
         assert_eq!(hub.file("config.json").unwrap(), Some(snapshot.join("config.json")));
         assert_eq!(hub.file("modules.json").unwrap(), None);

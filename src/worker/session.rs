@@ -1,29 +1,27 @@
-//! A worker's parts that outlive its link to the broker, and one stint of consuming over such a link:
-//! from its opening to the end of all that came through it. A pause ends a stint, and the next begins
-//! with a link of its own: a paused worker holds no task and no connection. Owns the link for as long
-//! as the stint lasts.
+//! The parts of a worker that outlive a broker session, and one such session: from the opening of its link to
+//! the end of all that came through it. A pause ends a session, and the next begins with a link of its own: a
+//! paused worker holds no task and no connection. Owns the link for as long as the session lasts.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, watch};
 
-use super::batches::Submission;
 use super::budget::Watched;
-use super::intake::{Ended, Intake, StintEnd};
+use super::cpu_pool::CpuPool;
+use super::intake::{Ended, Intake, SessionEnd};
 use super::isolation::Isolation;
-use super::lane::Lane;
-use super::life::Shared;
 use super::prefetch::{Limits, Live, Prefetch};
 use super::report::{Counters, connection};
 use super::settle::{Queues, Settlement, Waits};
 use super::stalled::Stalled;
-use super::{Control, WorkerError, dials};
+use super::task_run::Shared;
+use super::{Control, WorkerError, live_settings};
 use crate::batching::Policy;
 use crate::broker::Link;
 use crate::config::Assignment;
-use crate::model::Codec;
+use crate::engine::Engine;
 use crate::protocol::Signature;
 use crate::protocol::control::BatchChange;
 use crate::shutdown::Stop;
@@ -31,24 +29,20 @@ use crate::shutdown::Stop;
 /// Longest wait for the broker to hear that we leave.
 const FAREWELL: Duration = Duration::from_secs(5);
 
-/// A worker without its link to the broker.
-pub(super) struct Station<C: Codec> {
+/// The parts of a worker that outlive a broker session.
+pub(super) struct Worker {
     pub(super) assignment: Assignment,
     pub(super) policy: Policy,
-    /// Batches that may be under way.
-    pub(super) depth: usize,
     pub(super) signature: Signature,
-    pub(super) codec: Arc<C>,
-    pub(super) prepare: Lane,
-    pub(super) respond: Lane,
-    pub(super) submit: mpsc::Sender<Submission<C>>,
-    pub(super) preparing: Arc<AtomicUsize>,
+    pub(super) engine: Arc<dyn Engine>,
+    pub(super) preprocess: CpuPool,
+    pub(super) reply: CpuPool,
     pub(super) isolation: Arc<Isolation>,
     pub(super) counters: Arc<Counters>,
     pub(super) control: Control,
 }
 
-impl<C: Codec> Station<C> {
+impl Worker {
     /// Consumes over `link` until a stop, a pause or a failure.
     ///
     /// # Errors
@@ -58,7 +52,7 @@ impl<C: Codec> Station<C> {
         mut link: Link,
         stop: &Stop,
         fault: &mut mpsc::Receiver<WorkerError>,
-    ) -> Result<StintEnd, WorkerError> {
+    ) -> Result<SessionEnd, WorkerError> {
         let broker = &self.assignment.broker;
         let budget = Watched::new(self.assignment.first_prefetch(), broker.delivery_timeout());
         let helpers = [
@@ -67,14 +61,14 @@ impl<C: Codec> Station<C> {
         ];
         let shared = Arc::new(self.shared(&link, stop));
         let follower =
-            tokio::spawn(follow(self.control.dials.batch(), shared.prefetch.clone(), self.limits()));
-        let dials = self.control.dials.clone();
-        let intake = Intake::new(shared, &mut *link.consumer, (stop.clone(), dials), budget);
+            tokio::spawn(follow(self.control.settings.batch(), shared.prefetch.clone(), self.limits()));
+        let settings = self.control.settings.clone();
+        let intake = Intake::new(shared, &mut *link.consumer, (stop.clone(), settings), budget);
         let ended = intake.run(fault).await;
         for helper in helpers.into_iter().chain([follower]) {
             helper.abort();
         }
-        if !matches!(ended, Ok(StintEnd::Worker(Ended::Aborted))) {
+        if !matches!(ended, Ok(SessionEnd::Worker(Ended::Aborted))) {
             // Closing tells the broker that what is unsettled is its own again; acks sent before are read.
             let publisher = tokio::time::timeout(FAREWELL, link.publisher.close());
             let _ = tokio::join!(publisher, link.consumer.close());
@@ -83,7 +77,7 @@ impl<C: Codec> Station<C> {
         ended
     }
 
-    fn shared(&self, link: &Link, stop: &Stop) -> Shared<C> {
+    fn shared(&self, link: &Link, stop: &Stop) -> Shared {
         let pool = &self.assignment.pool;
         let settlement = Settlement {
             settler: link.settler.clone(),
@@ -103,14 +97,12 @@ impl<C: Codec> Station<C> {
             lost: AtomicU64::new(0),
         };
         Shared {
-            codec: self.codec.clone(),
-            prepare: self.prepare.clone(),
-            respond: self.respond.clone(),
-            submit: self.submit.clone(),
-            preparing: self.preparing.clone(),
+            engine: self.engine.clone(),
+            preprocess: self.preprocess.clone(),
+            reply: self.reply.clone(),
             settlement,
             isolation: self.isolation.clone(),
-            deaths: self.control.deaths.clone(),
+            crashes: self.control.crashes.clone(),
             prefetch: self.live_prefetch(),
             traces: self.control.traces.clone(),
             max_body: pool.max_body,
@@ -128,33 +120,32 @@ impl<C: Codec> Station<C> {
     /// Follows the messages, where the user has not set it.
     fn live_prefetch(&self) -> Live {
         let pool = &self.assignment.pool;
-        let limits = self.limits()(*self.control.dials.batch().borrow());
+        let limits = self.limits()(*self.control.settings.batch().borrow());
         let (first, usual) = (self.assignment.first_prefetch(), self.assignment.usual_prefetch());
         let first = Prefetch::new(limits, first, usual, Instant::now());
         Live::new(pool.prefetch.is_none().then_some(first))
     }
 
-    /// What bounds it under a wish.
+    /// What bounds it under overrides.
     fn limits(&self) -> impl Fn(BatchChange) -> Limits + Send + 'static {
         // Where the device computes beside the cores, one batch more is being prepared and answered there.
-        let batches = self.depth + usize::from(self.assignment.device != "cpu");
+        let batches = self.engine.depth() + usize::from(self.assignment.device != "cpu");
         let (policy, bytes) = (self.policy, self.assignment.pool.prefetch_bytes);
-        move |wish| {
-            let policy = dials::changed(policy, wish);
+        move |overrides| {
+            let policy = live_settings::changed(policy, overrides);
             Limits { batches, tokens: policy.max_tokens, requests: policy.max_requests, bytes }
         }
     }
 }
 
-/// Has the prefetch follow what is wished of batches: with too few messages in hand, larger ones could
-/// never fill.
+/// Has the prefetch follow the bounds of batches: with too few messages in hand, larger ones could never fill.
 async fn follow(
-    mut wishes: watch::Receiver<BatchChange>,
+    mut changes: watch::Receiver<BatchChange>,
     prefetch: Live,
     limits: impl Fn(BatchChange) -> Limits + Send,
 ) {
-    while wishes.changed().await.is_ok() {
-        let wish = *wishes.borrow_and_update();
-        prefetch.limit(limits(wish));
+    while changes.changed().await.is_ok() {
+        let overrides = *changes.borrow_and_update();
+        prefetch.limit(limits(overrides));
     }
 }

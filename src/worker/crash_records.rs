@@ -9,9 +9,9 @@ use crate::protocol::control::Deaths;
 /// The deaths, by the task's fingerprint. Written by who reads the launcher's commands, read when a
 /// task is taken. Clones share them. Bound: the launcher's.
 #[derive(Clone, Debug, Default)]
-pub struct KnownDeaths(Arc<RwLock<HashMap<String, Deaths>>>);
+pub struct CrashRecords(Arc<RwLock<HashMap<String, Deaths>>>);
 
-impl KnownDeaths {
+impl CrashRecords {
     /// Takes the launcher's account, in place of the one before.
     pub fn learn(&self, tasks: Vec<Deaths>) {
         let tasks = tasks.into_iter().map(|deaths| (deaths.task.clone(), deaths)).collect();

@@ -6,9 +6,8 @@ use rayon::prelude::*;
 use super::pooling::{Pooling, normalize};
 use super::served::ServedNames;
 use super::tokenize::TextTokenizer;
-use crate::model::{Codec, Costed, Prepared};
+use crate::model::{Body, Message, Preprocessed, Processor, Route, SizedInput, TaskError};
 use crate::protocol::embeddings::{EmbeddingRequest, EmbeddingResponse, Encoding, Text, write_response};
-use crate::protocol::{Message, TaskError};
 
 /// So many texts are divided among the threads of the caller's pool.
 const MANY: usize = 64;
@@ -32,7 +31,7 @@ pub struct EmbeddingOptions {
 }
 
 /// Turns embedding requests into sentences and vectors into responses.
-pub struct SentenceCodec {
+pub struct SentenceProcessor {
     pub(super) tokenizer: TextTokenizer,
     pub(super) names: ServedNames,
     pub(super) pooling: Pooling,
@@ -41,30 +40,22 @@ pub struct SentenceCodec {
     pub(super) max_inputs: usize,
 }
 
-impl Codec for SentenceCodec {
-    type Request = EmbeddingOptions;
+impl Processor for SentenceProcessor {
+    type Context = EmbeddingOptions;
     type Input = Sentence;
+    type Piece = ();
     type Output = Vec<f32>;
 
-    fn endpoint(&self) -> &'static str {
-        "/v1/embeddings"
+    fn routes(&self) -> &[Route] {
+        const ROUTES: &[Route] = &[Route::json("/v1/embeddings")];
+        ROUTES
     }
 
-    fn known_input(&self) -> Option<Message> {
+    fn probe(&self) -> Option<Message> {
         Some(Message { body: r#"{"input":"a candle in a sconce"}"#.into(), ..Message::default() })
     }
 
-    /// A tokenizer takes some 2 ms for 4 KiB of text.
-    fn prepares_briefly(&self, bytes: usize) -> bool {
-        bytes <= 2 << 10
-    }
-
-    /// 384 numbers are written in 10 µs.
-    fn responds_briefly(&self, _: usize, inputs: usize) -> bool {
-        inputs <= 4
-    }
-
-    fn prepare(&self, message: &Message) -> Result<Prepared<Self>, TaskError> {
+    fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let request = EmbeddingRequest::parse(&message.body, self.max_inputs)?;
         if let Some(asked) = &request.model {
             self.names.check(asked)?;
@@ -77,10 +68,10 @@ impl Codec for SentenceCodec {
         let (encoding, dimensions) = (request.encoding, request.dimensions);
         let inputs = self.sentences(request)?;
         let prompt_tokens = inputs.iter().map(|input| input.tokens).sum();
-        Ok(Prepared { request: EmbeddingOptions { encoding, dimensions, prompt_tokens }, inputs })
+        Ok((EmbeddingOptions { encoding, dimensions, prompt_tokens }, inputs))
     }
 
-    fn respond(&self, request: EmbeddingOptions, mut outputs: Vec<Vec<f32>>) -> Result<Vec<u8>, TaskError> {
+    fn finish(&self, request: EmbeddingOptions, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
         if let Some(dimensions) = request.dimensions.filter(|n| *n < self.width) {
             for vector in &mut outputs {
                 vector.truncate(dimensions);
@@ -89,17 +80,18 @@ impl Codec for SentenceCodec {
                 }
             }
         }
-        write_response(&EmbeddingResponse {
+        let response = write_response(&EmbeddingResponse {
             model: self.names.own(),
             vectors: &outputs,
             encoding: request.encoding,
             prompt_tokens: request.prompt_tokens,
-        })
+        });
+        response.map(Body::json)
     }
 }
 
-impl SentenceCodec {
-    fn sentences(&self, mut request: EmbeddingRequest) -> Result<Vec<Costed<Sentence>>, TaskError> {
+impl SentenceProcessor {
+    fn sentences(&self, mut request: EmbeddingRequest) -> Result<Vec<SizedInput<Sentence>>, TaskError> {
         let texts = std::mem::take(&mut request.texts);
         let sentence = |(index, text): (usize, Text)| {
             let ids = match text {
@@ -108,7 +100,8 @@ impl SentenceCodec {
                 }
                 Text::Ids(ids) => self.tokenizer.ids(ids, &request.path(index))?,
             };
-            Ok(Costed { tokens: ids.len(), input: Sentence { ids } })
+            let tokens = ids.len();
+            Ok(SizedInput::new(Sentence { ids }, tokens))
         };
         // Elsewhere rayon would take them to threads that may be computing for long.
         if texts.len() < MANY || rayon::current_thread_index().is_none() {
@@ -124,28 +117,22 @@ impl SentenceCodec {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::sentence::SentenceEncoder;
-    use crate::model::{LoadSpec, Model as _};
+    use crate::model::{Device, LoadSpec, sentence};
 
-    fn codec() -> SentenceCodec {
-        let spec = LoadSpec {
-            source: concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tiny-bert-cls").into(),
-            served_names: Vec::new(),
-            device: "cpu".into(),
-            max_inputs: 500,
-            dtype: Default::default(),
-        };
-        SentenceEncoder::load(&spec).unwrap().1
+    fn processor() -> SentenceProcessor {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tiny-bert-cls");
+        let spec = LoadSpec { max_inputs: 500, ..LoadSpec::new(folder) };
+        sentence::load(&spec, &Device::Cpu).unwrap().0
     }
 
     /// The ids of each input, or which of them is refused; also where threads share the work.
     fn prepared(input: &serde_json::Value) -> Result<Vec<Vec<u32>>, Option<String>> {
-        let codec = codec();
+        let processor = processor();
         let body = serde_json::json!({ "input": input }).to_string();
         let message = Message { body: body.into(), ..Message::default() };
         let prepare = || {
-            let prepared = codec.prepare(&message).map_err(|error| error.param)?;
-            Ok(prepared.inputs.into_iter().map(|costed| costed.input.ids).collect())
+            let (_, inputs) = processor.preprocess(&message).map_err(|error| error.param)?;
+            Ok(inputs.into_iter().map(|sized| sized.input.ids).collect())
         };
         let alone = prepare();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap();

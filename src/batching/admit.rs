@@ -1,0 +1,375 @@
+//! Which sequences run, and which rows a step computes. Owns the sequences that wait, in their order, and of
+//! those that run how much of their prompts is left and how many tokens are reserved for them.
+//!
+//! - A sequence is admitted when a slot is free and all the tokens that its prompt and answer may have can be
+//!   reserved: none runs out half way.
+//! - Sequences are admitted strictly in order, so that a large one is not overtaken for ever by small ones.
+//!   The order is the time of arrival; a level of priority counts as [`AGEING`] of waiting.
+//! - A step has first a row for each sequence whose prompt is fed (1 token), then chunks of prompts, in the
+//!   order of admission, within the step's tokens. No more sequences run than a step has tokens, so that a
+//!   prompt always goes on.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// What one level of priority is worth, in waiting time.
+pub const AGEING: Duration = Duration::from_secs(5);
+
+/// The bounds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Sequences that run at once.
+    pub sequences: usize,
+    /// Tokens that may be reserved for all that run.
+    pub reserved_tokens: usize,
+    /// Tokens of one step.
+    pub step_tokens: usize,
+}
+
+/// A sequence that is to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Tokens of its prompt, 1 at least.
+    pub prompt: usize,
+    /// Tokens that its answer may have.
+    pub answer: usize,
+    /// The higher, the sooner.
+    pub priority: u8,
+    /// It runs with other isolated ones alone.
+    pub isolated: bool,
+}
+
+impl Request {
+    fn tokens(&self) -> usize {
+        self.prompt.saturating_add(self.answer)
+    }
+}
+
+/// A row of a step: so many tokens of the sequence `key` in `slot`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row<K> {
+    /// Whose.
+    pub key: K,
+    /// Where it runs.
+    pub slot: usize,
+    /// Tokens that it is fed.
+    pub take: usize,
+}
+
+/// Where a sequence stands among those that wait.
+type Order = (Instant, u64);
+
+#[derive(Clone, Copy)]
+struct Running<K> {
+    key: K,
+    request: Request,
+    order: Order,
+    /// Tokens of its prompt that are not fed yet.
+    prompt_left: usize,
+    /// Counts admissions.
+    admitted: u64,
+}
+
+/// The sequences of one device.
+pub struct Scheduler<K> {
+    limits: Limits,
+    waiting: BTreeMap<Order, (K, Request)>,
+    /// By slot.
+    running: Vec<Option<Running<K>>>,
+    reserved: usize,
+    arrivals: u64,
+    admissions: u64,
+}
+
+impl<K: Copy + PartialEq> Scheduler<K> {
+    /// Without sequences.
+    pub fn new(limits: Limits) -> Self {
+        let mut scheduler = Self {
+            limits,
+            waiting: BTreeMap::new(),
+            running: Vec::new(),
+            reserved: 0,
+            arrivals: 0,
+            admissions: 0,
+        };
+        scheduler.set_limits(limits);
+        scheduler
+    }
+
+    /// From now on. What runs beyond them goes on to its end.
+    pub fn set_limits(&mut self, limits: Limits) {
+        let step_tokens = limits.step_tokens.max(1);
+        let sequences = limits.sequences.min(step_tokens);
+        self.limits = Limits { step_tokens, sequences, ..limits };
+        let most = self.running.len().max(sequences);
+        self.running.resize(most, None);
+    }
+
+    /// From now on, steps of at most so many tokens.
+    pub fn limit_step(&mut self, tokens: usize) {
+        // As many as there may be sequences: those that run need a token each.
+        self.limits.step_tokens = tokens.max(self.limits.sequences).max(1);
+    }
+
+    /// Whether the sequence could ever run.
+    pub fn fits(&self, request: &Request) -> bool {
+        request.tokens() <= self.limits.reserved_tokens
+    }
+
+    /// Takes a sequence, to run when its turn has come.
+    pub fn enqueue(&mut self, key: K, request: Request, now: Instant) {
+        let later = AGEING * u32::from(u8::MAX - request.priority);
+        self.arrivals += 1;
+        self.waiting.insert((now + later, self.arrivals), (key, request));
+    }
+
+    /// The sequence is at its end, or is not wanted any more. Returns its slot, if it has one.
+    pub fn leave(&mut self, key: K) -> Option<usize> {
+        if let Some(order) = self.waiting.iter().find(|(_, (of, _))| *of == key).map(|(order, _)| *order) {
+            self.waiting.remove(&order);
+            return None;
+        }
+        let slot = self.running.iter().position(|it| it.as_ref().is_some_and(|it| it.key == key))?;
+        self.vacate(slot);
+        Some(slot)
+    }
+
+    fn vacate(&mut self, slot: usize) -> Option<Running<K>> {
+        let running = self.running.get_mut(slot)?.take()?;
+        self.reserved -= running.request.tokens();
+        Some(running)
+    }
+
+    /// Admits what may run now, `isolated` ones alone or any. Returns keys and slots.
+    pub fn admit(&mut self, isolated: bool) -> Vec<(K, usize)> {
+        let mut admitted = Vec::new();
+        while let Some((order, key, request)) = self.next(isolated) {
+            let Some(slot) = self.room_for(&request) else { break };
+            self.waiting.remove(&order);
+            self.reserved += request.tokens();
+            self.admissions += 1;
+            let (prompt_left, number) = (request.prompt, self.admissions);
+            self.running[slot] = Some(Running { key, request, order, prompt_left, admitted: number });
+            admitted.push((key, slot));
+        }
+        admitted
+    }
+
+    /// Where only isolated sequences may run and the next of them finds no room: the ordinary one that was
+    /// admitted last makes room. It waits again, at its old place, and begins anew.
+    pub fn preempt(&mut self) -> Option<(K, usize)> {
+        let (_, _, request) = self.next(true)?;
+        if self.room_for(&request).is_some() {
+            return None;
+        }
+        let ordinary = self.running.iter().enumerate().filter_map(|(slot, it)| Some((slot, it.as_ref()?)));
+        let ordinary = ordinary.filter(|(_, running)| !running.request.isolated);
+        let (slot, _) = ordinary.max_by_key(|(_, running)| running.admitted)?;
+        let Running { key, request, order, .. } = self.vacate(slot)?;
+        self.waiting.insert(order, (key, request));
+        Some((key, slot))
+    }
+
+    /// The rows of the next step, of `isolated` sequences alone or of all.
+    pub fn rows(&self, isolated: bool) -> Vec<Row<K>> {
+        let runs = |running: &Running<K>| running.request.isolated || !isolated;
+        let slots = self.running.iter().enumerate();
+        let mut running: Vec<(usize, &Running<K>)> =
+            slots.filter_map(|(slot, it)| Some((slot, it.as_ref()?))).filter(|(_, it)| runs(it)).collect();
+        running.sort_by_key(|(_, it)| it.admitted);
+        let (answering, prompts): (Vec<_>, Vec<_>) =
+            running.into_iter().partition(|(_, it)| it.prompt_left == 0);
+        let mut rows: Vec<Row<K>> =
+            answering.into_iter().map(|(slot, it)| Row { key: it.key, slot, take: 1 }).collect();
+        let mut left = self.limits.step_tokens.saturating_sub(rows.len());
+        for (slot, it) in prompts {
+            let take = it.prompt_left.min(left);
+            if take > 0 {
+                rows.push(Row { key: it.key, slot, take });
+                left -= take;
+            }
+        }
+        rows
+    }
+
+    /// A row was computed.
+    pub fn advance(&mut self, row: &Row<K>) {
+        if let Some(running) = self.running.get_mut(row.slot).and_then(Option::as_mut) {
+            running.prompt_left = running.prompt_left.saturating_sub(row.take);
+        }
+    }
+
+    /// Those that run.
+    pub fn running(&self) -> impl Iterator<Item = K> {
+        self.running.iter().flatten().map(|it| it.key)
+    }
+
+    /// How many wait.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Tokens that are reserved.
+    pub fn reserved(&self) -> usize {
+        self.reserved
+    }
+
+    fn next(&self, isolated: bool) -> Option<(Order, K, Request)> {
+        let mut waiting = self.waiting.iter().map(|(order, (key, request))| (*order, *key, *request));
+        waiting.find(|(.., request)| request.isolated || !isolated)
+    }
+
+    /// The first free slot, if the sequence's tokens can be reserved too.
+    fn room_for(&self, request: &Request) -> Option<usize> {
+        let fits = self.reserved.saturating_add(request.tokens()) <= self.limits.reserved_tokens;
+        let runs = self.running.iter().flatten().count();
+        let free = self.running.iter().position(Option::is_none)?;
+        (fits && runs < self.limits.sequences).then_some(free)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const LIMITS: Limits = Limits { sequences: 4, reserved_tokens: 100, step_tokens: 16 };
+
+    fn request(prompt: usize, answer: usize) -> Request {
+        Request { prompt, answer, priority: 0, isolated: false }
+    }
+
+    /// Computes a step; sequences leave once their answers are full. Returns its rows.
+    fn step(
+        scheduler: &mut Scheduler<u32>,
+        given: &mut BTreeMap<u32, usize>,
+        isolated: bool,
+    ) -> Vec<Row<u32>> {
+        scheduler.admit(isolated);
+        let rows = scheduler.rows(isolated);
+        for row in &rows {
+            scheduler.advance(row);
+            let running = scheduler.running[row.slot].unwrap();
+            if running.prompt_left == 0 {
+                let given = given.entry(row.key).or_default();
+                *given += 1;
+                if *given >= running.request.answer.max(1) {
+                    scheduler.leave(row.key);
+                }
+            }
+        }
+        rows
+    }
+
+    #[test]
+    fn answers_go_first_and_prompts_take_what_is_left_of_the_step() {
+        let now = Instant::now();
+        let mut scheduler = Scheduler::new(LIMITS);
+        let mut given = BTreeMap::new();
+        scheduler.enqueue(1, request(20, 5), now);
+        scheduler.enqueue(2, request(10, 5), now);
+        let take = |rows: Vec<Row<u32>>| rows.iter().map(|row| (row.key, row.take)).collect::<Vec<_>>();
+        assert_eq!(take(step(&mut scheduler, &mut given, false)), [(1, 16)]);
+        assert_eq!(take(step(&mut scheduler, &mut given, false)), [(1, 4), (2, 10)]);
+        scheduler.enqueue(3, request(40, 5), now);
+        assert_eq!(take(step(&mut scheduler, &mut given, false)), [(1, 1), (2, 1), (3, 14)]);
+    }
+
+    #[test]
+    fn a_sequence_waits_until_all_its_tokens_can_be_reserved_and_is_not_overtaken() {
+        let now = Instant::now();
+        let mut scheduler = Scheduler::new(LIMITS);
+        scheduler.enqueue(1, request(50, 10), now);
+        scheduler.enqueue(2, request(50, 10), now);
+        scheduler.enqueue(3, request(1, 1), now);
+        assert_eq!(scheduler.admit(false), [(1, 0)]);
+        assert_eq!(scheduler.leave(1), Some(0));
+        assert_eq!(scheduler.admit(false), [(2, 0), (3, 1)]);
+        assert!(!scheduler.fits(&request(91, 10)) && scheduler.fits(&request(90, 10)));
+    }
+
+    #[test]
+    fn a_priority_is_worth_some_seconds_of_waiting_and_no_more() {
+        let now = Instant::now();
+        let mut scheduler = Scheduler::new(Limits { sequences: 1, ..LIMITS });
+        scheduler.enqueue(1, request(1, 1), now);
+        scheduler.enqueue(2, Request { priority: 2, ..request(1, 1) }, now + AGEING);
+        scheduler.enqueue(3, Request { priority: 2, ..request(1, 1) }, now + 3 * AGEING);
+        let mut order = Vec::new();
+        while let [(key, _)] = scheduler.admit(false)[..] {
+            order.push(key);
+            scheduler.leave(key);
+        }
+        assert_eq!(order, [2, 1, 3]);
+    }
+
+    #[test]
+    fn isolated_sequences_run_alone_and_the_youngest_others_make_room_for_them() {
+        let now = Instant::now();
+        let mut scheduler = Scheduler::new(LIMITS);
+        let mut given = BTreeMap::new();
+        for key in 0..3 {
+            scheduler.enqueue(key, request(4, 26), now);
+        }
+        assert_eq!(step(&mut scheduler, &mut given, false).len(), 3);
+        scheduler.enqueue(9, Request { isolated: true, ..request(4, 30) }, now);
+        assert!(scheduler.admit(true).is_empty());
+        assert_eq!(scheduler.preempt(), Some((2, 2)));
+        assert_eq!(scheduler.preempt(), None, "there is room now");
+        assert_eq!(scheduler.admit(true), [(9, 2)]);
+        assert!(scheduler.rows(true).iter().all(|row| row.key == 9));
+        assert_eq!(scheduler.leave(9), Some(2));
+        assert_eq!(scheduler.admit(false), [(2, 2)], "it begins anew, where it was");
+    }
+
+    proptest! {
+        /// Whatever comes: bounds hold at each step, and each sequence ends.
+        #[test]
+        fn bounds_hold_and_nobody_starves(
+            limits in (1_usize..6, 20_usize..200, 1_usize..40),
+            arrivals in prop::collection::vec((0_u64..30, 1_usize..60, 0_usize..40, 0_u8..10, 0_usize..9), 1..60),
+        ) {
+            let (sequences, reserved_tokens, step_tokens) = limits;
+            let mut scheduler = Scheduler::new(Limits { sequences, reserved_tokens, step_tokens });
+            let begun = Instant::now();
+            let (mut given, mut expected, mut cancelled) = (BTreeMap::new(), Vec::new(), Vec::new());
+            let mut pending: Vec<_> = arrivals.into_iter().enumerate().collect();
+            pending.sort_by_key(|(_, (at, ..))| *at);
+            let mut pending = pending.into_iter().peekable();
+            let mut steps = 0_u64;
+            let work: usize = 60 * 100 * 4;
+            loop {
+                let now = begun + Duration::from_millis(steps);
+                while let Some((key, (_, prompt, answer, priority, fate))) =
+                    pending.next_if(|(_, (at, ..))| *at <= steps)
+                {
+                    let request = Request { prompt, answer, priority, isolated: false };
+                    if scheduler.fits(&request) {
+                        scheduler.enqueue(key as u32, request, now);
+                        if fate == 0 { cancelled.push((key as u32, steps + 3)) } else { expected.push(key as u32) }
+                    }
+                }
+                cancelled.retain(|(key, at)| {
+                    if *at <= steps { scheduler.leave(*key); }
+                    *at > steps
+                });
+                let rows = step(&mut scheduler, &mut given, false);
+                prop_assert!(scheduler.reserved() <= reserved_tokens);
+                prop_assert!(rows.iter().map(|row| row.take).sum::<usize>() <= step_tokens);
+                prop_assert!(rows.len() <= sequences);
+                let answering = rows.iter().take_while(|row| row.take == 1).count();
+                prop_assert!(rows[..answering].iter().all(|row| row.take == 1));
+                let idle = scheduler.waiting() == 0 && scheduler.running().next().is_none();
+                if idle && pending.peek().is_none() { break; }
+                prop_assert!(idle || !rows.is_empty(), "something can always go on");
+                steps += 1;
+                prop_assert!((steps as usize) < work, "it comes to an end");
+            }
+            for key in expected {
+                prop_assert!(given.contains_key(&key), "{key} never ran");
+            }
+            prop_assert_eq!(scheduler.reserved(), 0);
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! One batch through a model of one pass, and what a failure means. A batch that fails is halved until the
+//! culprit is alone. Before that one is blamed, and before the worker takes any work at all, the probe has to
+//! pass: where it does not, the device is broken, and no task is answered for it. Owns the network.
+
+use std::mem;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::job::Item;
+use super::panics::guarded;
+use super::{Notice, Notices, Observer, Pass, Told, now};
+use crate::model::{Forward, ForwardError, Processor, TaskError, TaskErrorKind};
+use crate::protocol::control::TaskName;
+
+/// What a forward pass gave: one entry an input, or nothing.
+pub(super) type Outcome<R> = Result<Vec<Result<<R as Processor>::Output, TaskError>>, ForwardError>;
+
+/// A network of one pass, at work.
+pub(super) struct Network<R: Processor, F> {
+    network: F,
+    /// The probe's inputs; none where the model has no probe.
+    probe: Vec<R::Input>,
+    /// Tokens of the smallest batch that has found no memory since this was last asked for.
+    too_large: Option<usize>,
+    /// Tasks that are done since they were last told.
+    done: Vec<Arc<dyn Told>>,
+    notices: Notices,
+    pub(super) observer: Box<dyn Observer>,
+}
+
+impl<R, F> Network<R, F>
+where
+    R: Processor,
+    F: Forward<Input = R::Input, Output = R::Output>,
+{
+    pub(super) fn new(network: F, observer: Box<dyn Observer>, notices: Notices) -> Self {
+        Self { network, probe: Vec::new(), too_large: None, done: Vec::new(), notices, observer }
+    }
+
+    /// Computes the probe of `processor`, which is kept.
+    ///
+    /// # Errors
+    /// Why the device cannot be trusted.
+    pub(super) fn try_probe(&mut self, processor: &R) -> Result<(), String> {
+        let Some(message) = processor.probe() else { return Ok(()) };
+        let failed = |error: TaskError| format!("a known input fails: {error}");
+        let (context, inputs) = processor.preprocess(&message).map_err(failed)?;
+        self.probe = inputs.into_iter().map(|sized| sized.input).collect();
+        let outputs = self.compute_probe()?;
+        processor.finish(context, outputs).map(drop).map_err(failed)
+    }
+
+    fn compute_probe(&mut self) -> Result<Vec<R::Output>, String> {
+        let inputs: Vec<&R::Input> = self.probe.iter().collect();
+        let outputs = guarded(|| self.network.forward(&inputs)).and_then(|it| counted(it, inputs.len()));
+        let outputs = outputs.map_err(|error| format!("a known input fails: {error}"))?;
+        outputs.into_iter().collect::<Result<_, _>>().map_err(|error| format!("a known input fails: {error}"))
+    }
+
+    /// Whether the device is well, after something failed with this `error`.
+    fn check_device(&mut self, error: &str) -> Result<(), String> {
+        if self.probe.is_empty() {
+            return Ok(());
+        }
+        self.compute_probe().map(drop).map_err(|failure| format!("{failure} (after: {error})"))
+    }
+
+    pub(super) fn is_asynchronous(&self) -> bool {
+        self.network.is_asynchronous()
+    }
+
+    /// Gives `items` to the device; `beside` are those that it computes meanwhile.
+    pub(super) fn submit(
+        &mut self,
+        items: &[Item<R>],
+        beside: Option<&[Item<R>]>,
+    ) -> Result<F::Pending, ForwardError> {
+        self.announce(beside.unwrap_or_default(), items);
+        let inputs: Vec<&R::Input> = items.iter().map(|item| &item.input).collect();
+        guarded(|| self.network.submit(&inputs))
+    }
+
+    /// Waits for what was submitted with so many inputs.
+    pub(super) fn wait(&mut self, pending: F::Pending, inputs: usize) -> Outcome<R> {
+        counted(guarded(|| self.network.wait(pending))?, inputs)
+    }
+
+    /// Gives each task of `items` its outputs, or finds the cause of the failure. Fails when the device did.
+    pub(super) fn settle(
+        &mut self,
+        items: &[Item<R>],
+        outcome: Outcome<R>,
+        began: Instant,
+        pass: Pass,
+    ) -> Result<(), String> {
+        let (kind, error) = match outcome {
+            Ok(outputs) => return self.deliver(items, outputs, began, pass),
+            Err(ForwardError::Device(fault)) => return Err(fault),
+            Err(ForwardError::OutOfMemory(error)) => (TaskErrorKind::OutOfMemory, error),
+            Err(ForwardError::Failed(error)) => (TaskErrorKind::Fault, error),
+        };
+        if let [alone] = items {
+            self.check_device(&error)?;
+            let error = TaskError::new(kind, error);
+            tracing::warn!(task.id = alone.task().name.id, %error, "the model failed on an input");
+            alone.outputs.passed(began, now() - began, pass);
+            self.finish(alone, Err(error));
+            return Ok(());
+        }
+        if kind == TaskErrorKind::OutOfMemory {
+            let tokens = items.iter().map(|item| item.tokens).sum();
+            self.too_large = Some(self.too_large.map_or(tokens, |smallest| smallest.min(tokens)));
+        }
+        tracing::warn!(batch.size = items.len(), error, "a batch failed; trying its halves");
+        let (first, second) = items.split_at(items.len() / 2);
+        for half in [first, second] {
+            let pending = self.submit(half, None);
+            let outcome = pending.and_then(|pending| self.wait(pending, half.len()));
+            self.observer.mark_idle();
+            self.settle(half, outcome, began, pass)?;
+            // At once: the other half may end this process.
+            self.tell();
+        }
+        Ok(())
+    }
+
+    fn deliver(
+        &mut self,
+        items: &[Item<R>],
+        outputs: Vec<Result<R::Output, TaskError>>,
+        began: Instant,
+        pass: Pass,
+    ) -> Result<(), String> {
+        // A model that blames itself for an input (a result that is no number, say) may stand on a broken
+        // device.
+        let own_fault = |output: &Result<_, TaskError>| {
+            let error = output.as_ref().err()?;
+            let own = matches!(error.kind, TaskErrorKind::Internal | TaskErrorKind::Fault);
+            (own || error.kind == TaskErrorKind::OutOfMemory).then(|| error.message.clone())
+        };
+        if let Some(error) = outputs.iter().find_map(own_fault) {
+            self.check_device(&error)?;
+        }
+        let took = now() - began;
+        for (item, output) in items.iter().zip(outputs) {
+            item.outputs.passed(began, took, pass);
+            self.finish(item, output);
+        }
+        Ok(())
+    }
+
+    /// One input has come to its end.
+    pub(super) fn finish(&mut self, item: &Item<R>, output: Result<R::Output, TaskError>) {
+        if item.outputs.deliver(item.index, output) {
+            self.done.push(item.outputs.clone());
+        }
+    }
+
+    /// Tells the launcher which tasks are on the device, before they are.
+    pub(super) fn announce(&self, there: &[Item<R>], items: &[Item<R>]) {
+        let mut tasks: Vec<TaskName> = Vec::with_capacity(there.len() + items.len());
+        for item in there.iter().chain(items) {
+            // The inputs of a task stand together.
+            if tasks.last() != Some(&item.task().name) {
+                tasks.push(item.task().name.clone());
+            }
+        }
+        self.observer.on_device(tasks);
+    }
+
+    /// Has the tasks told that are done.
+    pub(super) fn tell(&mut self) {
+        if !self.done.is_empty() {
+            self.notices.send(Notice::Done(mem::take(&mut self.done)));
+        }
+    }
+
+    /// The thread's last notice.
+    pub(super) fn tell_fault(&self, fault: String) {
+        self.notices.send(Notice::Fault(fault));
+    }
+
+    /// Tokens of the smallest batch that has found no memory since the last call.
+    pub(super) fn too_large(&mut self) -> Option<usize> {
+        self.too_large.take()
+    }
+}
+
+/// The outputs, if there is one for each input.
+fn counted<O>(outputs: Vec<O>, inputs: usize) -> Result<Vec<O>, ForwardError> {
+    if outputs.len() == inputs {
+        return Ok(outputs);
+    }
+    let found = outputs.len();
+    Err(ForwardError::Failed(format!("the model returned {found} results for {inputs} inputs")))
+}

@@ -1,0 +1,548 @@
+//! The loop of models whose sequences join and leave. Each turn takes in what has come, ends what is not
+//! wanted any more, admits sequences by the rules in `batching::admit`, and makes one step. Owns the network
+//! and the sequences; nothing of their state leaves this thread, and no reader of pieces holds up a step.
+//!
+//! A step that fails is made again with halves of its rows until the culprit is alone. Before that one is
+//! blamed the probe has to pass, as in `batch`. A device fault ends the loop.
+
+use std::collections::BTreeMap;
+use std::mem;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use super::idle::Idle;
+use super::job::{Item, Queue};
+use super::panics::guarded;
+use super::sizing::Sizing;
+use super::start::{Loop, Next, Waker};
+use super::{Expect, Notice, Notices, Observer, Pass, Passed, TaskState, Told, now};
+use crate::batching::Policy;
+use crate::batching::admit::{Limits, Request, Row, Scheduler};
+use crate::model::{
+    self, Advance, Capacity, ForwardError, Generate, Processor, SizedInput, Slot, TaskError, TaskErrorKind,
+};
+
+/// Steps that a probe may take.
+const PROBE_STEPS: usize = 10_000;
+/// How often sequences that wait while nothing runs are looked at: their deadlines may pass.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// The sequences that have come and are not taken in yet.
+pub(super) struct Sequences<R: Processor> {
+    capacity: Capacity,
+    state: Mutex<State<R>>,
+    waker: Waker,
+}
+
+struct State<R: Processor> {
+    arrived: Vec<(Item<R>, bool)>,
+    is_isolated: bool,
+    /// Bounds that the loop does not go by yet.
+    policy: Option<Policy>,
+    is_asleep: bool,
+    is_closed: bool,
+}
+
+impl<R: Processor> Sequences<R> {
+    pub(super) fn new(capacity: Capacity, policy: Policy, waker: Waker) -> Self {
+        let (arrived, policy) = (Vec::new(), Some(policy));
+        let state = State { arrived, is_isolated: false, policy, is_asleep: false, is_closed: false };
+        Self { capacity, state: Mutex::new(state), waker }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<R>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State<R>)) {
+        let mut state = self.lock();
+        change(&mut state);
+        if mem::take(&mut state.is_asleep) {
+            drop(state);
+            self.waker.wake();
+        }
+    }
+
+    /// The loop is about to sleep. False: something has come.
+    fn sleep(&self) -> bool {
+        let mut state = self.lock();
+        state.is_asleep = state.arrived.is_empty() && state.policy.is_none() && !state.is_closed;
+        state.is_asleep
+    }
+}
+
+impl<R: Processor> Queue<R> for Sequences<R> {
+    fn enqueue(&self, items: Vec<Item<R>>, isolated: bool) {
+        self.change(|state| state.arrived.extend(items.into_iter().map(|item| (item, isolated))));
+    }
+
+    /// A sequence joins when it comes: nothing is waited for.
+    fn expect(&self, _: Expect) {}
+
+    fn set_policy(&self, policy: Policy) {
+        self.change(|state| state.policy = Some(policy));
+    }
+
+    fn isolate(&self, isolated: bool) {
+        self.change(|state| state.is_isolated = isolated);
+    }
+
+    fn check(&self, inputs: &[SizedInput<R::Input>]) -> Result<(), TaskError> {
+        let Capacity { tokens, context, .. } = self.capacity;
+        let most = context.min(tokens);
+        for SizedInput { tokens: prompt, answer_tokens: answer, .. } in inputs {
+            if prompt.saturating_add(*answer) > most {
+                let message = format!(
+                    "the prompt has {prompt} tokens and the answer may have {answer}; this model holds {most} of \
+                     both together"
+                );
+                return Err(TaskError::new(TaskErrorKind::BadInput, message));
+            }
+        }
+        Ok(())
+    }
+
+    fn depth(&self) -> usize {
+        1
+    }
+
+    fn sequences(&self) -> Option<usize> {
+        Some(self.capacity.sequences)
+    }
+
+    fn close(&self) {
+        self.change(|state| state.is_closed = true);
+    }
+}
+
+/// One sequence, waiting or running.
+struct Sequence<R: Processor> {
+    item: Item<R>,
+    /// None while it waits.
+    slot: Option<Slot>,
+    /// Pieces that it has given in this run.
+    given: usize,
+    /// Pieces that it gave before it had to make room, and gives again: the job has them.
+    known: usize,
+}
+
+/// Names a sequence to the scheduler.
+type Key = u64;
+
+type Results<G> =
+    Vec<(Row<Key>, Result<Advance<<G as Generate>::Piece, <G as Generate>::Output>, TaskError>)>;
+
+/// The loop.
+pub(super) struct Continuous<R: Processor, G: Generate> {
+    network: G,
+    queue: Arc<Sequences<R>>,
+    scheduler: Scheduler<Key>,
+    sizing: Sizing,
+    sequences: BTreeMap<Key, Sequence<R>>,
+    /// Of the sequence that came last.
+    last: Key,
+    /// The probe; none where the model has none.
+    probe: Option<SizedInput<R::Input>>,
+    /// A step that was made, and what it gave.
+    made: Option<Made<G>>,
+    /// Steps so far.
+    number: u64,
+    /// The sequences that the launcher knows to be on the device.
+    announced: Vec<Key>,
+    /// Tasks that are done since they were last told.
+    done: Vec<Arc<dyn Told>>,
+    idle: Idle,
+    notices: Notices,
+    observer: Box<dyn Observer>,
+}
+
+struct Made<G: Generate> {
+    rows: Vec<Row<Key>>,
+    outcome: Result<model::Advances<G>, ForwardError>,
+    began: Instant,
+    wall: SystemTime,
+}
+
+impl<R, G> Continuous<R, G>
+where
+    R: Processor,
+    G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>,
+{
+    pub(super) fn new(
+        network: G,
+        queue: Arc<Sequences<R>>,
+        observer: Box<dyn Observer>,
+        notices: Notices,
+    ) -> Self {
+        Self {
+            network,
+            queue,
+            // Until the first turn reads the policy.
+            scheduler: Scheduler::new(Limits { sequences: 1, reserved_tokens: 0, step_tokens: 1 }),
+            sizing: Sizing::new(1),
+            sequences: BTreeMap::new(),
+            last: 0,
+            probe: None,
+            made: None,
+            number: 0,
+            announced: Vec::new(),
+            done: Vec::new(),
+            idle: Idle::default(),
+            notices,
+            observer,
+        }
+    }
+
+    /// Computes the probe of `processor`, which is kept.
+    ///
+    /// # Errors
+    /// Why the device cannot be trusted.
+    pub(super) fn try_probe(&mut self, processor: &R) -> Result<(), String> {
+        let Some(message) = processor.probe() else { return Ok(()) };
+        let failed = |error: TaskError| format!("a known input fails: {error}");
+        let (context, mut inputs) = processor.preprocess(&message).map_err(failed)?;
+        self.queue.check(&inputs).map_err(failed)?;
+        self.probe = inputs.pop().filter(|_| inputs.is_empty());
+        if self.probe.is_none() {
+            return Err("a known input fails: it is not one sequence".to_owned());
+        }
+        let output = self.compute_probe(Slot(0))?;
+        processor.finish(context, vec![output]).map(drop).map_err(failed)
+    }
+
+    /// Runs the probe in a free slot, to its end.
+    fn compute_probe(&mut self, slot: Slot) -> Result<R::Output, String> {
+        let Self { network, probe: Some(probe), .. } = self else {
+            return Err("there is no probe".to_owned());
+        };
+        let failed = |error: &dyn std::fmt::Display| format!("a known input fails: {error}");
+        guarded(|| Ok(network.open(slot, &probe.input)))
+            .map_err(|error| failed(&error))?
+            .map_err(|error| failed(&error))?;
+        let mut take = probe.tokens;
+        let mut ended = Err("a known input fails: it does not end".to_owned());
+        for _ in 0..PROBE_STEPS {
+            let rows = [model::Row { slot, take }];
+            match guarded(|| network.step(&rows)).map(|mut results| results.pop()) {
+                Ok(Some(Ok(Advance::Fed | Advance::More(_)))) => take = 1,
+                Ok(Some(Ok(Advance::Done(_, output)))) => {
+                    ended = Ok(output);
+                    break;
+                }
+                Ok(Some(Err(error))) => {
+                    ended = Err(failed(&error));
+                    break;
+                }
+                Ok(None) => {
+                    ended = Err("a known input fails: no result".to_owned());
+                    break;
+                }
+                Err(error) => {
+                    ended = Err(failed(&error));
+                    break;
+                }
+            }
+        }
+        network.close(slot);
+        ended
+    }
+
+    /// Whether the device is well, after something failed with this `error` in a slot that is free now.
+    fn check_device(&mut self, slot: usize, error: &str) -> Result<(), String> {
+        if self.probe.is_none() {
+            return Ok(());
+        }
+        self.compute_probe(Slot(slot)).map(drop).map_err(|failure| format!("{failure} (after: {error})"))
+    }
+
+    /// Goes by bounds.
+    fn follow(&mut self, policy: Policy) {
+        let Capacity { sequences, tokens, .. } = self.queue.capacity;
+        let probe = self.probe.as_ref().map_or(0, |probe| probe.tokens + probe.answer_tokens);
+        self.sizing = Sizing::new(policy.max_tokens);
+        self.scheduler.set_limits(Limits {
+            sequences: sequences.min(policy.max_requests),
+            // Where a sequence fails, the probe runs in its place, and must find room.
+            reserved_tokens: tokens.saturating_sub(probe),
+            step_tokens: policy.max_tokens,
+        });
+    }
+
+    /// Takes in what has come. Returns whether only isolated sequences may run.
+    fn take_in(&mut self) -> bool {
+        let queue = self.queue.clone();
+        let mut state = queue.lock();
+        state.is_asleep = false;
+        let arrived = mem::take(&mut state.arrived);
+        let (policy, is_isolated) = (state.policy.take(), state.is_isolated);
+        drop(state);
+        if let Some(policy) = policy {
+            self.follow(policy);
+        }
+        let time = now();
+        for (item, isolated) in arrived {
+            let request = Request {
+                prompt: item.tokens.max(1),
+                answer: item.answer_tokens,
+                priority: item.task().priority,
+                isolated,
+            };
+            if !self.scheduler.fits(&request) {
+                let error = "the tokens of the prompt and its answer find no room on this device";
+                self.deliver(&item, Err(TaskError::new(TaskErrorKind::OutOfMemory, error)));
+                continue;
+            }
+            self.last += 1;
+            self.scheduler.enqueue(self.last, request, time);
+            self.sequences.insert(self.last, Sequence { item, slot: None, given: 0, known: 0 });
+        }
+        is_isolated
+    }
+
+    /// Ends the sequences that nobody waits for any more.
+    fn end_unwanted(&mut self) {
+        let time = now();
+        let of = |sequence: &Sequence<R>| {
+            let task = sequence.item.task();
+            let over = task.is_over() || sequence.item.outputs.is_complete();
+            if over { Some(None) } else { task.unwanted(time).map(Some) }
+        };
+        let ended: Vec<(Key, Option<TaskError>)> =
+            self.sequences.iter().filter_map(|(key, sequence)| Some((*key, of(sequence)?))).collect();
+        for (key, error) in ended {
+            if let Some((item, _)) = self.remove(key)
+                && let Some(error) = error
+            {
+                self.deliver(&item, Err(error));
+            }
+        }
+    }
+
+    /// Takes a sequence out. Returns its slot too, which is free.
+    fn remove(&mut self, key: Key) -> Option<(Item<R>, Option<Slot>)> {
+        self.scheduler.leave(key);
+        let Sequence { item, slot, .. } = self.sequences.remove(&key)?;
+        if let Some(slot) = slot {
+            self.network.close(slot);
+        }
+        Some((item, slot))
+    }
+
+    fn deliver(&mut self, item: &Item<R>, output: Result<R::Output, TaskError>) {
+        if item.outputs.deliver(item.index, output) {
+            self.done.push(item.outputs.clone());
+        }
+    }
+
+    /// Admits sequences, and opens them.
+    fn admit(&mut self, isolated: bool) {
+        while isolated && let Some((key, slot)) = self.scheduler.preempt() {
+            self.network.close(Slot(slot));
+            if let Some(sequence) = self.sequences.get_mut(&key) {
+                sequence.slot = None;
+                sequence.known = sequence.known.max(mem::take(&mut sequence.given));
+            }
+        }
+        for (key, slot) in self.scheduler.admit(isolated) {
+            let Some(sequence) = self.sequences.get_mut(&key) else { continue };
+            let (network, slot) = (&mut self.network, Slot(slot));
+            let opened = guarded(|| Ok(network.open(slot, &sequence.item.input)));
+            let error = match opened {
+                Ok(Ok(())) => {
+                    sequence.slot = Some(slot);
+                    continue;
+                }
+                Ok(Err(error)) => error,
+                Err(error) => TaskError::new(TaskErrorKind::Fault, error.to_string()),
+            };
+            if let Some((item, _)) = self.remove(key) {
+                self.deliver(&item, Err(error));
+            }
+        }
+    }
+
+    /// Makes a step. False: nothing runs.
+    fn step(&mut self, isolated: bool) -> bool {
+        let rows = self.scheduler.rows(isolated);
+        if rows.is_empty() {
+            return false;
+        }
+        // Joins and leaves, not every step.
+        let keys: Vec<Key> = rows.iter().map(|row| row.key).collect();
+        if keys != self.announced {
+            self.announce(&keys);
+        }
+        let (began, wall) = (now(), SystemTime::now());
+        let outcome = self.compute(&rows);
+        self.made = Some(Made { rows, outcome, began, wall });
+        true
+    }
+
+    fn compute(&mut self, rows: &[Row<Key>]) -> Result<model::Advances<G>, ForwardError> {
+        let steps: Vec<model::Row> =
+            rows.iter().map(|row| model::Row { slot: Slot(row.slot), take: row.take }).collect();
+        let results = guarded(|| self.network.step(&steps))?;
+        if results.len() == rows.len() {
+            return Ok(results);
+        }
+        let (found, wanted) = (results.len(), rows.len());
+        Err(ForwardError::Failed(format!("the model returned {found} results for {wanted} rows")))
+    }
+
+    fn announce(&mut self, keys: &[Key]) {
+        let names = keys.iter().filter_map(|key| Some(self.sequences.get(key)?.item.task().name.clone()));
+        let mut names: Vec<_> = names.collect();
+        names.dedup();
+        self.observer.on_device(names);
+        self.announced = keys.to_vec();
+    }
+
+    /// Gives out what a step gave.
+    ///
+    /// # Errors
+    /// The device is gone.
+    fn settle(&mut self, made: Made<G>) -> Result<(), String> {
+        let Made { rows, outcome, began, wall } = made;
+        self.number += 1;
+        let tokens = rows.iter().map(|row| row.take).sum();
+        let pass = Pass { number: self.number, size: rows.len(), tokens };
+        let tasks: Vec<Arc<TaskState>> = self.tasks(&rows);
+        let mut too_large = None;
+        let settled = self.settle_rows(rows, outcome, (began, pass), &mut too_large);
+        let took = now() - began;
+        let fault = settled.as_ref().err().map(String::as_str);
+        self.observer.passed(&Passed { began: wall, took, pass, tasks: &tasks, fault });
+        if let Some(most) = self.sizing.learn(too_large) {
+            self.scheduler.limit_step(most);
+        }
+        settled
+    }
+
+    fn settle_rows(
+        &mut self,
+        rows: Vec<Row<Key>>,
+        outcome: Result<model::Advances<G>, ForwardError>,
+        (began, pass): (Instant, Pass),
+        too_large: &mut Option<usize>,
+    ) -> Result<(), String> {
+        let (kind, error) = match outcome {
+            Ok(results) => return self.advance(rows.into_iter().zip(results).collect(), began, pass),
+            Err(ForwardError::Device(fault)) => return Err(fault),
+            Err(ForwardError::OutOfMemory(error)) => (TaskErrorKind::OutOfMemory, error),
+            Err(ForwardError::Failed(error)) => (TaskErrorKind::Fault, error),
+        };
+        let no_memory = kind == TaskErrorKind::OutOfMemory;
+        if no_memory && (rows.len() > 1 || rows.iter().any(|row| row.take > 1)) {
+            let tokens = rows.iter().map(|row| row.take).sum();
+            *too_large = Some(too_large.map_or(tokens, |smallest| smallest.min(tokens)));
+        }
+        if let [alone] = rows[..] {
+            if no_memory && alone.take > 1 {
+                // Its next steps take the rest.
+                let half = vec![Row { take: alone.take / 2, ..alone }];
+                let outcome = self.compute(&half);
+                return self.settle_rows(half, outcome, (began, pass), too_large);
+            }
+            let Some((item, _)) = self.remove(alone.key) else { return Ok(()) };
+            self.check_device(alone.slot, &error)?;
+            let error = TaskError::new(kind, error);
+            tracing::warn!(task.id = item.task().name.id, %error, "the model failed on a sequence");
+            item.outputs.passed(began, now() - began, pass);
+            self.deliver(&item, Err(error));
+            return Ok(());
+        }
+        tracing::warn!(rows = rows.len(), error, "a step failed; trying its halves");
+        let (first, second) = rows.split_at(rows.len() / 2);
+        for half in [first, second] {
+            // The other half may end this process.
+            let keys: Vec<Key> = half.iter().map(|row| row.key).collect();
+            self.announce(&keys);
+            let outcome = self.compute(half);
+            self.settle_rows(half.to_vec(), outcome, (began, pass), too_large)?;
+            self.tell();
+        }
+        Ok(())
+    }
+
+    fn advance(&mut self, results: Results<G>, began: Instant, pass: Pass) -> Result<(), String> {
+        let time = now();
+        for (row, result) in results {
+            self.scheduler.advance(&row);
+            let Some(sequence) = self.sequences.get_mut(&row.key) else { continue };
+            let (outputs, index) = (&sequence.item.outputs, sequence.item.index);
+            outputs.passed(began, time - began, pass);
+            let (piece, output) = match result {
+                Ok(Advance::Fed) => (None, None),
+                Ok(Advance::More(piece)) => (Some(piece), None),
+                Ok(Advance::Done(piece, output)) => (piece, Some(Ok(output))),
+                Err(error) => (None, Some(Err(error))),
+            };
+            if let Some(piece) = piece {
+                sequence.given += 1;
+                if sequence.given > sequence.known {
+                    outputs.piece(index, piece, time);
+                }
+            }
+            let Some(output) = output else { continue };
+            let Some((item, _)) = self.remove(row.key) else { continue };
+            if let Err(error) = &output
+                && matches!(error.kind, TaskErrorKind::Internal | TaskErrorKind::Fault)
+            {
+                // A model that blames itself may stand on a broken device.
+                self.check_device(row.slot, &error.message)?;
+            }
+            self.deliver(&item, output);
+        }
+        Ok(())
+    }
+
+    /// The tasks of these rows, each once.
+    fn tasks(&self, rows: &[Row<Key>]) -> Vec<Arc<TaskState>> {
+        let of = |row: &Row<Key>| self.sequences.get(&row.key).map(|it| it.item.task().clone());
+        let mut tasks: Vec<Arc<TaskState>> = rows.iter().filter_map(of).collect();
+        tasks.dedup_by(|a, b| Arc::ptr_eq(a, b));
+        tasks
+    }
+
+    /// Has the tasks told that are done.
+    fn tell(&mut self) {
+        if !self.done.is_empty() {
+            self.notices.send(Notice::Done(mem::take(&mut self.done)));
+        }
+    }
+}
+
+impl<R, G> Loop for Continuous<R, G>
+where
+    R: Processor,
+    G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>,
+{
+    fn turn(&mut self) -> Next {
+        if let Some(made) = self.made.take() {
+            if let Err(fault) = self.settle(made) {
+                self.notices.send(Notice::Fault(fault));
+                return Next::End;
+            }
+            self.tell();
+        }
+        let isolated = self.take_in();
+        self.end_unwanted();
+        self.admit(isolated);
+        self.tell();
+        if self.step(isolated) {
+            return Next::Again;
+        }
+        let time = now();
+        if !self.announced.is_empty() {
+            self.announced.clear();
+            self.observer.mark_idle();
+            self.idle.since(time);
+        }
+        if self.queue.lock().is_closed {
+            return Next::End;
+        }
+        let tell = self.idle.tell(&*self.observer, time);
+        let look = (!self.sequences.is_empty()).then(|| time + LOOK_EVERY);
+        if self.queue.sleep() { Next::Sleep(tell.into_iter().chain(look).min()) } else { Next::Again }
+    }
+}

@@ -1,0 +1,360 @@
+//! The loop of models that answer in one pass: forms the next batch when it is full, due, or wanted by an
+//! idle device, and computes it. Where the device computes beside this thread, it is given the next batch
+//! before the last is waited for. Owns the inputs that wait, and the network; what happens to a batch is in
+//! `batch`. A device fault ends the loop.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Instant, SystemTime};
+
+use super::batch::{Network, Outcome};
+use super::idle::Idle;
+use super::job::{Item, Queue};
+use super::sizing::Sizing;
+use super::start::{Loop, Next, Waker};
+use super::{Expect, Pass, Passed, TaskState, now};
+use crate::batching::{Batch, Batcher, Device, Policy};
+use crate::model::{Forward, Processor, SizedInput, TaskError};
+
+/// The inputs that wait for a batch.
+pub(super) struct Waiting<R: Processor> {
+    state: Mutex<State<R>>,
+    waker: Waker,
+    /// Batches that may be under way, and the one at hand.
+    depth: usize,
+}
+
+struct State<R: Processor> {
+    ordinary: Batcher<Item<R>>,
+    /// Of tasks that are isolated. They go first, one batch at a time.
+    isolated: Batcher<Item<R>>,
+    /// Nothing ordinary goes to the device.
+    is_isolated: bool,
+    sizing: Sizing,
+    /// Tasks that are on their way.
+    expected: usize,
+    /// Until when the loop sleeps, unless it is woken.
+    asleep: Option<Asleep>,
+    is_closed: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Asleep {
+    UntilWoken,
+    Until(Instant),
+}
+
+/// What there is for the loop.
+enum Take<R: Processor> {
+    Batch(Batch<Item<R>>),
+    /// Nothing before this time, or before something comes.
+    Nothing(Option<Instant>),
+    /// Nothing, and nothing will come.
+    Closed,
+}
+
+impl<R: Processor> Waiting<R> {
+    pub(super) fn new(policy: Policy, asynchronous: bool, waker: Waker) -> Self {
+        let state = State {
+            ordinary: Batcher::new(policy),
+            isolated: Batcher::new(policy),
+            is_isolated: false,
+            sizing: Sizing::new(policy.max_tokens),
+            expected: 0,
+            asleep: None,
+            is_closed: false,
+        };
+        Self { state: Mutex::new(state), waker, depth: if asynchronous { 3 } else { 2 } }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<R>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes something, and wakes the loop where that is worth it.
+    fn change(&self, change: impl FnOnce(&mut State<R>)) {
+        let mut state = self.lock();
+        change(&mut state);
+        let Some(asleep) = state.asleep else { return };
+        let is_due = match state.peek(now()) {
+            Ok(()) => true,
+            // It sleeps without knowing when the first input is due.
+            Err(due) => due.is_some() && asleep == Asleep::UntilWoken,
+        };
+        if is_due || state.is_closed {
+            state.asleep = None;
+            drop(state);
+            self.waker.wake();
+        }
+    }
+
+    /// What the device, which is `busy` or not, is to compute next.
+    fn take(&self, busy: bool, now: Instant) -> Take<R> {
+        let mut state = self.lock();
+        state.asleep = None;
+        match state.cut(busy, now) {
+            Some(batch) => Take::Batch(batch),
+            None if state.is_closed => Take::Closed,
+            None => Take::Nothing(if busy { None } else { state.peek(now).err().flatten() }),
+        }
+    }
+
+    /// The loop is about to sleep. False: there is something to do.
+    fn sleep(&self, until: Option<Instant>, now: Instant) -> bool {
+        let mut state = self.lock();
+        if state.is_closed || state.peek(now).is_ok() {
+            return false;
+        }
+        state.asleep = Some(until.map_or(Asleep::UntilWoken, Asleep::Until));
+        true
+    }
+
+    /// A batch is done, of which so many tokens found no memory.
+    fn learn(&self, too_large: Option<usize>) {
+        let mut state = self.lock();
+        if let Some(most) = state.sizing.learn(too_large) {
+            state.ordinary.limit_tokens(most);
+            state.isolated.limit_tokens(most);
+        }
+    }
+}
+
+impl<R: Processor> State<R> {
+    /// The next batch for a device that is `busy` or not.
+    fn cut(&mut self, busy: bool, now: Instant) -> Option<Batch<Item<R>>> {
+        if !self.isolated.is_empty() {
+            // Nothing beside them: a death is to have its cause among few.
+            return if busy { None } else { self.isolated.take(now, Device::Idle, false) };
+        }
+        if self.is_isolated {
+            return None;
+        }
+        let device = if busy { Device::Busy } else { Device::Idle };
+        self.ordinary.take(now, device, self.expected > 0)
+    }
+
+    /// Whether an idle device would be given a batch now, or else when.
+    fn peek(&self, now: Instant) -> Result<(), Option<Instant>> {
+        if !self.isolated.is_empty() {
+            return Ok(());
+        }
+        if self.is_isolated {
+            return Err(None);
+        }
+        if self.ordinary.is_ready(now, Device::Idle, self.expected > 0) {
+            Ok(())
+        } else {
+            Err(self.ordinary.due())
+        }
+    }
+}
+
+impl<R: Processor> Queue<R> for Waiting<R> {
+    fn enqueue(&self, items: Vec<Item<R>>, isolated: bool) {
+        let now = now();
+        self.change(|state| {
+            let batcher = if isolated { &mut state.isolated } else { &mut state.ordinary };
+            for item in items {
+                let tokens = item.tokens;
+                batcher.push(item, tokens, now);
+            }
+        });
+    }
+
+    fn expect(&self, one: Expect) {
+        match one {
+            // More to wait for wakes nobody.
+            Expect::More => self.lock().expected += 1,
+            Expect::Less => self.change(|state| state.expected -= 1),
+        }
+    }
+
+    fn set_policy(&self, policy: Policy) {
+        let Policy { max_tokens, max_requests, max_delay } = policy;
+        tracing::info!(max_tokens, max_requests, ?max_delay, "batches have other bounds from now on");
+        self.change(|state| {
+            state.sizing = Sizing::new(max_tokens);
+            state.ordinary.set_policy(policy);
+            state.isolated.set_policy(policy);
+        });
+    }
+
+    fn isolate(&self, isolated: bool) {
+        self.change(|state| state.is_isolated = isolated);
+    }
+
+    /// An input that is larger than a batch goes alone.
+    fn check(&self, _: &[SizedInput<R::Input>]) -> Result<(), TaskError> {
+        Ok(())
+    }
+
+    fn depth(&self) -> usize {
+        self.depth
+    }
+
+    fn sequences(&self) -> Option<usize> {
+        None
+    }
+
+    fn close(&self) {
+        self.change(|state| state.is_closed = true);
+    }
+}
+
+/// The loop.
+pub(super) struct OneShot<R: Processor, F: Forward> {
+    network: Network<R, F>,
+    waiting: Arc<Waiting<R>>,
+    /// Batches so far.
+    number: u64,
+    /// On the device, which computes it beside this thread.
+    ahead: Option<UnderWay<R, F>>,
+    /// When the last batch was done.
+    freed: Instant,
+    idle: Idle,
+}
+
+/// A batch that was submitted.
+struct UnderWay<R: Processor, F: Forward> {
+    batch: Batch<Item<R>>,
+    begun: Begun,
+    pending: F::Pending,
+}
+
+#[derive(Clone, Copy)]
+struct Begun {
+    number: u64,
+    at: Instant,
+    /// The same for spans.
+    wall: SystemTime,
+}
+
+impl<R, F> OneShot<R, F>
+where
+    R: Processor,
+    F: Forward<Input = R::Input, Output = R::Output>,
+{
+    pub(super) fn new(network: Network<R, F>, waiting: Arc<Waiting<R>>) -> Self {
+        Self { network, waiting, number: 0, ahead: None, freed: now(), idle: Idle::default() }
+    }
+
+    /// Gives the device a batch, and ends the one before it. False: the device is gone.
+    fn submit(&mut self, batch: Batch<Item<R>>) -> bool {
+        // Not before: what waits for the device can still be handed back.
+        let Some(batch) = self.still_wanted(batch) else {
+            self.network.tell();
+            return true;
+        };
+        self.number += 1;
+        let begun = Begun { number: self.number, at: now(), wall: SystemTime::now() };
+        let beside = self.ahead.as_ref().map(|ahead| &*ahead.batch.inputs);
+        match self.network.submit(&batch.inputs, beside) {
+            Ok(pending) => {
+                let before = self.ahead.replace(UnderWay { batch, begun, pending });
+                before.is_none_or(|before| self.finish(before, false))
+            }
+            Err(error) => {
+                if !self.finish_ahead(false) {
+                    return false;
+                }
+                self.network.observer.mark_idle();
+                self.end(&batch, Err(error), begun)
+            }
+        }
+    }
+
+    fn finish_ahead(&mut self, idle: bool) -> bool {
+        self.ahead.take().is_none_or(|ahead| self.finish(ahead, idle))
+    }
+
+    /// Ends a batch that was submitted. Behind it the device is `idle`, or has another.
+    fn finish(&mut self, under_way: UnderWay<R, F>, idle: bool) -> bool {
+        let UnderWay { batch, begun, pending } = under_way;
+        let outcome = self.network.wait(pending, batch.inputs.len());
+        if idle {
+            self.network.observer.mark_idle();
+        }
+        self.end(&batch, outcome, begun)
+    }
+
+    /// Gives out what became of a batch. False: the device is gone.
+    fn end(&mut self, batch: &Batch<Item<R>>, outcome: Outcome<R>, begun: Begun) -> bool {
+        let pass = Pass { number: begun.number, size: batch.inputs.len(), tokens: batch.tokens };
+        // From when on the device had nothing else to do.
+        let at = begun.at.max(self.freed);
+        let settled = self.network.settle(&batch.inputs, outcome, at, pass);
+        self.freed = now();
+        self.idle.since(self.freed);
+        let tasks = tasks_of(&batch.inputs);
+        let fault = settled.as_ref().err().map(String::as_str);
+        let passed = Passed { began: begun.wall, took: self.freed - at, pass, tasks: &tasks, fault };
+        self.network.observer.passed(&passed);
+        match settled {
+            Ok(()) => {
+                self.waiting.learn(self.network.too_large());
+                self.network.tell();
+                true
+            }
+            Err(fault) => {
+                // The launcher has heard, or is about to, that the device is idle.
+                self.network.announce(&[], &batch.inputs);
+                self.network.tell_fault(fault);
+                false
+            }
+        }
+    }
+
+    /// The batch without what nobody waits for any more; none when nothing is left. What is in it can no
+    /// longer be handed back.
+    fn still_wanted(&mut self, mut batch: Batch<Item<R>>) -> Option<Batch<Item<R>>> {
+        let now = now();
+        let mut wanted = Vec::with_capacity(batch.inputs.len());
+        for item in batch.inputs {
+            let task = item.task();
+            if task.is_over() || item.outputs.is_complete() || !task.commit() {
+                continue;
+            }
+            match task.unwanted(now) {
+                Some(error) => self.network.finish(&item, Err(error)),
+                None => wanted.push(item),
+            }
+        }
+        batch.inputs = wanted;
+        batch.tokens = batch.inputs.iter().map(|item| item.tokens).sum();
+        (!batch.inputs.is_empty()).then_some(batch)
+    }
+}
+
+impl<R, F> Loop for OneShot<R, F>
+where
+    R: Processor,
+    F: Forward<Input = R::Input, Output = R::Output>,
+{
+    fn turn(&mut self) -> Next {
+        if self.ahead.is_some() && !self.network.is_asynchronous() {
+            return Next::go_on(self.finish_ahead(true));
+        }
+        let time = now();
+        match self.waiting.take(self.ahead.is_some(), time) {
+            Take::Batch(batch) => Next::go_on(self.submit(batch)),
+            Take::Nothing(_) | Take::Closed if self.ahead.is_some() => Next::go_on(self.finish_ahead(true)),
+            Take::Closed => Next::End,
+            Take::Nothing(due) => {
+                let tell = self.idle.tell(&*self.network.observer, time);
+                let until = due.into_iter().chain(tell).min();
+                if self.waiting.sleep(due, time) { Next::Sleep(until) } else { Next::Again }
+            }
+        }
+    }
+}
+
+/// The tasks of a batch, each once.
+fn tasks_of<R: Processor>(items: &[Item<R>]) -> Vec<Arc<TaskState>> {
+    let mut tasks: Vec<Arc<TaskState>> = Vec::new();
+    for item in items {
+        // A task's inputs are side by side.
+        if tasks.last().is_none_or(|last| !Arc::ptr_eq(last, item.task())) {
+            tasks.push(item.task().clone());
+        }
+    }
+    tasks
+}

@@ -1,0 +1,197 @@
+//! The model thread: opens the device (`device-or-fail`), has it prove itself, loads the model, has it
+//! compute its probe, and runs its loop. Decides what the loop sleeps on. Owns the thread.
+
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use tokio::sync::{mpsc, oneshot as answer};
+
+use super::batch::Network;
+use super::continuous::{Continuous, Sequences};
+use super::job::{Handle, Queue};
+use super::oneshot::{OneShot, Waiting};
+use super::{Loaded, Loading, Notices, Setup, now};
+use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, device};
+
+/// Starts engines of one model type.
+#[derive(Clone)]
+pub struct Starter(Arc<Assemble>);
+
+type Assemble = dyn Fn(Setup, Waker) -> Result<(Loaded, Box<dyn Loop>), LoadError> + Send + Sync;
+
+/// Runs on its thread, turn by turn.
+pub(super) trait Loop {
+    /// Does the next thing.
+    fn turn(&mut self) -> Next;
+}
+
+/// What a loop does after a turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    /// There may be more to do.
+    Again,
+    /// Nothing before this time, or before it is woken.
+    Sleep(Option<Instant>),
+    /// Nothing, for good.
+    End,
+}
+
+impl Next {
+    /// Again, unless the device is gone.
+    pub(super) fn go_on(goes_on: bool) -> Self {
+        if goes_on { Self::Again } else { Self::End }
+    }
+}
+
+/// Wakes a loop that sleeps. Called by those who write to its queue.
+#[derive(Clone)]
+pub(super) struct Waker(Arc<dyn Fn() + Send + Sync>);
+
+impl Waker {
+    pub(super) fn new(wake: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(wake))
+    }
+
+    pub(super) fn wake(&self) {
+        (self.0)();
+    }
+}
+
+/// Engines of a model that answers in one pass. `load` is called once for each, on its model thread, with
+/// the device that was opened for it.
+pub fn oneshot<R, F>(
+    load: impl Fn(&LoadSpec, &Device) -> Result<(R, F), LoadError> + Send + Sync + 'static,
+) -> Starter
+where
+    R: Processor,
+    F: Forward<Input = R::Input, Output = R::Output>,
+{
+    Starter(Arc::new(move |setup, waker| {
+        let Setup { spec, min_speed, policy, observer } = setup;
+        let (device, name, _proven) = opened(&spec, min_speed)?;
+        let (processor, network) = load(&spec, &device)?;
+        let (notices, received) = Notices::new();
+        let mut network = Network::new(network, observer, notices);
+        network.try_probe(&processor).map_err(|reason| unusable(&name, reason))?;
+        let waiting = Arc::new(Waiting::new(policy, network.is_asynchronous(), waker));
+        let work = OneShot::new(network, waiting.clone());
+        Ok((loaded(processor, waiting, name, received), Box::new(work)))
+    }))
+}
+
+/// Engines of a model whose sequences join and leave. As [`oneshot`].
+pub fn continuous<R, G>(
+    load: impl Fn(&LoadSpec, &Device) -> Result<(R, G), LoadError> + Send + Sync + 'static,
+) -> Starter
+where
+    R: Processor,
+    G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>,
+{
+    Starter(Arc::new(move |setup, waker| {
+        let Setup { spec, min_speed, policy, observer } = setup;
+        let (device, name, _proven) = opened(&spec, min_speed)?;
+        let (processor, network) = load(&spec, &device)?;
+        let (notices, received) = Notices::new();
+        let sequences = Arc::new(Sequences::new(network.capacity(), policy, waker));
+        let mut work = Continuous::new(network, sequences.clone(), observer, notices);
+        work.try_probe(&processor).map_err(|reason| unusable(&name, reason))?;
+        Ok((loaded(processor, sequences, name, received), Box::new(work)))
+    }))
+}
+
+/// Opens the device and has it prove itself. While the proof is kept, opening it again is cheap.
+fn opened(spec: &LoadSpec, min_speed: f64) -> Result<(Device, String, device::Proven), LoadError> {
+    let proven = device::prove(&spec.device, spec.dtype, min_speed)?;
+    let (device, name) = device::open(&spec.device)?;
+    Ok((device, name, proven))
+}
+
+fn unusable(device: &str, reason: String) -> LoadError {
+    LoadError::Device { device: device.to_owned(), reason }
+}
+
+fn loaded<R: Processor>(
+    processor: R,
+    queue: Arc<impl Queue<R> + 'static>,
+    device: String,
+    notices: mpsc::Receiver<super::Notice>,
+) -> Loaded {
+    let engine = Arc::new(Handle { processor: Arc::new(processor), queue });
+    Loaded { engine, notices, device }
+}
+
+impl Starter {
+    /// Starts the model thread, which loads the model and then computes for life.
+    ///
+    /// # Errors
+    /// The system has no thread for us.
+    pub fn start(&self, setup: Setup) -> io::Result<Loading> {
+        let (done, loading) = answer::channel();
+        let assemble = self.0.clone();
+        thread::Builder::new().name("model".into()).spawn(move || {
+            let this = thread::current();
+            match assemble(setup, Waker::new(move || this.unpark())) {
+                Ok((loaded, mut work)) => {
+                    drop(done.send(Ok(loaded)));
+                    run(&mut *work);
+                    // The process is about to end, and a driver takes back all it had. To give it back here,
+                    // while the process and with it the driver may be ending already, would be a race with a
+                    // crash.
+                    std::mem::forget(work);
+                }
+                Err(error) => drop(done.send(Err(error))),
+            }
+        })?;
+        Ok(loading)
+    }
+}
+
+fn run(work: &mut dyn Loop) {
+    loop {
+        match work.turn() {
+            Next::Again => {}
+            Next::Sleep(None) => thread::park(),
+            Next::Sleep(Some(until)) => thread::park_timeout(until.saturating_duration_since(now())),
+            Next::End => return,
+        }
+    }
+}
+
+/// The loop as a task of the caller's, whose time may be paused: for tests.
+#[cfg(test)]
+pub(crate) mod paused {
+    use tokio::sync::Notify;
+
+    use super::*;
+    use crate::model::clock;
+
+    impl Starter {
+        /// Loads the model here, and runs its loop on the current `LocalSet`.
+        pub(crate) fn start_here(&self, setup: Setup) -> Result<Loaded, LoadError> {
+            let notify = Arc::new(Notify::new());
+            let woken = notify.clone();
+            let (loaded, work) = (self.0)(setup, Waker::new(move || woken.notify_one()))?;
+            tokio::task::spawn_local(drive(work, notify));
+            Ok(loaded)
+        }
+    }
+
+    async fn drive(mut work: Box<dyn Loop>, woken: Arc<Notify>) {
+        loop {
+            clock::pretend();
+            let next = work.turn();
+            let owed = clock::owed();
+            match next {
+                Next::Again if owed.is_zero() => tokio::task::yield_now().await,
+                Next::Again => tokio::time::sleep(owed).await,
+                Next::Sleep(None) => woken.notified().await,
+                Next::Sleep(Some(until)) => {
+                    let _ = tokio::time::timeout_at(until.into(), woken.notified()).await;
+                }
+                Next::End => return,
+            }
+        }
+    }
+}

@@ -1,0 +1,333 @@
+//! Sequences that follow scripts, in paused time: they join, leave, fail, and are cancelled between steps.
+
+use std::future::poll_fn;
+
+use serde_json::{Value, json};
+use tokio::task::LocalSet;
+use tokio::time::{Instant, sleep};
+
+use super::*;
+use crate::model::{TaskErrorKind, script};
+
+/// An engine in paused time.
+struct Rig {
+    loaded_engine: Arc<dyn Engine>,
+    log: Log,
+    fault: Arc<Mutex<Option<String>>>,
+    begun: Instant,
+}
+
+/// What came of a task, and when, in milliseconds.
+#[derive(Debug)]
+struct Ended {
+    result: Result<Value, TaskError>,
+    parts: Vec<(u64, String)>,
+    at: u64,
+    computed: Computed,
+}
+
+impl Ended {
+    fn text(&self) -> &str {
+        self.result.as_ref().unwrap()["text"].as_str().unwrap()
+    }
+
+    fn error(&self) -> TaskErrorKind {
+        self.result.as_ref().unwrap_err().kind
+    }
+}
+
+impl Rig {
+    fn new(source: &str, max_tokens: usize) -> Self {
+        let (log, fault) = (Log::default(), Arc::new(Mutex::new(None)));
+        let starter = crate::engine::continuous(script::load);
+        let Loaded { engine, mut notices, .. } =
+            starter.start_here(setup(source, max_tokens, &log)).unwrap_or_else(|error| panic!("{error}"));
+        let noted = fault.clone();
+        tokio::task::spawn_local(async move {
+            while let Some(notice) = notices.recv().await {
+                match notice {
+                    Notice::Done(tasks) => tasks.iter().for_each(|task| task.tell()),
+                    Notice::Fault(error) => *noted.lock().unwrap() = Some(error),
+                }
+            }
+        });
+        Self { loaded_engine: engine, log, fault, begun: Instant::now() }
+    }
+
+    fn ms(&self) -> u64 {
+        self.begun.elapsed().as_millis() as u64
+    }
+
+    async fn run(&self, id: &str, script: Value) -> Ended {
+        self.run_as(state(id, None), script, false).await
+    }
+
+    /// Takes a part every 50 ms, as a worker does.
+    async fn run_as(&self, task: Arc<TaskState>, script: Value, isolated: bool) -> Ended {
+        let message = Message { body: script.to_string().into(), ..Message::default() };
+        let mut job = match self.loaded_engine.preprocess(&message) {
+            Ok(job) => job,
+            Err(error) => return self.ended(Err(error), Vec::new(), Computed::default()),
+        };
+        job.enqueue(task, isolated);
+        let (mut parts, mut next) = (Vec::new(), Instant::now());
+        let computed = loop {
+            let ready = next <= Instant::now();
+            let event = tokio::select! {
+                event = poll_fn(|context| job.poll_event(context, ready)) => event,
+                () = tokio::time::sleep_until(next), if !ready => continue,
+            };
+            match event {
+                JobEvent::Done(computed) => break computed,
+                JobEvent::Parts(bodies) => {
+                    next = Instant::now() + Duration::from_millis(50);
+                    let text = |body: &Body| String::from_utf8(body.bytes.to_vec()).unwrap();
+                    parts.extend(bodies.iter().map(|body| (self.ms(), text(body))));
+                }
+            }
+        };
+        let result = job.finish().map(|body| serde_json::from_slice(&body.bytes).unwrap());
+        self.ended(result, parts, computed)
+    }
+
+    fn ended(
+        &self,
+        result: Result<Value, TaskError>,
+        parts: Vec<(u64, String)>,
+        computed: Computed,
+    ) -> Ended {
+        Ended { result, parts, at: self.ms(), computed }
+    }
+}
+
+/// A sequence of these tokens, whose steps take 10 ms.
+fn sequence(prompt: usize, max_tokens: usize) -> Value {
+    json!({"prompt": prompt, "max_tokens": max_tokens, "step_ms": 10})
+}
+
+fn with(mut script: Value, more: Value) -> Value {
+    let (Some(script_fields), Value::Object(more)) = (script.as_object_mut(), more) else {
+        panic!("objects")
+    };
+    script_fields.extend(more);
+    script
+}
+
+fn words(count: usize) -> String {
+    (0..count).map(|word| format!("{word} ")).collect()
+}
+
+async fn here<T>(test: impl Future<Output = T>) -> T {
+    LocalSet::new().run_until(test).await
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sequence_joins_a_running_batch_and_leaves_without_the_others() {
+    here(async {
+        let rig = Rig::new("script", 64);
+        let late = async {
+            sleep(Duration::from_millis(45)).await;
+            rig.run("late", sequence(8, 2)).await
+        };
+        let (long, late) = tokio::join!(rig.run("long", sequence(8, 20)), late);
+        assert_eq!((long.text(), late.text()), (&*words(20), &*words(2)));
+        assert_eq!(long.at, 200, "it waited for nobody");
+        assert!(late.at < 90, "{}", late.at);
+        assert_eq!(rig.log.on_device(), [vec!["long"], vec!["long", "late"], vec!["long"]]);
+        assert_eq!((long.computed.compute, late.computed.last.size), (Duration::from_millis(200), 2));
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_prompt_goes_in_chunks_and_holds_up_no_answer() {
+    here(async {
+        let rig = Rig::new("script", 16);
+        let (answer, prompt) = tokio::join!(rig.run("a", sequence(4, 12)), rig.run("b", sequence(90, 3)));
+        assert_eq!((answer.at, answer.text()), (120, &*words(12)));
+        // 12 tokens beside the prompt of a, then 15 beside each of its answers: 6 steps more.
+        assert_eq!((prompt.at, prompt.text()), (90, &*words(3)));
+        for said in rig.log.take() {
+            assert!(!matches!(said, Said::Passed { tokens: 17.., .. }), "{said:?}");
+        }
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_first_piece_is_a_part_at_once_and_then_one_is_sent_each_50_ms_and_the_last_before_the_end() {
+    here(async {
+        let rig = Rig::new("script", 64);
+        let ended = rig.run("a", with(sequence(4, 17), json!({"stream": true}))).await;
+        let times: Vec<u64> = ended.parts.iter().map(|(at, _)| *at).collect();
+        assert_eq!(times, [10, 60, 110, 160, 170]);
+        let text: String = ended
+            .parts
+            .iter()
+            .map(|(_, part)| {
+                let part: Value = serde_json::from_str(part).unwrap();
+                part["text"].as_str().unwrap().to_owned()
+            })
+            .collect();
+        assert_eq!(text, ended.text());
+        assert!(ended.computed.first_piece.is_some());
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn cancelled_late_and_withdrawn_sequences_end_between_two_steps_and_free_their_places() {
+    here(async {
+        let rig = Rig::new("script?sequences=3", 64);
+        let (cancelled, withdrawn) = (state("cancelled", None), state("withdrawn", None));
+        let deadline = Some(Duration::from_millis(55));
+        let end = async {
+            sleep(Duration::from_millis(35)).await;
+            cancelled.cancel();
+            assert!(withdrawn.withdraw(), "it is handed back though it runs");
+            // In the places of these two.
+            tokio::join!(rig.run("x", sequence(1, 1)), rig.run("y", sequence(1, 1)))
+        };
+        let (gone, late, (x, y), ()) = tokio::join!(
+            rig.run_as(cancelled.clone(), sequence(4, 100), false),
+            rig.run_as(state("late", deadline), sequence(4, 100), false),
+            end,
+            async {
+                let run = rig.run_as(withdrawn.clone(), sequence(4, 100), false);
+                let _ =
+                    tokio::time::timeout(Duration::from_secs(5), run).await.expect_err("it is not answered");
+            },
+        );
+        assert_eq!((gone.error(), gone.at), (TaskErrorKind::Cancelled, 40));
+        assert_eq!((late.error(), late.at), (TaskErrorKind::Expired, 60));
+        assert_eq!((x.at, y.at), (50, 50));
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sequence_waits_for_room_and_one_that_never_fits_is_refused_with_numbers() {
+    here(async {
+        let rig = Rig::new("script?tokens=104&context=100", 64);
+        let (first, second) = tokio::join!(rig.run("a", sequence(30, 30)), rig.run("b", sequence(30, 30)));
+        assert_eq!((first.at, second.at), (300, 600), "not both at once: the probe's 4 tokens are kept too");
+        let refused = rig.run("c", sequence(90, 11)).await;
+        let error = refused.result.unwrap_err();
+        assert_eq!(error.kind, TaskErrorKind::BadInput);
+        assert!(
+            error.message.contains("90") && error.message.contains("11") && error.message.contains("100")
+        );
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failing_sequence_costs_the_others_nothing() {
+    here(async {
+        for (how, kind) in
+            [("error", TaskErrorKind::Fault), ("row", TaskErrorKind::Fault), ("panic", TaskErrorKind::Fault)]
+        {
+            let rig = Rig::new("script?faults", 64);
+            let bad = with(sequence(4, 20), json!({"fail": how, "at": 5}));
+            let (a, bad, b) = tokio::join!(
+                rig.run("a", sequence(4, 10)),
+                rig.run("bad", bad),
+                rig.run("b", sequence(4, 10))
+            );
+            assert_eq!(bad.error(), kind, "{how}");
+            assert_eq!((a.text(), b.text()), (&*words(10), &*words(10)), "{how}");
+            assert_eq!(*rig.fault.lock().unwrap(), None);
+        }
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_step_that_finds_no_memory_is_made_in_halves_and_later_steps_are_smaller() {
+    here(async {
+        let rig = Rig::new("script?faults", 64);
+        let bad = with(sequence(40, 4), json!({"fail": "oom", "fits": 12}));
+        let (a, bad) = tokio::join!(rig.run("a", sequence(4, 10)), rig.run("bad", bad));
+        assert_eq!((a.text(), bad.text()), (&*words(10), &*words(4)));
+        let tight = rig.run("tight", with(sequence(4, 4), json!({"fail": "oom", "fits": 0}))).await;
+        assert_eq!(tight.error(), TaskErrorKind::OutOfMemory);
+        assert_eq!(*rig.fault.lock().unwrap(), None);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_device_that_fails_answers_nothing_more_and_the_launcher_knows_with_what() {
+    here(async {
+        let rig = Rig::new("script?faults", 64);
+        let bad = with(sequence(4, 20), json!({"fail": "device", "at": 3}));
+        let both = async { tokio::join!(rig.run("a", sequence(4, 10)), rig.run("bad", bad)) };
+        assert!(tokio::time::timeout(Duration::from_secs(60), both).await.is_err());
+        assert_eq!(rig.fault.lock().unwrap().as_deref(), Some("as the task asked for"));
+        let said = rig.log.take();
+        let both = vec!["a".to_owned(), "bad".to_owned()];
+        assert!(said.contains(&Said::OnDevice(both)) && !said.contains(&Said::Idle), "{said:?}");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn isolated_sequences_run_alone_and_the_others_go_on_where_they_were_or_say_the_same_again() {
+    here(async {
+        let rig = Rig::new("script?sequences=2", 64);
+        let ordinary = |id: &'static str| rig.run(id, with(sequence(4, 10), json!({"stream": true})));
+        let isolated = async {
+            sleep(Duration::from_millis(35)).await;
+            rig.loaded_engine.isolate(true);
+            let ended = rig.run_as(state("suspect", None), sequence(4, 5), true).await;
+            rig.loaded_engine.isolate(false);
+            ended
+        };
+        let (a, b, suspect) = tokio::join!(ordinary("a"), ordinary("b"), isolated);
+        assert_eq!(suspect.at, 90);
+        for ended in [&a, &b] {
+            let parts: String = ended.parts.iter().map(|(_, part)| part.as_str()).collect();
+            let spoken = (0..10).filter(|word| parts.matches(&format!("{word} ")).count() == 1).count();
+            assert_eq!((ended.text(), spoken), (&*words(10), 10), "no piece twice: {parts}");
+        }
+        let on_device = rig.log.on_device();
+        assert!(on_device.contains(&vec!["suspect".to_owned()]), "{on_device:?}");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn sixteen_run_at_once_and_the_seventeenth_joins_when_one_leaves() {
+    here(async {
+        let rig = Rig::new("script", 64);
+        let names: Vec<String> = (0..17).map(|n| n.to_string()).collect();
+        let runs = names.iter().enumerate().map(|(n, id)| rig.run(id, sequence(2, 10 + n)));
+        let ended = futures_util::future::join_all(runs).await;
+        let at: Vec<u64> = ended.iter().map(|ended| ended.at).collect();
+        assert_eq!(at[0], 100);
+        assert_eq!(at[15], 250, "each as if it were alone");
+        assert_eq!(at[16], 360, "behind the first");
+        assert_eq!(rig.log.on_device()[0].len(), 16);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_highest_priority_is_next() {
+    here(async {
+        let rig = Rig::new("script?sequences=1", 64);
+        let urgent = {
+            let name = TaskName { id: "urgent".into(), fingerprint: String::new() };
+            let mut state = TaskState::new(name, None);
+            state.priority = 5;
+            Arc::new(state)
+        };
+        let (a, b, urgent) = tokio::join!(
+            rig.run("a", sequence(1, 2)),
+            rig.run("b", sequence(1, 2)),
+            rig.run_as(urgent, sequence(1, 2), false)
+        );
+        assert_eq!((urgent.at, a.at, b.at), (20, 40, 60));
+    })
+    .await;
+}

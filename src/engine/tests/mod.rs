@@ -1,0 +1,71 @@
+//! Both loops, with models that compute nothing, run by hand turn by turn or in paused time.
+
+mod continuous;
+mod oneshot;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::*;
+use crate::model::LoadSpec;
+
+pub(super) fn policy(max_tokens: usize) -> Policy {
+    Policy { max_tokens, max_requests: 64, max_delay: Duration::from_millis(2) }
+}
+
+/// What a model thread told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Said {
+    OnDevice(Vec<String>),
+    Idle,
+    ToldIdle,
+    Passed { inputs: usize, tokens: usize, fault: bool },
+}
+
+#[derive(Clone, Default)]
+pub(super) struct Log(Arc<Mutex<Vec<Said>>>);
+
+impl Log {
+    fn push(&self, said: Said) {
+        self.0.lock().unwrap().push(said);
+    }
+
+    pub(super) fn take(&self) -> Vec<Said> {
+        std::mem::take(&mut self.0.lock().unwrap())
+    }
+
+    /// The tasks on the device, time after time.
+    pub(super) fn on_device(&self) -> Vec<Vec<String>> {
+        let said = self.take().into_iter();
+        said.filter_map(|said| if let Said::OnDevice(tasks) = said { Some(tasks) } else { None }).collect()
+    }
+}
+
+impl Observer for Log {
+    fn on_device(&self, tasks: Vec<TaskName>) {
+        self.push(Said::OnDevice(tasks.into_iter().map(|task| task.id).collect()));
+    }
+
+    fn mark_idle(&self) {
+        self.push(Said::Idle);
+    }
+
+    fn tell_idle(&self) {
+        self.push(Said::ToldIdle);
+    }
+
+    fn passed(&self, passed: &Passed<'_>) {
+        let Pass { size, tokens, .. } = passed.pass;
+        self.push(Said::Passed { inputs: size, tokens, fault: passed.fault.is_some() });
+    }
+}
+
+pub(super) fn setup(source: &str, max_tokens: usize, log: &Log) -> Setup {
+    let observer = Box::new(log.clone());
+    Setup { spec: LoadSpec::new(source), min_speed: 0.0, policy: policy(max_tokens), observer }
+}
+
+pub(super) fn state(id: &str, deadline: Option<Duration>) -> Arc<TaskState> {
+    let name = TaskName { id: id.into(), fingerprint: id.into() };
+    Arc::new(TaskState::new(name, deadline.map(|deadline| now() + deadline)))
+}

@@ -1,0 +1,347 @@
+//! A model whose device computes beside its thread, and what the loop does with it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Waker as StdWaker};
+
+use super::super::batch::Network;
+use super::super::job::Handle;
+use super::super::oneshot::{OneShot, Waiting};
+use super::super::start::{Loop as _, Next, Waker};
+use super::*;
+use crate::model::{Forward, ForwardError, Preprocessed, Processor, SizedInput, TaskErrorKind};
+
+/// A batch is what its inputs say. 0 fails, 1 kills the device, 2 finds no memory among others, 3 panics;
+/// others give themselves.
+struct Aside {
+    log: Arc<Mutex<Vec<String>>>,
+    asynchronous: bool,
+}
+
+struct Numbers;
+
+impl Processor for Numbers {
+    type Context = ();
+    type Input = u32;
+    type Piece = ();
+    type Output = u32;
+
+    fn routes(&self) -> &[Route] {
+        &[]
+    }
+
+    fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
+        Ok(((), message.body.iter().map(|byte| SizedInput::new(u32::from(*byte), 1)).collect()))
+    }
+
+    fn finish(&self, (): (), outputs: Vec<u32>) -> Result<Body, TaskError> {
+        Ok(Body::json(outputs.into_iter().map(|output| output as u8).collect::<Vec<u8>>()))
+    }
+}
+
+impl Aside {
+    fn say(&self, what: &str, inputs: &[u32]) {
+        self.log.lock().unwrap().push(format!("{what} {inputs:?}"));
+    }
+}
+
+impl Forward for Aside {
+    type Input = u32;
+    type Output = u32;
+    type Pending = Vec<u32>;
+
+    fn submit(&mut self, inputs: &[&u32]) -> Result<Vec<u32>, ForwardError> {
+        let inputs: Vec<u32> = inputs.iter().map(|input| **input).collect();
+        self.say("submit", &inputs);
+        if inputs.len() > 1 && inputs.contains(&2) {
+            return Err(ForwardError::OutOfMemory("full".into()));
+        }
+        Ok(inputs)
+    }
+
+    fn wait(&mut self, inputs: Vec<u32>) -> Result<Vec<Result<u32, TaskError>>, ForwardError> {
+        self.say("wait", &inputs);
+        match &inputs[..] {
+            _ if inputs.contains(&0) => Err(ForwardError::Failed("no".into())),
+            _ if inputs.contains(&1) => Err(ForwardError::Device("gone".into())),
+            _ if inputs.contains(&3) => panic!("three"),
+            _ => Ok(inputs.into_iter().map(Ok).collect()),
+        }
+    }
+
+    fn is_asynchronous(&self) -> bool {
+        self.asynchronous
+    }
+}
+
+/// An engine whose loop is turned by hand. Batches are of four inputs.
+struct Rig {
+    engine: Arc<dyn Engine>,
+    work: OneShot<Numbers, Aside>,
+    notices: mpsc::Receiver<Notice>,
+    calls: Arc<Mutex<Vec<String>>>,
+    log: Log,
+    jobs: Vec<(Arc<TaskState>, Box<dyn Job>)>,
+    /// Tasks that were told together, time after time.
+    together: Vec<usize>,
+    fault: Option<String>,
+    woken: Arc<AtomicBool>,
+}
+
+impl Rig {
+    fn new(asynchronous: bool) -> Self {
+        let (calls, log, woken) = (Arc::default(), Log::default(), Arc::new(AtomicBool::new(false)));
+        let (notices_in, notices) = Notices::new();
+        let wake = woken.clone();
+        let waker = Waker::new(move || wake.store(true, Ordering::SeqCst));
+        let waiting = Arc::new(Waiting::new(policy(4), asynchronous, waker));
+        let aside = Aside { log: Arc::clone(&calls), asynchronous };
+        let network = Network::new(aside, Box::new(log.clone()), notices_in);
+        let work = OneShot::new(network, waiting.clone());
+        let engine = Arc::new(Handle { processor: Arc::new(Numbers), queue: waiting });
+        let (jobs, together) = (Vec::new(), Vec::new());
+        Self { engine, work, notices, calls, log, jobs, together, fault: None, woken }
+    }
+
+    fn enqueue(&mut self, inputs: &[u8], isolated: bool) {
+        let message = Message { body: inputs.to_vec().into(), ..Message::default() };
+        let mut job = self.engine.preprocess(&message).unwrap();
+        let task = state(&inputs[0].to_string(), None);
+        job.enqueue(task.clone(), isolated);
+        self.jobs.push((task, job));
+    }
+
+    fn turn(&mut self) -> Next {
+        let next = self.work.turn();
+        while let Ok(notice) = self.notices.try_recv() {
+            match notice {
+                Notice::Done(tasks) => {
+                    self.together.push(tasks.len());
+                    tasks.iter().for_each(|task| task.tell());
+                }
+                Notice::Fault(fault) => self.fault = Some(fault),
+            }
+        }
+        next
+    }
+
+    fn run(&mut self) -> Next {
+        loop {
+            match self.turn() {
+                Next::Again => {}
+                next => return next,
+            }
+        }
+    }
+
+    /// A task for each of these batches' inputs, all at hand at once.
+    fn ran(asynchronous: bool, batches: &[&[u8]]) -> Self {
+        let mut rig = Self::new(asynchronous);
+        rig.engine.expect(Expect::More);
+        for batch in batches {
+            // A batch is full, or cut by a task that is as large as a batch may be.
+            for input in *batch {
+                rig.enqueue(&[*input], false);
+            }
+        }
+        rig.engine.expect(Expect::Less);
+        rig.run();
+        rig
+    }
+
+    fn calls(&self) -> Vec<String> {
+        std::mem::take(&mut self.calls.lock().unwrap())
+    }
+
+    /// What each task was answered: its bytes, an error, or nothing.
+    fn answers(&mut self) -> Vec<Option<Result<Vec<u8>, TaskError>>> {
+        let mut context = Context::from_waker(StdWaker::noop());
+        let answer = |(_, mut job): (_, Box<dyn Job>)| match job.poll_event(&mut context, false) {
+            Poll::Ready(JobEvent::Done(_)) => Some(job.finish().map(|body| body.bytes.to_vec())),
+            _ => None,
+        };
+        std::mem::take(&mut self.jobs).into_iter().map(answer).collect()
+    }
+}
+
+const FULL: &[u8] = &[10, 11, 12, 13];
+const NEXT: &[u8] = &[20, 21, 22, 23];
+
+#[test]
+fn the_device_has_its_next_batch_before_the_last_is_waited_for() {
+    let mut rig = Rig::ran(true, &[FULL, NEXT, &[30]]);
+    let order = [
+        "submit [10, 11, 12, 13]",
+        "submit [20, 21, 22, 23]",
+        "wait [10, 11, 12, 13]",
+        "wait [20, 21, 22, 23]",
+        "submit [30]",
+        "wait [30]",
+    ];
+    assert_eq!(rig.calls(), order, "a partial batch may still grow while the device computes");
+    assert_eq!(rig.together, [4, 4, 1]);
+    let on_device = rig.log.on_device();
+    assert_eq!(on_device[1].len(), 8, "both batches are there: {on_device:?}");
+    assert!(rig.answers().iter().all(|answer| matches!(answer, Some(Ok(_)))));
+}
+
+#[test]
+fn a_model_that_computes_on_its_thread_is_given_one_batch_at_a_time() {
+    let rig = Rig::ran(false, &[FULL, NEXT]);
+    let order = [
+        "submit [10, 11, 12, 13]",
+        "wait [10, 11, 12, 13]",
+        "submit [20, 21, 22, 23]",
+        "wait [20, 21, 22, 23]",
+    ];
+    assert_eq!(rig.calls(), order);
+}
+
+#[test]
+fn a_bad_input_and_a_panic_cost_their_batch_mates_nothing() {
+    for asynchronous in [false, true] {
+        for bad in [0, 3] {
+            let mut rig = Rig::ran(asynchronous, &[&[10, 11, bad, 12], NEXT]);
+            let answers = rig.answers();
+            let good: Vec<_> = answers.iter().filter(|answer| matches!(answer, Some(Ok(_)))).collect();
+            assert_eq!(good.len(), 7, "{answers:?}");
+            assert!(answers[2].as_ref().is_some_and(Result::is_err), "{answers:?}");
+            assert_eq!(rig.fault, None);
+        }
+    }
+}
+
+#[test]
+fn a_batch_that_finds_no_memory_waits_for_the_one_before_it_and_is_halved() {
+    let mut rig = Rig::ran(true, &[FULL, &[20, 2, 21, 22], &[30, 31, 32, 33]]);
+    let calls = rig.calls();
+    let order = [
+        "submit [10, 11, 12, 13]",
+        "submit [20, 2, 21, 22]",
+        "wait [10, 11, 12, 13]",
+        "submit [20, 2]",
+        "submit [20]",
+        "wait [20]",
+        "submit [2]",
+        "wait [2]",
+        "submit [21, 22]",
+    ];
+    assert_eq!(calls[..order.len()], order);
+    assert!(calls.contains(&"submit [30]".to_owned()), "halves of two are the most that fits: {calls:?}");
+    assert!(rig.answers().iter().all(|answer| matches!(answer, Some(Ok(_)))));
+    assert_eq!(
+        rig.together[..3],
+        [4, 1, 1],
+        "halves are told as they are done: the next may end the process"
+    );
+}
+
+#[test]
+fn a_device_that_fails_answers_nothing_more() {
+    let mut rig = Rig::ran(true, &[FULL, &[1, 21, 22, 23], &[30, 31, 32, 33]]);
+    assert_eq!(rig.fault.as_deref(), Some("gone"));
+    assert!(rig.answers()[4..].iter().all(Option::is_none));
+    let failed = Said::Passed { inputs: 4, tokens: 4, fault: true };
+    let said = rig.log.take();
+    assert!(said.contains(&failed), "{said:?}");
+    let last = said.iter().rev().find_map(|said| if let Said::OnDevice(it) = said { Some(it) } else { None });
+    assert_eq!(last.map(|tasks| &*tasks[0]), Some("1"), "the launcher knows with what");
+}
+
+#[test]
+fn what_is_withdrawn_or_cancelled_or_late_is_not_computed() {
+    let mut rig = Rig::new(false);
+    rig.engine.expect(Expect::More);
+    for input in [10, 11, 12] {
+        rig.enqueue(&[input], false);
+    }
+    assert!(rig.jobs[0].0.withdraw());
+    rig.jobs[1].0.cancel();
+    rig.engine.expect(Expect::Less);
+    rig.run();
+    assert_eq!(rig.calls(), ["submit [12]", "wait [12]"]);
+    assert!(!rig.jobs[2].0.withdraw(), "it was on the device");
+    let answers = rig.answers();
+    assert_eq!(answers[0], None);
+    let error = answers[1].as_ref().unwrap().as_ref().unwrap_err();
+    assert_eq!(error.kind, TaskErrorKind::Cancelled);
+}
+
+#[test]
+fn an_idle_device_waits_for_tasks_on_their_way_and_is_woken_when_the_last_has_come() {
+    let mut rig = Rig::new(false);
+    assert_eq!(rig.run(), Next::Sleep(None));
+    rig.engine.expect(Expect::More);
+    rig.engine.expect(Expect::More);
+    rig.enqueue(&[10], false);
+    assert!(rig.woken.swap(false, Ordering::SeqCst), "it has to know when this one is due");
+    rig.engine.expect(Expect::Less);
+    assert!(matches!(rig.run(), Next::Sleep(Some(_))));
+    rig.enqueue(&[11], false);
+    assert!(!rig.woken.load(Ordering::SeqCst), "another one changes nothing");
+    rig.engine.expect(Expect::Less);
+    assert!(rig.woken.load(Ordering::SeqCst));
+    rig.run();
+    assert_eq!(rig.calls(), ["submit [10, 11]", "wait [10, 11]"]);
+}
+
+#[test]
+fn isolated_tasks_go_first_and_alone_and_others_wait_until_they_have_left() {
+    let mut rig = Rig::new(true);
+    rig.engine.expect(Expect::More);
+    rig.enqueue(&[10], false);
+    rig.engine.isolate(true);
+    rig.enqueue(&[20], true);
+    rig.enqueue(&[21], true);
+    rig.engine.expect(Expect::Less);
+    rig.run();
+    assert_eq!(rig.calls(), ["submit [20, 21]", "wait [20, 21]"]);
+    rig.woken.store(false, Ordering::SeqCst);
+    rig.engine.isolate(false);
+    assert!(rig.woken.load(Ordering::SeqCst));
+    rig.run();
+    assert_eq!(rig.calls(), ["submit [10]", "wait [10]"]);
+}
+
+#[test]
+fn the_launcher_hears_that_the_device_is_idle_after_a_moment() {
+    let mut rig = Rig::ran(false, &[FULL]);
+    assert!(!rig.log.take().contains(&Said::ToldIdle));
+    std::thread::sleep(Duration::from_millis(10));
+    assert_eq!(rig.run(), Next::Sleep(None));
+    assert_eq!(rig.log.take(), [Said::ToldIdle]);
+}
+
+/// Says when it is given back.
+struct Held(&'static AtomicBool);
+
+static GIVEN_BACK: AtomicBool = AtomicBool::new(false);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+impl Forward for Held {
+    type Input = u32;
+    type Output = u32;
+    type Pending = ();
+
+    fn submit(&mut self, _: &[&u32]) -> Result<(), ForwardError> {
+        unreachable!("it is given nothing")
+    }
+
+    fn wait(&mut self, (): ()) -> Result<Vec<Result<u32, TaskError>>, ForwardError> {
+        unreachable!("it is given nothing")
+    }
+}
+
+#[test]
+fn a_model_that_has_worked_is_left_to_the_end_of_the_process() {
+    let starter = crate::engine::oneshot(|_, _| Ok((Numbers, Held(&GIVEN_BACK))));
+    let loading = starter.start(setup("held", 4, &Log::default())).unwrap();
+    let loaded = loading.blocking_recv().unwrap().ok().unwrap();
+    drop(loaded.engine);
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(!GIVEN_BACK.load(Ordering::SeqCst));
+}

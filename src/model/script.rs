@@ -1,0 +1,284 @@
+//! A generator that computes nothing: each task says how its sequence goes. To try out a deployment that
+//! streams, and to test continuous batching. The `model` setting is `script`, or `script?` with options
+//! joined by `&`: `sequences=16`, `tokens=4096`, `context=1024` (the capacity), `faults` (for tests).
+//!
+//! A body is `{"prompt": 12, "max_tokens": 20}`: tokens of the prompt and of the answer. The answer is `0 1 2 …`.
+//! Further fields: `stream`; `step_ms`, how long a step takes that has this sequence; and with `faults`, and
+//! only then, `fail`, which makes the step go wrong in which the sequence has given `at` pieces (by default
+//! none): `error` (the step fails), `row` (the sequence fails), `panic`, `oom` (where the step has more than
+//! `fits` tokens), `device`, `exit` (the process aborts), `stall` (the step takes `stall_ms`).
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde_json::json;
+
+use super::{
+    Advance, Advances, Body, Capacity, Device, ForwardError, Generate, LoadError, LoadSpec, Message,
+    Preprocessed, Processor, Route, Row, SizedInput, Slot, TaskError, TaskErrorKind, clock, echo,
+};
+
+/// The `model` setting of a pool that follows scripts.
+pub const SCRIPT: &str = "script";
+
+/// Most tokens of a prompt or an answer.
+const MOST: usize = 1_000_000;
+
+/// Reads scripts, and writes what came of them.
+#[derive(Debug)]
+pub struct ScriptProcessor {
+    faults: bool,
+}
+
+/// Follows scripts.
+#[derive(Debug)]
+pub struct ScriptNetwork {
+    capacity: Capacity,
+    open: BTreeMap<Slot, Sequence>,
+}
+
+#[derive(Debug)]
+struct Sequence {
+    script: Script,
+    fed: usize,
+    given: usize,
+}
+
+/// What a task says of its sequence.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default)]
+pub struct Script {
+    prompt: usize,
+    max_tokens: usize,
+    stream: bool,
+    step_ms: u64,
+    fail: Option<Fault>,
+    at: usize,
+    fits: usize,
+    stall_ms: u64,
+}
+
+impl Default for Script {
+    fn default() -> Self {
+        let (prompt, max_tokens) = (1, 1);
+        let (stream, step_ms, fail) = (false, 0, None);
+        Self { prompt, max_tokens, stream, step_ms, fail, at: 0, fits: 0, stall_ms: 0 }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Fault {
+    Error,
+    Row,
+    Panic,
+    Oom,
+    Device,
+    Exit,
+    Stall,
+}
+
+/// Makes a network of the capacity that the source says.
+///
+/// # Errors
+/// [`LoadError::Unsupported`] for another source.
+pub fn load(spec: &LoadSpec, _: &Device) -> Result<(ScriptProcessor, ScriptNetwork), LoadError> {
+    let unsupported = |option: &str| LoadError::Unsupported {
+        model: spec.source.clone(),
+        reason: format!("{option:?} is no option; there are sequences=N, tokens=N, context=N and faults"),
+    };
+    let options = match spec.source.strip_prefix(SCRIPT) {
+        Some("") => "",
+        Some(rest) => rest.strip_prefix('?').ok_or_else(|| unsupported(rest))?,
+        None => return Err(unsupported(&spec.source)),
+    };
+    let mut capacity = Capacity { sequences: 16, tokens: 16 * 1_024, context: 1_024 };
+    let mut faults = false;
+    for option in options.split('&').filter(|option| !option.is_empty()) {
+        let (name, value) = option.split_once('=').unwrap_or((option, ""));
+        let number = || value.parse().map_err(|_| unsupported(option));
+        match name {
+            "sequences" => capacity.sequences = number()?,
+            "tokens" => capacity.tokens = number()?,
+            "context" => capacity.context = number()?,
+            "faults" => faults = true,
+            _ => return Err(unsupported(option)),
+        }
+    }
+    Ok((ScriptProcessor { faults }, ScriptNetwork { capacity, open: BTreeMap::new() }))
+}
+
+impl Processor for ScriptProcessor {
+    type Context = Script;
+    type Input = Script;
+    type Piece = usize;
+    type Output = usize;
+
+    fn routes(&self) -> &[Route] {
+        echo::ANY_JSON
+    }
+
+    fn probe(&self) -> Option<Message> {
+        Some(Message { body: r#"{"prompt":2,"max_tokens":2}"#.into(), ..Message::default() })
+    }
+
+    fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
+        let body: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_slice(&message.body).map_err(|error| bad(&error))?;
+        let mut script: Script = serde_json::from_value(body.into()).map_err(|error| bad(&error))?;
+        for (name, count) in [("prompt", script.prompt), ("max_tokens", script.max_tokens)] {
+            if !(1..=MOST).contains(&count) {
+                let message = format!("{name} must be 1 to {MOST}, got {count}");
+                return Err(TaskError::bad_input(name, message));
+            }
+        }
+        if !self.faults {
+            script.fail = None;
+        }
+        let (tokens, answer_tokens) = (script.prompt, script.max_tokens);
+        Ok((script.clone(), vec![SizedInput { input: script, tokens, answer_tokens }]))
+    }
+
+    fn is_streamed(&self, script: &Script) -> bool {
+        script.stream
+    }
+
+    fn part(&self, _: &mut Script, _: usize, pieces: Vec<usize>) -> Option<Body> {
+        let body = json!({"object": "script.chunk", "text": text(&pieces)});
+        Some(Body::json(body.to_string()))
+    }
+
+    fn finish(&self, script: Script, outputs: Vec<usize>) -> Result<Body, TaskError> {
+        let pieces: Vec<usize> = (0..outputs.into_iter().sum()).collect();
+        let usage = json!({"prompt_tokens": script.prompt, "completion_tokens": pieces.len()});
+        let body = json!({"object": "script", "text": text(&pieces), "usage": usage});
+        Ok(Body::json(body.to_string()))
+    }
+}
+
+fn bad(error: &serde_json::Error) -> TaskError {
+    TaskError::new(TaskErrorKind::BadInput, format!("the body is no script: {error}"))
+}
+
+fn text(pieces: &[usize]) -> String {
+    pieces.iter().map(|piece| format!("{piece} ")).collect()
+}
+
+impl Sequence {
+    /// The fault of its next step.
+    fn fault(&self) -> Option<Fault> {
+        self.script.fail.filter(|_| self.given == self.script.at)
+    }
+
+    fn advance(&mut self, take: usize) -> Result<Advance<usize, usize>, TaskError> {
+        if self.fault() == Some(Fault::Row) {
+            return Err(TaskError::new(TaskErrorKind::Fault, "as the task asked for"));
+        }
+        if self.fed < self.script.prompt {
+            self.fed += take;
+            if self.fed < self.script.prompt {
+                return Ok(Advance::Fed);
+            }
+        }
+        let piece = self.given;
+        self.given += 1;
+        let is_last = self.given == self.script.max_tokens;
+        Ok(if is_last { Advance::Done(Some(piece), self.given) } else { Advance::More(piece) })
+    }
+}
+
+impl Generate for ScriptNetwork {
+    type Prompt = Script;
+    type Piece = usize;
+    type Output = usize;
+
+    fn capacity(&self) -> Capacity {
+        self.capacity
+    }
+
+    fn open(&mut self, slot: Slot, script: &Script) -> Result<(), TaskError> {
+        let is_free = slot.0 < self.capacity.sequences && !self.open.contains_key(&slot);
+        if !is_free {
+            return Err(TaskError::new(TaskErrorKind::Internal, format!("slot {} is not free", slot.0)));
+        }
+        self.open.insert(slot, Sequence { script: script.clone(), fed: 0, given: 0 });
+        Ok(())
+    }
+
+    fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError> {
+        let said = || "as the task asked for".to_owned();
+        let tokens: usize = rows.iter().map(|row| row.take).sum();
+        let mut time = Duration::ZERO;
+        for row in rows {
+            let sequence = self.open.get(&row.slot);
+            let sequence = sequence.ok_or_else(|| ForwardError::Failed("a row of a closed slot".into()))?;
+            let script = &sequence.script;
+            time = time.max(Duration::from_millis(script.step_ms));
+            match sequence.fault() {
+                None | Some(Fault::Row) => {}
+                Some(Fault::Error) => return Err(ForwardError::Failed(said())),
+                Some(Fault::Oom) if tokens > script.fits => return Err(ForwardError::OutOfMemory(said())),
+                Some(Fault::Oom) => {}
+                Some(Fault::Device) => return Err(ForwardError::Device(said())),
+                Some(Fault::Panic) => panic!("{}", said()),
+                Some(Fault::Exit) => std::process::abort(),
+                Some(Fault::Stall) => time = time.max(Duration::from_millis(script.stall_ms)),
+            }
+        }
+        if !time.is_zero() {
+            clock::pass(time);
+        }
+        let held: usize = self.open.values().map(|it| it.fed + it.given).sum();
+        if held + tokens > self.capacity.tokens {
+            return Err(ForwardError::Failed(format!(
+                "{held} tokens are held, and {tokens} more find no room"
+            )));
+        }
+        let advance = |row: &Row| match self.open.get_mut(&row.slot) {
+            Some(sequence) => sequence.advance(row.take),
+            None => Err(TaskError::new(TaskErrorKind::Internal, "a row of a closed slot")),
+        };
+        Ok(rows.iter().map(advance).collect())
+    }
+
+    fn close(&mut self, slot: Slot) {
+        self.open.remove(&slot);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_are_read_and_others_named() {
+        let (_, network) = load(&LoadSpec::new("script?sequences=2&context=9&faults"), &Device::Cpu).unwrap();
+        assert_eq!((network.capacity.sequences, network.capacity.context), (2, 9));
+        for bad in ["script?slots=2", "script?tokens=many", "scripted"] {
+            let error = load(&LoadSpec::new(bad), &Device::Cpu).unwrap_err().to_string();
+            assert!(error.contains("is no option"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_sequence_goes_as_its_script_says_and_not_before_its_prompt_is_fed() {
+        let (processor, mut network) = load(&LoadSpec::new(SCRIPT), &Device::Cpu).unwrap();
+        let message = Message { body: r#"{"prompt":3,"max_tokens":2}"#.into(), ..Message::default() };
+        let (context, inputs) = processor.preprocess(&message).unwrap();
+        let slot = Slot(4);
+        network.open(slot, &inputs[0].input).unwrap();
+        assert!(network.open(slot, &inputs[0].input).is_err(), "it is taken");
+        let mut step = |take| network.step(&[Row { slot, take }]).unwrap().remove(0).unwrap();
+        assert_eq!(step(2), Advance::Fed);
+        assert_eq!(step(1), Advance::More(0));
+        assert_eq!(step(1), Advance::Done(Some(1), 2));
+        let body = processor.finish(context, vec![2]).unwrap();
+        let body: serde_json::Value = serde_json::from_slice(&body.bytes).unwrap();
+        assert_eq!(body["text"], "0 1 ");
+        for bad in [r#"{"prompt":0}"#, r#"{"max_tokens":2000000}"#, "[]"] {
+            let message = Message { body: bad.into(), ..Message::default() };
+            assert!(processor.preprocess(&message).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! The threads that preprocess tasks and write replies. Decides which of that work has threads of its own,
+//! so that messages come and go meanwhile, and which is done at once by the caller: work that is over before
+//! another thread would have woken. A panic in one piece of work is its caller's error. Owns the threads.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use tokio::sync::{Semaphore, oneshot};
+
+use crate::engine::caught;
+
+/// Pieces of work that may wait for a thread.
+const WAITING: usize = 64;
+/// Small work that takes longer on average is not done by the caller.
+const BRIEF: Duration = Duration::from_millis(1);
+/// Of how many pieces of small work the average is.
+const REMEMBERED: u64 = 16;
+
+/// Threads that take up one piece of work after the other, in the order of their coming. Work that rayon
+/// divides is done by all of them. Clones share them.
+#[derive(Clone)]
+pub(super) struct CpuPool {
+    threads: Arc<ThreadPool>,
+    /// A permit for each piece of work on the threads or before them. Beyond it, tasks wait where they are.
+    places: Arc<Semaphore>,
+    /// How long small work has taken, on average, in microseconds. Written by whoever did some.
+    small_us: Arc<AtomicU64>,
+}
+
+impl CpuPool {
+    /// Starts the threads, one at least; they end when the last clone is gone.
+    ///
+    /// # Errors
+    /// The system has no thread for us.
+    pub(super) fn start(name: &'static str, threads: usize) -> io::Result<Self> {
+        let threads = threads.max(1);
+        let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(move |_| name.to_owned());
+        let pool = pool.build().map_err(io::Error::other)?;
+        let places = Arc::new(Semaphore::new(WAITING + threads));
+        Ok(Self { threads: Arc::new(pool), places, small_us: Arc::default() })
+    }
+
+    /// Runs `work`. The caller does it if it is `small`, small work has been brief, and there is but one
+    /// thread: with several, the worker is there to feed a card, and its caller has enough to do with messages.
+    ///
+    /// # Errors
+    /// What its panic said.
+    pub(super) async fn run<T: Send + 'static>(
+        &self,
+        small: bool,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, String> {
+        let is_brief = Duration::from_micros(self.small_us.load(Ordering::Relaxed)) <= BRIEF;
+        if small && is_brief && self.threads.current_num_threads() == 1 {
+            return self.timed(small, work);
+        }
+        let ended = || "the thread has ended".to_owned();
+        let place = self.places.clone().acquire_owned().await.map_err(|_| ended())?;
+        let (result, received) = oneshot::channel();
+        let pool = self.clone();
+        self.threads.spawn(move || {
+            let done = pool.timed(small, work);
+            drop(place);
+            drop(result.send(done));
+        });
+        received.await.map_err(|_| ended())?
+    }
+
+    fn timed<T>(&self, small: bool, work: impl FnOnce() -> T) -> Result<T, String> {
+        let began = Instant::now();
+        let done = caught(work);
+        if small {
+            let took = began.elapsed().as_micros() as u64;
+            let before = self.small_us.load(Ordering::Relaxed);
+            self.small_us.store((before * (REMEMBERED - 1) + took) / REMEMBERED, Ordering::Relaxed);
+        }
+        done
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::thread;
+
+    use futures_util::future::join_all;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_panic_is_the_callers_error_and_the_next_work_proceeds() {
+        for threads in [1, 2] {
+            let pool = CpuPool::start("test", threads).unwrap();
+            for small in [true, false] {
+                assert_eq!(pool.run(small, || -> u8 { panic!("bad {}", 1) }).await, Err("bad 1".into()));
+                assert_eq!(pool.run(small, || 2).await, Ok(2));
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn large_work_leaves_the_callers_thread_and_the_rest_too_where_there_are_several() {
+        for (threads, small_leaves) in [(1, false), (2, true)] {
+            let pool = CpuPool::start("test", threads).unwrap();
+            let left = |small| pool.run(small, || thread::current().name() == Some("test"));
+            assert_eq!(left(false).await, Ok(true));
+            assert_eq!(left(true).await, Ok(small_leaves), "{threads} threads");
+        }
+    }
+
+    #[tokio::test]
+    async fn small_work_that_takes_long_leaves_the_callers_thread_until_it_is_brief_again() {
+        let pool = CpuPool::start("test", 1).unwrap();
+        let slow = || {
+            thread::sleep(BRIEF * 20);
+            thread::current().name() == Some("test")
+        };
+        assert_eq!(pool.run(true, slow).await, Ok(false), "nobody knew");
+        assert_eq!(pool.run(true, slow).await, Ok(true));
+        for _ in 0..10 * REMEMBERED {
+            pool.run(true, || ()).await.unwrap();
+        }
+        assert_eq!(pool.run(true, || thread::current().name() == Some("test")).await, Ok(false));
+    }
+
+    #[tokio::test]
+    async fn as_many_pieces_run_at_once_as_there_are_threads() {
+        let pool = CpuPool::start("test", 3).unwrap();
+        let met = Arc::new(Barrier::new(3));
+        let meet = || {
+            let met = met.clone();
+            pool.run(false, move || met.wait().is_leader())
+        };
+        let all = join_all([meet(), meet(), meet()]);
+        let all = tokio::time::timeout(Duration::from_secs(20), all).await.expect("they run at once");
+        assert_eq!(all.iter().filter(|leads| **leads == Ok(true)).count(), 1);
+    }
+}

@@ -1,0 +1,100 @@
+//! What of a running worker can be set from outside: whether it consumes, and the bounds of its batches. Owns
+//! the latest overrides; who acts on them is said at each.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use crate::batching::Policy;
+use crate::protocol::control::BatchChange;
+use crate::shutdown::{Phase, Stop};
+
+/// What is set from outside of a running worker. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct LiveSettings(Arc<Overrides>);
+
+#[derive(Debug, Default)]
+struct Overrides {
+    /// Written by who reads the launcher's commands; read by the intake, which ends its session, and by
+    /// the worker, which begins none.
+    paused: watch::Sender<bool>,
+    /// Written by the same, read by the worker, which tells its
+    /// engine. Each holds the ones before.
+    batch: watch::Sender<BatchChange>,
+}
+
+impl LiveSettings {
+    /// Consume, or do not.
+    pub fn pause(&self, paused: bool) {
+        self.0.paused.send_replace(paused);
+    }
+
+    /// Other bounds of batches.
+    pub fn set_batch(&self, change: BatchChange) {
+        self.0.batch.send_modify(|overrides| *overrides = change.over(*overrides));
+    }
+
+    pub(super) fn is_paused(&self) -> bool {
+        *self.0.paused.borrow()
+    }
+
+    /// Waits until the worker is told to pause.
+    pub(super) async fn paused(&self) {
+        // The sender lives in self, so waiting cannot fail.
+        let _ = self.0.paused.subscribe().wait_for(|paused| *paused).await;
+    }
+
+    /// Waits until the worker may consume. False: it is to stop.
+    pub(super) async fn may_consume(&self, stop: &Stop) -> bool {
+        let mut paused = self.0.paused.subscribe();
+        tokio::select! {
+            _ = paused.wait_for(|paused| !paused) => true,
+            () = stop.reached(Phase::Finishing) => false,
+        }
+    }
+
+    /// The overrides for batches, now and from now on.
+    pub(super) fn batch(&self) -> watch::Receiver<BatchChange> {
+        self.0.batch.subscribe()
+    }
+}
+
+/// `policy` with the overrides.
+pub(super) fn changed(policy: Policy, overrides: BatchChange) -> Policy {
+    Policy {
+        max_tokens: overrides.max_tokens.unwrap_or(policy.max_tokens),
+        max_requests: overrides.max_requests.unwrap_or(policy.max_requests),
+        max_delay: overrides.max_delay_ms.and_then(seconds).unwrap_or(policy.max_delay),
+    }
+}
+
+fn seconds(ms: f64) -> Option<Duration> {
+    Duration::try_from_secs_f64(ms / 1e3).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_override_keeps_what_the_one_before_set_and_it_does_not_mention() {
+        let settings = LiveSettings::default();
+        settings.set_batch(BatchChange { max_tokens: Some(9), ..BatchChange::default() });
+        settings.set_batch(BatchChange { max_requests: Some(3), ..BatchChange::default() });
+        let policy = Policy { max_tokens: 1, max_requests: 1, max_delay: Duration::from_millis(2) };
+        let changed_policy = changed(policy, *settings.batch().borrow());
+        assert_eq!((changed_policy.max_tokens, changed_policy.max_requests), (9, 3));
+        assert_eq!(changed_policy.max_delay, policy.max_delay);
+    }
+
+    #[tokio::test]
+    async fn a_paused_worker_that_is_told_to_stop_does_not_wait_to_be_resumed() {
+        let (settings, stop) = (LiveSettings::default(), Stop::default());
+        assert!(settings.may_consume(&stop).await);
+        settings.pause(true);
+        settings.paused().await;
+        stop.advance(Phase::Finishing, "test");
+        assert!(!settings.may_consume(&stop).await);
+    }
+}

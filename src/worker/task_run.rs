@@ -1,0 +1,252 @@
+//! The run of one task: validate, preprocess, compute, reply, settle. One future a task; each step names what
+//! can end it.
+
+use std::future::{pending, poll_fn};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use super::WorkerError;
+use super::cpu_pool::CpuPool;
+use super::crash_records::CrashRecords;
+use super::isolation::{Isolation, Stay, suspicion};
+use super::outcome::Outcome;
+use super::parts::Parts;
+use super::prefetch::Live;
+use super::settle::{Accepted, Settlement};
+use crate::engine::{Computed, Engine, Expect, Job, JobEvent, TaskState, now};
+use crate::model::Route;
+use crate::protocol::reply::micros;
+use crate::protocol::task::URL;
+use crate::protocol::{Body, Task, TaskError, TaskErrorKind, Timings, shorten};
+use crate::telemetry::traces::Traces;
+
+/// How long a task that came back waits for the launcher's word on what a worker died of.
+const NEWS: Duration = Duration::from_millis(200);
+/// Bytes of a body that is preprocessed in a moment: a tokenizer takes some 2 ms for 4 KiB of text.
+const SMALL_BODY: usize = 2 << 10;
+/// Inputs of a task whose reply is written in a moment: 384 numbers take 10 µs.
+const SMALL_REPLY: usize = 4;
+
+/// What all task runs share.
+pub(super) struct Shared {
+    pub(super) engine: Arc<dyn Engine>,
+    pub(super) preprocess: CpuPool,
+    pub(super) reply: CpuPool,
+    pub(super) settlement: Settlement,
+    pub(super) isolation: Arc<Isolation>,
+    pub(super) crashes: CrashRecords,
+    pub(super) prefetch: Live,
+    pub(super) traces: Traces,
+    pub(super) max_body: u64,
+    /// Deliveries of a task, where the broker counts them. The broker's own limit is one more, and
+    /// only the backstop: it tells the producer nothing.
+    pub(super) max_deliveries: i64,
+}
+
+/// While this exists, the engine expects one more task.
+pub(super) struct Expected(Arc<dyn Engine>);
+
+impl Expected {
+    pub(super) fn new(engine: &Arc<dyn Engine>) -> Self {
+        engine.expect(Expect::More);
+        Self(engine.clone())
+    }
+}
+
+impl Drop for Expected {
+    fn drop(&mut self) {
+        self.0.expect(Expect::Less);
+    }
+}
+
+impl Shared {
+    /// Runs one task to its end.
+    ///
+    /// # Errors
+    /// As [`Settlement::settle`].
+    pub(super) async fn run(
+        &self,
+        mut accepted: Accepted,
+        state: Arc<TaskState>,
+        mut expected: Expected,
+    ) -> Result<(), WorkerError> {
+        let mut timings =
+            Timings { queue_us: micros(accepted.task.queued(SystemTime::now())), ..Timings::default() };
+        let again = accepted.redeliveries > 0;
+        let mut stay = None;
+        if again {
+            // Nobody waits for it meanwhile.
+            drop(expected);
+            // The launcher hears of a worker's death at about the time when the broker does.
+            tokio::time::sleep(NEWS).await;
+            let known = self.crashes.of(&state.name.fingerprint);
+            if let Some(most) = suspicion(accepted.redeliveries, accepted.counted, known.as_ref()) {
+                stay = self.isolation.enter(state.name.clone(), most).await;
+            }
+            // Not before its turn: others may have died of it meanwhile.
+            accepted.deaths = self.crashes.of(&state.name.fingerprint);
+            expected = Expected::new(&self.engine);
+        }
+        let is_poison = accepted.deaths.as_ref().is_some_and(|deaths| deaths.poison.is_some());
+        let outcome = if let Some(queue) = self.misaddressed(&accepted.task) {
+            Outcome::Misaddressed(queue)
+        } else if again && is_poison {
+            Outcome::Poison
+        } else if accepted.redeliveries >= self.max_deliveries {
+            Outcome::OutOfDeliveries(accepted.redeliveries)
+        } else {
+            let run = Run { shared: self, task: &accepted.task, state: &state, isolated: stay.is_some() };
+            match run.compute(expected, &mut timings).await {
+                Ok(body) => Outcome::Answered(body),
+                Err(error) => Outcome::Failed(error),
+            }
+        };
+        stay.map(Stay::end).unwrap_or_default();
+        if !state.commit() {
+            return Ok(());
+        }
+        accepted.traced.worked(&timings, accepted.attempt());
+        self.settlement.settle(&accepted, outcome, &timings).await
+    }
+
+    /// The queue that the task wants its reply in, where none may go there.
+    fn misaddressed(&self, task: &Task) -> Option<String> {
+        task.reply_to().filter(|queue| self.settlement.queues.is_reserved(queue)).map(str::to_owned)
+    }
+
+    /// Settles a control message that nobody knows.
+    ///
+    /// # Errors
+    /// As [`Settlement::settle`].
+    pub(super) async fn refuse_control(&self, accepted: Accepted, kind: String) -> Result<(), WorkerError> {
+        self.settlement.settle(&accepted, Outcome::UnknownControl(kind), &Timings::default()).await
+    }
+
+    /// What can be said of a task without reading its body.
+    fn check(&self, task: &Task, state: &TaskState) -> Result<(), TaskError> {
+        if let Some(error) = state.unwanted(now()) {
+            return Err(error);
+        }
+        let properties = &task.message.properties;
+        let size = task.message.body.len() as u64;
+        if size > self.max_body {
+            let words = format!("the body is {size} bytes; this pool takes at most {}", self.max_body);
+            return Err(TaskError::new(TaskErrorKind::TooLarge, words));
+        }
+        let types = self.route(task)?.media_types;
+        if let Some(given) = task.content_type().filter(|given| !types.contains(&given.as_str())) {
+            let words = format!("content_type is {:?}; this model reads {types:?}", shorten(&given, 80));
+            return Err(TaskError::new(TaskErrorKind::Undecodable, words).at("content_type"));
+        }
+        match properties.content_encoding.as_deref().map(str::to_ascii_lowercase).as_deref() {
+            None | Some("" | "utf-8" | "utf8" | "identity") => Ok(()),
+            Some(other) => {
+                let words = format!("content_encoding {:?} is not supported; send utf-8", shorten(other, 80));
+                Err(TaskError::new(TaskErrorKind::Undecodable, words).at("content_encoding"))
+            }
+        }
+    }
+
+    /// Which of the model's routes the task is for.
+    fn route(&self, task: &Task) -> Result<&Route, TaskError> {
+        let routes = self.engine.routes();
+        let asked = task.message.properties.headers.get(URL).and_then(|url| url.as_str());
+        let route = match asked {
+            None => routes.first(),
+            Some(asked) => routes.iter().find(|route| route.url == asked || route.url == Route::ANY),
+        };
+        route.ok_or_else(|| {
+            let served: Vec<&str> = routes.iter().map(|route| route.url).collect();
+            let (asked, served) = (shorten(asked.unwrap_or_default(), 80), served.join(", "));
+            let message = format!("url {asked:?} is not served here; this pool answers {served}");
+            TaskError::new(TaskErrorKind::UnknownModel, message).at("url")
+        })
+    }
+}
+
+/// One task on its way through the engine.
+struct Run<'a> {
+    shared: &'a Shared,
+    task: &'a Arc<Task>,
+    state: &'a Arc<TaskState>,
+    isolated: bool,
+}
+
+impl Run<'_> {
+    async fn compute(&self, expected: Expected, timings: &mut Timings) -> Result<Body, TaskError> {
+        let Self { shared, task, state, isolated } = *self;
+        let accepted = now();
+        task.deadline()?;
+        shared.check(task, state)?;
+        let began = Instant::now();
+        let (engine, own) = (shared.engine.clone(), task.clone());
+        let small = task.message.body.len() <= SMALL_BODY;
+        let preprocessing = shared.preprocess.run(small, move || engine.preprocess(&own.message));
+        let mut job = self.beside_others(preprocessing).await.map_err(internal)??;
+        timings.prepare_us = micros(began.elapsed());
+        shared.prefetch.prepared(job.inputs(), job.tokens());
+        let enqueued = now();
+        job.enqueue(state.clone(), isolated);
+        // Not before: whoever waits for it is to find it.
+        drop(expected);
+        let mut parts = Parts::of(&shared.settlement, task, &*job);
+        let computed = self.events(&mut *job, parts.as_mut()).await;
+        timings.wait_us = computed.started.map_or(0, |at| micros(at.saturating_duration_since(enqueued)));
+        timings.compute_us = micros(computed.compute);
+        timings.batch_size = computed.last.size as i64;
+        timings.batch_tokens = computed.last.tokens as i64;
+        timings.first_token_us =
+            computed.first_piece.map(|at| micros(at.saturating_duration_since(accepted)));
+        // An error is at hand already.
+        let small = computed.failed || job.inputs() <= SMALL_REPLY;
+        let reply = self.beside_others(shared.reply.run(small, move || job.finish()));
+        let sent = async {
+            if let Some(parts) = parts {
+                parts.finish().await;
+            }
+        };
+        let (reply, ()) = tokio::join!(reply, sent);
+        reply.map_err(internal)?
+    }
+
+    /// Waits until the job is done. Sends its parts meanwhile; where one of them reaches nobody, the task is
+    /// cancelled. Never ends where the device is gone: that is not the task's fault, so it gets no answer and
+    /// goes back with the session.
+    async fn events(&self, job: &mut dyn Job, mut parts: Option<&mut Parts<'_>>) -> Computed {
+        loop {
+            let ready = parts.as_ref().is_some_and(|parts| parts.is_ready());
+            let progress = async {
+                match parts.as_deref_mut() {
+                    Some(parts) if !ready => parts.progress().await,
+                    _ => pending().await,
+                }
+            };
+            let event = tokio::select! {
+                biased;
+                event = poll_fn(|context| job.poll_event(context, ready)) => event,
+                () = progress => {
+                    if parts.as_ref().is_some_and(|parts| parts.reaches_nobody()) {
+                        self.state.cancel();
+                    }
+                    continue;
+                }
+            };
+            match (event, parts.as_deref_mut()) {
+                (JobEvent::Done(computed), _) => return computed,
+                (JobEvent::Parts(bodies), Some(parts)) => parts.send(bodies),
+                (JobEvent::Parts(_), None) => {}
+            }
+        }
+    }
+
+    /// Does some work of the task: while no others are isolated, if it is not one of them.
+    async fn beside_others<T>(&self, work: impl Future<Output = T>) -> T {
+        let _out = if self.isolated { None } else { Some(self.shared.isolation.keep_out().await) };
+        work.await
+    }
+}
+
+fn internal(error: String) -> TaskError {
+    tracing::error!(error, "a task failed inside sconce");
+    TaskError::new(TaskErrorKind::Internal, error)
+}

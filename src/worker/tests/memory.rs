@@ -1,0 +1,235 @@
+//! A queue in memory, behind the broker's traits: what is delivered comes from the test, and what is published
+//! and settled is kept. Queues that reply go to do as they are told.
+
+use std::collections::HashMap;
+use std::num::NonZeroU16;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use futures_util::future::{BoxFuture, ready};
+use tokio::sync::{Notify, mpsc};
+
+use crate::broker::{
+    BrokerError, Consumer, Delay, Delivery, Event, Link, Published, Publisher, Receipt, Settler,
+};
+use crate::protocol::Message;
+
+/// What became of a delivery, by its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Settled {
+    Acked(u64),
+    Requeued(u64),
+}
+
+/// What a queue does with a message.
+#[derive(Clone, Debug)]
+pub(super) enum Does {
+    Answer(Published),
+    /// Confirms after so long.
+    Wait(Duration),
+    Nothing,
+}
+
+/// The queue. Clones share it.
+#[derive(Clone, Default)]
+pub(super) struct Memory(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    deliveries: Option<mpsc::Sender<Event>>,
+    /// Those for the next session.
+    waiting: Vec<Event>,
+    sessions: u64,
+    tags: u64,
+    settled: Vec<Settled>,
+    published: Vec<(String, Message)>,
+    queues: HashMap<String, Does>,
+    prefetch: Vec<u16>,
+}
+
+impl Memory {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap()
+    }
+
+    /// Delivers messages, for the first time. Their numbers count from 1.
+    pub(super) fn deliver(&self, messages: impl IntoIterator<Item = Message>) {
+        messages.into_iter().for_each(|message| self.deliver_again(message, 0));
+    }
+
+    /// Delivers a message that was delivered so often before.
+    pub(super) fn deliver_again(&self, message: Message, before: u64) {
+        let mut state = self.lock();
+        state.tags += 1;
+        let receipt = Receipt { session: state.sessions.max(1), tag: state.tags };
+        let (routing_key, redelivered, delivery_count) = (None, before > 0, Some(before));
+        let delivery = Delivery { message, receipt, routing_key, redelivered, delivery_count };
+        let event = Event::Delivery(Box::new(delivery));
+        match &state.deliveries {
+            Some(deliveries) => drop(deliveries.try_send(event)),
+            None => state.waiting.push(event),
+        }
+    }
+
+    /// The session is over, and what it delivered is the broker's again.
+    pub(super) fn lose(&self) {
+        let mut state = self.lock();
+        let session = state.sessions;
+        state.sessions += 1;
+        if let Some(deliveries) = &state.deliveries {
+            drop(deliveries.try_send(Event::Lost { session }));
+        }
+    }
+
+    /// From now on the queue does this with messages.
+    pub(super) fn queue(&self, name: &str, does: Does) {
+        self.lock().queues.insert(name.to_owned(), does);
+    }
+
+    pub(super) fn settled(&self) -> Vec<Settled> {
+        self.lock().settled.clone()
+    }
+
+    /// What a queue was sent.
+    pub(super) fn published(&self, queue: &str) -> Vec<Message> {
+        let state = self.lock();
+        state.published.iter().filter(|(to, _)| to == queue).map(|(_, message)| message.clone()).collect()
+    }
+
+    /// Waits until so many deliveries are settled, and returns them.
+    pub(super) async fn settles(&self, count: usize) -> Vec<Settled> {
+        self.until(|memory| Some(memory.settled()).filter(|settled| settled.len() >= count)).await
+    }
+
+    /// Waits until a queue was sent so many messages, and returns them.
+    pub(super) async fn publishes(&self, queue: &str, count: usize) -> Vec<Message> {
+        self.until(|memory| Some(memory.published(queue)).filter(|published| published.len() >= count)).await
+    }
+
+    async fn until<T>(&self, found: impl Fn(&Self) -> Option<T>) -> T {
+        loop {
+            let changed = self.0.changed.notified();
+            if let Some(found) = found(self) {
+                return found;
+            }
+            changed.await;
+        }
+    }
+
+    /// A session, with what was delivered before it.
+    pub(super) fn link(&self) -> Link {
+        let (deliveries, events) = mpsc::channel(1_000);
+        let mut state = self.lock();
+        state.sessions += 1;
+        for event in std::mem::take(&mut state.waiting) {
+            drop(deliveries.try_send(event));
+        }
+        state.deliveries = Some(deliveries);
+        drop(state);
+        let consumer = Box::new(Session { memory: self.clone(), events });
+        Link { consumer, settler: Arc::new(self.clone()), publisher: Arc::new(self.clone()) }
+    }
+
+    fn settle(&self, settled: Settled) -> BoxFuture<'_, bool> {
+        self.lock().settled.push(settled);
+        self.0.changed.notify_waiters();
+        Box::pin(ready(true))
+    }
+}
+
+impl State {
+    fn take(&mut self, queue: &str, message: &Message) -> Does {
+        let does = self.queues.get(queue).cloned().unwrap_or(Does::Answer(Published::Confirmed));
+        if !matches!(does, Does::Answer(Published::Unroutable)) {
+            self.published.push((queue.to_owned(), message.clone()));
+        }
+        does
+    }
+}
+
+struct Session {
+    memory: Memory,
+    events: mpsc::Receiver<Event>,
+}
+
+impl Consumer for Session {
+    fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>> {
+        Box::pin(async { Ok(self.events.recv().await.unwrap_or(Event::End)) })
+    }
+
+    fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()> {
+        self.memory.lock().prefetch.push(prefetch.get());
+        Box::pin(ready(()))
+    }
+
+    fn cancel(&mut self) -> BoxFuture<'_, ()> {
+        self.memory.lock().deliveries = None;
+        Box::pin(ready(()))
+    }
+
+    fn close(&mut self) -> BoxFuture<'_, ()> {
+        Box::pin(ready(()))
+    }
+}
+
+impl Settler for Memory {
+    fn ack(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
+        self.settle(Settled::Acked(receipt.tag))
+    }
+
+    fn requeue(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
+        self.settle(Settled::Requeued(receipt.tag))
+    }
+
+    fn flush(&self) -> BoxFuture<'_, ()> {
+        Box::pin(ready(()))
+    }
+
+    fn is_connected(&self) -> bool {
+        true
+    }
+}
+
+impl Publisher for Memory {
+    fn publish<'a>(
+        &'a self,
+        queue: &'a str,
+        message: Arc<Message>,
+    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+        Box::pin(async move {
+            let does = self.lock().take(queue, &message);
+            self.0.changed.notify_waiters();
+            Ok(match does {
+                Does::Answer(published) => published,
+                Does::Wait(time) => {
+                    tokio::time::sleep(time).await;
+                    Published::Confirmed
+                }
+                Does::Nothing => std::future::pending().await,
+            })
+        })
+    }
+
+    fn publish_later<'a>(
+        &'a self,
+        queue: &'a str,
+        _: Delay,
+        message: Arc<Message>,
+    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+        Box::pin(async move {
+            self.lock().published.push((format!("{queue}, later"), (*message).clone()));
+            self.0.changed.notify_waiters();
+            Ok(Published::Confirmed)
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(ready(()))
+    }
+}

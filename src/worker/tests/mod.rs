@@ -1,0 +1,160 @@
+//! The worker in process: over a queue in memory, with models that compute nothing, in paused time. No broker,
+//! no threads, no sleeps: each wait is for an event.
+
+mod memory;
+mod one_pass;
+mod sequences;
+
+use std::io::Write;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::task::{JoinHandle, LocalSet};
+
+use super::*;
+use crate::config;
+use crate::engine::{continuous, oneshot};
+use crate::model::{echo, script};
+use crate::protocol::control::decode;
+use crate::protocol::{Headers, Message, Properties};
+use memory::{Memory, Settled};
+
+/// The pool's queues.
+const TASKS: &str = "tasks";
+const REPLIES: &str = "replies";
+const DEAD: &str = "dead";
+
+/// What a worker writes to its stdout.
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A worker at work, and its queue.
+struct Rig {
+    memory: Memory,
+    stop: Stop,
+    control: Control,
+    lines: Lines,
+    worker: JoinHandle<Result<Ended, WorkerError>>,
+}
+
+impl Rig {
+    /// A worker of `model`, which has its session.
+    fn start(model: &str, change: impl FnOnce(&mut Assignment)) -> Self {
+        let mut assignment = assignment(model);
+        change(&mut assignment);
+        let lines = Lines::default();
+        let control = Control {
+            reporter: Reporter::start_here(lines.clone()),
+            crashes: CrashRecords::default(),
+            settings: LiveSettings::default(),
+            traces: Traces::default(),
+        };
+        let (memory, stop, counters) = (Memory::default(), Stop::default(), Arc::new(Counters::default()));
+        let starter =
+            if model.starts_with(script::SCRIPT) { continuous(script::load) } else { oneshot(echo::load) };
+        let setup = Setup {
+            spec: load_spec(&assignment),
+            min_speed: 0.0,
+            policy: policy(&assignment),
+            observer: Box::new(DeviceReport::new(&control, counters.clone())),
+        };
+        let loaded = starter.start_here(setup).unwrap_or_else(|error| panic!("{error}"));
+        let (broker, own, stopped) = (memory.clone(), control.clone(), stop.clone());
+        let worker = tokio::task::spawn_local(async move {
+            let open = opening(move |_| {
+                let link = broker.link();
+                Box::pin(async move { Ok(link) })
+            });
+            serve(&assignment, loaded, &open, stopped, (&own, counters)).await
+        });
+        Self { memory, stop, control, lines, worker }
+    }
+
+    /// Waits for the worker's end.
+    async fn end(self) -> (Result<Ended, WorkerError>, Vec<Event>) {
+        let ended = self.worker.await.unwrap();
+        self.control.reporter.flush().await;
+        let text = String::from_utf8(self.lines.0.lock().unwrap().clone()).unwrap();
+        (ended, text.lines().map(|line| decode(line).unwrap()).collect())
+    }
+
+    /// Lets the worker finish what it has.
+    async fn finish(self) -> (Ended, Vec<Event>) {
+        self.stop.advance(Phase::Finishing, "test");
+        let (ended, events) = self.end().await;
+        (ended.unwrap_or_else(|error| panic!("{error}")), events)
+    }
+}
+
+fn opening<F>(open: F) -> F
+where
+    F: for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<Link, BrokerError>>,
+{
+    open
+}
+
+fn assignment(model: &str) -> Assignment {
+    let mut settings = config::load(&[], [], &[]).unwrap().settings;
+    let mut pool = settings.pools.remove(0);
+    pool.model = model.to_owned();
+    pool.task_queue = TASKS.to_owned();
+    pool.reply_queue = Some(REPLIES.to_owned());
+    pool.dead_letter_queue = DEAD.to_owned();
+    Assignment {
+        slot: "test/0".into(),
+        worker: "host/test/0".into(),
+        device: "cpu".into(),
+        numa_node: None,
+        sharers: 1,
+        threads: 1,
+        pool,
+        broker: settings.broker,
+        telemetry: settings.telemetry,
+        reserved_queues: Vec::new(),
+        broker_reached: false,
+    }
+}
+
+/// A task called `id`, whose reply goes to the queue `to`.
+fn task(id: &str, to: &str, body: &Value) -> Message {
+    let properties = Properties {
+        correlation_id: Some(id.to_owned()),
+        reply_to: Some(to.to_owned()),
+        ..Properties::default()
+    };
+    Message { properties, body: body.to_string().into() }
+}
+
+fn sentinel() -> Message {
+    Message { body: "null".into(), ..Message::default() }
+}
+
+fn with_headers(mut message: Message, headers: &[(&str, &str)]) -> Message {
+    let headers = headers.iter().map(|(name, value)| ((*name).to_owned(), (*value).into()));
+    message.properties.headers = headers.collect::<Headers>();
+    message
+}
+
+fn status(reply: &Message) -> i64 {
+    reply.properties.headers["status_code"].as_i64().unwrap()
+}
+
+fn body(message: &Message) -> Value {
+    serde_json::from_slice(&message.body).unwrap()
+}
+
+async fn here<T>(test: impl Future<Output = T>) -> T {
+    let deadline = Duration::from_secs(100_000);
+    LocalSet::new().run_until(tokio::time::timeout(deadline, test)).await.expect("it comes to an end")
+}

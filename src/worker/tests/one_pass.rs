@@ -1,0 +1,266 @@
+//! Tasks of one pass: taken, computed, answered and settled, or handed back.
+
+use super::*;
+use crate::broker::Published;
+use crate::worker::tests::memory::Does;
+
+fn echo(id: &str) -> Message {
+    task(id, "mine", &json!({"input": id}))
+}
+
+fn slow(id: &str, sleep_ms: u64) -> Message {
+    task(id, "mine", &json!({"input": id, "sleep_ms": sleep_ms}))
+}
+
+fn ids(messages: &[Message]) -> Vec<&str> {
+    messages.iter().map(|message| message.properties.correlation_id.as_deref().unwrap()).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn tasks_that_come_together_are_one_batch_and_each_is_acked_behind_its_confirmed_reply() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.queue("late", Does::Wait(Duration::from_millis(100)));
+        rig.memory.deliver([echo("a"), task("b", "late", &json!({"input": 1})), echo("c")]);
+        let replies = rig.memory.publishes("mine", 2).await;
+        assert_eq!(ids(&replies), ["a", "c"]);
+        for reply in &replies {
+            assert_eq!((status(reply), reply.properties.headers["batch_size"].as_i64()), (200, Some(3)));
+        }
+        assert_eq!(rig.memory.settles(2).await, [Settled::Acked(1), Settled::Acked(3)]);
+        assert_eq!(rig.memory.settles(3).await[2], Settled::Acked(2), "its queue had to confirm");
+        assert_eq!(rig.finish().await.0, Ended::Drained);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sentinel_is_acked_last_and_what_came_behind_it_is_handed_back_in_order() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.deliver([slow("a", 500), echo("b"), sentinel(), echo("c"), sentinel(), echo("d")]);
+        let memory = rig.memory.clone();
+        let (ended, _) = rig.end().await;
+        assert_eq!(ended.unwrap(), Ended::OnRequest);
+        let settled = memory.settled();
+        assert_eq!(settled[..3], [Settled::Requeued(4), Settled::Requeued(5), Settled::Requeued(6)]);
+        assert_eq!(settled.last(), Some(&Settled::Acked(3)));
+        assert_eq!(ids(&memory.published("mine")), ["a", "b"]);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_finishes_what_is_on_the_device_and_hands_back_what_waits() {
+    here(async {
+        let rig = Rig::start("echo", |assignment| assignment.pool.batch.max_requests = 1);
+        rig.memory.deliver([slow("a", 500), echo("b"), echo("c")]);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        rig.stop.advance(Phase::Returning, "test");
+        let memory = rig.memory.clone();
+        assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
+        assert_eq!(memory.settled(), [Settled::Requeued(2), Settled::Requeued(3), Settled::Acked(1)]);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_abort_waits_for_nothing() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.deliver([slow("a", 60_000)]);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        rig.stop.advance(Phase::Aborting, "test");
+        let memory = rig.memory.clone();
+        assert_eq!(rig.end().await.0.unwrap(), Ended::Aborted);
+        assert_eq!(memory.settled(), []);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pause_ends_the_session_and_the_next_begins_when_resumed() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.deliver([echo("a")]);
+        rig.memory.settles(1).await;
+        rig.control.settings.pause(true);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        rig.memory.deliver([echo("b")]);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert_eq!(rig.memory.settled().len(), 1);
+        rig.control.settings.pause(false);
+        rig.memory.settles(2).await;
+        let (_, events) = rig.finish().await;
+        let said = |event: &Event| match event {
+            Event::Serving => Some("serving"),
+            Event::Paused => Some("paused"),
+            _ => None,
+        };
+        let said: Vec<_> = events.iter().filter_map(said).collect();
+        assert_eq!(said, ["serving", "paused", "serving"]);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn bad_tasks_are_answered_with_what_is_wrong_and_their_neighbours_go_on() {
+    here(async {
+        let rig = Rig::start("echo", |assignment| assignment.pool.max_body = 1_000);
+        let mut expired = echo("expired");
+        expired.properties.expiration = Some("0".into());
+        let mut typed = echo("typed");
+        typed.properties.content_type = Some("image/png".into());
+        let large = task("large", "mine", &json!({"input": "x".repeat(1_000)}));
+        let undecodable = Message { body: "{".into(), ..echo("undecodable") };
+        rig.memory.deliver([expired, typed, large, undecodable, echo("good")]);
+        let replies = rig.memory.publishes("mine", 5).await;
+        let mut found: Vec<_> = ids(&replies).into_iter().zip(replies.iter().map(status)).collect();
+        found.sort_unstable();
+        let expected =
+            [("expired", 408), ("good", 200), ("large", 413), ("typed", 400), ("undecodable", 400)];
+        assert_eq!(found, expected);
+        let mut dead = rig.memory.published(DEAD);
+        dead.sort_by_key(|letter| letter.properties.correlation_id.clone());
+        assert_eq!(ids(&dead), ["typed", "undecodable"]);
+        assert_eq!(rig.memory.settles(5).await.len(), 5);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_whose_deadline_passes_while_it_waits_for_the_device_is_not_computed() {
+    here(async {
+        let rig = Rig::start("echo", |assignment| assignment.pool.batch.max_requests = 1);
+        let mut late = echo("late");
+        late.properties.expiration = Some("300".into());
+        rig.memory.deliver([slow("a", 500), late]);
+        let replies = rig.memory.publishes("mine", 2).await;
+        assert_eq!((ids(&replies), status(&replies[1])), (vec!["a", "late"], 408));
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_queue_that_confirms_nothing_costs_its_own_task_alone() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.queue("stuck", Does::Nothing);
+        rig.memory.deliver([task("stuck", "stuck", &json!({"input": 1})), echo("a"), echo("b")]);
+        assert_eq!(rig.memory.settles(2).await, [Settled::Acked(2), Settled::Acked(3)]);
+        let begun = tokio::time::Instant::now();
+        let letter = rig.memory.publishes(DEAD, 1).await.remove(0);
+        assert_eq!(letter.properties.headers["reason"].as_str(), Some("unconfirmed"));
+        let waited = begun.elapsed().as_secs();
+        assert!((85..100).contains(&waited), "pool.reply_timeout is 90 s: {waited}");
+        assert_eq!(rig.memory.settles(3).await[2], Settled::Acked(1));
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reply_that_reaches_nobody_parks_the_task_and_not_the_result() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.queue("gone", Does::Answer(Published::Unroutable));
+        rig.memory.deliver([task("a", "gone", &json!({"input": "twice"}))]);
+        let letter = rig.memory.publishes(DEAD, 1).await.remove(0);
+        assert_eq!(letter.properties.headers["reason"].as_str(), Some("unroutable"));
+        assert_eq!(body(&letter), json!({"input": "twice"}));
+        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_that_fails_is_tried_again_later_and_its_neighbours_are_answered() {
+    here(async {
+        let rig = Rig::start("echo?faults", |_| ());
+        let failing = task("bad", "mine", &json!({"input": 1, "fail": "error"}));
+        rig.memory.deliver([echo("a"), failing, echo("b")]);
+        let again = rig.memory.publishes("tasks, later", 1).await;
+        assert_eq!(ids(&again), ["bad"]);
+        assert_eq!(again[0].properties.headers["sconce_attempt"].as_i64(), Some(2));
+        assert_eq!(ids(&rig.memory.publishes("mine", 2).await), ["a", "b"]);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_lost_session_delivered_is_left_alone() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.deliver([slow("lost", 500)]);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        rig.memory.lose();
+        rig.memory.deliver([echo("next")]);
+        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(2)]);
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        assert_eq!(ids(&rig.memory.published("mine")), ["next"]);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_that_came_back_again_and_again_runs_apart_from_the_others() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.deliver_again(echo("suspect"), 2);
+        rig.memory.deliver_again(echo("ordinary"), 1);
+        rig.memory.settles(2).await;
+        let (_, events) = rig.finish().await;
+        let isolated: Vec<_> = events
+            .iter()
+            .filter_map(|event| match event {
+                Event::Isolated { tasks, .. } => {
+                    Some(tasks.iter().map(|task| task.id.clone()).collect::<Vec<_>>())
+                }
+                _ => None,
+            })
+            .collect();
+        assert_eq!(isolated, [vec!["suspect".to_owned()], Vec::new()]);
+        let together =
+            events.iter().any(|event| matches!(event, Event::Forward { tasks } if tasks.len() > 1));
+        assert!(!together, "{events:?}");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_device_that_fails_ends_the_worker_and_what_is_not_answered_stays_the_brokers() {
+    here(async {
+        let rig = Rig::start("echo?faults", |_| ());
+        rig.memory.deliver([task("bad", "mine", &json!({"input": 1, "fail": "device"}))]);
+        let memory = rig.memory.clone();
+        let error = rig.end().await.0.unwrap_err();
+        assert_eq!(error.exit(), Exit::DeviceFailed);
+        assert_eq!(memory.settled(), []);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn bounds_that_are_set_from_outside_hold_for_what_waits() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        let change = BatchChange { max_requests: Some(2), ..BatchChange::default() };
+        rig.memory.deliver([slow("first", 500)]);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        rig.memory.deliver([echo("a"), echo("b"), echo("c")]);
+        rig.control.settings.set_batch(change);
+        let replies = rig.memory.publishes("mine", 4).await;
+        let sizes: Vec<_> = replies.iter().map(|it| it.properties.headers["batch_size"].as_i64()).collect();
+        assert_eq!(sizes, [Some(1), Some(2), Some(2), Some(1)]);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_url_that_the_model_does_not_answer_is_named() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.deliver([with_headers(echo("any"), &[("url", "/v1/whatever")])]);
+        assert_eq!(status(&rig.memory.publishes("mine", 1).await[0]), 200, "an echo answers all");
+    })
+    .await;
+}

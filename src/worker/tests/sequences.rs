@@ -1,0 +1,167 @@
+//! Tasks whose sequences take many steps: streamed, cancelled, handed back.
+
+use super::*;
+use crate::broker::Published;
+use crate::worker::tests::memory::Does;
+
+/// A sequence of so many tokens, whose steps take 10 ms.
+fn generate(id: &str, to: &str, max_tokens: usize, stream: bool) -> Message {
+    task(id, to, &json!({"prompt": 4, "max_tokens": max_tokens, "step_ms": 10, "stream": stream}))
+}
+
+fn kind(message: &Message) -> &str {
+    message.properties.kind.as_deref().unwrap_or_default()
+}
+
+fn words(count: usize) -> String {
+    (0..count).map(|word| format!("{word} ")).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn parts_come_before_the_reply_and_say_together_what_it_says() {
+    here(async {
+        let rig = Rig::start("script", |_| ());
+        rig.memory.deliver([generate("a", "mine", 30, true)]);
+        rig.memory.settles(1).await;
+        let messages = rig.memory.published("mine");
+        let (reply, parts) = messages.split_last().unwrap();
+        assert_eq!((kind(reply), status(reply)), ("reply", 200));
+        assert_eq!(body(reply)["text"], words(30));
+        assert!((5..9).contains(&parts.len()), "at most one each 50 ms of 300: {}", parts.len());
+        let mut text = String::new();
+        for (seq, part) in parts.iter().enumerate() {
+            let headers = &part.properties.headers;
+            assert_eq!((kind(part), headers["seq"].as_i64()), ("reply.part", Some(seq as i64)));
+            assert_eq!(headers["stream_id"], parts[0].properties.headers["stream_id"]);
+            assert_eq!(part.properties.delivery_mode, Some(1));
+            assert_eq!(part.properties.correlation_id.as_deref(), Some("a"));
+            text.push_str(body(part)["text"].as_str().unwrap());
+        }
+        assert_eq!(text, words(30));
+        let first = reply.properties.headers["first_token_us"].as_i64().unwrap();
+        assert!((10_000..20_000).contains(&first), "{first}");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_does_not_ask_for_parts_gets_none_and_neither_does_who_has_no_queue_of_its_own() {
+    here(async {
+        let rig = Rig::start("script", |_| ());
+        let mut nowhere = generate("b", "", 10, true);
+        nowhere.properties.reply_to = None;
+        rig.memory.deliver([generate("a", "mine", 10, false), nowhere]);
+        rig.memory.settles(2).await;
+        assert_eq!((rig.memory.published("mine").len(), rig.memory.published(REPLIES).len()), (1, 1));
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_part_that_reaches_nobody_ends_the_sequence_and_nothing_is_parked() {
+    here(async {
+        let rig = Rig::start("script", |_| ());
+        rig.memory.queue("gone", Does::Answer(Published::Unroutable));
+        rig.memory.deliver([generate("gone", "gone", 1_000, true), generate("a", "mine", 20, false)]);
+        let begun = tokio::time::Instant::now();
+        assert_eq!(rig.memory.settles(2).await, [Settled::Acked(1), Settled::Acked(2)]);
+        assert!(begun.elapsed() < Duration::from_millis(400), "{:?}", begun.elapsed());
+        assert_eq!(rig.memory.published(DEAD), []);
+        let (_, events) = rig.finish().await;
+        let cancelled = events.iter().any(|event| match event {
+            Event::Stats(stats) => stats.of_status("cancelled") == 1,
+            _ => false,
+        });
+        assert!(cancelled, "it is counted");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reader_that_stops_reading_holds_up_no_step_and_nobody_else() {
+    here(async {
+        let rig = Rig::start("script", |_| ());
+        rig.memory.queue("stuck", Does::Nothing);
+        rig.memory.deliver([generate("stuck", "stuck", 40, true), generate("a", "mine", 40, true)]);
+        let begun = tokio::time::Instant::now();
+        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(2)]);
+        assert!(begun.elapsed() < Duration::from_millis(450), "{:?}", begun.elapsed());
+        rig.memory.publishes("stuck", 2).await;
+        let stuck = rig.memory.published("stuck");
+        let kinds: Vec<_> = stuck.iter().map(kind).collect();
+        assert_eq!(kinds, ["reply.part", "reply"], "one part, and the reply behind it");
+        assert_eq!(rig.memory.publishes(DEAD, 1).await.len(), 1);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_reader_gets_fewer_parts_with_more_in_each() {
+    here(async {
+        let rig = Rig::start("script", |_| ());
+        rig.memory.queue("slow", Does::Wait(Duration::from_millis(200)));
+        rig.memory.deliver([generate("a", "slow", 60, true)]);
+        rig.memory.settles(1).await;
+        let messages = rig.memory.published("slow");
+        let (reply, parts) = messages.split_last().unwrap();
+        assert_eq!(body(reply)["text"], words(60));
+        assert!(parts.len() <= 5, "{}", parts.len());
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_hands_running_sequences_back_and_a_stop_that_may_finish_finishes_them() {
+    here(async {
+        for (phase, settled) in
+            [(Phase::Returning, Settled::Requeued(1)), (Phase::Finishing, Settled::Acked(1))]
+        {
+            let rig = Rig::start("script", |_| ());
+            rig.memory.deliver([generate("a", "mine", 100, false)]);
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            rig.stop.advance(phase, "test");
+            let memory = rig.memory.clone();
+            assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
+            assert_eq!(memory.settled(), [settled], "{phase:?}");
+            assert_eq!(memory.published("mine").len(), usize::from(phase == Phase::Finishing));
+        }
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sentinel_lets_the_sequences_before_it_finish() {
+    here(async {
+        let rig = Rig::start("script", |_| ());
+        rig.memory.deliver([generate("a", "mine", 50, false), sentinel(), generate("b", "mine", 50, false)]);
+        let memory = rig.memory.clone();
+        assert_eq!(rig.end().await.0.unwrap(), Ended::OnRequest);
+        assert_eq!(memory.settled(), [Settled::Requeued(3), Settled::Acked(1), Settled::Acked(2)]);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deadline_that_passes_during_an_answer_ends_it() {
+    here(async {
+        let rig = Rig::start("script", |_| ());
+        let mut late = generate("late", "mine", 1_000, false);
+        late.properties.expiration = Some("300".into());
+        rig.memory.deliver([late, generate("a", "mine", 50, false)]);
+        let replies = rig.memory.publishes("mine", 2).await;
+        assert_eq!((status(&replies[0]), status(&replies[1])), (408, 200));
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prompt_that_never_fits_is_refused_and_no_more_messages_are_held_than_can_soon_run() {
+    here(async {
+        let rig = Rig::start("script?sequences=2&context=50", |_| ());
+        rig.memory.deliver([generate("large", "mine", 100, false)]);
+        let reply = rig.memory.publishes("mine", 1).await.remove(0);
+        assert_eq!(status(&reply), 400);
+        assert!(body(&reply)["error"]["message"].as_str().unwrap().contains("holds 50"), "{reply:?}");
+    })
+    .await;
+}
