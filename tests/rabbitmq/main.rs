@@ -34,6 +34,7 @@ mod queues;
 mod replies;
 mod retries;
 mod sentinels;
+mod sequences;
 mod settling;
 mod shutdown;
 mod silent;

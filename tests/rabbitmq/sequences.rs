@@ -1,0 +1,174 @@
+//! Sequences over RabbitMQ: streamed in parts, ended when nobody listens, handed back, and run again after a
+//! crash with the same text.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use lapin::types::AMQPValue;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use super::messages::serve;
+use crate::support::client::{Inbox, Received, Task};
+use crate::support::rabbit::Rabbit;
+use crate::support::sconce::{Sconce, Settings, signal};
+use crate::support::wait::until;
+
+fn settings() -> Settings {
+    Settings::echo(Rabbit::shared().url()).set("pool[0].model", "script?faults")
+}
+
+/// A sequence of so many tokens, whose steps take 20 ms.
+fn sequence(max_tokens: usize, more: Value) -> Value {
+    let mut script = json!({"prompt": 4, "max_tokens": max_tokens, "step_ms": 20});
+    let (Some(fields), Value::Object(more)) = (script.as_object_mut(), more) else { panic!("objects") };
+    fields.extend(more);
+    script
+}
+
+fn words(count: usize) -> String {
+    (0..count).map(|word| format!("{word} ")).collect()
+}
+
+/// What arrives until so many final replies have, in the order of its coming.
+async fn received(inbox: &mut Inbox, replies: usize) -> Vec<Received> {
+    let mut all = Vec::new();
+    let mut left = replies;
+    while left > 0 {
+        let one = inbox.next().await;
+        left -= usize::from(one.kind == "reply");
+        all.push(one);
+    }
+    all
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn parts_come_in_order_before_their_reply_over_any_kind_of_queue() {
+    let settings = settings();
+    let (_sconce, client, mut inbox) = serve(&settings).await;
+    let classic = format!("{}.classic", settings.name);
+    client.declare(&classic, &[]).await;
+    let mut second = client.inbox(&classic).await;
+    let task =
+        |id: &str, queue: &str| Task::new(sequence(40, json!({"stream": true}))).id(id).reply_to(queue);
+    client.publish_all(&settings.tasks, [task("quorum", &settings.replies), task("classic", &classic)]).await;
+    for (inbox, id) in [(&mut inbox, "quorum"), (&mut second, "classic")] {
+        let all = received(inbox, 1).await;
+        let (reply, parts) = all.split_last().expect("a reply");
+        assert_eq!((reply.status_code(), &*reply.correlation_id), (200, id), "{reply:?}");
+        assert_eq!(reply.body["text"], words(40));
+        assert!(reply.headers["first_token_us"].as_i64() > Some(0), "{reply:?}");
+        assert!(parts.len() >= 2, "{parts:?}");
+        for (seq, part) in parts.iter().enumerate() {
+            assert_eq!((&*part.kind, &*part.correlation_id), ("reply.part", id));
+            assert_eq!(part.headers["seq"].as_i64(), Some(seq as i64));
+            assert_eq!(*part.properties.delivery_mode(), Some(1), "transient");
+        }
+        let text: String = parts.iter().filter_map(|part| part.body["text"].as_str()).collect();
+        assert_eq!(text, words(40));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sequence_ends_when_its_reader_has_left_and_the_device_is_free_again() {
+    let settings = settings().set("pool[0].model", "script?sequences=1");
+    let (_sconce, client, mut inbox) = serve(&settings).await;
+    let gone = format!("{}.gone", settings.name);
+    client.declare(&gone, &[]).await;
+    // 20 s.
+    let long = Task::new(sequence(1_000, json!({"stream": true}))).reply_to(&gone);
+    client.publish(&settings.tasks, long).await;
+    until("a part", || async { client.look(&gone).await.filter(|(ready, _)| *ready > 0) }).await;
+    let begun = Instant::now();
+    client.delete(&gone).await;
+    client.publish(&settings.tasks, Task::new(sequence(2, json!({}))).id("next")).await;
+    assert_eq!(inbox.next().await.correlation_id, "next");
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    client.becomes(&settings.tasks, (0, 1)).await;
+    assert_eq!(client.look(&settings.dead).await.expect("a queue").0, 0, "nothing is parked");
+}
+
+/// The texts of so many tasks, by task.
+async fn texts(inbox: &mut Inbox, tasks: usize) -> BTreeMap<String, String> {
+    let mut texts = BTreeMap::new();
+    while texts.len() < tasks {
+        let reply = inbox.next().await;
+        if reply.kind == "reply" {
+            let text = reply.body["text"].as_str().unwrap_or_else(|| panic!("{reply:?}")).to_owned();
+            texts.insert(reply.correlation_id, text);
+        }
+    }
+    texts
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_killed_with_sixteen_sequences_running_brings_all_sixteen_again() {
+    let settings = settings().set("launcher.restart_delay", "50ms");
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    let task = |n: usize| Task::new(sequence(100 + n, json!({"stream": n % 2 == 0}))).id(n.to_string());
+    client.publish_all(&settings.tasks, (0..16).map(|n| task(n).reply_to(&settings.replies))).await;
+    assert_eq!(inbox.next().await.kind, "reply.part");
+    signal(sconce.workers()[0], Signal::SIGKILL);
+    for (id, text) in texts(&mut inbox, 16).await {
+        assert_eq!(text, words(100 + id.parse::<usize>().expect("a number")), "{id}");
+    }
+    assert_eq!(client.look(&settings.dead).await.expect("a queue").0, 0, "none is blamed");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sequence_that_kills_its_worker_is_found_among_sixteen_and_the_others_are_answered() {
+    let settings = settings().set("launcher.restart_delay", "50ms");
+    let (_sconce, client, mut inbox) = serve(&settings).await;
+    let task = |n: usize| {
+        let more = if n == 11 { json!({"fail": "exit", "at": 3}) } else { json!({}) };
+        Task::new(sequence(20, more)).id(n.to_string())
+    };
+    client.publish_all(&settings.tasks, (0..16).map(task)).await;
+    let mut answered = 0;
+    while answered < 16 {
+        let reply = inbox.next().await;
+        answered += 1;
+        let expected = if reply.correlation_id == "11" { 500 } else { 200 };
+        assert_eq!(reply.status_code(), expected, "{reply:?}");
+    }
+    let letter = client.get(&settings.dead).await;
+    assert_eq!((&*letter.correlation_id, &*letter.header("reason")), ("11", "poison"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stopped_launcher_hands_its_sequences_back_and_the_next_one_says_the_same() {
+    let settings = settings().set("launcher.shutdown_grace", "4s");
+    let (mut sconce, client, mut inbox) = serve(&settings).await;
+    client
+        .publish_all(&settings.tasks, (0..4).map(|n| Task::new(sequence(600, json!({}))).id(n.to_string())))
+        .await;
+    client.ready_becomes(&settings.tasks, 0).await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    sconce.signal(Signal::SIGTERM);
+    assert_eq!(sconce.exit_code().await, 0, "a drain in order");
+    client.ready_becomes(&settings.tasks, 4).await;
+    let _next = Sconce::launched(&settings).await;
+    for (id, text) in texts(&mut inbox, 4).await {
+        assert_eq!(text, words(600), "{id}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reader_that_reads_nothing_holds_up_no_other() {
+    let settings = settings();
+    let (_sconce, client, mut inbox) = serve(&settings).await;
+    let full = format!("{}.full", settings.name);
+    let overflow = AMQPValue::LongString("reject-publish".into());
+    client.declare(&full, &[("x-max-length", AMQPValue::LongInt(1)), ("x-overflow", overflow)]).await;
+    let unread =
+        |n: usize| Task::new(sequence(60, json!({"stream": true}))).id(format!("unread {n}")).reply_to(&full);
+    client.publish_all(&settings.tasks, (0..8).map(unread)).await;
+    let begun = Instant::now();
+    let read = |n: usize| {
+        Task::new(sequence(20, json!({"stream": true}))).id(n.to_string()).reply_to(&settings.replies)
+    };
+    client.publish_all(&settings.tasks, (0..4).map(read)).await;
+    let all = received(&mut inbox, 4).await;
+    assert!(all.iter().any(|it| it.kind == "reply.part"));
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+}
