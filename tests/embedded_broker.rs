@@ -9,7 +9,7 @@ use futures_util::poll;
 use sconce::broker::embedded::{
     DeliveryLimit, EmbeddedBroker, MAX_MESSAGE, QueueSpec, Subscription, connect,
 };
-use sconce::broker::{BrokerError, Delivery, Event, Link, Published};
+use sconce::broker::{BrokerError, BrokerSession, Delivery, Event, Published};
 use sconce::protocol::{Message, Value};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -29,12 +29,12 @@ fn broker(queues: &[QueueSpec]) -> (EmbeddedBroker, tempfile::TempDir) {
     (broker, folder)
 }
 
-async fn open(broker: &EmbeddedBroker, queue: &str, prefetch: u16) -> Result<Link, BrokerError> {
+async fn open(broker: &EmbeddedBroker, queue: &str, prefetch: u16) -> Result<BrokerSession, BrokerError> {
     let prefetch = NonZeroU16::new(prefetch).expect("a prefetch");
     connect(broker.path(), Subscription { queue: queue.to_owned(), prefetch }).await
 }
 
-async fn take(link: &mut Link) -> Delivery {
+async fn take(link: &mut BrokerSession) -> Delivery {
     match tokio::time::timeout(PATIENCE, link.consumer.next()).await {
         Ok(Ok(Event::Delivery(delivery))) => *delivery,
         other => panic!("no delivery but {other:?}"),
@@ -64,7 +64,7 @@ async fn a_workers_confirm_waits_while_the_queue_is_full_and_its_acks_do_not() {
     assert_eq!(first.ok(), Some(Published::Confirmed));
     let mut second = link.publisher.publish("replies", text("1").into());
     assert!(poll!(&mut second).is_pending());
-    assert!(link.settler.ack(held.receipt).await);
+    assert!(link.acker.ack(held.delivery_tag).await);
     link.consumer.close().await;
     let stats = broker.stats("tasks").unwrap();
     assert_eq!((stats.ready, stats.unacked), (0, 0), "the ack was not behind the held confirm");
@@ -145,7 +145,7 @@ async fn when_the_launcher_ends_a_waiting_publish_and_consumer_fail_and_settling
     tokio::time::timeout(PATIENCE, broker.shutdown()).await.unwrap();
     assert!(matches!(waiting.await, Err(BrokerError::Unreachable { .. })));
     assert!(matches!(link.consumer.next().await, Err(BrokerError::Unreachable { .. })));
-    assert!(!link.settler.ack(held.receipt).await);
+    assert!(!link.acker.ack(held.delivery_tag).await);
     let late = link.publisher.publish("replies", text("late").into()).await;
     assert!(matches!(late, Err(BrokerError::Unreachable { .. })));
 }
@@ -227,7 +227,7 @@ async fn with_workers_crashing_at_random_every_task_is_still_finished() {
                     let reply = delivery.message.clone();
                     let published = link.publisher.publish("replies", reply.into()).await;
                     assert_eq!(published.ok(), Some(Published::Confirmed));
-                    link.settler.ack(delivery.receipt).await;
+                    link.acker.ack(delivery.delivery_tag).await;
                 }
             }
         });

@@ -15,7 +15,7 @@ use sconce::protocol::embeddings::{EmbeddingRequest, Text};
 use sconce::protocol::letter::{Letter, restored};
 use sconce::protocol::reply::{Body, reply};
 use sconce::protocol::{
-    Incoming, Message, Signature, Task, TaskErrorKind, Timings, Value, classify,
+    Incoming, Message, WorkerInfo, Task, TaskErrorKind, Timings, Value, classify,
 };
 use sconce_fuzz::{check_error, message, written};
 
@@ -115,8 +115,8 @@ fn check_restored(letter: Message, task: &Task) {
 }
 
 fn check_reply(task: &Task) {
-    let signature = Signature { worker: "w".into(), device: "cpu".into(), model: "m".into() };
-    let reply = reply(task, Ok(Body::json("{}")), &Timings::default(), &signature, 1);
+    let worker_info = WorkerInfo { worker: "w".into(), device: "cpu".into(), model: "m".into() };
+    let reply = reply(task, Ok(Body::json("{}")), &Timings::default(), &worker_info, 1);
     assert_eq!(reply.properties.correlation_id, task.message.properties.correlation_id);
     assert_eq!(reply.properties.kind.as_deref(), Some("reply"));
     assert!(reply.properties.headers.len() <= 15);

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::launcher::board::{Entry, Sheet};
+use crate::launcher::status_board::{Entry, SlotStatus};
 
 /// What is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +30,7 @@ impl Check {
 
 /// The answer: whether it is so, and what is to be said of it, a line each. `stopping`: the launcher is
 /// told to.
-pub(super) fn answer(check: Check, sheet: &Sheet, stopping: bool) -> (bool, Vec<String>) {
+pub(super) fn answer(check: Check, sheet: &SlotStatus, stopping: bool) -> (bool, Vec<String>) {
     let wrong = match check {
         Check::Live => stuck(sheet),
         Check::Ready if stopping => vec!["the launcher is stopping".to_owned()],
@@ -59,7 +59,7 @@ fn takes_tasks(entry: &Entry) -> bool {
     entry.report.state.works() && entry.report.stats.as_ref().is_some_and(|stats| stats.now.connected)
 }
 
-fn stuck(sheet: &Sheet) -> Vec<String> {
+fn stuck(sheet: &SlotStatus) -> Vec<String> {
     let stuck = sheet.slots.values().filter_map(|entry| Some((entry, entry.stuck_since?)));
     let words = stuck.map(|(entry, since)| {
         let (slot, seconds) = (&entry.report.slot, since.elapsed().as_secs());
@@ -72,7 +72,7 @@ fn stuck(sheet: &Sheet) -> Vec<String> {
 }
 
 /// The pools of which no slot is so.
-fn without(sheet: &Sheet, so: impl Fn(&Entry) -> bool, words: &str) -> Vec<String> {
+fn without(sheet: &SlotStatus, so: impl Fn(&Entry) -> bool, words: &str) -> Vec<String> {
     let mut pools: BTreeMap<&str, bool> = BTreeMap::new();
     for entry in sheet.slots.values() {
         *pools.entry(&entry.report.pool).or_default() |= so(entry);
@@ -95,7 +95,7 @@ mod tests {
     use crate::protocol::admin::{SlotReport, State};
     use crate::protocol::stats::Stats;
 
-    fn sheet(slots: &[(&str, State, bool)]) -> Sheet {
+    fn sheet(slots: &[(&str, State, bool)]) -> SlotStatus {
         let settings = config::load(&[], [], &[("pool[0].devices".into(), "cpu".into())]).unwrap().settings;
         let host = Host { name: "h".into(), cores: 1, gpus: Gpus::default(), visible: None, cuda: None };
         let assignment = plan(&settings, &host).unwrap().remove(0);
@@ -113,7 +113,7 @@ mod tests {
             let (since, was_ready, assignment) = (Instant::now(), *was_ready, assignment.clone());
             (slot, Entry { report, since, computing_since: None, stuck_since: None, was_ready, assignment })
         };
-        Sheet { slots: slots.iter().enumerate().map(entry).collect(), ..Sheet::default() }
+        SlotStatus { slots: slots.iter().enumerate().map(entry).collect(), ..SlotStatus::default() }
     }
 
     #[test]
@@ -151,7 +151,7 @@ mod tests {
         let started = |slots: &[(&str, State, bool)]| answer(Check::Startup, &sheet(slots), false).0;
         assert!(!started(&[("a", State::Loading, false)]));
         assert!(started(&[("a", State::Failed, true), ("a", State::Quarantined, false)]));
-        let once = Sheet { has_started: true, ..sheet(&[("new", State::Loading, false)]) };
+        let once = SlotStatus { has_started: true, ..sheet(&[("new", State::Loading, false)]) };
         assert!(answer(Check::Startup, &once, false).0);
     }
 

@@ -25,7 +25,7 @@ use tokio::task::JoinHandle;
 use super::devices::Devices;
 use super::health::{Check, answer};
 use super::metrics;
-use crate::launcher::board::{Board, Sheet};
+use crate::launcher::status_board::{SlotStatus, StatusBoard};
 use crate::shutdown::{Phase, Stop};
 
 /// OpenMetrics, as the metrics are written.
@@ -48,7 +48,7 @@ const LIMITS: Limits = Limits { head: Duration::from_secs(2), whole: Duration::f
 
 #[derive(Clone)]
 struct Served {
-    board: Arc<Board>,
+    board: Arc<StatusBoard>,
     stop: Stop,
     devices: Devices,
 }
@@ -57,7 +57,7 @@ struct Served {
 ///
 /// # Errors
 /// The address is none of this host's, or not ours to use.
-pub async fn serve(address: SocketAddr, board: Arc<Board>, stop: Stop) -> std::io::Result<()> {
+pub async fn serve(address: SocketAddr, board: Arc<StatusBoard>, stop: Stop) -> std::io::Result<()> {
     let listener = match TcpListener::bind(address).await {
         Ok(listener) => listener,
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
@@ -76,7 +76,7 @@ pub async fn serve(address: SocketAddr, board: Arc<Board>, stop: Stop) -> std::i
     Ok(())
 }
 
-fn router(board: Arc<Board>, stop: Stop) -> Router {
+fn router(board: Arc<StatusBoard>, stop: Stop) -> Router {
     let served = Served { board, stop, devices: Devices::default() };
     let mut router = Router::new().route("/metrics", get(scrape));
     for check in [Check::Live, Check::Ready, Check::Startup] {
@@ -139,7 +139,7 @@ impl Connection {
 
 async fn scrape(State(served): State<Served>) -> impl IntoResponse {
     // The driver is asked only where a slot is on a GPU.
-    let is_on_gpu = |sheet: &Sheet| sheet.slots.values().any(|entry| entry.report.device != "cpu");
+    let is_on_gpu = |sheet: &SlotStatus| sheet.slots.values().any(|entry| entry.report.device != "cpu");
     let gpus = if served.board.read(is_on_gpu) { served.devices.look().await } else { Default::default() };
     ([(header::CONTENT_TYPE, OPEN_METRICS)], metrics::render(served.board, gpus))
 }
@@ -179,7 +179,7 @@ mod tests {
 
     /// The health of a launcher without slots.
     fn of_nothing() -> Router {
-        router(Arc::new(Board::default()), Stop::default())
+        router(Arc::new(StatusBoard::default()), Stop::default())
     }
 
     /// `/livez`, and `/slow`, which counts who has asked in `asked` and answers once `go` has permits.

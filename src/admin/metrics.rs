@@ -11,15 +11,15 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
 use crate::launcher::REASONS;
-use crate::launcher::board::{Board, Entry, Sheet};
 use crate::launcher::gpus::Gpus;
+use crate::launcher::status_board::{Entry, SlotStatus, StatusBoard};
 use crate::protocol::TaskErrorKind;
 use crate::protocol::admin::State;
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, Stats, TOKENS};
 
 /// The board and the devices, as one page of metrics.
-pub(super) fn render(board: Arc<Board>, gpus: Gpus) -> String {
+pub(super) fn render(board: Arc<StatusBoard>, gpus: Gpus) -> String {
     let mut registry = Registry::with_prefix("sconce");
     registry.register_collector(Box::new(Page { board, gpus }));
     let mut page = String::new();
@@ -30,7 +30,7 @@ pub(super) fn render(board: Arc<Board>, gpus: Gpus) -> String {
 
 #[derive(Debug)]
 struct Page {
-    board: Arc<Board>,
+    board: Arc<StatusBoard>,
     gpus: Gpus,
 }
 
@@ -120,15 +120,18 @@ fn with<'a>(entry: &'a Entry, name: &'static str, value: &'a str) -> Labels<'a> 
 }
 
 /// What was counted of each slot.
-fn counted(sheet: &Sheet) -> impl Iterator<Item = (&Entry, &Stats)> {
+fn counted(sheet: &SlotStatus) -> impl Iterator<Item = (&Entry, &Stats)> {
     sheet.slots.values().filter_map(|entry| Some((entry, &**entry.report.stats.as_ref()?)))
 }
 
-fn sums<'a>(sheet: &'a Sheet, of: impl Fn(&Stats) -> f64 + 'a) -> impl Iterator<Item = (Labels<'a>, f64)> {
+fn sums<'a>(
+    sheet: &'a SlotStatus,
+    of: impl Fn(&Stats) -> f64 + 'a,
+) -> impl Iterator<Item = (Labels<'a>, f64)> {
     counted(sheet).map(move |(entry, stats)| (slot(entry), of(stats)))
 }
 
-fn of_the_launcher(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
+fn of_the_launcher(out: &mut Out<'_, '_>, sheet: &SlotStatus) -> fmt::Result {
     let version = vec![("version", env!("CARGO_PKG_VERSION"))];
     out.gauge("build_info", "What is running", [(version, 1.0)])?;
     let results = [("applied", sheet.reloads_applied), ("refused", sheet.reloads_refused)];
@@ -136,7 +139,7 @@ fn of_the_launcher(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
     out.counter("reloads", "Settings that were loaded again", values)
 }
 
-fn of_tasks(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
+fn of_tasks(out: &mut Out<'_, '_>, sheet: &SlotStatus) -> fmt::Result {
     let kinds = known_answers();
     let answers = counted(sheet).flat_map(|(entry, stats)| {
         kinds.iter().map(move |(status, reason)| {
@@ -178,7 +181,7 @@ fn known_answers() -> BTreeSet<(&'static str, &'static str)> {
     errors.into_iter().chain([("succeeded", "")]).collect()
 }
 
-fn of_batches(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
+fn of_batches(out: &mut Out<'_, '_>, sheet: &SlotStatus) -> fmt::Result {
     let durations = counted(sheet).map(|(entry, stats)| (slot(entry), &stats.batch_seconds));
     out.histogram("batch_duration_seconds", "How long a forward pass took", (&SECONDS, durations))?;
     let inputs = counted(sheet).map(|(entry, stats)| (slot(entry), &stats.batch_inputs));
@@ -189,7 +192,7 @@ fn of_batches(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
     out.counter("device_busy_seconds", "Time that the device computed", busy)
 }
 
-fn of_workers(out: &mut Out<'_, '_>, sheet: &Sheet) -> fmt::Result {
+fn of_workers(out: &mut Out<'_, '_>, sheet: &SlotStatus) -> fmt::Result {
     let states = sheet.slots.values().flat_map(|entry| {
         let is = move |state| f64::from(u8::from(entry.report.state == state));
         State::ALL.iter().map(move |(state, name)| (with(entry, "state", name), is(*state)))

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use crate::broker::{BrokerError, Delivery, Event, Link, Published};
-use crate::launcher::board::Board;
+use crate::broker::{BrokerError, BrokerSession, Delivery, Event, Published};
 use crate::launcher::order::{Handle, Order, Outcome};
+use crate::launcher::status_board::StatusBoard;
 use crate::protocol::admin::{Answer, Request, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
 
@@ -26,7 +26,7 @@ pub struct Place {
     /// Its host's name.
     pub host: String,
     /// What is known of its slots.
-    pub board: Arc<Board>,
+    pub board: Arc<StatusBoard>,
     /// By which it is asked.
     pub handle: Handle,
     /// Sets its own log filter, or says what is wrong with one.
@@ -39,7 +39,7 @@ pub struct Place {
 ///
 /// # Errors
 /// It refuses, or is gone.
-pub async fn control(mut link: Link, place: &Place) -> Result<(), BrokerError> {
+pub async fn control(mut link: BrokerSession, place: &Place) -> Result<(), BrokerError> {
     loop {
         match link.consumer.next().await? {
             Event::Delivery(delivery) => {
@@ -47,7 +47,7 @@ pub async fn control(mut link: Link, place: &Place) -> Result<(), BrokerError> {
                 let _answering = place.answering.acquire().await;
                 answer(&link, place, &delivery).await;
                 // Not before: with one request in hand at a time, those behind it expire at the broker.
-                link.settler.ack(delivery.receipt).await;
+                link.acker.ack(delivery.delivery_tag).await;
             }
             Event::Lost { .. } => {}
             Event::End => return Ok(()),
@@ -55,7 +55,7 @@ pub async fn control(mut link: Link, place: &Place) -> Result<(), BrokerError> {
     }
 }
 
-async fn answer(link: &Link, place: &Place, delivery: &Delivery) {
+async fn answer(link: &BrokerSession, place: &Place, delivery: &Delivery) {
     let Some(answer) = place.serve(delivery).await else { return };
     let Some(reply_to) = &delivery.message.properties.reply_to else { return };
     // Whoever asked may be gone: then nobody misses the answer.

@@ -9,7 +9,7 @@ use anyhow::{Context, anyhow};
 use tokio::time::Instant;
 
 use super::{load, start_logging};
-use crate::broker::amqp::{Connector, Switchboard};
+use crate::broker::amqp::{Connector, ControlClient};
 use crate::cli::{Ctl, CtlOrder};
 use crate::config::Settings;
 use crate::protocol::admin::{Answer, Request, SlotReport, Target};
@@ -59,18 +59,18 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
 }
 
 /// The lines to all launchers.
-pub(super) async fn open(settings: &Settings) -> anyhow::Result<Switchboard> {
+pub(super) async fn open(settings: &Settings) -> anyhow::Result<ControlClient> {
     let exchange = settings.admin.control_exchange.as_deref();
     let exchange = exchange
         .context("admin.control_exchange = \"\": there is no remote control")
         .context(Exit::Config)?;
     let connector = Connector::new(settings.broker.clone(), "sconce ctl");
-    Ok(Switchboard::connect(&connector, exchange).await?)
+    Ok(ControlClient::connect(&connector, exchange).await?)
 }
 
 /// The answers that come in time, by host; no more than are `expected`.
 pub(super) async fn gather(
-    lines: &mut Switchboard,
+    lines: &mut ControlClient,
     (target, request): (&Target, &Request),
     until: Instant,
     expected: Option<usize>,

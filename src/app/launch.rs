@@ -11,7 +11,7 @@ use tokio::sync::{Notify, Semaphore};
 use super::{Registry, load, log_format, start_logging};
 use crate::admin::{self, Place};
 use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, subscribe};
-use crate::broker::{BrokerError, Link};
+use crate::broker::{BrokerError, BrokerSession};
 use crate::cli;
 use crate::config::{Assignment, Settings, redact_url};
 use crate::launcher::order::Handle;
@@ -119,11 +119,12 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
         let subscription = Subscription::Topic { exchange: exchange.clone(), keys };
         let connector =
             || Connector::new(settings.broker.clone(), &name).with_refusals(RefusalPolicy::Service);
-        let (consumer, settler) = subscribe(connector(), subscription, REQUESTS);
+        let (consumer, acker) = subscribe(connector(), subscription, REQUESTS);
         let publisher = Arc::new(AmqpPublisher::new(connector()));
-        let link = Link { consumer: Box::new(consumer), settler: Arc::new(settler), publisher };
+        let broker_session =
+            BrokerSession { consumer: Box::new(consumer), acker: Arc::new(acker), publisher };
         // Also after a refusal: what refuses may pass, and the workers go on meanwhile.
-        match admin::control(link, place).await {
+        match admin::control(broker_session, place).await {
             Err(error @ BrokerError::Refused { .. }) => {
                 tracing::warn!(exchange, %error, "no remote control; trying again");
             }

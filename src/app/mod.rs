@@ -4,6 +4,7 @@
 pub mod batch_file;
 mod bench;
 mod bench_device;
+mod broker_session;
 mod check_config;
 mod ctl;
 mod dead;
@@ -11,7 +12,6 @@ mod devices;
 mod guard;
 mod healthcheck;
 mod launch;
-mod link;
 mod numa;
 mod producer;
 mod progress;

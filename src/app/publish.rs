@@ -17,9 +17,9 @@ use serde_json::{Map, Value as Json, json, value::RawValue};
 use tokio::sync::{Semaphore, mpsc, watch};
 
 use super::requests::{Request, Requests, embed, requests_in};
-use super::{link, load, pool_named, producer, progress, start_logging};
+use super::{broker_session, load, pool_named, producer, progress, start_logging};
 use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, declare, subscribe};
-use crate::broker::{Consumer, Event, Publisher, Settler};
+use crate::broker::{Acker, Consumer, Event, Publisher};
 use crate::cli::Publish;
 use crate::protocol::{Message, Value};
 use crate::shutdown::Exit;
@@ -44,7 +44,7 @@ pub(super) fn run(arguments: Publish) -> anyhow::Result<Exit> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {
         let connector = || Connector::new(settings.broker.clone(), "sconce publish");
-        if let Some(topology) = link::topology(&settings.broker, pool) {
+        if let Some(topology) = broker_session::topology(&settings.broker, pool) {
             declare(&connector(), &topology).await?;
         }
         let publisher = AmqpPublisher::new(connector());
@@ -58,8 +58,8 @@ pub(super) fn run(arguments: Publish) -> anyhow::Result<Exit> {
             return ended(bad);
         }
         let (told, name) = watch::channel(None);
-        let (consumer, settler) = subscribe(connector(), Subscription::Private(told), 256);
-        let mut replies = Replies { consumer, settler, timeout: arguments.timeout, bar: &bar };
+        let (consumer, acker) = subscribe(connector(), Subscription::Private(told), 256);
+        let mut replies = Replies { consumer, acker, timeout: arguments.timeout, bar: &bar };
         let queue = producer::reply_queue(&mut replies.consumer, name).await?;
         let (asked, window) = watch::channel(Asked::default());
         let permits = Arc::new(Semaphore::new(WINDOW));
@@ -172,12 +172,12 @@ impl Feed<'_> {
 
 struct Replies<'a, S> {
     consumer: crate::broker::amqp::AmqpConsumer,
-    settler: S,
+    acker: S,
     timeout: Duration,
     bar: &'a ProgressBar,
 }
 
-impl<S: Settler> Replies<'_, S> {
+impl<S: Acker> Replies<'_, S> {
     /// Prints each reply once all before it are printed.
     async fn print(&mut self, mut asked: watch::Receiver<Asked>, permits: &Semaphore) -> anyhow::Result<()> {
         let mut early = BTreeMap::<u64, Message>::new();
@@ -205,7 +205,7 @@ impl<S: Settler> Replies<'_, S> {
                 );
                 return Err(anyhow::Error::msg(error).context(Exit::BrokerLost));
             };
-            self.settler.ack(delivery.receipt).await;
+            self.acker.ack(delivery.delivery_tag).await;
             let number = delivery.message.properties.correlation_id.as_deref().and_then(|id| id.parse().ok());
             // At least once: a reply that has been printed may come again.
             if let Some(number) = number.filter(|number| *number >= next) {

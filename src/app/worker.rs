@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getppid};
 
 use super::registry::Registry;
-use super::{link, load, numa, pool_named, spans, start_logging};
+use super::{broker_session, load, numa, pool_named, spans, start_logging};
 use crate::cli::Worker;
 use crate::config::Assignment;
 use crate::launcher::Host;
@@ -61,7 +61,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
         if patience == Patience::Drain {
             follow_commands(stop.clone(), control.clone())?;
         }
-        let ended = worker::run(&assignment, &starter, &link::open, stop.clone(), &control).await;
+        let ended = worker::run(&assignment, &starter, &broker_session::open, stop.clone(), &control).await;
         let cause = match &ended {
             Ok(_) => stop.cause().unwrap_or_default(),
             Err(error) => error.to_string(),
@@ -112,8 +112,8 @@ fn assigned(crashes: &CrashRecords, settings: &LiveSettings) -> anyhow::Result<A
         bail!("the assignment is longer than a control line may be ({MAX_LINE} bytes)");
     }
     match decode(line.trim_end())? {
-        Command::Start { assignment, deaths, paused } => {
-            crashes.learn(deaths);
+        Command::Start { assignment, crashes: records, paused } => {
+            crashes.learn(records);
             settings.pause(paused);
             // Its words would repeat the value, and the values hold a password.
             serde_json::from_value(assignment)
@@ -187,7 +187,7 @@ fn obey(command: Command, stop: &Stop, control: &Control) {
         Command::Finish => drop(stop.advance(Phase::Finishing, "launcher")),
         Command::Drain => drop(stop.advance(Phase::Returning, "launcher")),
         Command::Abort => drop(stop.advance(Phase::Aborting, "launcher")),
-        Command::Deaths { tasks } => control.crashes.learn(tasks),
+        Command::CrashRecords { tasks } => control.crashes.learn(tasks),
         Command::Pause => control.settings.pause(true),
         Command::Resume => control.settings.pause(false),
         Command::SetBatch(change) => control.settings.set_batch(change),

@@ -18,7 +18,7 @@ use crate::protocol::Message;
 
 /// Names one delivery for settling it. Ordered as delivered, within a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Receipt {
+pub struct DeliveryTag {
     /// Which life of the connection delivered it, counting from 1.
     pub session: u64,
     /// The broker's delivery tag, unique within the session.
@@ -31,7 +31,7 @@ pub struct Delivery {
     /// The message.
     pub message: Message,
     /// What to settle it by.
-    pub receipt: Receipt,
+    pub delivery_tag: DeliveryTag,
     /// The routing key that it was published with, where the subscription goes by that.
     pub routing_key: Option<String>,
     /// The broker has delivered it before.
@@ -78,11 +78,11 @@ pub trait Consumer: Send {
 }
 
 /// Settles deliveries; shared by all who finish tasks.
-pub trait Settler: Send + Sync {
+pub trait Acker: Send + Sync {
     /// Acks. False when the session is over: the delivery is the broker's again.
-    fn ack(&self, receipt: Receipt) -> BoxFuture<'_, bool>;
+    fn ack(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool>;
     /// Hands back for redelivery, at its old place where the broker can. False as for `ack`.
-    fn requeue(&self, receipt: Receipt) -> BoxFuture<'_, bool>;
+    fn requeue(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool>;
     /// Waits until the broker can be taken to have acted on all that was settled before.
     fn flush(&self) -> BoxFuture<'_, ()>;
     /// There is a session now.
@@ -94,11 +94,11 @@ pub trait Settler: Send + Sync {
 }
 
 /// A broker's three faces, as one worker holds them.
-pub struct Link {
+pub struct BrokerSession {
     /// Receives.
     pub consumer: Box<dyn Consumer>,
     /// Settles what was received.
-    pub settler: Arc<dyn Settler>,
+    pub acker: Arc<dyn Acker>,
     /// Sends.
     pub publisher: Arc<dyn Publisher>,
 }

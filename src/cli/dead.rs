@@ -15,7 +15,7 @@ pub(super) const EXAMPLES: &str = "Examples:
   sconce dead requeue 6f1c…
   sconce dead purge --older-than 30d
 
-A look takes all letters out of everybody's sight for as long as it lasts and hands them back in
+A command takes all dead letters out of everybody's sight for as long as it lasts and hands them back in
 their order. On quorum queues it counts as a delivery of each. A letter that is three deliveries off
 the queue's x-delivery-limit (20 where sconce cannot know it) is put into the queue anew, at its end,
 because RabbitMQ would drop it. A limit that a policy sets cannot be seen.

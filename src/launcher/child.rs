@@ -34,14 +34,14 @@ pub(super) struct Worker {
     stdin: Option<ChildStdin>,
     events: Option<Lines<ChildStdout>>,
     logs: Option<Lines<ChildStderr>>,
-    /// Its end, with the time until which its last words are read.
+    /// Its end, with the time until which the rest of its log is read.
     ended: Option<(ExitStatus, Instant)>,
     /// Until it has been reaped. None: the guard does not know of it.
     guarded: Option<Guarded>,
 }
 
 /// What a worker process does.
-pub(super) enum Sign {
+pub(super) enum ChildEvent {
     /// It wrote a control line.
     Event(String),
     /// It wrote to its stderr.
@@ -59,7 +59,7 @@ impl Worker {
     pub(super) async fn spawn(
         (program, guard): (&Path, &Arc<Guard>),
         assignment: &Assignment,
-        deaths: Vec<control::Deaths>,
+        deaths: Vec<control::CrashRecord>,
         paused: bool,
     ) -> io::Result<Self> {
         guard.start_if_missing();
@@ -82,7 +82,7 @@ impl Worker {
             child,
         };
         let assignment = serde_json::to_value(assignment)?;
-        worker.tell(&control::Command::Start { assignment, deaths, paused }).await;
+        worker.tell(&control::Command::Start { assignment, crashes: deaths, paused }).await;
         Ok(worker)
     }
 
@@ -111,22 +111,22 @@ impl Worker {
     }
 
     /// The next thing it does; its end comes after all it had written. Safe to cancel.
-    pub(super) async fn next(&mut self) -> io::Result<Sign> {
+    pub(super) async fn next(&mut self) -> io::Result<ChildEvent> {
         loop {
             let (events, logs) = (&mut self.events, &mut self.logs);
             if let Some((status, until)) = self.ended
                 && (events.is_none() && logs.is_none() || until <= Instant::now())
             {
-                return Ok(Sign::Ended(status));
+                return Ok(ChildEvent::Ended(status));
             }
             let until = self.ended.map(|(_, until)| until);
             tokio::select! {
                 line = read(events), if events.is_some() => match line {
-                    Some(line) => return Ok(Sign::Event(line)),
+                    Some(line) => return Ok(ChildEvent::Event(line)),
                     None => self.events = None,
                 },
                 line = read(logs), if logs.is_some() => match line {
-                    Some(line) => return Ok(Sign::Log(line)),
+                    Some(line) => return Ok(ChildEvent::Log(line)),
                     None => self.logs = None,
                 },
                 // Not when its pipes end: a process that it started may hold them open.

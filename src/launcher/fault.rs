@@ -2,7 +2,7 @@
 
 use std::process::ExitStatus;
 
-use super::gpus::ailment::Ailment;
+use super::gpus::device_fault::DeviceFault;
 use super::restart::Death;
 use crate::protocol::control::Unfit;
 use crate::protocol::shorten;
@@ -21,7 +21,7 @@ pub(super) enum Fault {
     /// It says nothing any more.
     Silent,
     /// The driver says that its device is out of order.
-    Device(Ailment),
+    Device(DeviceFault),
 }
 
 impl Fault {
@@ -30,7 +30,7 @@ impl Fault {
             Self::WrongDevice => "wrong_device",
             Self::Stuck => "stuck",
             Self::Silent => "silent",
-            Self::Device(ailment) => ailment.kind.name(),
+            Self::Device(device_fault) => device_fault.kind.name(),
         }
     }
 
@@ -56,11 +56,11 @@ impl Circumstances {
         &self,
         death: &Death,
         status: Option<ExitStatus>,
-        lately: Option<&Ailment>,
+        lately: Option<&DeviceFault>,
     ) -> (&'static str, Option<String>) {
         if let Some(fault) = &self.fault {
             let words = match fault {
-                Fault::Device(ailment) => Some(ailment.words.clone()),
+                Fault::Device(device_fault) => Some(device_fault.words.clone()),
                 Fault::WrongDevice | Fault::Stuck | Fault::Silent => None,
             };
             return (fault.name(), words);
@@ -74,8 +74,8 @@ impl Circumstances {
             None => status.is_some(),
         };
         match lately.filter(|_| by_itself) {
-            Some(ailment) => {
-                (ailment.kind.name(), Some(format!("{}, and then the worker died", ailment.words)))
+            Some(device_fault) => {
+                (device_fault.kind.name(), Some(format!("{}, and then the worker died", device_fault.words)))
             }
             None => (of_status(death, status), None),
         }
@@ -100,7 +100,7 @@ mod tests {
     use std::os::unix::process::ExitStatusExt;
     use std::time::Duration;
 
-    use super::super::gpus::ailment::Kind;
+    use super::super::gpus::device_fault::Kind;
     use super::super::restart::REASONS;
     use super::*;
 
@@ -115,22 +115,22 @@ mod tests {
         (death, Some(ExitStatus::from_raw(code << 8)))
     }
 
-    fn ailment(kind: Kind) -> Ailment {
-        Ailment { kind, words: "Xid 31: x".to_owned() }
+    fn device_fault(kind: Kind) -> DeviceFault {
+        DeviceFault { kind, words: "Xid 31: x".to_owned() }
     }
 
     #[test]
     fn what_the_launcher_and_the_worker_know_comes_before_the_status() {
         let (death, status) = ended(83);
-        let name = |it: &Circumstances, lately: Option<&Ailment>| it.name(&death, status, lately);
-        let lately = Some(&ailment(Kind::Xid));
+        let name = |it: &Circumstances, lately: Option<&DeviceFault>| it.name(&death, status, lately);
+        let lately = Some(&device_fault(Kind::Xid));
         let mut it = Circumstances::default();
         assert_eq!(name(&it, None), ("device_failed", None));
         let words = Some("Xid 31: x, and then the worker died".to_owned());
         assert_eq!(name(&it, lately), ("xid", words));
         it.unfit = Some((Unfit::TooSlow, "slow".to_owned()));
         assert_eq!(name(&it, lately), ("too_slow", Some("slow".to_owned())));
-        it.fault = Some(Fault::Device(ailment(Kind::OffTheBus)));
+        it.fault = Some(Fault::Device(device_fault(Kind::OffTheBus)));
         assert_eq!(name(&it, lately), ("off_the_bus", Some("Xid 31: x".to_owned())));
         it.fault = Some(Fault::Stuck);
         assert_eq!(name(&it, lately), ("stuck", None));
@@ -142,13 +142,13 @@ mod tests {
             [(81, "broker_lost"), (82, "model_failed"), (78, "bad_configuration"), (0, "other")]
         {
             let (death, status) = ended(code);
-            let lately = ailment(Kind::Xid);
+            let lately = device_fault(Kind::Xid);
             assert_eq!(Circumstances::default().name(&death, status, Some(&lately)), (name, None));
         }
         let (death, _) = ended(99);
         let killed = Some(ExitStatus::from_raw(9));
         assert_eq!(Circumstances::default().name(&death, killed, None).0, "killed");
-        assert_eq!(Circumstances::default().name(&death, killed, Some(&ailment(Kind::Ecc))).0, "ecc");
+        assert_eq!(Circumstances::default().name(&death, killed, Some(&device_fault(Kind::Ecc))).0, "ecc");
     }
 
     #[test]

@@ -99,7 +99,7 @@ impl Fleet {
     }
 
     /// A slot has ended.
-    fn bury(&mut self, name: String, end: SlotEnd) {
+    fn on_exit(&mut self, name: String, end: SlotEnd) {
         let Some(member) = self.slots.get_mut(&name) else { return };
         match std::mem::replace(&mut member.after, After::Known) {
             After::Known => (member.orders, member.end) = (None, Some(end)),
@@ -119,7 +119,7 @@ impl Fleet {
         loop {
             tokio::select! {
                 Some((name, end)) = self.living.next() => {
-                    self.bury(name, end);
+                    self.on_exit(name, end);
                     if self.living.is_empty() {
                         break;
                     }

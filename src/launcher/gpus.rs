@@ -2,7 +2,7 @@
 //! worker. Pure but for `nvml` and `watch`, which ask the driver. Never opens CUDA: a process that has may
 //! hold a context on each device.
 
-pub(super) mod ailment;
+pub(super) mod device_fault;
 mod nvml;
 mod raw;
 pub(super) mod watch;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-use super::gpus::ailment::{Ailment, Kind, Weight};
+use super::gpus::device_fault::{DeviceFault, Kind, Weight};
 use super::gpus::watch::{Word, listen};
 
 /// A worker that ends within this time after an event on its device has ended for that.
@@ -25,26 +25,26 @@ pub(super) struct Health {
     /// The driver is listened to, or cannot be.
     begun: AtomicBool,
     /// Held for reading or writing a few values.
-    sheet: Mutex<Sheet>,
+    sheet: Mutex<SlotStatus>,
     /// Devices that were condemned, each with how often and why. Written by the listening thread, read by
     /// the workers' vigils.
-    condemned: watch::Sender<BTreeMap<String, (u64, Ailment)>>,
+    failed_devices: watch::Sender<BTreeMap<String, (u64, DeviceFault)>>,
 }
 
 #[derive(Default)]
-struct Sheet {
+struct SlotStatus {
     /// When the driver last answered; none: it never has.
     heard: Option<Instant>,
     /// What hinders the use of a device now.
-    ailing: BTreeMap<String, Ailment>,
+    ailing: BTreeMap<String, DeviceFault>,
     /// The last event on a device that could end a worker.
-    events: BTreeMap<String, (Instant, Ailment)>,
+    events: BTreeMap<String, (Instant, DeviceFault)>,
 }
 
 /// One worker's eye on its device.
-pub(super) struct Vigil {
+pub(super) struct DeviceWatch {
     device: String,
-    condemned: watch::Receiver<BTreeMap<String, (u64, Ailment)>>,
+    failed_devices: watch::Receiver<BTreeMap<String, (u64, DeviceFault)>>,
     /// How often its device had been condemned when this was last looked at.
     seen: u64,
 }
@@ -68,27 +68,31 @@ impl Health {
         let now = Instant::now();
         let mut sheet = self.sheet();
         sheet.heard = Some(now);
-        let condemned = match word {
+        let failed_devices = match word {
             Word::Event { weight: Weight::Nothing, .. } => Vec::new(),
-            Word::Event { devices, ailment, weight } => {
+            Word::Event { devices, device_fault, weight } => {
                 for device in &devices {
-                    sheet.events.insert(device.clone(), (now, ailment.clone()));
+                    sheet.events.insert(device.clone(), (now, device_fault.clone()));
                 }
-                let condemned = if weight == Weight::Condemning { devices } else { Vec::new() };
+                let failed_devices = if weight == Weight::Condemning { devices } else { Vec::new() };
                 // Until the next look, which follows at once.
-                for device in &condemned {
-                    sheet.ailing.insert(device.clone(), ailment.clone());
+                for device in &failed_devices {
+                    sheet.ailing.insert(device.clone(), device_fault.clone());
                 }
-                condemned.into_iter().map(|device| (device, ailment.clone())).collect()
+                failed_devices.into_iter().map(|device| (device, device_fault.clone())).collect()
             }
             Word::Look(states) => {
-                let mut condemned = Vec::new();
+                let mut failed_devices = Vec::new();
                 for (device, state) in states {
                     match state {
-                        Some(ailment) => {
-                            if sheet.ailing.insert(device.clone(), ailment.clone()).is_none() {
-                                tracing::info!(device, fault = ailment.words, "a device is out of order");
-                                condemned.push((device, ailment));
+                        Some(device_fault) => {
+                            if sheet.ailing.insert(device.clone(), device_fault.clone()).is_none() {
+                                tracing::info!(
+                                    device,
+                                    fault = device_fault.words,
+                                    "a device is out of order"
+                                );
+                                failed_devices.push((device, device_fault));
                             }
                         }
                         None => {
@@ -98,22 +102,22 @@ impl Health {
                         }
                     }
                 }
-                condemned
+                failed_devices
             }
         };
         drop(sheet);
-        self.condemned.send_if_modified(|all| {
-            for (device, ailment) in &condemned {
+        self.failed_devices.send_if_modified(|all| {
+            for (device, device_fault) in &failed_devices {
                 let times = all.get(device).map_or(0, |(times, _)| *times);
-                all.insert(device.clone(), (times + 1, ailment.clone()));
+                all.insert(device.clone(), (times + 1, device_fault.clone()));
             }
-            !condemned.is_empty()
+            !failed_devices.is_empty()
         });
         true
     }
 
     /// Why no worker can be started on a device now, if so.
-    pub(super) fn refuses(&self, device: &str) -> Option<Ailment> {
+    pub(super) fn refuses(&self, device: &str) -> Option<DeviceFault> {
         if device == "cpu" {
             return None;
         }
@@ -121,41 +125,41 @@ impl Health {
         let silence = sheet.heard.map_or(Duration::ZERO, |at| at.elapsed());
         if silence > MUTE {
             let words = format!("the driver has not answered for {} s", silence.as_secs());
-            return Some(Ailment { kind: Kind::Mute, words });
+            return Some(DeviceFault { kind: Kind::Mute, words });
         }
         sheet.ailing.get(device).cloned()
     }
 
     /// What happened on a device a moment ago.
-    pub(super) fn lately(&self, device: &str) -> Option<Ailment> {
+    pub(super) fn lately(&self, device: &str) -> Option<DeviceFault> {
         let sheet = self.sheet();
-        let (at, ailment) = sheet.events.get(device)?;
-        (at.elapsed() <= LATELY).then(|| ailment.clone())
+        let (at, device_fault) = sheet.events.get(device)?;
+        (at.elapsed() <= LATELY).then(|| device_fault.clone())
     }
 
     /// An eye on a device, from now on.
-    pub(super) fn vigil(&self, device: &str) -> Vigil {
-        let condemned = self.condemned.subscribe();
-        let seen = condemned.borrow().get(device).map_or(0, |(times, _)| *times);
-        Vigil { device: device.to_owned(), condemned, seen }
+    pub(super) fn device_watch(&self, device: &str) -> DeviceWatch {
+        let failed_devices = self.failed_devices.subscribe();
+        let seen = failed_devices.borrow().get(device).map_or(0, |(times, _)| *times);
+        DeviceWatch { device: device.to_owned(), failed_devices, seen }
     }
 
-    fn sheet(&self) -> MutexGuard<'_, Sheet> {
+    fn sheet(&self) -> MutexGuard<'_, SlotStatus> {
         self.sheet.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Vigil {
+impl DeviceWatch {
     /// Waits until the device is condemned, or was since this was last asked. Safe to cancel.
-    pub(super) async fn condemned(&mut self) -> Ailment {
+    pub(super) async fn failed_devices(&mut self) -> DeviceFault {
         loop {
-            if let Some((times, ailment)) = self.condemned.borrow_and_update().get(&self.device)
+            if let Some((times, device_fault)) = self.failed_devices.borrow_and_update().get(&self.device)
                 && *times > self.seen
             {
                 self.seen = *times;
-                return ailment.clone();
+                return device_fault.clone();
             }
-            if self.condemned.changed().await.is_err() {
+            if self.failed_devices.changed().await.is_err() {
                 std::future::pending::<()>().await;
             }
         }
@@ -170,29 +174,33 @@ mod tests {
 
     const LOST: &str = "lost";
 
-    fn ailment(kind: Kind, words: &str) -> Ailment {
-        Ailment { kind, words: words.to_owned() }
+    fn device_fault(kind: Kind, words: &str) -> DeviceFault {
+        DeviceFault { kind, words: words.to_owned() }
     }
 
-    fn look(state: Option<Ailment>) -> Word {
+    fn look(state: Option<DeviceFault>) -> Word {
         Word::Look([("GPU-a".to_owned(), state), ("GPU-b".to_owned(), None)].into())
     }
 
     fn event(weight: Weight) -> Word {
-        Word::Event { devices: vec!["GPU-a".to_owned()], ailment: ailment(Kind::Xid, "Xid"), weight }
+        Word::Event {
+            devices: vec!["GPU-a".to_owned()],
+            device_fault: device_fault(Kind::Xid, "Xid"),
+            weight,
+        }
     }
 
     #[test]
     fn a_device_that_is_condemned_takes_no_worker_until_the_driver_says_it_can() {
         let health = Health::default();
         assert_eq!(health.refuses("GPU-a"), None, "nothing is known yet");
-        health.hear(look(Some(ailment(Kind::OffTheBus, LOST))));
-        assert_eq!(health.refuses("GPU-a"), Some(ailment(Kind::OffTheBus, LOST)));
+        health.hear(look(Some(device_fault(Kind::OffTheBus, LOST))));
+        assert_eq!(health.refuses("GPU-a"), Some(device_fault(Kind::OffTheBus, LOST)));
         assert_eq!((health.refuses("GPU-b"), health.refuses("cpu")), (None, None));
         health.hear(look(None));
         assert_eq!(health.refuses("GPU-a"), None);
         health.hear(event(Weight::Condemning));
-        assert_eq!(health.refuses("GPU-a"), Some(ailment(Kind::Xid, "Xid")), "until the next look");
+        assert_eq!(health.refuses("GPU-a"), Some(device_fault(Kind::Xid, "Xid")), "until the next look");
         health.hear(look(None));
         assert_eq!(health.refuses("GPU-a"), None);
     }
@@ -200,19 +208,19 @@ mod tests {
     #[test]
     fn those_who_were_there_hear_once_that_a_device_is_condemned_and_those_who_come_after_do_not() {
         let health = Health::default();
-        let (mut eye, mut beside) = (health.vigil("GPU-a"), health.vigil("GPU-b"));
+        let (mut eye, mut beside) = (health.device_watch("GPU-a"), health.device_watch("GPU-b"));
         health.hear(event(Weight::Passing));
-        assert_eq!(eye.condemned().now_or_never(), None, "that is no reason to kill anybody");
+        assert_eq!(eye.failed_devices().now_or_never(), None, "that is no reason to kill anybody");
         health.hear(event(Weight::Condemning));
-        assert_eq!(eye.condemned().now_or_never(), Some(ailment(Kind::Xid, "Xid")));
-        assert_eq!(eye.condemned().now_or_never(), None);
-        let mut next = health.vigil("GPU-a");
-        health.hear(look(Some(ailment(Kind::Xid, "Xid"))));
-        assert_eq!(next.condemned().now_or_never(), None, "it is still the same");
+        assert_eq!(eye.failed_devices().now_or_never(), Some(device_fault(Kind::Xid, "Xid")));
+        assert_eq!(eye.failed_devices().now_or_never(), None);
+        let mut next = health.device_watch("GPU-a");
+        health.hear(look(Some(device_fault(Kind::Xid, "Xid"))));
+        assert_eq!(next.failed_devices().now_or_never(), None, "it is still the same");
         health.hear(look(None));
-        health.hear(look(Some(ailment(Kind::OffTheBus, LOST))));
-        assert_eq!(next.condemned().now_or_never(), Some(ailment(Kind::OffTheBus, LOST)));
-        assert_eq!(beside.condemned().now_or_never(), None);
+        health.hear(look(Some(device_fault(Kind::OffTheBus, LOST))));
+        assert_eq!(next.failed_devices().now_or_never(), Some(device_fault(Kind::OffTheBus, LOST)));
+        assert_eq!(beside.failed_devices().now_or_never(), None);
     }
 
     #[test]
@@ -221,7 +229,7 @@ mod tests {
         health.hear(event(Weight::Nothing));
         assert_eq!(health.lately("GPU-a"), None);
         health.hear(event(Weight::Passing));
-        assert_eq!(health.lately("GPU-a"), Some(ailment(Kind::Xid, "Xid")));
+        assert_eq!(health.lately("GPU-a"), Some(device_fault(Kind::Xid, "Xid")));
         assert_eq!(health.lately("GPU-b"), None);
         if let Some((at, _)) = health.sheet().events.get_mut("GPU-a") {
             *at -= LATELY;

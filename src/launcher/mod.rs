@@ -12,7 +12,7 @@
 //! | `shown` | what the board shows of it |
 //! | `replace` | when its worker is replaced by a new one |
 //! | `running` | one worker process, from its spawn to its end |
-//! | `sight` | what is seen of it, and what its death means |
+//! | `monitor` | what is seen of it, and what its death means |
 //! | `fault` | what it ended of, by name |
 //! | `health` | which devices are out of order, by the driver |
 //! | `leave` | how it is brought to its end |
@@ -25,26 +25,26 @@
 //! | `restart` | what follows a worker's end |
 //! | `logs` | how a worker's log lines appear in ours |
 
-pub mod board;
 mod child;
-mod deaths;
+mod crash_records;
+mod crash_tail;
 mod fault;
 mod fit;
 mod fleet;
 pub mod gpus;
 mod guard;
 mod health;
-mod last_words;
 mod leave;
 mod logs;
 pub mod order;
 mod plan;
 mod replace;
 mod restart;
-mod running;
 mod shown;
-mod sight;
 mod slot;
+pub mod status_board;
+mod worker_handle;
+mod worker_monitor;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -53,10 +53,10 @@ use tokio::sync::{Semaphore, mpsc, watch};
 
 use crate::config::{Assignment, Broker, Launcher};
 use crate::shutdown::{Exit, Stop};
-use board::Board;
 use fleet::Fleet;
 use guard::Guard;
 use order::{Ask, Handle};
+use status_board::StatusBoard;
 
 pub use child::environment;
 pub use fit::{Needs, fit};
@@ -106,9 +106,9 @@ struct Launch {
     /// Written when settings are loaded again, read by every slot.
     policy: watch::Receiver<Launcher>,
     stop: Stop,
-    deaths: deaths::Register,
+    deaths: crash_records::Register,
     health: Arc<health::Health>,
-    board: Arc<Board>,
+    board: Arc<StatusBoard>,
     /// One slot at a time changes its worker for a new one.
     turn: Arc<Semaphore>,
     /// Takes workers' log lines as they are, where ours are JSON too.
@@ -163,9 +163,9 @@ impl Launching {
         raw_lines: Option<RawLines>,
     ) -> Self {
         let (sender, policy) = watch::channel(policy.clone());
-        let board = Arc::<Board>::default();
+        let board = Arc::<StatusBoard>::default();
         let (handle, asks) = Handle::new(board.clone());
-        let deaths = deaths::Register::new(policy.borrow().poison_deaths);
+        let deaths = crash_records::Register::new(policy.borrow().poison_deaths);
         let (program, stop, turn) = (program.to_owned(), stop.clone(), Arc::new(Semaphore::new(1)));
         let guard = Arc::new(Guard::new(guard.map(Path::to_owned), policy.clone()));
         let health = Arc::default();
@@ -185,7 +185,7 @@ impl Launching {
     }
 
     /// What is known of its slots.
-    pub fn board(&self) -> Arc<Board> {
+    pub fn board(&self) -> Arc<StatusBoard> {
         self.launch.board.clone()
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
-use super::board::Board;
+use super::status_board::StatusBoard;
 use crate::config::{Assignment, Launcher};
 use crate::protocol::admin::Target;
 use crate::protocol::control::BatchChange;
@@ -55,11 +55,11 @@ pub(super) enum Ask {
 pub struct Handle {
     /// Written by whoever asks, read by the fleet. Bound: those beyond wait.
     asks: mpsc::Sender<Ask>,
-    board: Arc<Board>,
+    board: Arc<StatusBoard>,
 }
 
 impl Handle {
-    pub(super) fn new(board: Arc<Board>) -> (Self, mpsc::Receiver<Ask>) {
+    pub(super) fn new(board: Arc<StatusBoard>) -> (Self, mpsc::Receiver<Ask>) {
         let (asks, asked) = mpsc::channel(WAITING);
         (Self { asks, board }, asked)
     }

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::Launch;
-use super::running::{Happening, Running};
-use super::sight::Remains;
-use super::slot::{Slot, Then};
+use super::slot::{NextAction, Slot};
+use super::worker_handle::{WorkerEvent, WorkerHandle};
+use super::worker_monitor::WorkerExit;
 use crate::config::{Assignment, Replace};
 use crate::protocol::admin::State;
 use crate::protocol::control::{BatchChange, Command};
@@ -19,7 +19,7 @@ use crate::protocol::control::{BatchChange, Command};
 const ANOTHER_TURN: Duration = Duration::from_secs(300);
 
 /// Why a worker is replaced.
-pub(super) struct Why {
+pub(super) struct ReplaceReason {
     /// As a name, for counting.
     pub(super) reason: &'static str,
     /// While it is held, no other slot replaces its worker.
@@ -28,7 +28,7 @@ pub(super) struct Why {
     pub(super) answer: Option<oneshot::Sender<Result<(), String>>>,
 }
 
-impl Why {
+impl ReplaceReason {
     /// Tells whoever waits what came of it.
     pub(super) fn say(self, outcome: Result<(), String>) {
         if let Some(answer) = self.answer {
@@ -39,8 +39,8 @@ impl Why {
 
 /// A worker that is to take the place of the one that runs.
 pub(super) struct Successor {
-    pub(super) running: Running,
-    pub(super) why: Why,
+    pub(super) running: WorkerHandle,
+    pub(super) why: ReplaceReason,
 }
 
 impl Successor {
@@ -52,13 +52,13 @@ impl Successor {
 }
 
 /// Settings by which a worker is started in the place of one that has drained.
-pub(super) struct Trial {
+pub(super) struct Probation {
     before: Assignment,
-    why: Why,
+    why: ReplaceReason,
 }
 
 /// The next thing that happens with it; never, when there is none. Safe to cancel.
-pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) -> Happening {
+pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) -> WorkerEvent {
     match successor {
         Some(next) => next.running.next(launch).await,
         None => std::future::pending().await,
@@ -67,24 +67,24 @@ pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) 
 
 impl Slot {
     /// Why it is time for a new worker, where the one that runs is spent and no other slot is at it.
-    pub(super) fn is_due(&mut self, current: &Running, has_successor: bool) -> Option<Why> {
+    pub(super) fn is_due(&mut self, current: &WorkerHandle, has_successor: bool) -> Option<ReplaceReason> {
         let too_soon = self.next_turn.is_some_and(|at| Instant::now() < at);
-        if has_successor || current.is_leaving() || self.wishes.paused || too_soon {
+        if has_successor || current.is_leaving() || self.overrides.paused || too_soon {
             return None;
         }
-        let words = current.sight.is_spent(&self.launch)?;
+        let words = current.monitor.is_spent(&self.launch)?;
         let permit = self.launch.turn.clone().try_acquire_owned().ok()?;
         tracing::info!(slot = self.assignment.slot, reason = words, "the worker is to be replaced");
-        Some(Why { reason: "recycled", permit, answer: None })
+        Some(ReplaceReason { reason: "recycled", permit, answer: None })
     }
 
     /// Replaces the worker that runs by one that works by `assignment`, in the order of the settings.
     pub(super) async fn replace(
         &mut self,
         assignment: Assignment,
-        why: Why,
-        (current, successor): (&mut Running, &mut Option<Successor>),
-        then: &mut Then,
+        why: ReplaceReason,
+        (current, successor): (&mut WorkerHandle, &mut Option<Successor>),
+        then: &mut NextAction,
     ) {
         let (order, grace) = {
             let policy = self.launch.policy.borrow();
@@ -94,27 +94,27 @@ impl Slot {
             return self.prepare_successor(assignment, why, successor).await;
         }
         self.try_out(assignment, why);
-        *then = Then::Start;
+        *then = NextAction::Start;
         current.finish(grace).await;
         self.show(State::Draining);
     }
 
     /// The next worker works by `assignment`, and if it does not get ready, the one after it by the one
     /// now.
-    pub(super) fn try_out(&mut self, assignment: Assignment, why: Why) {
+    pub(super) fn try_out(&mut self, assignment: Assignment, why: ReplaceReason) {
         let before = self.assignment.clone();
         if assignment != before {
             self.take_on(assignment);
         }
-        self.trial = Some(Trial { before, why });
+        self.trial = Some(Probation { before, why });
     }
 
     /// A worker is ready: the settings on trial are good.
-    pub(super) fn pass_trial(&mut self, current: &Running) {
-        if !current.sight.is_ready() || current.is_leaving() {
+    pub(super) fn pass_probation(&mut self, current: &WorkerHandle) {
+        if !current.monitor.is_ready() || current.is_leaving() {
             return;
         }
-        if let Some(Trial { why, .. }) = self.trial.take() {
+        if let Some(Probation { why, .. }) = self.trial.take() {
             self.count_restart(why.reason);
             why.say(Ok(()));
         }
@@ -122,37 +122,37 @@ impl Slot {
 
     /// Where the worker that has ended was to show that settings are good, and did not: back to those
     /// before.
-    pub(super) fn judge_trial(&mut self, then: Then, remains: &Remains) -> Then {
-        if matches!(then, Then::Start) {
+    pub(super) fn judge_probation(&mut self, then: NextAction, worker_exit: &WorkerExit) -> NextAction {
+        if matches!(then, NextAction::Start) {
             return then;
         }
-        let Some(Trial { before, why }) = self.trial.take() else { return then };
-        if !matches!(then, Then::Judge) {
+        let Some(Probation { before, why }) = self.trial.take() else { return then };
+        if !matches!(then, NextAction::Judge) {
             return then;
         }
         if before != self.assignment {
             self.take_on(before);
         }
-        let words = format!("the new worker ended before it was ready: {}", remains.words);
+        let words = format!("the new worker ended before it was ready: {}", worker_exit.words);
         self.give_up_successor(why, &words);
-        Then::Start
+        NextAction::Start
     }
 
     /// Spawns the worker that is to follow.
     pub(super) async fn prepare_successor(
         &mut self,
         assignment: Assignment,
-        why: Why,
+        why: ReplaceReason,
         successor: &mut Option<Successor>,
     ) {
         let known = self.launch.deaths.known().borrow().clone();
-        let mut wishes = self.wishes.clone();
+        let mut overrides = self.overrides.clone();
         if assignment != self.assignment {
-            wishes.batch = BatchChange::default();
+            overrides.batch = BatchChange::default();
         }
-        match Running::spawn(&self.launch, assignment, (known, &wishes), true).await {
+        match WorkerHandle::spawn(&self.launch, assignment, (known, &overrides), true).await {
             Ok(mut running) => {
-                running.sight.be_on_probation();
+                running.monitor.be_on_probation();
                 *successor = Some(Successor { running, why });
             }
             Err(refusal) => self.give_up_successor(why, &refusal.to_string()),
@@ -163,19 +163,19 @@ impl Slot {
     pub(super) async fn watch_successor(
         &mut self,
         successor: &mut Option<Successor>,
-        happening: Happening,
-    ) -> Option<(Running, OwnedSemaphorePermit)> {
+        happening: WorkerEvent,
+    ) -> Option<(WorkerHandle, OwnedSemaphorePermit)> {
         let mut next = successor.take()?;
         let launch = self.launch.clone();
         if let Some(status) = next.running.act(happening, &launch).await {
-            let remains = next.running.remains(status, &launch);
+            let worker_exit = next.running.worker_exit(status, &launch);
             self.give_up_successor(
                 next.why,
-                &format!("the new worker ended before it was ready: {}", remains.words),
+                &format!("the new worker ended before it was ready: {}", worker_exit.words),
             );
             return None;
         }
-        if !next.running.sight.is_ready() {
+        if !next.running.monitor.is_ready() {
             *successor = Some(next);
             return None;
         }
@@ -184,19 +184,19 @@ impl Slot {
 
     /// The worker before has died meanwhile: its successor takes its place as it is, and whether the
     /// settings are good will show.
-    pub(super) fn succeed_the_dead(&mut self, next: Successor, remains: Remains) -> Running {
+    pub(super) fn succeed_the_dead(&mut self, next: Successor, worker_exit: WorkerExit) -> WorkerHandle {
         let Successor { mut running, mut why } = next;
         tracing::warn!(slot = self.assignment.slot, "the worker died while a new one was being made ready");
         // One restart, for one reason.
-        why.reason = remains.reason;
-        self.show_failure(State::Failed, &remains.words);
-        running.sight.inherit(remains.accused);
+        why.reason = worker_exit.reason;
+        self.show_failure(State::Failed, &worker_exit.words);
+        running.monitor.inherit(worker_exit.suspects);
         self.try_out(running.assignment.clone(), why);
         self.show_worker(&mut running);
         running
     }
 
-    fn install(&mut self, next: Successor) -> (Running, OwnedSemaphorePermit) {
+    fn install(&mut self, next: Successor) -> (WorkerHandle, OwnedSemaphorePermit) {
         let Successor { mut running, why } = next;
         tracing::info!(slot = self.assignment.slot, reason = why.reason, "a new worker takes over");
         self.count_restart(why.reason);
@@ -210,7 +210,7 @@ impl Slot {
         (running, why.permit)
     }
 
-    fn give_up_successor(&mut self, why: Why, words: &str) {
+    fn give_up_successor(&mut self, why: ReplaceReason, words: &str) {
         tracing::error!(
             slot = self.assignment.slot,
             reason = why.reason,
@@ -222,7 +222,7 @@ impl Slot {
     }
 
     /// Has a worker that was replaced finish what it has, beside its successor.
-    pub(super) async fn see_off(&mut self, mut old: Running, permit: OwnedSemaphorePermit) {
+    pub(super) async fn drain_old(&mut self, mut old: WorkerHandle, permit: OwnedSemaphorePermit) {
         let grace = self.launch.policy.borrow().shutdown_grace;
         old.shown = false;
         old.finish(grace).await;
@@ -234,11 +234,11 @@ impl Slot {
                     break status;
                 }
             };
-            let exit = old.remains(status, &launch).death.exit;
+            let exit = old.worker_exit(status, &launch).death.exit;
             drop(permit);
             exit
         }));
-        if self.wishes.paused {
+        if self.overrides.paused {
             self.show(State::Paused);
         }
     }

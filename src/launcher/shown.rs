@@ -1,8 +1,8 @@
 //! What the board shows of a slot: by what it works, which worker fills it, in which state, what was
 //! restarted and why. The one place where a slot writes on it.
 
-use super::running::Running;
 use super::slot::{Slot, SlotEnd};
+use super::worker_handle::WorkerHandle;
 use crate::config::Assignment;
 use crate::protocol::admin::State;
 use crate::protocol::control::BatchChange;
@@ -13,7 +13,7 @@ impl Slot {
         self.launch.board.assign(&assignment);
         self.assignment = assignment;
         // What was set by hand goes with the settings that it changed.
-        self.wishes.batch = BatchChange::default();
+        self.overrides.batch = BatchChange::default();
     }
 
     pub(super) fn show(&self, state: State) {
@@ -21,9 +21,9 @@ impl Slot {
     }
 
     /// From now on, the board shows this worker.
-    pub(super) fn show_worker(&self, running: &mut Running) {
+    pub(super) fn show_worker(&self, running: &mut WorkerHandle) {
         running.shown = true;
-        let (pid, is_ready) = (running.pid(), running.sight.is_ready());
+        let (pid, is_ready) = (running.pid(), running.monitor.is_ready());
         self.launch.board.change(&self.assignment.slot, |entry| {
             let before = entry.report.stats.as_ref().map(|stats| stats.now.clone());
             entry.vacate();

@@ -11,12 +11,12 @@ use futures_util::stream::FuturesUnordered;
 use tokio::sync::mpsc;
 
 use super::Launch;
-use super::board::Entry;
 use super::order::{Order, Ordered};
-use super::replace::{Successor, Trial, Why, next_of};
+use super::replace::{Probation, ReplaceReason, Successor, next_of};
 use super::restart::{Verdict, judge};
-use super::running::{Refusal, Running, Wishes};
-use super::sight::{Accused, Remains, Sight};
+use super::status_board::Entry;
+use super::worker_handle::{Overrides, Refusal, WorkerHandle};
+use super::worker_monitor::{SuspectTasks, WorkerExit, WorkerMonitor};
 use crate::config::Assignment;
 use crate::protocol::admin::State;
 use crate::protocol::control::Command;
@@ -36,7 +36,7 @@ pub(super) enum SlotEnd {
 }
 
 /// What comes after a worker's end, or after a wait.
-pub(super) enum Then {
+pub(super) enum NextAction {
     /// As its death is judged.
     Judge,
     /// A new worker, at once.
@@ -52,7 +52,7 @@ pub(super) struct Slot {
     pub(super) assignment: Assignment,
     /// Written by the fleet, read here. Bound: those beyond are refused.
     orders: mpsc::Receiver<Ordered>,
-    pub(super) wishes: Wishes,
+    pub(super) overrides: Overrides,
     /// Workers that were replaced and are finishing.
     pub(super) leaving: FuturesUnordered<BoxFuture<'static, Option<Exit>>>,
     quick_failures: u32,
@@ -60,7 +60,7 @@ pub(super) struct Slot {
     /// Not before this is it tried again to replace a worker that is spent.
     pub(super) next_turn: Option<Instant>,
     /// Settings by which no worker has been ready yet.
-    pub(super) trial: Option<Trial>,
+    pub(super) trial: Option<Probation>,
 }
 
 impl Slot {
@@ -69,7 +69,7 @@ impl Slot {
             launch,
             assignment,
             orders,
-            wishes: Wishes::default(),
+            overrides: Overrides::default(),
             leaving: FuturesUnordered::new(),
             quick_failures: 0,
             found_in_a_row: 0,
@@ -80,25 +80,25 @@ impl Slot {
 
     /// Keeps the slot filled until its end.
     pub(super) async fn keep(mut self) -> SlotEnd {
-        let mut accused = None;
+        let mut suspects = None;
         let end = loop {
             if self.launch.stop.phase() >= Phase::Returning {
                 break SlotEnd::Drained;
             }
-            let (remains, then) = self.live(accused.take()).await;
-            let then = self.judge_trial(then, &remains);
+            let (worker_exit, then) = self.live(suspects.take()).await;
+            let then = self.judge_probation(then, &worker_exit);
             let then = match then {
-                Then::Judge => self.judge(remains, &mut accused).await,
+                NextAction::Judge => self.judge(worker_exit, &mut suspects).await,
                 then => then,
             };
             let then = match then {
-                Then::Hold => {
+                NextAction::Hold => {
                     self.show(State::Stopped);
                     self.rest(None).await
                 }
                 then => then,
             };
-            if let Then::End(end) = then {
+            if let NextAction::End(end) = then {
                 self.show_end(end);
                 break end;
             }
@@ -108,15 +108,15 @@ impl Slot {
     }
 
     /// What follows the end of a worker that nobody had asked for.
-    async fn judge(&mut self, remains: Remains, accused: &mut Option<Accused>) -> Then {
+    async fn judge(&mut self, worker_exit: WorkerExit, suspects: &mut Option<SuspectTasks>) -> NextAction {
         let policy = self.launch.policy.borrow().clone();
-        let (slot, death) = (self.assignment.slot.clone(), remains.death);
-        *accused = remains.accused;
-        if remains.of_group {
+        let (slot, death) = (self.assignment.slot.clone(), worker_exit.death);
+        *suspects = worker_exit.suspects;
+        if worker_exit.of_group {
             // A step on the way to the one to blame. The last step is a task alone, which counts.
         } else if !death.is_quick_failure(&policy) {
             (self.quick_failures, self.found_in_a_row) = (0, 0);
-        } else if remains.found_poison && self.found_in_a_row < policy.max_quick_failures {
+        } else if worker_exit.found_poison && self.found_in_a_row < policy.max_quick_failures {
             // The failures had a cause, which is out of the way. Not without end: where every task
             // seems to be poison, it is the slot that is broken, and it must not drain the queue.
             (self.quick_failures, self.found_in_a_row) = (0, self.found_in_a_row + 1);
@@ -126,37 +126,37 @@ impl Slot {
         match judge(&death, self.quick_failures, &policy, rand::random()) {
             Verdict::StoppedOnRequest => {
                 tracing::info!(slot, "stopped on request");
-                Then::End(SlotEnd::StoppedOnRequest)
+                NextAction::End(SlotEnd::StoppedOnRequest)
             }
             Verdict::GiveUp(exit) => {
                 let quick_failures = self.quick_failures;
                 tracing::error!(slot, exit = exit.code(), quick_failures, "slot given up");
-                self.show_failure(State::Quarantined, &remains.words);
-                Then::End(SlotEnd::GivenUp(exit))
+                self.show_failure(State::Quarantined, &worker_exit.words);
+                NextAction::End(SlotEnd::GivenUp(exit))
             }
             Verdict::Restart(delay) => {
                 tracing::warn!(slot, delay_ms = delay.as_millis() as u64, "starting the worker again");
-                self.show_failure(State::Failed, &remains.words);
-                self.count_restart(remains.reason);
+                self.show_failure(State::Failed, &worker_exit.words);
+                self.count_restart(worker_exit.reason);
                 self.rest(Some(delay)).await
             }
         }
     }
 
     /// Waits without a worker, for so long or until somebody orders something.
-    async fn rest(&mut self, delay: Option<Duration>) -> Then {
+    async fn rest(&mut self, delay: Option<Duration>) -> NextAction {
         let mut until = delay.map(|delay| tokio::time::Instant::now() + delay);
         loop {
             tokio::select! {
                 () = tokio::time::sleep_until(until.unwrap_or_else(tokio::time::Instant::now)), if until.is_some() => {
-                    return Then::Start;
+                    return NextAction::Start;
                 }
-                () = self.launch.stop.reached(Phase::Returning) => return Then::End(SlotEnd::Drained),
+                () = self.launch.stop.reached(Phase::Returning) => return NextAction::End(SlotEnd::Drained),
                 Some(exit) = self.leaving.next() => if exit == Some(Exit::StoppedOnRequest) {
-                    return Then::End(SlotEnd::StoppedOnRequest);
+                    return NextAction::End(SlotEnd::StoppedOnRequest);
                 },
                 Some(ordered) = self.orders.recv() => match self.obey_at_rest(ordered, until.is_some()) {
-                    Some(Then::Hold) => {
+                    Some(NextAction::Hold) => {
                         self.show(State::Stopped);
                         until = None;
                     }
@@ -168,12 +168,12 @@ impl Slot {
     }
 
     /// `failing`: a worker is to be started soon.
-    fn obey_at_rest(&mut self, ordered: Ordered, failing: bool) -> Option<Then> {
+    fn obey_at_rest(&mut self, ordered: Ordered, failing: bool) -> Option<NextAction> {
         let (order, answer) = match ordered {
             Ordered::Order(order, answer) => (order, answer),
             Ordered::Replace(assignment, permit, answer) if failing => {
-                self.try_out(*assignment, Why { reason: "reloaded", permit, answer: Some(answer) });
-                return Some(Then::Start);
+                self.try_out(*assignment, ReplaceReason { reason: "reloaded", permit, answer: Some(answer) });
+                return Some(NextAction::Start);
             }
             Ordered::Replace(assignment, _permit, answer) => {
                 self.take_on(*assignment);
@@ -183,15 +183,15 @@ impl Slot {
         };
         let (then, done) = match order {
             Order::Resume => {
-                self.wishes.paused = false;
-                (Some(Then::Start), "starting a worker")
+                self.overrides.paused = false;
+                (Some(NextAction::Start), "starting a worker")
             }
             Order::Restart => {
                 self.quick_failures = 0;
-                (Some(Then::Start), "starting a worker")
+                (Some(NextAction::Start), "starting a worker")
             }
-            Order::Drain => (Some(Then::Hold), "there is no worker, and none is started"),
-            Order::Shutdown => (Some(Then::End(SlotEnd::StoppedOnRequest)), "the slot is done"),
+            Order::Drain => (Some(NextAction::Hold), "there is no worker, and none is started"),
+            Order::Shutdown => (Some(NextAction::End(SlotEnd::StoppedOnRequest)), "the slot is done"),
             order => (None, self.remember(&order)),
         };
         let _ = answer.send(Ok(done));
@@ -202,23 +202,23 @@ impl Slot {
     fn remember(&mut self, order: &Order) -> &'static str {
         match order {
             Order::Pause => {
-                self.wishes.paused = true;
+                self.overrides.paused = true;
                 "pausing"
             }
             Order::Resume => {
-                self.wishes.paused = false;
+                self.overrides.paused = false;
                 "resuming"
             }
             Order::SetBatch(change) => {
-                self.wishes.batch = change.over(self.wishes.batch);
-                let (batch, board) = (self.wishes.batch, &self.launch.board);
+                self.overrides.batch = change.over(self.overrides.batch);
+                let (batch, board) = (self.overrides.batch, &self.launch.board);
                 board.change(&self.assignment.slot, |entry| {
                     entry.report.batch = batch.over(entry.report.batch)
                 });
                 "batches have other bounds"
             }
             Order::LogLevel(filter) => {
-                self.wishes.log = Some(filter.clone());
+                self.overrides.log = Some(filter.clone());
                 "logging by another filter"
             }
             Order::Drain | Order::Shutdown | Order::Restart => "finishing",
@@ -226,28 +226,29 @@ impl Slot {
     }
 
     /// Starts a worker and watches it, and those that take its place, to the end of the last.
-    async fn live(&mut self, accused: Option<Accused>) -> (Remains, Then) {
+    async fn live(&mut self, suspects: Option<SuspectTasks>) -> (WorkerExit, NextAction) {
         let launch = self.launch.clone();
         let mut known = launch.deaths.known();
         let told_of = known.borrow_and_update().clone();
         self.show(State::Starting);
         let assignment = self.assignment.clone();
-        let mut current = match Running::spawn(&launch, assignment, (told_of, &self.wishes), false).await {
-            Ok(current) => current,
-            Err(refusal) => return (self.not_spawned(refusal, accused), Then::Judge),
-        };
-        current.sight.inherit(accused);
+        let mut current =
+            match WorkerHandle::spawn(&launch, assignment, (told_of, &self.overrides), false).await {
+                Ok(current) => current,
+                Err(refusal) => return (self.not_spawned(refusal, suspects), NextAction::Judge),
+            };
+        current.monitor.inherit(suspects);
         if self.trial.is_some() {
-            current.sight.be_on_probation();
+            current.monitor.be_on_probation();
         }
         self.show_worker(&mut current);
         let mut successor: Option<Successor> = None;
-        let mut then = Then::Judge;
+        let mut then = NextAction::Judge;
         loop {
             tokio::select! {
                 happening = current.next(&launch) => {
                     let Some(status) = current.act(happening, &launch).await else {
-                        self.pass_trial(&current);
+                        self.pass_probation(&current);
                         if let Some(why) = self.is_due(&current, successor.is_some()) {
                             let same = self.assignment.clone();
                             self.replace(same, why, (&mut current, &mut successor), &mut then).await;
@@ -255,31 +256,31 @@ impl Slot {
                         continue;
                     };
                     let asked = current.is_leaving();
-                    let remains = current.remains(status, &launch);
+                    let worker_exit = current.worker_exit(status, &launch);
                     launch.board.change(&self.assignment.slot, Entry::vacate);
                     // A sentinel ends the slot, whoever was to take its worker's place.
-                    let stopped = remains.death.exit == Some(Exit::StoppedOnRequest);
+                    let stopped = worker_exit.death.exit == Some(Exit::StoppedOnRequest);
                     match successor.take() {
-                        Some(next) if !asked && !stopped => current = self.succeed_the_dead(next, remains),
+                        Some(next) if !asked && !stopped => current = self.succeed_the_dead(next, worker_exit),
                         _ => {
-                            let then = if asked { self.after_order(then, remains.death.exit) } else { Then::Judge };
-                            return (remains, then);
+                            let then = if asked { self.after_order(then, worker_exit.death.exit) } else { NextAction::Judge };
+                            return (worker_exit, then);
                         }
                     }
                 }
                 happening = next_of(&mut successor, &launch) => {
                     if let Some((next, permit)) = self.watch_successor(&mut successor, happening).await {
                         let old = std::mem::replace(&mut current, next);
-                        self.see_off(old, permit).await;
+                        self.drain_old(old, permit).await;
                     }
                 }
                 Ok(()) = known.changed() => {
                     let tasks = known.borrow_and_update().clone();
-                    tell_both(&mut current, &mut successor, &Command::Deaths { tasks }).await;
+                    tell_both(&mut current, &mut successor, &Command::CrashRecords { tasks }).await;
                 }
                 Some(exit) = self.leaving.next() => if exit == Some(Exit::StoppedOnRequest) {
                     // The worker before was stopped by a sentinel while it was being replaced.
-                    then = Then::End(SlotEnd::StoppedOnRequest);
+                    then = NextAction::End(SlotEnd::StoppedOnRequest);
                     self.finish(&mut current, &mut successor).await;
                 },
                 Some(ordered) = self.orders.recv() => {
@@ -293,15 +294,15 @@ impl Slot {
     async fn obey(
         &mut self,
         ordered: Ordered,
-        (current, successor): (&mut Running, &mut Option<Successor>),
-        then: &mut Then,
+        (current, successor): (&mut WorkerHandle, &mut Option<Successor>),
+        then: &mut NextAction,
     ) {
         let (order, answer) = match ordered {
             Ordered::Order(order, answer) => (order, answer),
             Ordered::Replace(assignment, permit, answer) if current.is_leaving() => {
-                let why = Why { reason: "reloaded", permit, answer: Some(answer) };
+                let why = ReplaceReason { reason: "reloaded", permit, answer: Some(answer) };
                 match then {
-                    Then::Start => self.try_out(*assignment, why),
+                    NextAction::Start => self.try_out(*assignment, why),
                     // Whoever starts next, if anybody does, starts with these.
                     _ => {
                         self.take_on(*assignment);
@@ -311,7 +312,7 @@ impl Slot {
                 return;
             }
             Ordered::Replace(assignment, permit, answer) => {
-                let why = Why { reason: "reloaded", permit, answer: Some(answer) };
+                let why = ReplaceReason { reason: "reloaded", permit, answer: Some(answer) };
                 return self.replace(*assignment, why, (current, successor), then).await;
             }
         };
@@ -319,8 +320,8 @@ impl Slot {
         let command = match order {
             Order::Pause => Command::Pause,
             Order::Resume => {
-                if current.is_leaving() && matches!(then, Then::Hold) {
-                    *then = Then::Start;
+                if current.is_leaving() && matches!(then, NextAction::Hold) {
+                    *then = NextAction::Start;
                 }
                 Command::Resume
             }
@@ -328,9 +329,9 @@ impl Slot {
             Order::LogLevel(filter) => Command::LogLevel { filter },
             Order::Drain | Order::Shutdown | Order::Restart => {
                 *then = match order {
-                    Order::Drain => Then::Hold,
-                    Order::Shutdown => Then::End(SlotEnd::StoppedOnRequest),
-                    _ => Then::Start,
+                    Order::Drain => NextAction::Hold,
+                    Order::Shutdown => NextAction::End(SlotEnd::StoppedOnRequest),
+                    _ => NextAction::Start,
                 };
                 self.finish(current, successor).await;
                 drop(answer.send(Ok(outcome)));
@@ -345,7 +346,7 @@ impl Slot {
     }
 
     /// Has the worker finish and end; whoever was to take its place is not wanted now.
-    async fn finish(&mut self, current: &mut Running, successor: &mut Option<Successor>) {
+    async fn finish(&mut self, current: &mut WorkerHandle, successor: &mut Option<Successor>) {
         if let Some(next) = successor.take() {
             next.why.say(Err("its worker was told to end meanwhile".to_owned()));
         }
@@ -355,34 +356,34 @@ impl Slot {
     }
 
     /// What follows the end of a worker that had been told to end.
-    fn after_order(&mut self, then: Then, exit: Option<Exit>) -> Then {
+    fn after_order(&mut self, then: NextAction, exit: Option<Exit>) -> NextAction {
         let stopping = self.launch.stop.phase() >= Phase::Returning;
         match (then, exit) {
-            (_, Some(Exit::StoppedOnRequest)) => Then::End(SlotEnd::StoppedOnRequest),
-            (Then::Start, _) if !stopping => {
+            (_, Some(Exit::StoppedOnRequest)) => NextAction::End(SlotEnd::StoppedOnRequest),
+            (NextAction::Start, _) if !stopping => {
                 if self.trial.is_none() {
                     self.count_restart("requested");
                 }
-                Then::Start
+                NextAction::Start
             }
-            (then @ (Then::Hold | Then::End(_)), _) if !stopping => then,
-            (_, Some(Exit::Done)) => Then::End(SlotEnd::Drained),
-            _ => Then::End(SlotEnd::Aborted),
+            (then @ (NextAction::Hold | NextAction::End(_)), _) if !stopping => then,
+            (_, Some(Exit::Done)) => NextAction::End(SlotEnd::Drained),
+            _ => NextAction::End(SlotEnd::Aborted),
         }
     }
 
-    fn not_spawned(&self, refusal: Refusal, accused: Option<Accused>) -> Remains {
+    fn not_spawned(&self, refusal: Refusal, suspects: Option<SuspectTasks>) -> WorkerExit {
         let (launch, assignment) = (&self.launch, &self.assignment);
         tracing::error!(slot = assignment.slot, reason = %refusal, "no worker was started");
-        let mut sight = Sight::new(accused);
-        if let Refusal::Device(ailment) = refusal {
-            sight.be_refused(ailment);
+        let mut monitor = WorkerMonitor::new(suspects);
+        if let Refusal::Device(device_fault) = refusal {
+            monitor.be_refused(device_fault);
         }
-        sight.end(None, false, (launch, assignment))
+        monitor.end(None, false, (launch, assignment))
     }
 }
 
-async fn tell_both(current: &mut Running, successor: &mut Option<Successor>, command: &Command) {
+async fn tell_both(current: &mut WorkerHandle, successor: &mut Option<Successor>, command: &Command) {
     current.tell(command).await;
     if let Some(next) = successor {
         next.running.tell(command).await;

@@ -34,7 +34,7 @@ pub fn open(device: &str) -> Result<(Device, String), LoadError> {
 #[cfg(feature = "cuda")]
 use cuda::open as open_gpu;
 #[cfg(feature = "cuda")]
-pub use cuda::{Brought, Copies, Fetched};
+pub use cuda::{Copies, DeviceToHost, HostToDevice};
 
 #[cfg(not(feature = "cuda"))]
 fn open_gpu(_: &str) -> Result<(Device, String), String> {

@@ -21,15 +21,15 @@ pub enum Command {
         assignment: serde_json::Value,
         /// Tasks that were on a device when their worker died.
         #[serde(default)]
-        deaths: Vec<Deaths>,
+        crashes: Vec<CrashRecord>,
         /// Load, and consume only once told to.
         #[serde(default)]
         paused: bool,
     },
     /// Workers died since `start`.
-    Deaths {
+    CrashRecords {
         /// What is known now of the tasks that were on their devices.
-        tasks: Vec<Deaths>,
+        tasks: Vec<CrashRecord>,
     },
     /// Take no more, finish what was taken, and wait.
     Pause,
@@ -180,7 +180,7 @@ impl TaskName {
 
 /// The deaths of workers that had a task on their device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Deaths {
+pub struct CrashRecord {
     /// The task's fingerprint.
     pub task: String,
     /// How many workers died with it, those left out that died of a group that was isolated.
@@ -192,12 +192,12 @@ pub struct Deaths {
     #[serde(default)]
     pub among: u32,
     /// How the last one died, once so many died while it was alone that it is not tried again.
-    pub poison: Option<LastWords>,
+    pub poison: Option<CrashTail>,
 }
 
 /// How a process ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LastWords {
+pub struct CrashTail {
     /// Its signal or exit code.
     pub exit: String,
     /// The last lines of its log.

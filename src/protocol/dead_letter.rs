@@ -5,7 +5,7 @@ use std::time::SystemTime;
 
 use jiff::Timestamp;
 
-use super::control::Deaths;
+use super::control::CrashRecord;
 use super::task::ATTEMPT;
 use super::{Headers, Message, Task, Value, shorten};
 
@@ -98,7 +98,7 @@ pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
 }
 
 /// `letter` with how the workers died that had the task on their device.
-pub fn with_deaths(mut letter: Message, deaths: &Deaths) -> Message {
+pub fn with_deaths(mut letter: Message, deaths: &CrashRecord) -> Message {
     let headers = &mut letter.properties.headers;
     headers.insert("deaths".into(), i64::from(deaths.count).into());
     if let Some(last) = &deaths.poison {

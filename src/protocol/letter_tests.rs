@@ -3,7 +3,7 @@
 use super::super::dead_letter::{Cause, dead_letter, with_deaths};
 use super::super::{Incoming, Properties, Task, classify};
 use super::*;
-use crate::protocol::control::Deaths;
+use crate::protocol::control::CrashRecord;
 
 fn at(seconds: u64) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)
@@ -53,7 +53,7 @@ fn a_task_is_put_back_as_its_producer_sent_it_but_for_what_would_act_at_once() {
     };
     let letter = with_deaths(
         dead_letter(&task(acting), &cause(Reason::Poison)),
-        &Deaths { task: "f".into(), count: 3, alone: 0, among: 1, poison: None },
+        &CrashRecord { task: "f".into(), count: 3, alone: 0, among: 1, poison: None },
     );
     let read = Letter::of(&letter);
     assert_eq!((read.reason(), read.died_at(), read.task_id()), ("poison", Some(at(100)), Some("c")));

@@ -15,7 +15,7 @@ pub mod task;
 pub mod task_error;
 
 pub use message::{Headers, Message, Properties, Value};
-pub use reply::{Body, Signature, Timings};
+pub use reply::{Body, Timings, WorkerInfo};
 pub use task::{Incoming, Task, classify};
 pub use task_error::{TaskError, TaskErrorKind};
 

@@ -1,4 +1,4 @@
-//! Writes a reply: properties echoed from the task, the status headers, the receipt, the body.
+//! Writes a reply: properties echoed from the task, the status headers, the timings, the body.
 //! Decides which status and code an error carries. Owns no state.
 
 use std::borrow::Cow;
@@ -19,7 +19,7 @@ const TRACE_BYTES: usize = 1_024;
 
 /// Who answers: goes into the headers of every reply.
 #[derive(Clone, Debug)]
-pub struct Signature {
+pub struct WorkerInfo {
     /// host/pool/slot.
     pub worker: String,
     /// `cpu`, or the GPU's UUID.
@@ -106,7 +106,7 @@ pub fn reply(
     task: &Task,
     body: Result<Body, &TaskError>,
     timings: &Timings,
-    signature: &Signature,
+    worker_info: &WorkerInfo,
     attempt: i64,
 ) -> Message {
     let (status, status_code) = match &body {
@@ -122,9 +122,9 @@ pub fn reply(
         ("status".into(), status.into()),
         ("status_code".into(), status_code.into()),
         ("task_id".into(), task.id.as_str().into()),
-        ("worker".into(), signature.worker.as_str().into()),
-        ("device".into(), signature.device.as_str().into()),
-        ("model".into(), signature.model.as_str().into()),
+        ("worker".into(), worker_info.worker.as_str().into()),
+        ("device".into(), worker_info.device.as_str().into()),
+        ("model".into(), worker_info.model.as_str().into()),
         ("attempt".into(), attempt.into()),
         ("queue_us".into(), timings.queue_us.into()),
         ("prepare_us".into(), timings.prepare_us.into()),
@@ -214,8 +214,8 @@ mod tests {
         }
     }
 
-    fn signature() -> Signature {
-        Signature { worker: "host/embed/0".into(), device: "cpu".into(), model: "m".into() }
+    fn worker_info() -> WorkerInfo {
+        WorkerInfo { worker: "host/embed/0".into(), device: "cpu".into(), model: "m".into() }
     }
 
     #[test]
@@ -231,7 +231,7 @@ mod tests {
             ]),
             ..Properties::default()
         });
-        let reply = reply(&task, Ok(Body::json("{}")), &Timings::default(), &signature(), 1);
+        let reply = reply(&task, Ok(Body::json("{}")), &Timings::default(), &worker_info(), 1);
         let properties = reply.properties;
         assert_eq!(properties.correlation_id.as_deref(), Some("c"));
         assert_eq!(properties.delivery_mode, Some(2));
@@ -245,7 +245,7 @@ mod tests {
     fn every_header_is_a_flat_scalar_without_an_x_prefix() {
         let task = task(Properties::default());
         let error = TaskError::bad_input("input", "no");
-        let reply = reply(&task, Err(&error), &Timings::default(), &signature(), 3);
+        let reply = reply(&task, Err(&error), &Timings::default(), &worker_info(), 3);
         for (name, value) in &reply.properties.headers {
             assert!(!name.starts_with("x-"), "{name}");
             assert!(!matches!(value, Value::Array(_) | Value::Table(_)), "{name}");

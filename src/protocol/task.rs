@@ -119,7 +119,7 @@ impl Task {
     }
 
     /// Until when the task is wanted: the earlier of `expires` and `expiration`, the latter counted
-    /// from the receipt (before it, the broker counted).
+    /// from when it was received (before that, the broker counted).
     ///
     /// # Errors
     /// A header that is no ISO-8601 time; the task is answered with the error.

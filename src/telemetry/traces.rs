@@ -83,9 +83,9 @@ impl Traces {
     /// # Errors
     /// In words, what the exporter cannot use: the address, or a variable of `OTEL_EXPORTER_OTLP_…`.
     pub fn start(endpoint: &str, sample: f64, place: Place<'_>) -> Result<Self, String> {
-        let outlet = export::outlet(endpoint).map_err(|error| error.to_string())?;
+        let span_queue = export::span_queue(endpoint).map_err(|error| error.to_string())?;
         let provider = SdkTracerProvider::builder()
-            .with_span_processor(outlet)
+            .with_span_processor(span_queue)
             .with_sampler(Sampling::of(sample))
             .with_max_links_per_span(MAX_LINKS as u32)
             .with_resource(resource(place.worker));

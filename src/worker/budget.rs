@@ -8,7 +8,7 @@ use std::num::NonZeroU16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::broker::Receipt;
+use crate::broker::DeliveryTag;
 
 /// Between two looks, at most; a short timeout is looked at more often.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
@@ -21,7 +21,7 @@ const MEASURED: u32 = 1_024;
 pub(super) struct Budget {
     prefetch: u32,
     limit: Duration,
-    held: BTreeMap<Receipt, Instant>,
+    held: BTreeMap<DeliveryTag, Instant>,
     /// Since when tasks have been in hand without a break, moved on as [`MEASURED`] says.
     since: Instant,
     /// When the last of them was settled.
@@ -62,23 +62,23 @@ impl Budget {
     }
 
     /// A delivery came.
-    pub(super) fn taken(&mut self, receipt: Receipt, now: Instant) {
+    pub(super) fn taken(&mut self, delivery_tag: DeliveryTag, now: Instant) {
         if self.held.is_empty() {
             // A new stretch of work: what was measured under another load says nothing of it.
             (self.since, self.last) = (now, now);
             (self.settled, self.longest_pass) = (0, Duration::ZERO);
         }
-        self.held.insert(receipt, now);
+        self.held.insert(delivery_tag, now);
     }
 
     /// It is no longer in hand, for another reason than work.
-    pub(super) fn release(&mut self, receipt: Receipt) -> bool {
-        self.held.remove(&receipt).is_some()
+    pub(super) fn release(&mut self, delivery_tag: DeliveryTag) -> bool {
+        self.held.remove(&delivery_tag).is_some()
     }
 
     /// Its task was worked on to the end.
-    pub(super) fn settled(&mut self, receipt: Receipt, now: Instant) {
-        if !self.release(receipt) {
+    pub(super) fn settled(&mut self, delivery_tag: DeliveryTag, now: Instant) {
+        if !self.release(delivery_tag) {
             return;
         }
         self.longest_pass = self.longest_pass.max(now - self.last);
@@ -93,7 +93,7 @@ impl Budget {
 
     /// The session is over, and with it the time of all that it delivered.
     pub(super) fn forget(&mut self, session: u64) {
-        self.held.retain(|receipt, _| receipt.session > session);
+        self.held.retain(|delivery_tag, _| delivery_tag.session > session);
     }
 
     /// What is to be said now: nothing below half of the limit, and nothing again before it has
@@ -224,19 +224,19 @@ mod tests {
             self.begun + Duration::from_secs_f64(seconds)
         }
 
-        fn receipt(tag: u64) -> Receipt {
-            Receipt { session: 1, tag }
+        fn delivery_tag(tag: u64) -> DeliveryTag {
+            DeliveryTag { session: 1, tag }
         }
 
         fn take(&mut self, count: u64, seconds: f64) {
             for _ in 0..count {
-                self.budget.taken(Self::receipt(self.next), self.at(seconds));
+                self.budget.taken(Self::delivery_tag(self.next), self.at(seconds));
                 self.next += 1;
             }
         }
 
         fn settle(&mut self, tag: u64, seconds: f64) {
-            self.budget.settled(Self::receipt(tag), self.at(seconds));
+            self.budget.settled(Self::delivery_tag(tag), self.at(seconds));
         }
 
         fn said(&mut self, seconds: f64) -> Option<String> {

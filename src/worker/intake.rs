@@ -16,7 +16,7 @@ use super::live_settings::LiveSettings;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
 use super::traced::Traced;
-use crate::broker::{Consumer, Delivery, Event, Receipt};
+use crate::broker::{Consumer, Delivery, DeliveryTag, Event};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::TaskName;
 use crate::protocol::task::sentinel_is_expired;
@@ -65,9 +65,9 @@ pub(super) struct Intake<'a> {
     stop: Stop,
     settings: LiveSettings,
     /// Accepted and not yet settled, by delivery.
-    in_flight: BTreeMap<Receipt, InFlight>,
-    runs: JoinSet<(Receipt, Result<(), WorkerError>)>,
-    sentinel: Option<Receipt>,
+    in_flight: BTreeMap<DeliveryTag, InFlight>,
+    runs: JoinSet<(DeliveryTag, Result<(), WorkerError>)>,
+    sentinel: Option<DeliveryTag>,
     /// The phase that has been acted on.
     phase: Phase,
     /// Told what is in hand, and since when.
@@ -140,13 +140,13 @@ impl<'a> Intake<'a> {
         if self.stop.phase() == Phase::Running && self.phase == Phase::Running {
             return Err(WorkerError::Internal("the broker's deliveries ended without being asked to".into()));
         }
-        self.shared.settlement.settler.flush().await;
+        self.shared.settlement.acker.flush().await;
         if self.stop.phase() == Phase::Running {
             return Ok(SessionEnd::Paused);
         }
         let Some(sentinel) = self.sentinel else { return Ok(SessionEnd::Worker(Ended::Drained)) };
         // The last ack of all: whoever dies before it leaves the sentinel to another worker.
-        if self.shared.settlement.settler.ack(sentinel).await {
+        if self.shared.settlement.acker.ack(sentinel).await {
             Ok(SessionEnd::Worker(Ended::OnRequest))
         } else {
             Err(WorkerError::SentinelLost)
@@ -155,34 +155,34 @@ impl<'a> Intake<'a> {
 
     async fn take(&mut self, delivery: Delivery) {
         if self.phase > Phase::Running {
-            return self.requeue(delivery.receipt).await;
+            return self.requeue(delivery.delivery_tag).await;
         }
         let now = SystemTime::now();
         let made_id = || uuid::Uuid::new_v4().to_string();
-        let receipt = delivery.receipt;
+        let delivery_tag = delivery.delivery_tag;
         let counted = delivery.delivery_count.is_some();
         let count = delivery.delivery_count.unwrap_or_default().max(delivery.redelivered.into()) as i64;
         let redeliveries = (count, counted);
         if count > 0 {
             self.shared.settlement.counters.count(|stats| stats.redelivered += 1);
         }
-        self.budget.note(|budget, now| budget.taken(receipt, now));
+        self.budget.note(|budget, now| budget.taken(delivery_tag, now));
         if let Some(prefetch) = self.shared.prefetch.came(delivery.message.body.len()) {
             self.budget.note(|budget, _| budget.set_prefetch(prefetch));
             self.shared.settlement.stalled.set_prefetch(prefetch.get());
             self.consumer.set_prefetch(prefetch).await;
         }
         match classify(delivery.message, now, made_id) {
-            Incoming::Task(task) => self.begin(Accepted::new(task, receipt, redeliveries)),
+            Incoming::Task(task) => self.begin(Accepted::new(task, delivery_tag, redeliveries)),
             Incoming::UnknownControl(task, kind) => {
-                self.refuse(Accepted::new(task, receipt, redeliveries), kind)
+                self.refuse(Accepted::new(task, delivery_tag, redeliveries), kind)
             }
-            Incoming::Sentinel(message) => self.obey(&message, receipt, now).await,
+            Incoming::Sentinel(message) => self.obey(&message, delivery_tag, now).await,
         }
     }
 
     fn begin(&mut self, mut accepted: Accepted) {
-        let receipt = accepted.delivery;
+        let delivery_tag = accepted.delivery;
         accepted.traced = Traced::begin(&self.shared.traces, &accepted.task, accepted.redeliveries);
         let left = accepted.deadline.map(|at| at.duration_since(SystemTime::now()).unwrap_or_default());
         let mut state = TaskState::new(TaskName::of(&accepted.task), left.map(|left| instant() + left));
@@ -192,27 +192,28 @@ impl<'a> Intake<'a> {
         // From here, so that of tasks that come together the first waits for the others.
         let expected = Expected::new(&self.shared.engine);
         let (shared, own) = (self.shared.clone(), state.clone());
-        let abort = self.runs.spawn(async move { (receipt, shared.run(accepted, own, expected).await) });
-        self.in_flight.insert(receipt, InFlight { state: Some(state), abort });
+        let abort = self.runs.spawn(async move { (delivery_tag, shared.run(accepted, own, expected).await) });
+        self.in_flight.insert(delivery_tag, InFlight { state: Some(state), abort });
     }
 
     fn refuse(&mut self, mut accepted: Accepted, kind: String) {
         accepted.traced = Traced::begin(&self.shared.traces, &accepted.task, accepted.redeliveries);
-        let (receipt, shared) = (accepted.delivery, self.shared.clone());
-        let abort = self.runs.spawn(async move { (receipt, shared.refuse_control(accepted, kind).await) });
-        self.in_flight.insert(receipt, InFlight { state: None, abort });
+        let (delivery_tag, shared) = (accepted.delivery, self.shared.clone());
+        let abort =
+            self.runs.spawn(async move { (delivery_tag, shared.refuse_control(accepted, kind).await) });
+        self.in_flight.insert(delivery_tag, InFlight { state: None, abort });
     }
 
-    async fn obey(&mut self, sentinel: &Message, receipt: Receipt, now: SystemTime) {
+    async fn obey(&mut self, sentinel: &Message, delivery_tag: DeliveryTag, now: SystemTime) {
         if sentinel_is_expired(sentinel, now) {
             tracing::info!("an expired sentinel stops nobody");
-            self.shared.settlement.settler.ack(receipt).await;
-            self.budget.note(|budget, _| budget.release(receipt));
+            self.shared.settlement.acker.ack(delivery_tag).await;
+            self.budget.note(|budget, _| budget.release(delivery_tag));
             return;
         }
         tracing::info!(unsettled = self.in_flight.len(), "sentinel received; finishing what came before it");
         self.consumer.cancel().await;
-        self.sentinel = Some(receipt);
+        self.sentinel = Some(delivery_tag);
         self.phase = Phase::Finishing;
         self.stop.advance(Phase::Finishing, "sentinel");
     }
@@ -229,19 +230,19 @@ impl<'a> Intake<'a> {
     async fn hand_back(&mut self) {
         self.phase = Phase::Returning;
         self.consumer.cancel().await;
-        let mut withdrawn: Vec<Receipt> = Vec::new();
-        for (receipt, task) in &self.in_flight {
+        let mut withdrawn: Vec<DeliveryTag> = Vec::new();
+        for (delivery_tag, task) in &self.in_flight {
             if task.withdraw() {
                 task.abort.abort();
-                withdrawn.push(*receipt);
+                withdrawn.push(*delivery_tag);
             }
         }
         withdrawn.extend(self.sentinel.take());
         tracing::info!(handed_back = withdrawn.len(), unsettled = self.in_flight.len(), "draining");
-        for receipt in withdrawn {
-            self.in_flight.remove(&receipt);
-            self.budget.note(|budget, _| budget.release(receipt));
-            self.requeue(receipt).await;
+        for delivery_tag in withdrawn {
+            self.in_flight.remove(&delivery_tag);
+            self.budget.note(|budget, _| budget.release(delivery_tag));
+            self.requeue(delivery_tag).await;
         }
     }
 
@@ -258,9 +259,9 @@ impl<'a> Intake<'a> {
         let _ = tokio::time::timeout(SETTLING, settled).await;
     }
 
-    async fn requeue(&mut self, receipt: Receipt) {
+    async fn requeue(&mut self, delivery_tag: DeliveryTag) {
         self.shared.settlement.counters.count(|stats| stats.requeued += 1);
-        self.shared.settlement.settler.requeue(receipt).await;
+        self.shared.settlement.acker.requeue(delivery_tag).await;
     }
 
     /// The session is over and all it delivered is the broker's: nobody answers it any more, also
@@ -268,26 +269,26 @@ impl<'a> Intake<'a> {
     fn forget(&mut self, session: u64) -> Result<(), WorkerError> {
         self.shared.settlement.lost.store(session, Ordering::Release);
         self.budget.note(|budget, _| budget.forget(session));
-        let of_session = |receipt: &Receipt| receipt.session <= session;
-        for (receipt, task) in &self.in_flight {
-            if of_session(receipt) {
+        let of_session = |delivery_tag: &DeliveryTag| delivery_tag.session <= session;
+        for (delivery_tag, task) in &self.in_flight {
+            if of_session(delivery_tag) {
                 task.withdraw();
                 task.abort.abort();
             }
         }
-        self.in_flight.retain(|receipt, _| !of_session(receipt));
+        self.in_flight.retain(|delivery_tag, _| !of_session(delivery_tag));
         // Going on would leave two workers to one sentinel.
         if self.sentinel.as_ref().is_some_and(of_session) { Err(WorkerError::SentinelLost) } else { Ok(()) }
     }
 
     fn on_exit(
         &mut self,
-        ended: Result<(Receipt, Result<(), WorkerError>), JoinError>,
+        ended: Result<(DeliveryTag, Result<(), WorkerError>), JoinError>,
     ) -> Result<(), WorkerError> {
         match ended {
-            Ok((receipt, result)) => {
-                self.in_flight.remove(&receipt);
-                self.budget.note(|budget, now| budget.settled(receipt, now));
+            Ok((delivery_tag, result)) => {
+                self.in_flight.remove(&delivery_tag);
+                self.budget.note(|budget, now| budget.settled(delivery_tag, now));
                 result
             }
             Err(error) if error.is_cancelled() => Ok(()),

@@ -13,7 +13,7 @@ use tokio::sync::{RwLock, RwLockReadGuard, mpsc, oneshot};
 
 use super::report::Reporter;
 use crate::engine::Engine;
-use crate::protocol::control::{Deaths, Event, TaskName};
+use crate::protocol::control::{CrashRecord, Event, TaskName};
 
 /// Tasks that may wait for the usher: it takes them on at once.
 const WAITING: usize = 256;
@@ -27,7 +27,7 @@ const GATHER: Duration = Duration::from_millis(5);
 
 /// With how many others at most a task may be in a group that came `redeliveries` times before; none: it
 /// is an ordinary task. `counts`: the broker counts deliveries, or else says only that there were some.
-pub(super) fn suspicion(redeliveries: i64, counts: bool, deaths: Option<&Deaths>) -> Option<usize> {
+pub(super) fn suspicion(redeliveries: i64, counts: bool, deaths: Option<&CrashRecord>) -> Option<usize> {
     // Whoever publishes the same task anew wants it tried anew.
     if redeliveries == 0 {
         return None;
@@ -176,8 +176,8 @@ mod tests {
     use super::*;
     use crate::protocol::TaskError;
 
-    fn deaths(among: u32) -> Deaths {
-        Deaths { task: "t".into(), count: 1, alone: 0, among, poison: None }
+    fn deaths(among: u32) -> CrashRecord {
+        CrashRecord { task: "t".into(), count: 1, alone: 0, among, poison: None }
     }
 
     #[test]

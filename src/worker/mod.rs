@@ -45,11 +45,11 @@ use futures_util::future::BoxFuture;
 use tokio::sync::{mpsc, watch};
 
 use crate::batching::Policy;
-use crate::broker::{BrokerError, Link};
+use crate::broker::{BrokerError, BrokerSession};
 use crate::config::Assignment;
 use crate::engine::{Engine, Loaded, Notice, Setup, Starter, Told};
 use crate::model::{LoadError, LoadSpec};
-use crate::protocol::Signature;
+use crate::protocol::WorkerInfo;
 use crate::protocol::control::{BatchChange, Event};
 use crate::shutdown::{Exit, Phase, Stop};
 use crate::telemetry::traces::Traces;
@@ -121,7 +121,7 @@ pub struct Control {
 }
 
 /// Connects to the broker of an assignment.
-pub type Open = dyn for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<Link, BrokerError>>;
+pub type Open = dyn for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<BrokerSession, BrokerError>>;
 
 /// Runs one worker to its end. `open` connects to the broker once the model is loaded, so that a
 /// worker holds no task that it cannot compute.
@@ -248,7 +248,7 @@ fn assemble(
     }
     Ok(session::Worker {
         policy: policy(&assignment),
-        signature: Signature {
+        worker_info: WorkerInfo {
             worker: assignment.worker.clone(),
             device,
             model: load_spec(&assignment).model_name().to_owned(),

@@ -10,7 +10,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::Control;
 use super::traced::passed;
-use crate::broker::Settler;
+use crate::broker::Acker;
 use crate::engine::{Observer, Passed};
 use crate::protocol::control::{Event, TaskName, encode};
 use crate::protocol::stats::{Standing, Stats};
@@ -218,11 +218,11 @@ pub(super) async fn every(counters: Arc<Counters>, reporter: Reporter) {
 }
 
 /// Follows whether there is a session with the broker, and what hinders the worker.
-pub(super) async fn connection(settler: Arc<dyn Settler>, counters: Arc<Counters>) {
+pub(super) async fn connection(acker: Arc<dyn Acker>, counters: Arc<Counters>) {
     loop {
-        let connected = settler.is_connected();
-        let broker = settler.trouble().filter(|_| !connected).map(|words| format!("no broker: {words}"));
-        let problem = broker.or_else(|| counters.unburied());
+        let connected = acker.is_connected();
+        let broker = acker.trouble().filter(|_| !connected).map(|words| format!("no broker: {words}"));
+        let problem = broker.or_else(|| counters.unparked());
         counters.count(|stats| (stats.now.connected, stats.now.problem) = (connected, problem));
         counters.reached.fetch_or(connected, Ordering::Relaxed);
         tokio::time::sleep(STATS_EVERY / 4).await;
@@ -242,17 +242,17 @@ pub(super) struct Counters {
     span: Mutex<Span>,
     /// Dead letters that no queue takes: how many wait, and why the last of them. Written by those that
     /// settle, read once in a while. Held for a few instructions.
-    unburied: Mutex<(usize, String)>,
+    unparked: Mutex<(usize, String)>,
     /// There has been a session with the broker.
     reached: AtomicBool,
 }
 
 /// While this exists, a dead letter counts as waiting.
-pub(super) struct Unburied<'a>(&'a Counters);
+pub(super) struct Unparked<'a>(&'a Counters);
 
-impl Drop for Unburied<'_> {
+impl Drop for Unparked<'_> {
     fn drop(&mut self) {
-        self.0.unburied.lock().unwrap_or_else(PoisonError::into_inner).0 -= 1;
+        self.0.unparked.lock().unwrap_or_else(PoisonError::into_inner).0 -= 1;
     }
 }
 
@@ -301,18 +301,18 @@ impl Counters {
     }
 
     /// A dead letter waits, for this reason. `before`: what the same letter was given before.
-    pub(super) fn wait_for_burial<'a>(&'a self, why: String, before: Option<Unburied<'a>>) -> Unburied<'a> {
-        let mut unburied = self.unburied.lock().unwrap_or_else(PoisonError::into_inner);
-        unburied.1 = why;
-        unburied.0 += usize::from(before.is_none());
-        drop(unburied);
-        before.unwrap_or_else(|| Unburied(self))
+    pub(super) fn wait_to_park<'a>(&'a self, why: String, before: Option<Unparked<'a>>) -> Unparked<'a> {
+        let mut unparked = self.unparked.lock().unwrap_or_else(PoisonError::into_inner);
+        unparked.1 = why;
+        unparked.0 += usize::from(before.is_none());
+        drop(unparked);
+        before.unwrap_or_else(|| Unparked(self))
     }
 
     /// Which dead letters wait, in words, where any do.
-    fn unburied(&self) -> Option<String> {
-        let unburied = self.unburied.lock().unwrap_or_else(PoisonError::into_inner);
-        let (letters, why) = &*unburied;
+    fn unparked(&self) -> Option<String> {
+        let unparked = self.unparked.lock().unwrap_or_else(PoisonError::into_inner);
+        let (letters, why) = &*unparked;
         (*letters > 0).then(|| format!("{letters} dead letters wait: {why}"))
     }
 

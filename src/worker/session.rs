@@ -19,10 +19,10 @@ use super::stalled::Stalled;
 use super::task_run::Shared;
 use super::{Control, WorkerError, live_settings};
 use crate::batching::Policy;
-use crate::broker::Link;
+use crate::broker::BrokerSession;
 use crate::config::Assignment;
 use crate::engine::Engine;
-use crate::protocol::Signature;
+use crate::protocol::WorkerInfo;
 use crate::protocol::control::BatchChange;
 use crate::shutdown::Stop;
 
@@ -33,7 +33,7 @@ const FAREWELL: Duration = Duration::from_secs(5);
 pub(super) struct Worker {
     pub(super) assignment: Assignment,
     pub(super) policy: Policy,
-    pub(super) signature: Signature,
+    pub(super) worker_info: WorkerInfo,
     pub(super) engine: Arc<dyn Engine>,
     pub(super) preprocess: CpuPool,
     pub(super) reply: CpuPool,
@@ -49,7 +49,7 @@ impl Worker {
     /// [`WorkerError`]: this process cannot go on.
     pub(super) async fn consume(
         &self,
-        mut link: Link,
+        mut link: BrokerSession,
         stop: &Stop,
         fault: &mut mpsc::Receiver<WorkerError>,
     ) -> Result<SessionEnd, WorkerError> {
@@ -57,7 +57,7 @@ impl Worker {
         let budget = Watched::new(self.assignment.first_prefetch(), broker.delivery_timeout());
         let helpers = [
             tokio::spawn(budget.clone().watch()),
-            tokio::spawn(connection(link.settler.clone(), self.counters.clone())),
+            tokio::spawn(connection(link.acker.clone(), self.counters.clone())),
         ];
         let shared = Arc::new(self.shared(&link, stop));
         let follower =
@@ -77,12 +77,12 @@ impl Worker {
         ended
     }
 
-    fn shared(&self, link: &Link, stop: &Stop) -> Shared {
+    fn shared(&self, link: &BrokerSession, stop: &Stop) -> Shared {
         let pool = &self.assignment.pool;
         let settlement = Settlement {
-            settler: link.settler.clone(),
+            acker: link.acker.clone(),
             publisher: link.publisher.clone(),
-            signature: self.signature.clone(),
+            worker_info: self.worker_info.clone(),
             queues: Queues {
                 task: pool.task_queue.clone(),
                 reply: pool.reply_queue.clone(),

@@ -16,13 +16,13 @@ use super::report::Counters;
 use super::stalled::Stalled;
 use super::traced::Traced;
 use crate::backoff::Backoff;
-use crate::broker::{Delay, Published, Publisher, Receipt as DeliveryReceipt, Settler};
+use crate::broker::{Acker, Delay, DeliveryTag as DeliveryReceipt, Published, Publisher};
 use crate::config::Retry;
-use crate::protocol::control::Deaths;
+use crate::protocol::control::CrashRecord;
 use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths, without_foreign_headers};
 use crate::protocol::reply::reply;
 use crate::protocol::stats::{Stage, Stats};
-use crate::protocol::{Body, Message, Signature, Task, TaskError, TaskErrorKind, Timings};
+use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, WorkerInfo};
 use crate::shutdown::{Phase, Stop};
 
 /// Between two attempts to publish into a queue that takes nothing.
@@ -38,9 +38,9 @@ const TICK: Duration = Duration::from_millis(250);
 
 /// What settling needs; shared by all tasks of a worker.
 pub(super) struct Settlement {
-    pub(super) settler: Arc<dyn Settler>,
+    pub(super) acker: Arc<dyn Acker>,
     pub(super) publisher: Arc<dyn Publisher>,
-    pub(super) signature: Signature,
+    pub(super) worker_info: WorkerInfo,
     pub(super) queues: Queues,
     pub(super) retry: Retry,
     pub(super) waits: Waits,
@@ -84,7 +84,7 @@ pub(super) struct Accepted {
     /// Until when it is wanted. One that cannot be read is the task's error, found again in its life.
     pub(super) deadline: Option<SystemTime>,
     /// Of workers that had it on their device.
-    pub(super) deaths: Option<Deaths>,
+    pub(super) deaths: Option<CrashRecord>,
     /// Its span, which ends with it.
     pub(super) traced: Traced,
 }
@@ -155,12 +155,12 @@ impl Settlement {
             () = self.leaving() => {
                 tracing::info!(task.id = accepted.task.id, "no queue takes what came of the task; handing it back");
                 self.counters.count(|stats| stats.requeued += 1);
-                self.settler.requeue(accepted.delivery).await;
+                self.acker.requeue(accepted.delivery).await;
                 return Ok(());
             }
         };
         published?;
-        if !self.settler.ack(accepted.delivery).await {
+        if !self.acker.ack(accepted.delivery).await {
             tracing::info!(task.id = accepted.task.id, "late ack discarded; the task will come again");
         }
         accepted.traced.settled();
@@ -242,14 +242,14 @@ impl Settlement {
     ) -> Result<(), WorkerError> {
         tracing::warn!(task.id = accepted.task.id, reason = reason.as_str(), %error, "dead letter");
         accepted.traced.dead_lettered(reason);
-        let worker = &self.signature.worker;
+        let worker = &self.worker_info.worker;
         let cause = Cause { reason, error: &error.message, worker, at: SystemTime::now() };
         let letter = accepted.traced.passed_on(dead_letter(&accepted.task, &cause));
         let letter = match &accepted.deaths {
             Some(deaths) => with_deaths(letter, deaths),
             None => letter,
         };
-        self.bury(letter, reason).await
+        self.park(letter, reason).await
     }
 
     /// Answers the task, and counts it.
@@ -294,7 +294,7 @@ impl Settlement {
         let (task, traced) = (&accepted.task, &accepted.traced);
         traced.answered(body.as_ref().err().copied());
         let Some(queue) = self.queues.of_reply(task) else { return Ok(()) };
-        let message = reply(task, body, timings, &self.signature, accepted.attempt());
+        let message = reply(task, body, timings, &self.worker_info, accepted.attempt());
         let message = Arc::new(traced.reply(message));
         let own = self.queues.reply.as_deref() == Some(queue);
         let owner = if own { Owner::Pool } else { Owner::Requester };
@@ -304,7 +304,7 @@ impl Settlement {
             tracing::warn!(task.id = task.id, error = words, "answering with an error instead");
             let error = TaskError::new(TaskErrorKind::TooLarge, words);
             traced.answered(Some(&error));
-            let smaller = reply(task, Err(&error), timings, &self.signature, accepted.attempt());
+            let smaller = reply(task, Err(&error), timings, &self.worker_info, accepted.attempt());
             let smaller = Arc::new(traced.reply(smaller));
             sent = self.within(accepted, ((queue, None), owner), &smaller).await?;
         }
@@ -408,7 +408,7 @@ impl Settlement {
 
     /// Puts a letter into the dead-letter queue, however long that takes: acking without it would lose the
     /// message, and requeueing would loop. Others go on meanwhile, as long as there is room for them.
-    async fn bury(&self, mut letter: Message, reason: Reason) -> Result<(), WorkerError> {
+    async fn park(&self, mut letter: Message, reason: Reason) -> Result<(), WorkerError> {
         let queue = &self.queues.dead_letter;
         let (mut failures, mut is_bare) = (0, false);
         let mut waits = None;
@@ -420,7 +420,7 @@ impl Settlement {
                 sent = &mut publish => sent?,
                 () = self.broker_takes_messages_for(STALLED) => {
                     let words = format!("dead-letter queue {queue:?} takes no message now");
-                    waits = Some(self.counters.wait_for_burial(words, waits));
+                    waits = Some(self.counters.wait_to_park(words, waits));
                     publish.await?
                 }
             };
@@ -451,7 +451,7 @@ impl Settlement {
             failures += 1;
             let words = format!("dead-letter queue {queue:?}: {why}");
             tracing::warn!(error = words, failures, "a dead letter waits");
-            waits = Some(self.counters.wait_for_burial(words, waits));
+            waits = Some(self.counters.wait_to_park(words, waits));
             tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
         }
     }

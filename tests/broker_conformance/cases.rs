@@ -29,7 +29,7 @@ async fn filled(rig: &impl Rig, count: usize) -> String {
 
 async fn ack_all(link: &Link, deliveries: &[Delivery]) {
     for delivery in deliveries {
-        assert!(link.settler.ack(delivery.receipt).await);
+        assert!(link.acker.ack(delivery.delivery_tag).await);
     }
 }
 
@@ -60,7 +60,7 @@ pub async fn acks_in_any_order_leave_only_what_is_unfinished(rig: &impl Rig) {
     let mut link = rig.open(&queue, 6).await;
     let held = link.take_many(6).await;
     for index in [4, 1, 5] {
-        assert!(link.settler.ack(held[index].receipt).await);
+        assert!(link.acker.ack(held[index].delivery_tag).await);
     }
     // Orders the acks before the crash: one still on its way may be lost with the link.
     link.consumer.close().await;
@@ -76,7 +76,7 @@ pub async fn a_requeued_message_is_back_at_its_old_place(rig: &impl Rig) {
     let held = link.take_many(4).await;
     link.consumer.cancel().await;
     for delivery in &held {
-        assert!(link.settler.requeue(delivery.receipt).await);
+        assert!(link.acker.requeue(delivery.delivery_tag).await);
     }
     rig.ready_becomes(&queue, 6).await;
     let mut next = rig.open(&queue, 10).await;
@@ -150,7 +150,7 @@ pub async fn after_many_changes_each_message_has_come_once_in_order(rig: &impl R
     for n in 0..COUNT {
         let delivery = link.take().await;
         link.consumer.set_prefetch(prefetch(1 + n as u16 % 7)).await;
-        assert!(link.settler.ack(delivery.receipt).await);
+        assert!(link.acker.ack(delivery.delivery_tag).await);
         assert!(!delivery.redelivered);
         came.push(delivery);
     }
@@ -174,7 +174,7 @@ pub async fn a_cancel_behind_a_changed_prefetch_is_the_end(rig: &impl Rig) {
             }
         }
         for delivery in &held {
-            assert!(link.settler.requeue(delivery.receipt).await);
+            assert!(link.acker.requeue(delivery.delivery_tag).await);
         }
         rig.ready_becomes(&queue, 20).await;
         link.consumer.close().await;
@@ -191,7 +191,7 @@ pub async fn acks_written_before_a_close_count_and_later_ones_do_not(rig: &impl 
     let held = link.take_many(2).await;
     ack_all(&link, &held[..1]).await;
     link.consumer.close().await;
-    assert!(!link.settler.ack(held[1].receipt).await);
+    assert!(!link.acker.ack(held[1].delivery_tag).await);
     let mut next = rig.open(&queue, 10).await;
     assert_eq!(bodies(&next.take_many(1).await), ["1"]);
     next.takes_nothing().await;
@@ -311,7 +311,7 @@ pub async fn empty_and_large_bodies_survive(rig: &impl Rig) {
         assert_eq!(published.ok(), Some(Published::Confirmed));
         let delivery = link.take().await;
         assert!(delivery.message == sent, "{} bytes came back changed", sent.body.len());
-        assert!(link.settler.ack(delivery.receipt).await);
+        assert!(link.acker.ack(delivery.delivery_tag).await);
     }
 }
 
@@ -331,6 +331,6 @@ pub async fn a_message_put_off_comes_after_its_delay_and_holds_up_nobody(rig: &i
     assert_eq!(bodies(std::slice::from_ref(&late)), ["later"]);
     assert!(begun.elapsed() >= after, "{:?}", begun.elapsed());
     assert!(!late.redelivered && late.message.properties.expiration.is_none());
-    assert!(link.settler.ack(late.receipt).await);
+    assert!(link.acker.ack(late.delivery_tag).await);
     link.takes_nothing().await;
 }

@@ -40,7 +40,7 @@ impl Rig for EmbeddedRig {
         let prefetch = NonZeroU16::new(prefetch).expect("a prefetch");
         let subscription = Subscription { queue: queue.to_owned(), prefetch };
         let link = connect(self.broker.path(), subscription).await.expect("a connection");
-        Link { consumer: link.consumer, settler: link.settler, publisher: link.publisher }
+        Link { consumer: link.consumer, acker: link.acker, publisher: link.publisher }
     }
 
     async fn crash(&self, link: Link) {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sconce::broker::{Consumer, Delivery, Event, Publisher, Settler};
+use sconce::broker::{Acker, Consumer, Delivery, Event, Publisher};
 use sconce::protocol::Message;
 
 use crate::wait::{bounded, until};
@@ -21,7 +21,7 @@ const STILLNESS: Duration = Duration::from_secs(2);
 /// One worker's connection to a broker.
 pub struct Link {
     pub consumer: Box<dyn Consumer>,
-    pub settler: Arc<dyn Settler>,
+    pub acker: Arc<dyn Acker>,
     pub publisher: Arc<dyn Publisher>,
 }
 

@@ -8,9 +8,9 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 
-use sconce::launcher::board::Board;
 use sconce::launcher::gpus::Gpus;
 use sconce::launcher::order::Order;
+use sconce::launcher::status_board::StatusBoard;
 use sconce::launcher::{Cuda, Host};
 use sconce::protocol::admin::{State, Target};
 use sconce::shutdown::{Exit, Stop};
@@ -74,33 +74,33 @@ impl Driver {
     }
 }
 
-fn restarts(board: &Board, slot: usize) -> Vec<(String, u64)> {
+fn restarts(board: &StatusBoard, slot: usize) -> Vec<(String, u64)> {
     let of = |slot: &str| board.read(|sheet| sheet.slots[slot].report.restarts.clone());
     of(&format!("embed/{slot}")).into_iter().collect()
 }
 
-fn counted(board: &Board, slot: usize, reason: &str) -> u64 {
+fn counted(board: &StatusBoard, slot: usize, reason: &str) -> u64 {
     restarts(board, slot).iter().find(|(name, _)| name == reason).map_or(0, |(_, count)| *count)
 }
 
-async fn is_counted(board: &Board, slot: usize, reason: &str, least: u64) {
+async fn is_counted(board: &StatusBoard, slot: usize, reason: &str, least: u64) {
     let what = format!("slot {slot} was restarted {least} times for {reason}");
     until(&what, || async { (counted(board, slot, reason) >= least).then_some(()) }).await;
 }
 
-fn last_failure(board: &Board, slot: usize) -> String {
+fn last_failure(board: &StatusBoard, slot: usize) -> String {
     let slot = format!("embed/{slot}");
     board.read(|sheet| sheet.slots[&slot].report.last_failure.clone()).unwrap_or_default()
 }
 
-async fn all_ready(board: &Board) {
+async fn all_ready(board: &StatusBoard) {
     for slot in 0..3 {
         slot_is(board, &format!("embed/{slot}"), State::Ready).await;
     }
 }
 
 /// The page that Prometheus reads of this board.
-async fn metrics(board: Arc<Board>) -> String {
+async fn metrics(board: Arc<StatusBoard>) -> String {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     sconce::admin::serve(address, board, Stop::default()).await.unwrap();
     let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();

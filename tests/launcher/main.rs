@@ -210,7 +210,7 @@ fn through(fingerprints: &[&str]) -> String {
 /// What a `start` line says of deaths: of each task, how many, and whether it is poison.
 fn deaths(start: &str) -> Vec<(String, u64, bool)> {
     let start: Value = serde_json::from_str(start).unwrap();
-    let told = start["deaths"].as_array().unwrap().iter();
+    let told = start["crashes"].as_array().unwrap().iter();
     told.map(|it| {
         (it["task"].as_str().unwrap().to_owned(), it["count"].as_u64().unwrap(), !it["poison"].is_null())
     })
@@ -240,7 +240,7 @@ async fn a_task_that_is_alone_on_the_device_at_three_deaths_is_told_to_every_wor
     let last = &stage.lines("trace-1")[2];
     let last: Value = serde_json::from_str(last).unwrap();
     let poison = &last["tasks"][0]["poison"];
-    assert_eq!((&last["command"], &poison["exit"]), (&json!("deaths"), &json!("signal: 6 (SIGABRT)")));
+    assert_eq!((&last["command"], &poison["exit"]), (&json!("crash_records"), &json!("signal: 6 (SIGABRT)")));
     assert!(poison["log"].as_str().unwrap().ends_with("last words of life 3"), "{poison}");
 }
 
@@ -261,7 +261,7 @@ async fn deaths_of_a_group_of_suspects_neither_give_the_slot_up_nor_count_as_att
     let stage = Stage::new(1, &script);
     assert_eq!(stage.run().await, Exit::Done);
     let last: Value = serde_json::from_str(&stage.lines("start-0")[8]).unwrap();
-    let told: Vec<_> = last["deaths"].as_array().unwrap().iter().collect();
+    let told: Vec<_> = last["crashes"].as_array().unwrap().iter().collect();
     assert!(told.len() == 2 && told.iter().all(|it| it["count"] == 0 && it["among"] == 2), "{told:?}");
 }
 

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use sconce::config::{Assignment, Replace};
-use sconce::launcher::board::Board;
 use sconce::launcher::order::Order;
+use sconce::launcher::status_board::StatusBoard;
 use sconce::protocol::admin::{State, Target};
 use sconce::shutdown::Exit;
 
@@ -21,11 +21,11 @@ fn with_model(assignments: &[Assignment], model: &str) -> Vec<Assignment> {
     changed
 }
 
-fn restarts(board: &Board, slot: &str, reason: &str) -> u64 {
+fn restarts(board: &StatusBoard, slot: &str, reason: &str) -> u64 {
     board.read(|sheet| sheet.slots[slot].report.restarts.get(reason).copied().unwrap_or(0))
 }
 
-async fn all_ready(board: &Board, slots: usize) {
+async fn all_ready(board: &StatusBoard, slots: usize) {
     for slot in 0..slots {
         slot_is(board, &format!("embed/{slot}"), State::Ready).await;
     }

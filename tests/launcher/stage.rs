@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sconce::config::{self, Assignment, Launcher};
-use sconce::launcher::board::Board;
 use sconce::launcher::gpus::Gpus;
 use sconce::launcher::order::Handle;
+use sconce::launcher::status_board::StatusBoard;
 use sconce::launcher::{Host, Launching, plan};
 use sconce::protocol::admin::State;
 use sconce::shutdown::{Exit, Phase, Stop};
@@ -23,7 +23,7 @@ pub const OBEY: &str =
     r#"while read -r line; do trace "$line"; case $line in *finish*|*drain*) exit 0;; esac; done"#;
 
 /// Waits until a slot is in this state.
-pub async fn slot_is(board: &Board, slot: &str, state: State) {
+pub async fn slot_is(board: &StatusBoard, slot: &str, state: State) {
     let what = format!("{slot} is {}", state.name());
     let is = || board.read(|sheet| sheet.slots.get(slot).is_some_and(|entry| entry.report.state == state));
     until(&what, || async { is().then_some(()) }).await;
@@ -85,7 +85,10 @@ impl Stage {
     }
 
     /// Runs it, and beside it whoever looks at it and asks it, who may end it; the exit.
-    pub async fn run_asked<F: Future<Output = ()>>(&self, ask: impl FnOnce(Handle, Arc<Board>) -> F) -> Exit {
+    pub async fn run_asked<F: Future<Output = ()>>(
+        &self,
+        ask: impl FnOnce(Handle, Arc<StatusBoard>) -> F,
+    ) -> Exit {
         let launching = Launching::new(&self.path("worker.sh"), &self.policy, &self.stop);
         let meanwhile = ask(launching.handle(), launching.board());
         let both = async { tokio::join!(launching.run(&self.assignments), meanwhile).0 };

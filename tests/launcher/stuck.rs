@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use sconce::launcher::board::Board;
+use sconce::launcher::status_board::StatusBoard;
 use sconce::protocol::admin::State;
 use sconce::shutdown::Exit;
 
@@ -10,7 +10,7 @@ use crate::forward;
 use crate::stage::{OBEY, READY, Stage, slot_is};
 use crate::wait::until;
 
-fn is_stuck(board: &Board) -> bool {
+fn is_stuck(board: &StatusBoard) -> bool {
     board.read(|sheet| sheet.slots["embed/0"].stuck_since.is_some())
 }
 

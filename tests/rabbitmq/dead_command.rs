@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use lapin::types::AMQPValue;
 use nix::sys::signal::Signal;
-use sconce::broker::amqp::{AmqpPublisher, LeftBehind, Look};
+use sconce::broker::amqp::{AmqpPublisher, DeadLetterBrowser, LeftBehind};
 use serde_json::{Value, json};
 
 use crate::support::client::{Client, Received, Task};
@@ -365,10 +365,10 @@ async fn a_look_ends_where_others_take_letters_and_passes_over_those_that_come_m
     let connector = || crate::amqp_rig::connector(Rabbit::shared().url());
     let publisher = || AmqpPublisher::new(connector());
     client.publish_all(&settings.dead, (0..6).map(|n| letter(n, "poison", 1))).await;
-    let look = Look::open(connector(), &settings.dead, publisher()).await.expect("a look");
+    let look = DeadLetterBrowser::open(connector(), &settings.dead, publisher()).await.expect("a look");
     client.publish(&settings.dead, letter("late", "poison", 1)).await;
     assert_eq!(seen(look).await, numbers(0..6));
-    let look = Look::open(connector(), &settings.dead, publisher()).await.expect("a look");
+    let look = DeadLetterBrowser::open(connector(), &settings.dead, publisher()).await.expect("a look");
     for _ in 0..4 {
         client.get(&settings.dead).await;
     }
@@ -376,7 +376,7 @@ async fn a_look_ends_where_others_take_letters_and_passes_over_those_that_come_m
     client.ready_becomes(&settings.dead, 3).await;
 }
 
-async fn seen(mut look: Look) -> Vec<String> {
+async fn seen(mut look: DeadLetterBrowser) -> Vec<String> {
     let mut seen = Vec::new();
     while let Some(delivery) = look.next().await.expect("a broker") {
         seen.extend(delivery.message.properties.correlation_id.clone());
@@ -487,7 +487,7 @@ async fn a_look_needs_few_channels_and_connects_again_where_there_are_fewer() {
     client.publish_all(&settings.dead, (0..5_000).map(|n| letter(n, "poison", 1))).await;
     let narrow = crate::amqp_rig::connector(format!("{}?channel_max=8", Rabbit::shared().url()));
     let publisher = AmqpPublisher::new(crate::amqp_rig::connector(Rabbit::shared().url()));
-    let look = Look::open(narrow, &settings.dead, publisher).await.expect("a look");
+    let look = DeadLetterBrowser::open(narrow, &settings.dead, publisher).await.expect("a look");
     assert_eq!(seen(look).await, numbers(0..5_000));
     let mut dead = client.inbox(&settings.dead).await;
     assert_eq!(ids(&dead.take(5_000).await), numbers(0..5_000));

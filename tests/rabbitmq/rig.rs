@@ -74,11 +74,11 @@ impl Common {
         let proxy = Proxy::before(self.rabbit.address()).await;
         let way = || connector(proxy.url());
         let tasks = Subscription::Tasks { queue: queue.to_owned(), topology: None };
-        let (consumer, settler) = subscribe(way(), tasks, prefetch);
+        let (consumer, acker) = subscribe(way(), tasks, prefetch);
         let publisher = AmqpPublisher::new(way());
         let before = self.latest.lock().expect("the latest").replace(proxy);
         self.earlier.lock().expect("the earlier").extend(before);
-        Link { consumer: Box::new(consumer), settler: Arc::new(settler), publisher: Arc::new(publisher) }
+        Link { consumer: Box::new(consumer), acker: Arc::new(acker), publisher: Arc::new(publisher) }
     }
 
     /// The link whose proxy is gone can neither say anything nor come back.

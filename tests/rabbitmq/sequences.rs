@@ -105,7 +105,8 @@ async fn texts(inbox: &mut Inbox, tasks: usize) -> BTreeMap<String, String> {
 async fn a_worker_killed_with_sixteen_sequences_running_brings_all_sixteen_again() {
     let settings = settings().set("launcher.restart_delay", "50ms");
     let (sconce, client, mut inbox) = serve(&settings).await;
-    let task = |n: usize| Task::new(sequence(100 + n, json!({"stream": n % 2 == 0}))).id(n.to_string());
+    let task =
+        |n: usize| Task::new(sequence(100 + n, json!({"stream": n.is_multiple_of(2)}))).id(n.to_string());
     client.publish_all(&settings.tasks, (0..16).map(|n| task(n).reply_to(&settings.replies))).await;
     assert_eq!(inbox.next().await.kind, "reply.part");
     signal(sconce.workers()[0], Signal::SIGKILL);

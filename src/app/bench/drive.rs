@@ -17,8 +17,8 @@ use super::load::{Arrivals, Bodies};
 use super::report::Measured;
 use super::tally::Tally;
 use crate::app::producer;
-use crate::broker::amqp::{AmqpConsumer, AmqpPublisher, AmqpSettler};
-use crate::broker::{Consumer as _, Delivery, Event, Settler as _};
+use crate::broker::amqp::{AmqpAcker, AmqpConsumer, AmqpPublisher};
+use crate::broker::{Acker as _, Consumer as _, Delivery, Event};
 use crate::protocol::Message;
 use crate::shutdown::Exit;
 
@@ -90,7 +90,7 @@ impl<'a> Drive<'a> {
         self,
         bodies: Bodies,
         pace: Pace,
-        replies: (&mut AmqpConsumer, &AmqpSettler),
+        replies: (&mut AmqpConsumer, &AmqpAcker),
     ) -> anyhow::Result<(Measured, Option<anyhow::Error>)> {
         if let Pace::Closed(in_flight) = pace {
             self.room.add_permits(in_flight);
@@ -152,8 +152,8 @@ impl<'a> Drive<'a> {
         Ok(())
     }
 
-    async fn collect(&self, replies: (&mut AmqpConsumer, &AmqpSettler)) -> anyhow::Result<()> {
-        let (consumer, settler) = replies;
+    async fn collect(&self, replies: (&mut AmqpConsumer, &AmqpAcker)) -> anyhow::Result<()> {
+        let (consumer, acker) = replies;
         let mut burst = Vec::with_capacity(BURST);
         while self.tally().answered() < self.total {
             let since = self.start.elapsed();
@@ -172,7 +172,7 @@ impl<'a> Drive<'a> {
                 self.count(*at, &delivery.message);
             }
             // Together they are few commands.
-            join_all(burst.drain(..).map(|(_, delivery)| settler.ack(delivery.receipt))).await;
+            join_all(burst.drain(..).map(|(_, delivery)| acker.ack(delivery.delivery_tag))).await;
         }
         Ok(())
     }

@@ -20,7 +20,7 @@ use self::drive::{Drive, Pace, Plan, Way};
 use self::load::Arrivals;
 use self::report::{Load, Measured, Report};
 use super::requests::requests_in;
-use super::{link, pool_named, producer, progress, start_logging};
+use super::{broker_session, pool_named, producer, progress, start_logging};
 use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, declare, subscribe};
 use crate::broker::{Consumer as _, Publisher as _};
 use crate::cli::{Bench, Texts};
@@ -77,12 +77,12 @@ async fn measure(
     bodies: Bodies,
 ) -> anyhow::Result<(Measured, Option<anyhow::Error>)> {
     let connector = || Connector::new(settings.broker.clone(), "sconce bench");
-    if let Some(topology) = link::topology(&settings.broker, pool) {
+    if let Some(topology) = broker_session::topology(&settings.broker, pool) {
         declare(&connector(), &topology).await?;
     }
     let publisher = AmqpPublisher::new(connector());
     let (told, name) = watch::channel(None);
-    let (mut consumer, settler) = subscribe(connector(), Subscription::Private(told), PREFETCH);
+    let (mut consumer, acker) = subscribe(connector(), Subscription::Private(told), PREFETCH);
     let reply_to = producer::reply_queue(&mut consumer, name).await?;
     let bar = progress::bar(Some(plan.total() as u64), 0, "tasks");
     let pace = match arguments.rate {
@@ -91,7 +91,7 @@ async fn measure(
     };
     let way = Way { publisher: &publisher, queue: &pool.task_queue, reply_to: &reply_to };
     let drive = Drive::new(way, plan, &bar, arguments.timeout);
-    let measured = drive.run(bodies, pace, (&mut consumer, &settler)).await;
+    let measured = drive.run(bodies, pace, (&mut consumer, &acker)).await;
     bar.finish_and_clear();
     publisher.close().await;
     consumer.close().await;

@@ -1,11 +1,11 @@
-//! `sconce dead`: a look at the pool's dead letters, and what is done with those that match. One file
+//! `sconce dead`: browses the pool's dead letters, and what is done with those that match. One file
 //! a command that changes the queue.
 
-mod desk;
 mod purge;
 mod requeue;
 mod rows;
 mod selection;
+mod session;
 mod view;
 
 use std::io::{self, Write};
@@ -13,8 +13,8 @@ use std::time::SystemTime;
 
 use anyhow::anyhow;
 
-use self::desk::Desk;
 use self::rows::Rows;
+use self::session::BrowserSession;
 use self::view::Row;
 use super::start_logging;
 use crate::broker::Delivery;
@@ -41,18 +41,18 @@ pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {
 
 /// What is printed waits until the letters are back: who reads it may take their time.
 async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
-    let mut desk = Desk::open(&arguments.source, &[], &arguments.filters).await?;
+    let mut session = BrowserSession::open(&arguments.source, &[], &arguments.filters).await?;
     // Who names a number gets so many.
     let mut rows = Rows::at_most(arguments.limit.unwrap_or(rows::MOST));
     while arguments.limit.is_none_or(|limit| rows.count() < limit)
-        && let Some(delivery) = desk.next().await?
+        && let Some(delivery) = session.next().await?
     {
-        let row = Row::of(&delivery, desk.now());
+        let row = Row::of(&delivery, session.now());
         let error = row.error().to_owned();
         rows.add(row, error);
-        desk.leave(delivery).await?;
+        session.leave(delivery).await?;
     }
-    let closed = desk.close().await?;
+    let closed = session.close().await?;
     let mut out = io::stdout().lock();
     if arguments.json {
         for row in rows.kept() {
@@ -73,19 +73,19 @@ async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
 }
 
 async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
-    let mut desk =
-        Desk::open(&arguments.source, std::slice::from_ref(&arguments.id), &<_>::default()).await?;
+    let mut session =
+        BrowserSession::open(&arguments.source, std::slice::from_ref(&arguments.id), &<_>::default()).await?;
     let (mut found, mut bytes, mut more) = (Vec::<Delivery>::new(), 0, 0);
-    while let Some(delivery) = desk.next().await? {
+    while let Some(delivery) = session.next().await? {
         bytes += delivery.message.body.len();
         match found.is_empty() || bytes <= SHOWN_BYTES {
             true => found.push(delivery.clone()),
             false => more += 1,
         }
-        desk.leave(delivery).await?;
+        session.leave(delivery).await?;
     }
-    let now = desk.now();
-    let closed = desk.close().await?;
+    let now = session.now();
+    let closed = session.close().await?;
     if found.is_empty() {
         let error = anyhow!("no letter in {} is named {:?}", closed.queue, arguments.id);
         return Err(error.context(Exit::No));

@@ -5,11 +5,11 @@ use std::io::{self, IsTerminal, Write};
 
 use anyhow::anyhow;
 
-use super::desk::Desk;
 use super::rows::{self, Rows};
+use super::session::BrowserSession;
 use super::tell;
 use super::view::{self, Row};
-use crate::broker::{Delivery, Receipt};
+use crate::broker::{Delivery, DeliveryTag};
 use crate::cli::DeadPurge;
 use crate::protocol::letter::Letter;
 use crate::shutdown::Exit;
@@ -29,17 +29,17 @@ pub(super) async fn run(arguments: &DeadPurge) -> anyhow::Result<Exit> {
         let error = anyhow!("purge asks before it deletes, and here is no terminal to ask on: give --yes");
         return Err(error.context(Exit::Usage));
     }
-    let mut desk = Desk::open(&arguments.source, &arguments.ids, &arguments.filters).await?;
+    let mut session = BrowserSession::open(&arguments.source, &arguments.ids, &arguments.filters).await?;
     if arguments.dry_run {
-        return rehearse(desk).await;
+        return rehearse(session).await;
     }
     let mut deleted = Reasons::new();
     let ended = match asks {
-        true => delete_if_agreed(&mut desk, &mut deleted).await,
-        false => delete(&mut desk, &mut deleted).await,
+        true => delete_if_agreed(&mut session, &mut deleted).await,
+        false => delete(&mut session, &mut deleted).await,
     };
-    let queue = desk.pool.dead_letter_queue.clone();
-    let closed = desk.close().await;
+    let queue = session.pool.dead_letter_queue.clone();
+    let closed = session.close().await;
     // What is deleted is deleted, also where the rest could not be, or could not go back.
     let told = if deleted.is_empty() { "nothing".into() } else { told(&deleted) };
     writeln!(io::stdout(), "deleted from {queue}: {told}")?;
@@ -52,32 +52,32 @@ fn told(reasons: &Reasons) -> String {
 }
 
 /// As they come: nobody is asked.
-async fn delete(desk: &mut Desk, deleted: &mut Reasons) -> anyhow::Result<()> {
+async fn delete(session: &mut BrowserSession, deleted: &mut Reasons) -> anyhow::Result<()> {
     loop {
         let mut window = Vec::new();
         while window.len() < WINDOW
-            && let Some(delivery) = desk.next().await?
+            && let Some(delivery) = session.next().await?
         {
-            window.push((delivery.receipt, reason_of(&delivery)));
+            window.push((delivery.delivery_tag, reason_of(&delivery)));
         }
         if window.is_empty() {
             return Ok(());
         }
-        delete_these(desk, window, deleted).await?;
+        delete_these(session, window, deleted).await?;
     }
 }
 
 async fn delete_these(
-    desk: &mut Desk,
-    letters: impl IntoIterator<Item = (Receipt, String)>,
+    session: &mut BrowserSession,
+    letters: impl IntoIterator<Item = (DeliveryTag, String)>,
     deleted: &mut Reasons,
 ) -> anyhow::Result<()> {
     let mut reasons = Vec::new();
-    for (receipt, reason) in letters {
-        desk.look.ack(receipt);
+    for (delivery_tag, reason) in letters {
+        session.browser.ack(delivery_tag);
         reasons.push(reason);
     }
-    desk.look.settle().await?;
+    session.browser.settle().await?;
     for reason in reasons {
         *deleted.entry(reason).or_default() += 1;
     }
@@ -88,14 +88,14 @@ fn reason_of(delivery: &Delivery) -> String {
 }
 
 /// All at once, when somebody has said yes to just these.
-async fn delete_if_agreed(desk: &mut Desk, deleted: &mut Reasons) -> anyhow::Result<()> {
-    let Held { letters, worn, reasons } = hold(desk).await?;
-    let question = format!("delete from {} {}? [y/N] ", desk.pool.dead_letter_queue, told(&reasons));
+async fn delete_if_agreed(session: &mut BrowserSession, deleted: &mut Reasons) -> anyhow::Result<()> {
+    let Held { letters, near_limit, reasons } = hold(session).await?;
+    let question = format!("delete from {} {}? [y/N] ", session.pool.dead_letter_queue, told(&reasons));
     if letters.is_empty() || ask(question).await? {
-        return delete_these(desk, letters, deleted).await;
+        return delete_these(session, letters, deleted).await;
     }
-    for delivery in worn {
-        desk.leave(delivery).await?;
+    for delivery in near_limit {
+        session.leave(delivery).await?;
     }
     Ok(())
 }
@@ -103,28 +103,28 @@ async fn delete_if_agreed(desk: &mut Desk, deleted: &mut Reasons) -> anyhow::Res
 /// What waits for an answer.
 #[derive(Default)]
 struct Held {
-    letters: Vec<(Receipt, String)>,
+    letters: Vec<(DeliveryTag, String)>,
     reasons: Reasons,
     /// Those that can only be left with their bodies.
-    worn: Vec<Delivery>,
+    near_limit: Vec<Delivery>,
 }
 
 /// The letters that are meant, without their bodies where nobody needs them again.
-async fn hold(desk: &mut Desk) -> anyhow::Result<Held> {
+async fn hold(session: &mut BrowserSession) -> anyhow::Result<Held> {
     let (mut held, mut bytes, mut left) = (Held::default(), 0, 0);
-    while let Some(delivery) = desk.next().await? {
-        let worn = desk.look.is_worn(&delivery);
-        if worn && bytes >= HELD_BYTES {
-            desk.leave(delivery).await?;
+    while let Some(delivery) = session.next().await? {
+        let near_limit = session.browser.is_worn(&delivery);
+        if near_limit && bytes >= HELD_BYTES {
+            session.leave(delivery).await?;
             left += 1;
             continue;
         }
         let reason = reason_of(&delivery);
         *held.reasons.entry(reason.clone()).or_default() += 1;
-        held.letters.push((delivery.receipt, reason));
-        if worn {
+        held.letters.push((delivery.delivery_tag, reason));
+        if near_limit {
             bytes += delivery.message.body.len();
-            held.worn.push(delivery);
+            held.near_limit.push(delivery);
         }
     }
     if left > 0 {
@@ -147,15 +147,15 @@ async fn ask(question: String) -> anyhow::Result<bool> {
     Ok(matches!(answer.trim().to_ascii_lowercase().as_str(), "y" | "yes"))
 }
 
-async fn rehearse(mut desk: Desk) -> anyhow::Result<Exit> {
+async fn rehearse(mut session: BrowserSession) -> anyhow::Result<Exit> {
     let mut rows = Rows::at_most(rows::MOST);
-    while let Some(delivery) = desk.next().await? {
-        let row = Row::of(&delivery, desk.now());
+    while let Some(delivery) = session.next().await? {
+        let row = Row::of(&delivery, session.now());
         let error = row.error().to_owned();
         rows.add(row, error);
-        desk.leave(delivery).await?;
+        session.leave(delivery).await?;
     }
-    let closed = desk.close().await?;
+    let closed = session.close().await?;
     let mut out = io::stdout().lock();
     if let Some(table) = rows.table("ERROR", view::terminal_width()) {
         writeln!(out, "{table}")?;

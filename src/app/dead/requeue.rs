@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use futures_util::future::join_all;
 
-use super::desk::{Closed, Desk};
 use super::rows::{self, Rows};
+use super::session::{BrowserSession, Closed};
 use super::tell;
 use super::view::{self, Row};
 use crate::broker::amqp::AmqpPublisher;
@@ -25,21 +25,21 @@ const WINDOW_BYTES: usize = 16 << 20;
 
 /// Requeues, or says what it would.
 pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
-    let mut desk = Desk::open(&arguments.source, &arguments.ids, &arguments.filters).await?;
+    let mut session = BrowserSession::open(&arguments.source, &arguments.ids, &arguments.filters).await?;
     let mut done = Done::default();
     if arguments.dry_run {
-        let rows = rehearse(&mut desk, &mut done).await?;
-        let closed = desk.close().await?;
+        let rows = rehearse(&mut session, &mut done).await?;
+        let closed = session.close().await?;
         if let Some(table) = rows.table("TO", view::terminal_width()) {
             writeln!(io::stdout(), "{table}")?;
         }
         done.tell(true)?;
         return Ok(done.exit(&closed));
     }
-    let publisher = desk.publisher();
-    let ended = requeue(&mut desk, &publisher, &mut done).await;
+    let publisher = session.publisher();
+    let ended = requeue(&mut session, &publisher, &mut done).await;
     publisher.close().await;
-    let closed = desk.close().await;
+    let closed = session.close().await;
     // What is done is done, also where the rest could not be, or could not go back.
     done.tell(false)?;
     ended?;
@@ -81,11 +81,11 @@ fn destination(delivery: &Delivery, pool: &Pool, by_name: bool) -> Result<String
     queue.map(str::to_owned)
 }
 
-async fn rehearse(desk: &mut Desk, done: &mut Done) -> anyhow::Result<Rows> {
+async fn rehearse(session: &mut BrowserSession, done: &mut Done) -> anyhow::Result<Rows> {
     let mut rows = Rows::at_most(rows::MOST);
-    while let Some(delivery) = desk.next().await? {
-        let row = Row::of(&delivery, desk.now());
-        match destination(&delivery, &desk.pool, desk.by_name()) {
+    while let Some(delivery) = session.next().await? {
+        let row = Row::of(&delivery, session.now());
+        match destination(&delivery, &session.pool, session.by_name()) {
             Ok(queue) => {
                 *done.requeued.entry(queue.clone()).or_default() += 1;
                 rows.add(row, queue);
@@ -95,24 +95,28 @@ async fn rehearse(desk: &mut Desk, done: &mut Done) -> anyhow::Result<Rows> {
                 done.stayed += 1;
             }
         }
-        desk.leave(delivery).await?;
+        session.leave(delivery).await?;
     }
     Ok(rows)
 }
 
-async fn requeue(desk: &mut Desk, publisher: &AmqpPublisher, done: &mut Done) -> anyhow::Result<()> {
+async fn requeue(
+    session: &mut BrowserSession,
+    publisher: &AmqpPublisher,
+    done: &mut Done,
+) -> anyhow::Result<()> {
     loop {
-        let window = window(desk).await?;
+        let window = window(session).await?;
         if window.is_empty() {
             return Ok(());
         }
-        let (pool, by_name) = (desk.pool.clone(), desk.by_name());
+        let (pool, by_name) = (session.pool.clone(), session.by_name());
         let sends = window.iter().map(|delivery| send(publisher, delivery, &pool, by_name));
         let mut broken = None;
         for (sent, delivery) in join_all(sends).await.into_iter().zip(window) {
             let why = match sent {
                 Ok(Ok(queue)) => {
-                    desk.look.ack(delivery.receipt);
+                    session.browser.ack(delivery.delivery_tag);
                     *done.requeued.entry(queue).or_default() += 1;
                     continue;
                 }
@@ -122,16 +126,16 @@ async fn requeue(desk: &mut Desk, publisher: &AmqpPublisher, done: &mut Done) ->
                     continue;
                 }
             };
-            let row = Row::of(&delivery, desk.now());
+            let row = Row::of(&delivery, session.now());
             let [id, reason, ..] = row.cells("");
             // Nothing may stand between a confirm and its ack.
             let _ = tell(&format!("letter {id} ({reason}) stays: {why}"));
             done.stayed += 1;
-            if let Err(error) = desk.leave(delivery).await {
+            if let Err(error) = session.leave(delivery).await {
                 broken = Some(error);
             }
         }
-        desk.look.settle().await?;
+        session.browser.settle().await?;
         if let Some(error) = broken {
             return Err(error.into());
         }
@@ -139,11 +143,11 @@ async fn requeue(desk: &mut Desk, publisher: &AmqpPublisher, done: &mut Done) ->
 }
 
 /// The next letters to publish.
-async fn window(desk: &mut Desk) -> Result<Vec<Delivery>, BrokerError> {
+async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerError> {
     let (mut window, mut bytes) = (Vec::new(), 0);
     while window.len() < WINDOW
         && bytes < WINDOW_BYTES
-        && let Some(delivery) = desk.next().await?
+        && let Some(delivery) = session.next().await?
     {
         bytes += delivery.message.body.len();
         window.push(delivery);

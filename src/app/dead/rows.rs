@@ -68,13 +68,13 @@ mod tests {
     use std::time::SystemTime;
 
     use super::*;
-    use crate::broker::{Delivery, Receipt};
+    use crate::broker::{Delivery, DeliveryTag};
 
     #[test]
     fn beyond_the_most_rows_are_counted_and_no_longer_kept() {
         let delivery = Delivery {
             message: <_>::default(),
-            receipt: Receipt { session: 0, tag: 1 },
+            delivery_tag: DeliveryTag { session: 0, tag: 1 },
             routing_key: None,
             redelivered: false,
             delivery_count: Some(0),

@@ -61,12 +61,12 @@ impl Selection {
         Self { pool: pool.to_owned(), task_queue: task_queue.to_owned(), ..self }
     }
 
-    /// See [`super::desk::Desk::now`].
+    /// See [`super::session::BrowserSession::now`].
     pub(super) fn now(&self) -> SystemTime {
         self.now
     }
 
-    /// See [`super::desk::Desk::by_name`].
+    /// See [`super::session::BrowserSession::by_name`].
     pub(super) fn by_name(&self) -> bool {
         !self.ids.is_empty()
     }

@@ -18,7 +18,7 @@ use tokio::time::Instant;
 
 use super::ctl::{gather, open};
 use super::load;
-use crate::broker::amqp::Switchboard;
+use crate::broker::amqp::ControlClient;
 use crate::cli::Top;
 use crate::config::{Settings, redact_url};
 use crate::protocol::admin::{Request, SlotReport, State, Target};
@@ -68,7 +68,7 @@ pub(super) fn run(arguments: &Top) -> anyhow::Result<Exit> {
 
 /// Looks again and again, and gives orders in between.
 async fn watch(
-    first: Switchboard,
+    first: ControlClient,
     settings: Settings,
     every: Duration,
     (news, mut ordered): (mpsc::Sender<News>, mpsc::Receiver<(Target, Request)>),
@@ -105,7 +105,7 @@ async fn watch(
 }
 
 async fn look(
-    lines: &mut Option<Switchboard>,
+    lines: &mut Option<ControlClient>,
     settings: &Settings,
     expected: Option<usize>,
 ) -> anyhow::Result<Look> {
@@ -125,7 +125,7 @@ async fn look(
 }
 
 async fn order(
-    lines: &mut Option<Switchboard>,
+    lines: &mut Option<ControlClient>,
     target: &Target,
     request: &Request,
 ) -> anyhow::Result<String> {

@@ -31,7 +31,7 @@ pub(super) struct Row {
     pub(super) errors_per_second: f64,
 }
 
-/// What goes on in each slot. Of one that the look before did not show, nothing is known yet but where
+/// What goes on in each slot. Of one that was not there a moment before, nothing is known yet but where
 /// it stands.
 pub(super) fn rows(before: &Look, now: &Look) -> Vec<Row> {
     let slots = now.answers.iter().flat_map(|answer| answer.slots.iter().map(move |slot| (answer, slot)));

@@ -253,7 +253,7 @@ const FLAPPING: u32 = 3;
 
 /// The time without a working connection. Each supervisor owns one.
 #[derive(Default)]
-pub(super) struct Outage {
+pub(super) struct ReconnectPolicy {
     since: Option<Instant>,
     failures: u32,
     /// Refusals in a row that may mean wrong settings, and since when.
@@ -262,7 +262,7 @@ pub(super) struct Outage {
     was_connected: bool,
 }
 
-impl Outage {
+impl ReconnectPolicy {
     /// Counts a failure of `connector`. The delay before the next attempt, or the end of all attempts.
     pub(super) fn failed(
         &mut self,
@@ -329,8 +329,8 @@ mod tests {
 
     /// After how many failures of a kind the attempts end, of 50 that follow each other at once.
     fn ends(refusal: Refusal, refusals: RefusalPolicy) -> Option<(usize, BrokerError)> {
-        let (mut outage, connector) = (Outage::default(), connector(refusals, "1m"));
-        (1..=50).find_map(|n| Some((n, outage.failed(failure(refusal), &connector).err()?)))
+        let (mut reconnect, connector) = (ReconnectPolicy::default(), connector(refusals, "1m"));
+        (1..=50).find_map(|n| Some((n, reconnect.failed(failure(refusal), &connector).err()?)))
     }
 
     #[test]
@@ -363,37 +363,40 @@ mod tests {
 
     #[test]
     fn what_a_service_cannot_tell_from_a_wrong_password_is_borne_for_a_bounded_time() {
-        let (mut outage, connector) = (Outage::default(), connector(RefusalPolicy::Service, "1m"));
+        let (mut reconnect, connector) =
+            (ReconnectPolicy::default(), connector(RefusalPolicy::Service, "1m"));
         for _ in 0..REFUSALS {
-            assert!(outage.failed(failure(Refusal::Uncertain), &connector).is_ok());
+            assert!(reconnect.failed(failure(Refusal::Uncertain), &connector).is_ok());
         }
-        outage.refused_since = Instant::now().checked_sub(UNCERTAIN);
-        let end = outage.failed(failure(Refusal::Uncertain), &connector);
+        reconnect.refused_since = Instant::now().checked_sub(UNCERTAIN);
+        let end = reconnect.failed(failure(Refusal::Uncertain), &connector);
         assert!(matches!(end, Err(BrokerError::Refused { .. })), "{end:?}");
     }
 
     #[test]
     fn a_connection_after_a_long_outage_that_breaks_at_once_is_soon_tried_again() {
-        let (mut outage, connector) = (Outage::default(), connector(RefusalPolicy::Service, "1m"));
+        let (mut reconnect, connector) =
+            (ReconnectPolicy::default(), connector(RefusalPolicy::Service, "1m"));
         let mut last = Duration::ZERO;
         for _ in 0..20 {
-            last = outage.failed(failure(Refusal::None), &connector).expect("more time");
+            last = reconnect.failed(failure(Refusal::None), &connector).expect("more time");
         }
         assert!(last >= BACKOFF.most / 2);
-        outage.connected();
-        let next = outage.failed(failure(Refusal::None), &connector).expect("more time");
+        reconnect.connected();
+        let next = reconnect.failed(failure(Refusal::None), &connector).expect("more time");
         assert!(next <= BACKOFF.ceiling(FLAPPING + 1) && next >= BACKOFF.ceiling(FLAPPING) / 2, "{next:?}");
     }
 
     #[test]
     fn a_broker_that_took_us_once_may_refuse_for_as_long_as_an_outage_may_last() {
-        let (mut outage, connector) = (Outage::default(), connector(RefusalPolicy::Service, "2s"));
-        outage.over();
+        let (mut reconnect, connector) =
+            (ReconnectPolicy::default(), connector(RefusalPolicy::Service, "2s"));
+        reconnect.over();
         for _ in 0..10 {
-            assert!(outage.failed(failure(Refusal::Settings), &connector).is_ok());
+            assert!(reconnect.failed(failure(Refusal::Settings), &connector).is_ok());
         }
-        outage.since = Instant::now().checked_sub(Duration::from_secs(2));
-        let end = outage.failed(failure(Refusal::None), &connector);
+        reconnect.since = Instant::now().checked_sub(Duration::from_secs(2));
+        let end = reconnect.failed(failure(Refusal::None), &connector);
         assert!(matches!(end, Err(BrokerError::Unreachable { .. })));
     }
 }

@@ -13,9 +13,9 @@ use futures_util::future::BoxFuture;
 use lapin::{Error, ErrorKind};
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::connect::{Connector, FAREWELL, Failure, Outage, Refusal, words};
+use super::acker::{AmqpAcker, Current, Open};
+use super::connect::{Connector, FAREWELL, Failure, ReconnectPolicy, Refusal, words};
 use super::session::{Session, Subscription, cancel, delivery_from};
-use super::settler::{AmqpSettler, Current, Open};
 use crate::broker::{BrokerError, Consumer, Event};
 
 /// Events that may wait for who consumes.
@@ -27,7 +27,7 @@ const STEADY: Duration = Duration::from_secs(10);
 const BRIEF: Duration = Duration::from_millis(300);
 /// How long a session takes one message at a time after one that broke on an unreadable message, so
 /// that this message alone uses up its deliveries, and not those that are received with it.
-const CAREFUL: Duration = Duration::from_secs(60);
+const ONE_BY_ONE: Duration = Duration::from_secs(60);
 
 /// See [`Consumer`].
 pub struct AmqpConsumer {
@@ -49,7 +49,7 @@ pub fn subscribe(
     connector: Connector,
     subscription: Subscription,
     prefetch: u16,
-) -> (AmqpConsumer, AmqpSettler) {
+) -> (AmqpConsumer, AmqpAcker) {
     let (events_in, events) = mpsc::channel(usize::from(prefetch).max(EVENTS));
     let (cancel, cancelled) = watch::channel(false);
     let (prefetch, wanted) = watch::channel(prefetch);
@@ -66,7 +66,7 @@ pub fn subscribe(
     };
     tokio::spawn(supervisor.run());
     let consumer = AmqpConsumer { events, cancel, prefetch, current: current.clone(), close };
-    (consumer, AmqpSettler::new(current))
+    (consumer, AmqpAcker::new(current))
 }
 
 impl Consumer for AmqpConsumer {
@@ -142,11 +142,11 @@ impl From<&str> for Lost {
 
 impl Supervisor {
     async fn run(mut self) {
-        let mut outage = Outage::default();
-        let mut careful = false;
+        let mut reconnect = ReconnectPolicy::default();
+        let mut one_by_one = false;
         let mut sessions = 0;
         loop {
-            let prefetch = if careful { 1 } else { *self.prefetch.borrow_and_update() };
+            let prefetch = if one_by_one { 1 } else { *self.prefetch.borrow_and_update() };
             let opened = tokio::select! {
                 opened = Session::open(&self.connector, &self.subscription, prefetch) => opened,
                 // Without a session there is nothing to cancel: our end is the consumer's.
@@ -158,10 +158,10 @@ impl Supervisor {
             };
             let failure = match opened {
                 Ok((session, broker)) => {
-                    outage.connected();
+                    reconnect.connected();
                     sessions += 1;
                     let (number, began) = (sessions, Instant::now());
-                    let lost = match self.live(number, session, careful).await {
+                    let lost = match self.live(number, session, one_by_one).await {
                         End::Closed(_) => return,
                         End::Lost(lost) => lost,
                     };
@@ -170,18 +170,18 @@ impl Supervisor {
                     if self.events.send(Ok(Event::Lost { session: number })).await.is_err() {
                         return;
                     }
-                    careful = lost.unreadable;
+                    one_by_one = lost.unreadable;
                     if began.elapsed() >= STEADY {
-                        outage.over();
+                        reconnect.over();
                     }
                     Failure { broker, reason, refusal: Refusal::None }
                 }
                 Err(failure) => failure,
             };
             self.current.fail(&failure);
-            match outage.failed(failure, &self.connector) {
+            match reconnect.failed(failure, &self.connector) {
                 Ok(delay) => tokio::select! {
-                    () = tokio::time::sleep(if careful { delay.min(BRIEF) } else { delay }) => {}
+                    () = tokio::time::sleep(if one_by_one { delay.min(BRIEF) } else { delay }) => {}
                     () = self.events.closed() => return,
                     _ = raised(&mut self.cancelled) => return,
                     closing = self.closing.recv() => {
@@ -198,15 +198,15 @@ impl Supervisor {
     }
 
     /// Pumps one session until it ends.
-    async fn live(&mut self, number: u64, mut session: Session, careful: bool) -> End {
+    async fn live(&mut self, number: u64, mut session: Session, one_by_one: bool) -> End {
         let consumer_tag = Arc::new(tokio::sync::Mutex::new(session.consumer.tag()));
         let channel = session.channel.clone();
-        let open = Open { session: number, channel, consumer_tag, ledger: Arc::default() };
+        let open = Open { session: number, channel, consumer_tag, ack_tracker: Arc::default() };
         self.let_acks_gather(&open, session.prefetch);
         self.current.hold(Some(open.clone()));
         let mut end = tokio::select! {
-            end = self.pump(&open, &mut session, careful) => end,
-            () = tokio::time::sleep(CAREFUL), if careful => {
+            end = self.pump(&open, &mut session, one_by_one) => end,
+            () = tokio::time::sleep(ONE_BY_ONE), if one_by_one => {
                 End::Lost(Lost { reason: "back to the full prefetch".into(), unreadable: false })
             }
         };
@@ -223,7 +223,7 @@ impl Supervisor {
         end
     }
 
-    async fn pump(&mut self, open: &Open, session: &mut Session, careful: bool) -> End {
+    async fn pump(&mut self, open: &Open, session: &mut Session, one_by_one: bool) -> End {
         let mut failures = session.connection.events_listener();
         let mut cancelling = *self.cancelled.borrow();
         let (mut ended, mut resizing) = (false, false);
@@ -232,14 +232,14 @@ impl Supervisor {
         }
         loop {
             let wanted = *self.prefetch.borrow();
-            if wanted != session.prefetch && !cancelling && !resizing && !careful {
+            if wanted != session.prefetch && !cancelling && !resizing && !one_by_one {
                 resizing = give_up(open, session).await;
             }
             tokio::select! {
                 delivered = session.consumer.next(), if !ended => match delivered {
                     Some(Ok(delivery)) => {
                         session.delivered(delivery.delivery_tag);
-                        open.ledger().delivered(delivery.delivery_tag, delivery.redelivered);
+                        open.ack_tracker().delivered(delivery.delivery_tag, delivery.redelivered);
                         let event = Event::Delivery(Box::new(delivery_from(delivery, open.session, session.addressed)));
                         if self.events.send(Ok(event)).await.is_err() {
                             break End::Closed(None);
@@ -299,7 +299,7 @@ impl Supervisor {
     /// they are written nowhere.
     fn let_acks_gather(&self, open: &Open, prefetch: u16) {
         if let Subscription::Tasks { .. } = self.subscription {
-            open.ledger().gather(usize::from(prefetch) / 4);
+            open.ack_tracker().gather(usize::from(prefetch) / 4);
         }
     }
 }
@@ -311,7 +311,7 @@ impl Supervisor {
 /// if we had failed on it; and what is in hand is never of more than two consumers. A prefetch that
 /// never fills binds nothing.
 async fn give_up(open: &Open, session: &Session) -> bool {
-    let full = open.ledger().hold(session.first_tag(), session.prefetch.into());
+    let full = open.ack_tracker().hold(session.first_tag(), session.prefetch.into());
     if full {
         cancel(&session.channel, session.consumer.tag()).await;
         open.send_acks().await;

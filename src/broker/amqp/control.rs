@@ -22,7 +22,7 @@ const ANSWER: Duration = Duration::from_secs(5);
 const HERE: &str = "amq.rabbitmq.reply-to";
 
 /// A connection over which launchers are asked.
-pub struct Switchboard {
+pub struct ControlClient {
     broker: String,
     exchange: String,
     connection: OpenConnection,
@@ -30,7 +30,7 @@ pub struct Switchboard {
     answers: Consumer,
 }
 
-impl Switchboard {
+impl ControlClient {
     /// Connects.
     ///
     /// # Errors

@@ -3,31 +3,31 @@
 //! and acks must go on. Lapin's own recovery stays off: after a channel error it leaves a consumer
 //! that never yields again, so each session here is built whole and dropped whole.
 
+mod ack_tracker;
+mod acker;
 mod admin;
 mod alarm;
 mod connect;
 mod consumer;
 mod control;
 mod convert;
+mod dead_letter_browser;
 mod exchange;
-mod ledger;
+mod fetch_size;
 mod limit;
-mod look;
-mod pace;
 mod page;
 mod publisher;
 mod routes;
 mod sending;
 mod session;
-mod settler;
 mod topology;
 
+pub use acker::AmqpAcker;
 pub use admin::{consumers_of, declare};
 pub use connect::{Connector, RefusalPolicy};
 pub use consumer::{AmqpConsumer, subscribe};
-pub use control::Switchboard;
-pub use look::{LeftBehind, Look};
+pub use control::ControlClient;
+pub use dead_letter_browser::{DeadLetterBrowser, LeftBehind};
 pub use publisher::AmqpPublisher;
 pub use session::Subscription;
-pub use settler::AmqpSettler;
 pub use topology::{Topology, retry_queue};

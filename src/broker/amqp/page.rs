@@ -1,4 +1,4 @@
-//! The part of a look that one channel holds: consumers of its own take messages, acks and returns
+//! The part of a dead-letter browser that one channel holds: consumers of its own take messages, acks and returns
 //! settle them. Decides how many commands settle how many messages. Owns the channel and the account of
 //! what is unsettled on it.
 //!
@@ -14,9 +14,9 @@ use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicNackOptions, Bas
 use lapin::types::FieldTable;
 use lapin::{Channel, Connection, Consumer, Error};
 
+use super::ack_tracker::{Ack, AckTracker};
 use super::connect::FAREWELL;
 use super::convert::short;
-use super::ledger::{Ack, Ledger};
 use super::session::cancel;
 
 /// Messages that one command hands back: of more, a quorum queue forgets the order.
@@ -26,10 +26,10 @@ const RETURNS: usize = 16;
 /// Acks under way at once, the other half.
 const ACKS: usize = 15;
 
-/// The messages that one channel holds for a look.
+/// The messages that one channel holds for a browser.
 pub(super) struct Page {
     channel: Channel,
-    ledger: Ledger,
+    ack_tracker: AckTracker,
     consumers: u32,
     /// The last tag of each consumer of which something is unsettled, in order; others may be among them.
     ends: Vec<u64>,
@@ -41,7 +41,7 @@ impl Page {
     /// An empty one.
     pub(super) async fn open(connection: &Connection) -> Result<Self, Error> {
         let channel = connection.create_channel().await?;
-        Ok(Self { channel, ledger: Ledger::default(), consumers: 0, ends: Vec::new(), acks: 0 })
+        Ok(Self { channel, ack_tracker: AckTracker::default(), consumers: 0, ends: Vec::new(), acks: 0 })
     }
 
     /// A consumer that brings so many messages. Until it has been cancelled nothing may be settled, or
@@ -57,7 +57,7 @@ impl Page {
 
     /// The consumer has brought this.
     pub(super) fn came(&mut self, delivery: &Delivery) {
-        self.ledger.delivered(delivery.delivery_tag, false);
+        self.ack_tracker.delivered(delivery.delivery_tag, false);
         if let Some(end) = self.ends.last_mut() {
             *end = delivery.delivery_tag;
         }
@@ -65,7 +65,7 @@ impl Page {
 
     /// How many messages another consumer may bring.
     pub(super) fn room(&self) -> u16 {
-        let held: Vec<u64> = self.ledger.unsettled().collect();
+        let held: Vec<u64> = self.ack_tracker.unsettled().collect();
         let left = RETURNS.saturating_sub(self.runs(&held).count());
         u16::try_from(left * RETURNED_AT_ONCE).unwrap_or(u16::MAX)
     }
@@ -96,12 +96,12 @@ impl Page {
 
     /// To be acked with the next [`Page::settle`].
     pub(super) fn ack(&mut self, tag: u64) {
-        self.ledger.ack(tag);
+        self.ack_tracker.ack(tag);
     }
 
     /// Whether the message is neither acked nor to be acked.
     pub(super) fn holds(&self, tag: u64) -> bool {
-        self.ledger.is_unsettled(tag)
+        self.ack_tracker.is_unsettled(tag)
     }
 
     /// Acks what is to be acked. Returns messages that the pauses have brought: whoever consumes may be
@@ -109,7 +109,7 @@ impl Page {
     pub(super) async fn settle(&mut self, queue: &str) -> Result<Vec<Delivery>, Error> {
         let mut brought = Vec::new();
         loop {
-            let acks = self.ledger.take();
+            let acks = self.ack_tracker.take();
             if acks.is_empty() {
                 return Ok(brought);
             }
@@ -121,7 +121,7 @@ impl Page {
                     brought.extend(self.cancel(consumer).await?);
                 }
             }
-            let first = self.ledger.unsettled().next().unwrap_or(u64::MAX);
+            let first = self.ack_tracker.unsettled().next().unwrap_or(u64::MAX);
             self.ends.drain(..self.consumer_of(first));
         }
     }

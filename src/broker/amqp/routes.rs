@@ -435,24 +435,24 @@ mod tests {
         }
     }
 
-    struct Desk {
+    struct Rig {
         routes: Routes<Letter>,
         now: Instant,
     }
 
-    impl Desk {
+    impl Rig {
         fn new() -> Self {
             Self { routes: Routes::new(Some(1_000)), now: Instant::now() }
         }
 
         /// With a shared channel, on which the queue "well" is known, for messages of up to 1,000 bytes.
         fn sharing() -> Self {
-            let mut desk = Self::new();
-            desk.push("well", "first", 1_000);
-            let [(id, Place::Alone)] = desk.sent()[..] else { panic!("the first goes alone") };
-            desk.routes.share(id);
-            desk.routes.answered(id, true, desk.now);
-            desk
+            let mut routes = Self::new();
+            routes.push("well", "first", 1_000);
+            let [(id, Place::Alone)] = routes.sent()[..] else { panic!("the first goes alone") };
+            routes.routes.share(id);
+            routes.routes.answered(id, true, routes.now);
+            routes
         }
 
         fn push(&mut self, queue: &str, name: &'static str, bytes: usize) -> Letter {
@@ -473,31 +473,31 @@ mod tests {
 
     #[test]
     fn what_a_queue_has_not_taken_yet_goes_alone_and_then_beside_others() {
-        let mut desk = Desk::sharing();
+        let mut routes = Rig::sharing();
         for name in ["a", "b", "c"] {
-            desk.push("new", name, 10);
+            routes.push("new", name, 10);
         }
-        desk.push("well", "w", 10);
-        assert_eq!(desk.names(), [("a", Place::Alone), ("w", Place::Shared)]);
-        desk.routes.answered(1, true, desk.now);
-        assert_eq!(desk.names(), [("b", Place::Shared), ("c", Place::Shared)]);
+        routes.push("well", "w", 10);
+        assert_eq!(routes.names(), [("a", Place::Alone), ("w", Place::Shared)]);
+        routes.routes.answered(1, true, routes.now);
+        assert_eq!(routes.names(), [("b", Place::Shared), ("c", Place::Shared)]);
     }
 
     #[test]
     fn a_queue_that_confirms_nothing_keeps_its_own_messages_waiting_and_no_others() {
-        let mut desk = Desk::sharing();
+        let mut routes = Rig::sharing();
         for _ in 0..500 {
-            desk.push("stuck", "s", 10);
+            routes.push("stuck", "s", 10);
         }
-        assert_eq!(desk.names(), [("s", Place::Alone)]);
+        assert_eq!(routes.names(), [("s", Place::Alone)]);
         for round in 0..50 {
-            desk.now += SLOW;
+            routes.now += SLOW;
             let name = ["x", "y"][round % 2];
-            desk.push(name, "n", 10);
-            desk.push("well", "w", 10);
-            let sent = desk.sent();
+            routes.push(name, "n", 10);
+            routes.push("well", "w", 10);
+            let sent = routes.sent();
             assert_eq!(sent.len(), 2, "round {round}");
-            sent.iter().for_each(|(id, _)| drop(desk.routes.answered(*id, true, desk.now)));
+            sent.iter().for_each(|(id, _)| drop(routes.routes.answered(*id, true, routes.now)));
         }
     }
 
@@ -513,13 +513,13 @@ mod tests {
             }
             names
         };
-        let mut desk = Desk::sharing();
-        QUEUES.iter().for_each(|queue| drop(desk.push(queue, queue, 10)));
-        assert_eq!(desk.sent().len(), ALONE);
-        desk.push("new", "new", 10);
+        let mut routes = Rig::sharing();
+        QUEUES.iter().for_each(|queue| drop(routes.push(queue, queue, 10)));
+        assert_eq!(routes.sent().len(), ALONE);
+        routes.push("new", "new", 10);
         let mut rounds = 0;
-        while !desk.names().iter().any(|(name, _)| *name == "new") {
-            desk.now += SLOW;
+        while !routes.names().iter().any(|(name, _)| *name == "new") {
+            routes.now += SLOW;
             rounds += 1;
         }
         assert!(rounds <= 40 / ALONE + 1, "{rounds}");
@@ -527,103 +527,103 @@ mod tests {
 
     #[test]
     fn a_message_larger_than_any_that_was_taken_goes_alone() {
-        let mut desk = Desk::sharing();
-        desk.push("well", "larger", 1_001);
-        desk.push("well", "as large", 1_000);
-        assert_eq!(desk.names(), [("larger", Place::Alone)], "in their order");
-        desk.routes.answered(1, true, desk.now);
-        assert_eq!(desk.names(), [("as large", Place::Shared)]);
-        desk.routes.answered(2, true, desk.now);
-        desk.push("well", "above the setting", 1_001);
-        assert_eq!(desk.names(), [("above the setting", Place::Alone)]);
+        let mut routes = Rig::sharing();
+        routes.push("well", "larger", 1_001);
+        routes.push("well", "as large", 1_000);
+        assert_eq!(routes.names(), [("larger", Place::Alone)], "in their order");
+        routes.routes.answered(1, true, routes.now);
+        assert_eq!(routes.names(), [("as large", Place::Shared)]);
+        routes.routes.answered(2, true, routes.now);
+        routes.push("well", "above the setting", 1_001);
+        assert_eq!(routes.names(), [("above the setting", Place::Alone)]);
     }
 
     #[test]
     fn the_shared_channel_is_never_sent_more_than_a_connection_has_credit_for() {
-        let mut desk = Desk::sharing();
-        (0..1_000).for_each(|_| drop(desk.push("well", "w", 10)));
-        let sent = desk.sent();
+        let mut routes = Rig::sharing();
+        (0..1_000).for_each(|_| drop(routes.push("well", "w", 10)));
+        let sent = routes.sent();
         assert_eq!(sent.len(), SPAN as usize);
         // All but the oldest are confirmed: whatever that waits for, no more are sent.
-        sent[1..].iter().for_each(|(id, _)| drop(desk.routes.answered(*id, true, desk.now)));
-        assert_eq!(desk.sent(), []);
-        assert!(!desk.routes.is_held_up_since(desk.now, desk.now));
-        desk.now += SLOW;
-        assert!(desk.routes.is_held_up_since(desk.now - SLOW, desk.now));
-        desk.routes.retire();
-        assert_eq!(desk.names(), [("w", Place::Alone)], "on a channel of its own");
-        desk.routes.answered(sent[0].0, true, desk.now);
-        assert!(desk.routes.get(sent[0].0).is_none());
+        sent[1..].iter().for_each(|(id, _)| drop(routes.routes.answered(*id, true, routes.now)));
+        assert_eq!(routes.sent(), []);
+        assert!(!routes.routes.is_held_up_since(routes.now, routes.now));
+        routes.now += SLOW;
+        assert!(routes.routes.is_held_up_since(routes.now - SLOW, routes.now));
+        routes.routes.retire();
+        assert_eq!(routes.names(), [("w", Place::Alone)], "on a channel of its own");
+        routes.routes.answered(sent[0].0, true, routes.now);
+        assert!(routes.routes.get(sent[0].0).is_none());
     }
 
     #[test]
     fn after_a_lost_connection_all_go_again_in_their_order() {
-        let mut desk = Desk::sharing();
+        let mut routes = Rig::sharing();
         for name in ["a", "b", "c"] {
-            desk.push("well", name, 10);
+            routes.push("well", name, 10);
         }
-        assert_eq!(desk.sent().len(), 3);
-        assert_eq!(desk.routes.lost(desk.now, |_| Duration::ZERO), 3);
+        assert_eq!(routes.sent().len(), 3);
+        assert_eq!(routes.routes.lost(routes.now, |_| Duration::ZERO), 3);
         let mut order = Vec::new();
         for _ in 0..3 {
-            let (id, place) = desk.routes.next(desk.now).expect("one");
+            let (id, place) = routes.routes.next(routes.now).expect("one");
             assert_eq!(place, Place::Alone, "nothing is shared on a new connection yet");
-            order.push(desk.routes.answered(id, true, desk.now).expect("wanted").name);
+            order.push(routes.routes.answered(id, true, routes.now).expect("wanted").name);
         }
         assert_eq!(order, ["a", "b", "c"]);
     }
 
     #[test]
     fn what_may_have_ended_a_connection_goes_with_nothing_beside_it() {
-        let mut desk = Desk::new();
+        let mut routes = Rig::new();
         let suspect = Letter { name: "s", bytes: 1, wanted: Rc::new(Cell::new(true)), suspect: true };
-        desk.push("q", "before", 1);
-        desk.routes.push("q".into(), suspect, desk.now);
-        let [(before, _)] = desk.sent()[..] else { panic!("one at a time of a queue") };
-        desk.routes.answered(before, true, desk.now);
-        let [(id, _)] = desk.sent()[..] else { panic!("the suspect") };
-        desk.routes.lost(desk.now, |_| Duration::ZERO);
-        desk.push("other", "innocent", 1);
-        let [(again, Place::Alone)] = desk.sent()[..] else { panic!("the suspect alone") };
-        assert!(again > id && desk.routes.get(again).expect("under way").0.suspect);
-        assert_eq!(desk.sent(), []);
-        desk.routes.answered(again, false, desk.now);
-        assert_eq!(desk.names(), [("innocent", Place::Alone)]);
+        routes.push("q", "before", 1);
+        routes.routes.push("q".into(), suspect, routes.now);
+        let [(before, _)] = routes.sent()[..] else { panic!("one at a time of a queue") };
+        routes.routes.answered(before, true, routes.now);
+        let [(id, _)] = routes.sent()[..] else { panic!("the suspect") };
+        routes.routes.lost(routes.now, |_| Duration::ZERO);
+        routes.push("other", "innocent", 1);
+        let [(again, Place::Alone)] = routes.sent()[..] else { panic!("the suspect alone") };
+        assert!(again > id && routes.routes.get(again).expect("under way").0.suspect);
+        assert_eq!(routes.sent(), []);
+        routes.routes.answered(again, false, routes.now);
+        assert_eq!(routes.names(), [("innocent", Place::Alone)]);
     }
 
     #[test]
     fn places_that_are_held_for_nobody_are_freed_by_another_connection() {
-        let mut desk = Desk::new();
-        desk.routes.most_alone = 2;
-        let letters = ["a", "b"].map(|queue| desk.push(queue, queue, 10));
-        assert_eq!(desk.sent().len(), 2);
-        desk.push("c", "c", 10);
-        assert_eq!(desk.sent(), []);
+        let mut routes = Rig::new();
+        routes.routes.most_alone = 2;
+        let letters = ["a", "b"].map(|queue| routes.push(queue, queue, 10));
+        assert_eq!(routes.sent().len(), 2);
+        routes.push("c", "c", 10);
+        assert_eq!(routes.sent(), []);
         letters.iter().for_each(|letter| letter.wanted.set(false));
-        desk.routes.clean(desk.now);
+        routes.routes.clean(routes.now);
         let long = Duration::from_secs(30);
-        assert!(!desk.routes.is_choked(desk.now, long), "they may yet be answered");
-        desk.now += long;
-        assert!(desk.routes.is_choked(desk.now, long));
-        desk.routes.lost(desk.now, |_| Duration::ZERO);
-        assert_eq!(desk.names(), [("c", Place::Alone)]);
-        assert!(!desk.routes.is_choked(desk.now, long));
+        assert!(!routes.routes.is_choked(routes.now, long), "they may yet be answered");
+        routes.now += long;
+        assert!(routes.routes.is_choked(routes.now, long));
+        routes.routes.lost(routes.now, |_| Duration::ZERO);
+        assert_eq!(routes.names(), [("c", Place::Alone)]);
+        assert!(!routes.routes.is_choked(routes.now, long));
     }
 
     #[test]
     fn what_nobody_waits_for_is_not_sent_and_frees_nothing_that_is_stuck() {
-        let mut desk = Desk::sharing();
-        let letters = ["a", "b", "c"].map(|name| desk.push("stuck", name, 10));
-        assert_eq!(desk.names(), [("a", Place::Alone)]);
+        let mut routes = Rig::sharing();
+        let letters = ["a", "b", "c"].map(|name| routes.push("stuck", name, 10));
+        assert_eq!(routes.names(), [("a", Place::Alone)]);
         letters[0].wanted.set(false);
         letters[1].wanted.set(false);
-        desk.routes.clean(desk.now);
+        routes.routes.clean(routes.now);
         assert_eq!(
-            (desk.sent(), desk.routes.wanted()),
+            (routes.sent(), routes.routes.wanted()),
             (vec![], None),
             "the broker may still take the first"
         );
-        assert!(desk.routes.answered(1, false, desk.now).is_none());
-        assert_eq!(desk.names(), [("c", Place::Alone)]);
+        assert!(routes.routes.answered(1, false, routes.now).is_none());
+        assert_eq!(routes.names(), [("c", Place::Alone)]);
     }
 }

@@ -14,7 +14,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::timeout;
 
 use super::alarm::watch_alarms;
-use super::connect::{Connector, Failure, OpenConnection, Outage, words};
+use super::connect::{Connector, Failure, OpenConnection, ReconnectPolicy, words};
 use super::exchange::{
     DIRECT_REPLY_TO, Request, Sent, code, exchange, may_be_the_messages_fault, pulse, take_return,
 };
@@ -79,7 +79,7 @@ struct Held {
 pub(super) struct Sending {
     connector: Arc<Connector>,
     live: Option<Live>,
-    outage: Outage,
+    reconnect: ReconnectPolicy,
     routes: Routes<Request>,
     under_way: FuturesUnordered<BoxFuture<'static, Sent>>,
     /// Answers that came with a message that was returned to another; see [`RETURNED`].
@@ -100,7 +100,7 @@ impl Sending {
         Self {
             connector,
             live: None,
-            outage: Outage::default(),
+            reconnect: ReconnectPolicy::default(),
             routes: Routes::new(large),
             under_way: FuturesUnordered::new(),
             held: Vec::new(),
@@ -393,7 +393,7 @@ impl Sending {
                 Some(failure) => failure,
                 None => match self.connector.attempt().await {
                     Ok((connection, broker)) => {
-                        self.outage.connected();
+                        self.reconnect.connected();
                         self.live = Some(Live::new(connection, broker));
                         self.well.store(true, Ordering::Relaxed);
                         return Ok(());
@@ -401,11 +401,11 @@ impl Sending {
                     Err(failure) => failure,
                 },
             };
-            let delay = self.outage.failed(failure, &self.connector)?;
+            let delay = self.reconnect.failed(failure, &self.connector)?;
             tokio::time::sleep(delay).await;
         }
         if self.live.as_ref().is_some_and(|live| live.opened.elapsed() >= STEADY) {
-            self.outage.over();
+            self.reconnect.over();
         }
         Ok(())
     }

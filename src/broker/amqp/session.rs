@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use super::connect::{Connector, FAREWELL, Failure, OpenConnection, Refusal, words};
 use super::convert::{properties_from, short};
 use super::topology::Topology;
-use crate::broker::{Delivery, Receipt};
+use crate::broker::{Delivery, DeliveryTag};
 use crate::protocol::Message;
 
 /// RabbitMQ's own, which need not be asked for.
@@ -195,7 +195,7 @@ pub(super) fn delivery_from(lapin: lapin::message::Delivery, session: u64, addre
     let delivery_count = if lapin.redelivered { counted } else { Some(0) };
     Delivery {
         message: Message { properties, body: lapin.data.into() },
-        receipt: Receipt { session, tag: lapin.delivery_tag },
+        delivery_tag: DeliveryTag { session, tag: lapin.delivery_tag },
         routing_key: addressed.then(|| lapin.routing_key.as_str().to_owned()),
         redelivered: lapin.redelivered,
         delivery_count,

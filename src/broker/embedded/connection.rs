@@ -16,8 +16,8 @@ use tokio::time::timeout;
 use tokio_util::codec::FramedRead;
 use tokio_util::sync::CancellationToken;
 
-use super::hub::{Hub, Membership};
-use super::outlet::{OUTLET_BOUND, Outgoing, Outlet};
+use super::consumer_sender::{ConsumerSender, OUTLET_BOUND, Outgoing};
+use super::queue_store::{Membership, QueueStore};
 use super::wire::{FLUSH_AT, Frame, FrameCodec, MAX_PIPELINE, Request, Response, WireError, append};
 use crate::broker::Published;
 use crate::protocol::Message;
@@ -27,8 +27,8 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// The reading half's state.
 struct Reader {
-    hub: Arc<Hub>,
-    outlet: Outlet,
+    queue_store: Arc<QueueStore>,
+    consumer_sender: ConsumerSender,
     member: Option<Membership>,
     /// Publishes not yet answered: the reader adds, the writer takes off. Bound: `MAX_PIPELINE`.
     unanswered: Arc<AtomicUsize>,
@@ -45,13 +45,18 @@ enum Ending {
 }
 
 /// Serves until the worker closes, vanishes, breaks the protocol, or `stop` is cancelled.
-pub(super) async fn serve(id: u64, stream: UnixStream, hub: Arc<Hub>, stop: CancellationToken) {
+pub(super) async fn serve(
+    id: u64,
+    stream: UnixStream,
+    queue_store: Arc<QueueStore>,
+    stop: CancellationToken,
+) {
     let (read, write) = stream.into_split();
     let (messages, outgoing) = mpsc::channel(OUTLET_BOUND);
-    let outlet = Outlet { id, messages, cut: CancellationToken::new() };
+    let consumer_sender = ConsumerSender { id, messages, cut: CancellationToken::new() };
     let unanswered = Arc::new(AtomicUsize::new(0));
-    let writer = tokio::spawn(write_all(write, outgoing, outlet.cut.clone(), unanswered.clone()));
-    let mut reader = Reader { hub, outlet, member: None, unanswered };
+    let writer = tokio::spawn(write_all(write, outgoing, consumer_sender.cut.clone(), unanswered.clone()));
+    let mut reader = Reader { queue_store, consumer_sender, member: None, unanswered };
     let ending = reader.read_all(read, stop).await;
     reader.end(ending);
     // The last sender is gone with `reader`: the writer ends when it has written what is left.
@@ -65,7 +70,7 @@ pub(super) async fn serve(id: u64, stream: UnixStream, hub: Arc<Hub>, stop: Canc
 impl Reader {
     async fn read_all(&mut self, read: OwnedReadHalf, stop: CancellationToken) -> Ending {
         let mut frames = FramedRead::new(read, FrameCodec);
-        let cut = self.outlet.cut.clone();
+        let cut = self.consumer_sender.cut.clone();
         loop {
             let frame = tokio::select! {
                 () = cut.cancelled() => return Ending::Cut("answers were not read".to_owned()),
@@ -94,8 +99,13 @@ impl Reader {
                 }
                 let message = Message { properties: *properties, body };
                 match delay {
-                    None => self.hub.publish_from(&self.outlet, id, &queue, message),
-                    Some(delay) => self.hub.clone().publish_later(&self.outlet, id, queue, (delay, message)),
+                    None => self.queue_store.publish_from(&self.consumer_sender, id, &queue, message),
+                    Some(delay) => self.queue_store.clone().publish_later(
+                        &self.consumer_sender,
+                        id,
+                        queue,
+                        (delay, message),
+                    ),
                 }
                 None
             }
@@ -103,65 +113,65 @@ impl Reader {
                 if self.member.is_some() {
                     return Some(Ending::Cut("a second consumer on one connection".to_owned()));
                 }
-                self.member = self.hub.join(&queue, prefetch, self.outlet.clone());
+                self.member = self.queue_store.join(&queue, prefetch, self.consumer_sender.clone());
                 self.member.is_none().then(|| Ending::Cut(format!("no queue {queue:?}")))
             }
             Request::Prefetch { prefetch } => {
-                self.with_member(|hub, member| hub.set_prefetch(member, prefetch));
+                self.with_member(|queue_store, member| queue_store.set_prefetch(member, prefetch));
                 None
             }
             Request::Cancel => {
-                self.with_member(|hub, member| hub.cancel(member));
+                self.with_member(|queue_store, member| queue_store.cancel(member));
                 None
             }
             Request::Ack { tag } => {
-                self.settle(tag, Hub::ack);
+                self.settle(tag, QueueStore::ack);
                 None
             }
             Request::Nack { tag } => {
-                self.settle(tag, Hub::requeue);
+                self.settle(tag, QueueStore::requeue);
                 None
             }
             Request::Leave => {
                 self.leave();
-                self.outlet.send(Outgoing::Left);
+                self.consumer_sender.send(Outgoing::Left);
                 None
             }
             Request::Close => Some(Ending::Asked),
         }
     }
 
-    fn with_member(&self, act: impl FnOnce(&Hub, Membership)) {
+    fn with_member(&self, act: impl FnOnce(&QueueStore, Membership)) {
         if let Some(member) = self.member {
-            act(&self.hub, member);
+            act(&self.queue_store, member);
         }
     }
 
-    fn settle(&self, tag: u64, how: impl FnOnce(&Hub, Membership, u64) -> bool) {
-        self.with_member(|hub, member| {
-            if !how(hub, member, tag) {
-                tracing::warn!(connection = self.outlet.id, tag, "settled a delivery not held");
+    fn settle(&self, tag: u64, how: impl FnOnce(&QueueStore, Membership, u64) -> bool) {
+        self.with_member(|queue_store, member| {
+            if !how(queue_store, member, tag) {
+                tracing::warn!(connection = self.consumer_sender.id, tag, "settled a delivery not held");
             }
         });
     }
 
     fn leave(&mut self) {
         if let Some(member) = self.member.take() {
-            self.hub.leave(member);
+            self.queue_store.leave(member);
         }
     }
 
     fn end(&mut self, ending: Ending) {
         self.leave();
-        self.hub.forget(&self.outlet);
+        self.queue_store.forget(&self.consumer_sender);
         match ending {
-            Ending::Asked => self.outlet.send(Outgoing::Closed { reason: None }),
+            Ending::Asked => self.consumer_sender.send(Outgoing::Closed { reason: None }),
             Ending::Gone => {
-                tracing::debug!(connection = self.outlet.id, "worker's connection ended");
+                tracing::debug!(connection = self.consumer_sender.id, "worker's connection ended");
             }
             Ending::Cut(reason) => {
-                tracing::debug!(connection = self.outlet.id, reason, "ending worker's connection");
-                self.outlet.send(Outgoing::Closed { reason: Some(reason) });
+                tracing::debug!(connection = self.consumer_sender.id, reason, "ending worker's connection");
+                self.consumer_sender.send(Outgoing::Closed { reason: Some(reason) });
             }
         }
     }
@@ -201,14 +211,14 @@ async fn write_all(
 fn frame(message: Outgoing) -> Result<Frame, WireError> {
     let mut body = Bytes::new();
     let response = match message {
-        Outgoing::Deliver(dispatch) => {
-            let dispatch = *dispatch;
-            body = dispatch.message.body;
+        Outgoing::Deliver(queue_delivery) => {
+            let queue_delivery = *queue_delivery;
+            body = queue_delivery.message.body;
             Response::Deliver {
-                tag: dispatch.tag,
-                redelivered: dispatch.redelivered,
-                delivery_count: dispatch.delivery_count,
-                properties: Box::new(dispatch.message.properties),
+                tag: queue_delivery.tag,
+                redelivered: queue_delivery.redelivered,
+                delivery_count: queue_delivery.delivery_count,
+                properties: Box::new(queue_delivery.message.properties),
             }
         }
         Outgoing::Published { id, outcome: Published::Confirmed } => Response::Confirmed { id },

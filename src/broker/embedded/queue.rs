@@ -14,7 +14,7 @@ pub struct ConsumerId(u64);
 
 /// A message on its way to a consumer, to be settled by `tag`.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Dispatch {
+pub struct QueueDelivery {
     /// Who gets it.
     pub consumer: ConsumerId,
     /// Its name for settling, counting from 1 for each consumer.
@@ -185,7 +185,7 @@ impl Queue {
     }
 
     /// The next message for the next consumer with room, or none. Call until none.
-    pub fn deliver(&mut self, now: Instant) -> Option<Dispatch> {
+    pub fn deliver(&mut self, now: Instant) -> Option<QueueDelivery> {
         self.drop_expired_head(now);
         if self.ready.is_empty() {
             return None;
@@ -197,7 +197,7 @@ impl Queue {
         let (position, entry) = self.ready.pop_first()?;
         let tag = consumer.next_tag;
         consumer.next_tag += 1;
-        let dispatch = Dispatch {
+        let queue_delivery = QueueDelivery {
             consumer: id,
             tag,
             redelivered: entry.returns > 0,
@@ -205,7 +205,7 @@ impl Queue {
             message: entry.message.clone(),
         };
         consumer.unacked.insert(tag, (position, entry));
-        Some(dispatch)
+        Some(queue_delivery)
     }
 
     /// Drops what has expired at the head. As in RabbitMQ, one that expires further back stays

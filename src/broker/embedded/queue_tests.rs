@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::{ConsumerId, Dispatch, Queue, Returned};
+use super::{ConsumerId, Queue, QueueDelivery, Returned};
 use crate::protocol::{Message, Properties, Value};
 
 fn prefetch(n: u16) -> NonZeroU16 {
@@ -34,13 +34,13 @@ fn filled(count: u32, delivery_limit: Option<u64>) -> Queue {
     queue
 }
 
-fn deliver_all(queue: &mut Queue) -> Vec<Dispatch> {
+fn deliver_all(queue: &mut Queue) -> Vec<QueueDelivery> {
     let now = Instant::now();
     std::iter::from_fn(|| queue.deliver(now)).collect()
 }
 
-fn numbers(dispatches: &[Dispatch]) -> Vec<u32> {
-    dispatches.iter().map(|dispatch| number(&dispatch.message)).collect()
+fn numbers(dispatches: &[QueueDelivery]) -> Vec<u32> {
+    dispatches.iter().map(|queue_delivery| number(&queue_delivery.message)).collect()
 }
 
 #[test]
@@ -152,7 +152,7 @@ fn an_expired_message_is_dropped_at_the_head_and_never_delivered() {
     queue.publish(expiring(2, "1000"), start).unwrap();
     queue.add_consumer(prefetch(10));
     let later = start + Duration::from_millis(11);
-    let got: Vec<Dispatch> = std::iter::from_fn(|| queue.deliver(later)).collect();
+    let got: Vec<QueueDelivery> = std::iter::from_fn(|| queue.deliver(later)).collect();
     assert_eq!(numbers(&got), [1, 2]);
 }
 
@@ -229,8 +229,8 @@ impl Onlooker {
                 self.consumers.insert(queue.add_consumer(prefetch(n)), n);
             }
             Step::Deliver => {
-                if let Some(dispatch) = queue.deliver(Instant::now()) {
-                    self.saw(&dispatch);
+                if let Some(queue_delivery) = queue.deliver(Instant::now()) {
+                    self.saw(&queue_delivery);
                 }
             }
             Step::Ack(pick) => {
@@ -263,14 +263,14 @@ impl Onlooker {
         }
     }
 
-    fn saw(&mut self, dispatch: &Dispatch) {
-        let n = number(&dispatch.message);
+    fn saw(&mut self, queue_delivery: &QueueDelivery) {
+        let n = number(&queue_delivery.message);
         assert!(!self.held.values().any(|held| *held == n), "{n} is held by two");
         assert!(!self.gone.contains(&n), "{n} was settled before");
-        self.held.insert((dispatch.consumer, dispatch.tag), n);
-        let holds = self.held.keys().filter(|(id, _)| *id == dispatch.consumer).count();
-        assert!(holds <= usize::from(self.consumers[&dispatch.consumer]), "over the prefetch");
-        if !dispatch.redelivered {
+        self.held.insert((queue_delivery.consumer, queue_delivery.tag), n);
+        let holds = self.held.keys().filter(|(id, _)| *id == queue_delivery.consumer).count();
+        assert!(holds <= usize::from(self.consumers[&queue_delivery.consumer]), "over the prefetch");
+        if !queue_delivery.redelivered {
             assert!(self.last_fresh < Some(n), "{n} came late");
             self.last_fresh = Some(n);
         }

@@ -16,9 +16,9 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::connection::serve;
-use super::hub::{Hub, Membership, QueueSpec};
-use super::outlet::{Outgoing, Outlet};
-use super::queue::{Dispatch, Stats};
+use super::consumer_sender::{ConsumerSender, Outgoing};
+use super::queue::{QueueDelivery, Stats};
+use super::queue_store::{Membership, QueueSpec, QueueStore};
 use crate::broker::Published;
 use crate::protocol::Message;
 
@@ -31,7 +31,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The queues of one launcher, and the socket that workers reach them by. Dropped: stops serving,
 /// and removes the socket and its folder.
 pub struct EmbeddedBroker {
-    hub: Arc<Hub>,
+    queue_store: Arc<QueueStore>,
     path: PathBuf,
     /// Ids of outlets: the accept loop and `consume` draw.
     next_outlet: Arc<AtomicU64>,
@@ -50,7 +50,8 @@ impl EmbeddedBroker {
     /// queue is named twice, or a dead-letter queue is missing: the operator or caller mends it.
     pub fn bind(path: impl Into<PathBuf>, queues: &[QueueSpec]) -> io::Result<Self> {
         let path = path.into();
-        let hub = Hub::new(queues).map_err(|why| io::Error::new(io::ErrorKind::InvalidInput, why))?;
+        let queue_store =
+            QueueStore::new(queues).map_err(|why| io::Error::new(io::ErrorKind::InvalidInput, why))?;
         let folder = path.parent().unwrap_or(Path::new("/"));
         // Private from its first moment, and never someone else's folder taken over.
         std::fs::DirBuilder::new().mode(0o700).create(folder).map_err(|error| at(folder, &error))?;
@@ -63,7 +64,7 @@ impl EmbeddedBroker {
             }
         };
         let broker = Self {
-            hub: Arc::new(hub),
+            queue_store: Arc::new(queue_store),
             path,
             next_outlet: Arc::new(AtomicU64::new(0)),
             stop: CancellationToken::new(),
@@ -71,7 +72,7 @@ impl EmbeddedBroker {
         };
         broker.tasks.spawn(accept_all(
             listener,
-            broker.hub.clone(),
+            broker.queue_store.clone(),
             broker.next_outlet.clone(),
             broker.stop.clone(),
             broker.tasks.clone(),
@@ -86,7 +87,7 @@ impl EmbeddedBroker {
 
     /// Puts a message into a queue; waits while that is full. Dropped while waiting: not put.
     pub async fn publish(&self, queue: &str, message: Message) -> Published {
-        self.hub.publish_when_room(queue, message).await
+        self.queue_store.publish_when_room(queue, message).await
     }
 
     /// Takes messages from a queue inside the launcher. None: no such queue.
@@ -94,14 +95,14 @@ impl EmbeddedBroker {
         let id = self.next_outlet.fetch_add(1, Ordering::Relaxed);
         // The hub writes, the `LocalConsumer` reads. Bound: the prefetch, and the first answer.
         let (messages, incoming) = mpsc::channel(usize::from(LOCAL_PREFETCH.get()) + 1);
-        let outlet = Outlet { id, messages, cut: CancellationToken::new() };
-        let member = self.hub.join(queue, LOCAL_PREFETCH, outlet)?;
-        Some(LocalConsumer { hub: self.hub.clone(), member, incoming })
+        let consumer_sender = ConsumerSender { id, messages, cut: CancellationToken::new() };
+        let member = self.queue_store.join(queue, LOCAL_PREFETCH, consumer_sender)?;
+        Some(LocalConsumer { queue_store: self.queue_store.clone(), member, incoming })
     }
 
     /// How full a queue is. None: no such queue.
     pub fn stats(&self, queue: &str) -> Option<Stats> {
-        self.hub.stats(queue)
+        self.queue_store.stats(queue)
     }
 
     /// Tells every worker that it ends, waits until their connections are closed, a second at most
@@ -116,7 +117,7 @@ impl EmbeddedBroker {
 impl Drop for EmbeddedBroker {
     fn drop(&mut self) {
         self.stop.cancel();
-        self.hub.end();
+        self.queue_store.end();
         let folder = self.path.parent().unwrap_or(Path::new("/"));
         let removed = std::fs::remove_file(&self.path).and_then(|()| std::fs::remove_dir(folder));
         if let Err(error) = removed {
@@ -131,7 +132,7 @@ fn at(path: &Path, error: &io::Error) -> io::Error {
 
 async fn accept_all(
     listener: UnixListener,
-    hub: Arc<Hub>,
+    queue_store: Arc<QueueStore>,
     ids: Arc<AtomicU64>,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -144,7 +145,7 @@ async fn accept_all(
         match accepted {
             Ok((stream, _)) => {
                 let id = ids.fetch_add(1, Ordering::Relaxed);
-                tasks.spawn(serve(id, stream, hub.clone(), stop.clone()));
+                tasks.spawn(serve(id, stream, queue_store.clone(), stop.clone()));
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a worker; trying again");
@@ -156,7 +157,7 @@ async fn accept_all(
 
 /// A consumer inside the launcher. Dropped: what it took and did not ack returns to the queue.
 pub struct LocalConsumer {
-    hub: Arc<Hub>,
+    queue_store: Arc<QueueStore>,
     member: Membership,
     incoming: mpsc::Receiver<Outgoing>,
 }
@@ -165,8 +166,12 @@ impl LocalConsumer {
     /// The next message; waits for one. None when the broker is dropped. Safe to cancel.
     pub async fn next(&mut self) -> Option<Taken> {
         loop {
-            if let Outgoing::Deliver(dispatch) = self.incoming.recv().await? {
-                return Some(Taken { hub: self.hub.clone(), member: self.member, dispatch: *dispatch });
+            if let Outgoing::Deliver(queue_delivery) = self.incoming.recv().await? {
+                return Some(Taken {
+                    queue_store: self.queue_store.clone(),
+                    member: self.member,
+                    queue_delivery: *queue_delivery,
+                });
             }
         }
     }
@@ -174,26 +179,26 @@ impl LocalConsumer {
 
 impl Drop for LocalConsumer {
     fn drop(&mut self) {
-        self.hub.leave(self.member);
+        self.queue_store.leave(self.member);
     }
 }
 
 /// A message taken inside the launcher, the queue's until acked.
 pub struct Taken {
-    hub: Arc<Hub>,
+    queue_store: Arc<QueueStore>,
     member: Membership,
-    dispatch: Dispatch,
+    queue_delivery: QueueDelivery,
 }
 
 impl Taken {
     /// The message.
     pub fn message(&self) -> &Message {
-        &self.dispatch.message
+        &self.queue_delivery.message
     }
 
     /// Removes it from the queue. Dropped without this, it returns when its consumer ends.
     pub fn ack(self) -> Message {
-        self.hub.ack(self.member, self.dispatch.tag);
-        self.dispatch.message
+        self.queue_store.ack(self.member, self.queue_delivery.tag);
+        self.queue_delivery.message
     }
 }

@@ -13,7 +13,7 @@ use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper::sys_exports::field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION;
 use nvml_wrapper::{Device, EventSet, Nvml};
 
-use super::ailment::{Ailment, Kind, Weight, recovery, xid};
+use super::device_fault::{DeviceFault, Kind, Weight, recovery, xid};
 use super::nvml::{in_words, open};
 use super::raw::{self, Place};
 
@@ -26,9 +26,9 @@ const WAIT: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub(crate) enum Word {
     /// Something happened on these devices.
-    Event { devices: Vec<String>, ailment: Ailment, weight: Weight },
+    Event { devices: Vec<String>, device_fault: DeviceFault, weight: Weight },
     /// All devices, each with what hinders its use now.
-    Look(BTreeMap<String, Option<Ailment>>),
+    Look(BTreeMap<String, Option<DeviceFault>>),
 }
 
 /// A GPU, as it was when it could be asked.
@@ -37,7 +37,7 @@ struct Card {
     /// Its MIG devices by UUID, with their places.
     parts: BTreeMap<String, Option<Place>>,
     /// The last event that condemned it.
-    last: Option<Ailment>,
+    last: Option<DeviceFault>,
 }
 
 /// All that were ever seen, by UUID.
@@ -58,7 +58,7 @@ pub(crate) fn listen(mut hear: impl FnMut(Word) -> bool) {
                 return;
             }
             Err(error) => {
-                let gone = Ailment { kind: Kind::OffTheBus, words: in_words(&error) };
+                let gone = DeviceFault { kind: Kind::OffTheBus, words: in_words(&error) };
                 let all = cards.iter().flat_map(|(uuid, card)| card.parts.keys().chain([uuid]));
                 if !hear(Word::Look(all.map(|uuid| (uuid.clone(), Some(gone.clone()))).collect())) {
                     return;
@@ -114,8 +114,8 @@ fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) 
         }
         let now = look(nvml, cards);
         looked = Instant::now();
-        let changed = now.iter().any(|(uuid, ailment)| {
-            known.get(uuid).is_none_or(|before| before.is_some() != ailment.is_some())
+        let changed = now.iter().any(|(uuid, device_fault)| {
+            known.get(uuid).is_none_or(|before| before.is_some() != device_fault.is_some())
         });
         known.clone_from(&now);
         if !hear(Word::Look(now)) {
@@ -175,9 +175,9 @@ fn register<'a>(nvml: &'a Nvml, cards: &Cards) -> Result<EventSet<'a>, NvmlError
 fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
     let uuid = event.device.uuid().ok()?;
     let card = cards.get_mut(&uuid)?;
-    let (ailment, weight) = match event.kind {
+    let (device_fault, weight) = match event.kind {
         kind if kind.contains(EventTypes::CRITICAL_XID_ERROR) => xid(event.data),
-        _ => (Ailment { kind: Kind::Ecc, words: "double bit ECC error".to_owned() }, Weight::Condemning),
+        _ => (DeviceFault { kind: Kind::Ecc, words: "double bit ECC error".to_owned() }, Weight::Condemning),
     };
     let meant: Vec<String> = match event.place {
         Some(place) => {
@@ -187,22 +187,22 @@ fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
         None => card.parts.keys().chain([&uuid]).cloned().collect(),
     };
     if weight == Weight::Condemning && event.place.is_none() {
-        card.last = Some(ailment.clone());
+        card.last = Some(device_fault.clone());
     }
-    tracing::warn!(device = uuid, ?meant, ?weight, fault = ailment.words, "the driver reports");
-    Some(Word::Event { devices: meant, ailment, weight })
+    tracing::warn!(device = uuid, ?meant, ?weight, fault = device_fault.words, "the driver reports");
+    Some(Word::Event { devices: meant, device_fault, weight })
 }
 
 /// Asks for every card and part what hinders its use.
-fn look(nvml: &Nvml, cards: &mut Cards) -> BTreeMap<String, Option<Ailment>> {
+fn look(nvml: &Nvml, cards: &mut Cards) -> BTreeMap<String, Option<DeviceFault>> {
     let mut states = BTreeMap::new();
     for (uuid, card) in cards {
         let found = nvml.device_by_uuid(uuid.as_str());
-        let ailment = match &found {
+        let device_fault = match &found {
             Ok(device) => lost(device).or_else(|| wants(device, card.last.as_ref())),
             Err(error) => absent(error),
         };
-        if ailment.is_none() {
+        if device_fault.is_none() {
             card.last = None;
         }
         for part in card.parts.keys() {
@@ -210,34 +210,34 @@ fn look(nvml: &Nvml, cards: &mut Cards) -> BTreeMap<String, Option<Ailment>> {
                 Ok(device) => lost(&device),
                 Err(error) => absent(&error),
             };
-            states.insert(part.clone(), ailment.clone().or_else(of_part));
+            states.insert(part.clone(), device_fault.clone().or_else(of_part));
         }
-        states.insert(uuid.clone(), ailment);
+        states.insert(uuid.clone(), device_fault);
     }
     states
 }
 
 /// A device that is gone is still known by its UUID, and answers nothing else.
-fn lost(device: &Device<'_>) -> Option<Ailment> {
+fn lost(device: &Device<'_>) -> Option<DeviceFault> {
     device.memory_info().err().and_then(|error| absent(&error))
 }
 
 /// Whether an error says that the device is not there; others say that it has no such function.
-fn absent(error: &NvmlError) -> Option<Ailment> {
+fn absent(error: &NvmlError) -> Option<DeviceFault> {
     let words = format!("the driver says: {error}");
     match error {
         NvmlError::GpuLost
         | NvmlError::NotFound
         | NvmlError::InsufficientPower
         | NvmlError::IrqIssue
-        | NvmlError::Unknown => Some(Ailment { kind: Kind::OffTheBus, words }),
-        NvmlError::ResetRequired => Some(Ailment { kind: Kind::Xid, words }),
+        | NvmlError::Unknown => Some(DeviceFault { kind: Kind::OffTheBus, words }),
+        NvmlError::ResetRequired => Some(DeviceFault { kind: Kind::Xid, words }),
         _ => None,
     }
 }
 
 /// What the driver wants done before the GPU is used again, with the event after which it wants that.
-fn wants(device: &Device<'_>, after: Option<&Ailment>) -> Option<Ailment> {
+fn wants(device: &Device<'_>, after: Option<&DeviceFault>) -> Option<DeviceFault> {
     let mut answers = device.field_values_for(&[FieldId(NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)]).ok()?;
     let action = match answers.pop()?.ok()?.value.ok()? {
         SampleValue::U32(action) => action.into(),
@@ -246,7 +246,7 @@ fn wants(device: &Device<'_>, after: Option<&Ailment>) -> Option<Ailment> {
     };
     let wanted = recovery(action)?;
     Some(match after {
-        Some(Ailment { kind, words }) => Ailment { kind: *kind, words: format!("{words}; {wanted}") },
-        None => Ailment { kind: Kind::Xid, words: wanted.to_owned() },
+        Some(DeviceFault { kind, words }) => DeviceFault { kind: *kind, words: format!("{words}; {wanted}") },
+        None => DeviceFault { kind: Kind::Xid, words: wanted.to_owned() },
     })
 }

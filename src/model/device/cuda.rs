@@ -11,7 +11,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result
 use sys::CUdevice_attribute_enum as Attribute;
 
 use super::fitness::Power;
-pub use copies::{Brought, Copies, Fetched};
+pub use copies::{Copies, DeviceToHost, HostToDevice};
 
 /// Libraries without which nothing is computed, and what to do where they are not.
 const NEEDED: [(&str, &str); 3] = [

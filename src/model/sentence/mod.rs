@@ -7,12 +7,12 @@
 
 mod config;
 mod encoder;
+mod fast_word_piece;
 mod fitness;
 mod footprint;
 pub mod kernels;
 #[cfg(feature = "cuda")]
 mod on_gpu;
-mod plain;
 pub mod pooling;
 mod processor;
 mod served;

@@ -7,14 +7,14 @@ use candle_core::{Device, Result};
 use super::encoder::Encoder;
 use super::kernels::gpu::cuda::{Planned, pool};
 use super::pooling::{Pooling, normalize};
-use crate::model::device::{Copies, Fetched};
+use crate::model::device::{Copies, DeviceToHost};
 
 /// Runs forward passes on a GPU; keeps the buffers that copy to it and back.
 pub struct OnGpu(Copies);
 
 /// A pass that was given to the device.
 pub struct Begun {
-    fetched: Fetched,
+    fetched: DeviceToHost,
     /// Numbers of a text's vector.
     width: usize,
 }

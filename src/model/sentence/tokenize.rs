@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
 use tokenizers::{Tokenizer, TruncationParams};
 
-use super::plain::Plain;
+use super::fast_word_piece::FastWordPiece;
 use super::settings::SentenceSettings;
 use crate::model::LoadError;
 use crate::model::source;
@@ -16,7 +16,7 @@ use crate::protocol::{TaskError, TaskErrorKind};
 /// A model's tokenizer and its limits.
 pub struct TextTokenizer {
     tokenizer: Tokenizer,
-    plain: Option<Plain>,
+    plain: Option<FastWordPiece>,
     /// Special tokens before and behind each text.
     around: (Vec<u32>, Vec<u32>),
     /// Ids from here on have no vector.
@@ -57,7 +57,7 @@ impl TextTokenizer {
         tokenizer.with_truncation(Some(truncation)).map_err(of_library)?;
         let vocabulary = u32::try_from(vocabulary).unwrap_or(u32::MAX);
         let prompt = settings.prompt.clone();
-        let plain = Plain::of(&tokenizer);
+        let plain = FastWordPiece::of(&tokenizer);
         Ok(Self { tokenizer, plain, around, vocabulary, max_tokens, prompt })
     }
 

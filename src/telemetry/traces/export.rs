@@ -34,7 +34,7 @@ const ANSWER: u64 = 64 << 10;
 ///
 /// # Errors
 /// The address is none for the exporter, or a variable `OTEL_EXPORTER_OTLP_…` cannot be read.
-pub(super) fn outlet(endpoint: &str) -> Result<impl SpanProcessor + 'static, ExporterBuildError> {
+pub(super) fn span_queue(endpoint: &str) -> Result<impl SpanProcessor + 'static, ExporterBuildError> {
     let losses = Arc::new(Losses::default());
     let agent = ureq::AgentBuilder::new().timeout_connect(CONNECT).timeout(EXPORT).redirects(0).build();
     let url = format!("{}/v1/traces", endpoint.trim_end_matches('/'));
@@ -45,7 +45,7 @@ pub(super) fn outlet(endpoint: &str) -> Result<impl SpanProcessor + 'static, Exp
         .with_timeout(EXPORT)
         .with_endpoint(&url)
         .build()?;
-    Ok(Outlet::before(Watched { exporter, url, losses }))
+    Ok(SpanQueue::before(Watched { exporter, url, losses }))
 }
 
 /// What did not reach the collector. Written by whoever ends a span and by the exporter's thread, which
@@ -90,12 +90,12 @@ impl Losses {
 
 /// The SDK's queue, which loses spans in silence when it is full: so it never is.
 #[derive(Debug)]
-struct Outlet {
+struct SpanQueue {
     queue: BatchSpanProcessor,
     losses: Arc<Losses>,
 }
 
-impl Outlet {
+impl SpanQueue {
     /// Starts the thread.
     fn before(exporter: Watched<impl SpanExporter + 'static>) -> Self {
         let losses = exporter.losses.clone();
@@ -107,7 +107,7 @@ impl Outlet {
     }
 }
 
-impl SpanProcessor for Outlet {
+impl SpanProcessor for SpanQueue {
     fn on_start(&self, span: &mut Span, context: &Context) {
         self.queue.on_start(span, context);
     }
@@ -233,8 +233,8 @@ mod tests {
         let (let_go, go) = sync_channel(1);
         let losses = Arc::new(Losses::default());
         let exporter = Stuck { given, go: Mutex::new(go) };
-        let outlet = Outlet::before(Watched { exporter, url: String::new(), losses: losses.clone() });
-        let provider = SdkTracerProvider::builder().with_span_processor(outlet).build();
+        let span_queue = SpanQueue::before(Watched { exporter, url: String::new(), losses: losses.clone() });
+        let provider = SdkTracerProvider::builder().with_span_processor(span_queue).build();
         let tracer = provider.tracer("test");
         (0..REQUEST).for_each(|_| drop(tracer.start("first")));
         let under_way = exported.recv().unwrap();

@@ -10,7 +10,7 @@ use futures_util::future::{BoxFuture, ready};
 use tokio::sync::{Notify, mpsc};
 
 use crate::broker::{
-    BrokerError, Consumer, Delay, Delivery, Event, Link, Published, Publisher, Receipt, Settler,
+    Acker, BrokerError, BrokerSession, Consumer, Delay, Delivery, DeliveryTag, Event, Published, Publisher,
 };
 use crate::protocol::Message;
 
@@ -67,9 +67,9 @@ impl Memory {
     pub(super) fn deliver_again(&self, message: Message, before: u64) {
         let mut state = self.lock();
         state.tags += 1;
-        let receipt = Receipt { session: state.sessions.max(1), tag: state.tags };
+        let delivery_tag = DeliveryTag { session: state.sessions.max(1), tag: state.tags };
         let (routing_key, redelivered, delivery_count) = (None, before > 0, Some(before));
-        let delivery = Delivery { message, receipt, routing_key, redelivered, delivery_count };
+        let delivery = Delivery { message, delivery_tag, routing_key, redelivered, delivery_count };
         let event = Event::Delivery(Box::new(delivery));
         match &state.deliveries {
             Some(deliveries) => drop(deliveries.try_send(event)),
@@ -123,7 +123,7 @@ impl Memory {
     }
 
     /// A session, with what was delivered before it.
-    pub(super) fn link(&self) -> Link {
+    pub(super) fn link(&self) -> BrokerSession {
         let (deliveries, events) = mpsc::channel(1_000);
         let mut state = self.lock();
         state.sessions += 1;
@@ -133,7 +133,7 @@ impl Memory {
         state.deliveries = Some(deliveries);
         drop(state);
         let consumer = Box::new(Session { memory: self.clone(), events });
-        Link { consumer, settler: Arc::new(self.clone()), publisher: Arc::new(self.clone()) }
+        BrokerSession { consumer, acker: Arc::new(self.clone()), publisher: Arc::new(self.clone()) }
     }
 
     fn settle(&self, settled: Settled) -> BoxFuture<'_, bool> {
@@ -178,13 +178,13 @@ impl Consumer for Session {
     }
 }
 
-impl Settler for Memory {
-    fn ack(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
-        self.settle(Settled::Acked(receipt.tag))
+impl Acker for Memory {
+    fn ack(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
+        self.settle(Settled::Acked(delivery_tag.tag))
     }
 
-    fn requeue(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
-        self.settle(Settled::Requeued(receipt.tag))
+    fn requeue(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
+        self.settle(Settled::Requeued(delivery_tag.tag))
     }
 
     fn flush(&self) -> BoxFuture<'_, ()> {

@@ -99,7 +99,7 @@ impl Rig {
 
 fn opening<F>(open: F) -> F
 where
-    F: for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<Link, BrokerError>>,
+    F: for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<BrokerSession, BrokerError>>,
 {
     open
 }

@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use self::consumer::SocketConsumer;
 use self::socket::{Waiting, read_all, write_all};
 use super::wire::{Frame, MAX_PIPELINE, Request, too_long};
-use crate::broker::{BrokerError, Delay, Link, Published, Publisher, Receipt, Settler};
+use crate::broker::{Acker, BrokerError, BrokerSession, Delay, DeliveryTag, Published, Publisher};
 use crate::protocol::Message;
 
 /// The one life of a connection.
@@ -44,7 +44,7 @@ pub struct Subscription {
 /// # Errors
 /// [`BrokerError::Unreachable`]: the launcher is not there; [`BrokerError::Refused`]: it has no such
 /// queue. The worker exits on either.
-pub async fn connect(path: &Path, subscription: Subscription) -> Result<Link, BrokerError> {
+pub async fn connect(path: &Path, subscription: Subscription) -> Result<BrokerSession, BrokerError> {
     let at = path.display().to_string();
     let stream = UnixStream::connect(path).await.map_err(|error| unreached(&at, &error.to_string()))?;
     let (read, write) = stream.into_split();
@@ -65,7 +65,7 @@ pub async fn connect(path: &Path, subscription: Subscription) -> Result<Link, Br
         consumer_closed: CancellationToken::new(),
     });
     let consumer = SocketConsumer::subscribe(wire.clone(), incoming, subscription).await?;
-    Ok(Link { consumer: Box::new(consumer), settler: wire.clone(), publisher: wire })
+    Ok(BrokerSession { consumer: Box::new(consumer), acker: wire.clone(), publisher: wire })
 }
 
 fn unreached(at: &str, why: &str) -> BrokerError {
@@ -101,20 +101,20 @@ impl Wire {
         self.requests.send(frame).await.map_err(|_| self.gone())
     }
 
-    async fn settle(&self, receipt: Receipt, request: Request) -> bool {
-        receipt.session == SESSION
+    async fn settle(&self, delivery_tag: DeliveryTag, request: Request) -> bool {
+        delivery_tag.session == SESSION
             && !self.consumer_closed.is_cancelled()
             && self.send(&request).await.is_ok()
     }
 }
 
-impl Settler for Wire {
-    fn ack(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
-        self.settle(receipt, Request::Ack { tag: receipt.tag }).boxed()
+impl Acker for Wire {
+    fn ack(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
+        self.settle(delivery_tag, Request::Ack { tag: delivery_tag.tag }).boxed()
     }
 
-    fn requeue(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
-        self.settle(receipt, Request::Nack { tag: receipt.tag }).boxed()
+    fn requeue(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
+        self.settle(delivery_tag, Request::Nack { tag: delivery_tag.tag }).boxed()
     }
 
     /// Settles and the close share one stream, which the queue reads in order.

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::SESSION;
 use crate::broker::embedded::wire::{FLUSH_AT, Frame, FrameCodec, Response, WireError, append};
-use crate::broker::{Delivery, Published, Receipt};
+use crate::broker::{Delivery, DeliveryTag, Published};
 use crate::protocol::Message;
 
 /// A publish that waits for its confirm. The permit is its place in the pipeline.
@@ -114,9 +114,9 @@ fn read_one(frame: Frame, waiting: &Waiting) -> Result<Option<Incoming>, WireErr
         Response::Closed { reason } => return Ok(Some(Incoming::Refused(reason))),
         Response::Deliver { tag, redelivered, delivery_count, properties } => {
             let message = Message { properties: *properties, body: frame.body };
-            let receipt = Receipt { session: SESSION, tag };
+            let delivery_tag = DeliveryTag { session: SESSION, tag };
             let delivery_count = Some(delivery_count);
-            let delivery = Delivery { message, receipt, routing_key: None, redelivered, delivery_count };
+            let delivery = Delivery { message, delivery_tag, routing_key: None, redelivered, delivery_count };
             return Ok(Some(Incoming::Delivery(Box::new(delivery))));
         }
     };

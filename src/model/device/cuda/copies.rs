@@ -27,16 +27,16 @@ pub struct Copies {
 
 /// Words on the device. They must stay until what uses them is computed, of which the device knows nothing:
 /// [`Copies::fetch`] takes them over.
-pub struct Brought {
+pub struct HostToDevice {
     /// `[words]`.
     pub tensor: Tensor,
     room: PinnedHostSlice<u32>,
 }
 
 /// Numbers on their way to the host.
-pub struct Fetched {
+pub struct DeviceToHost {
     /// What the copies use.
-    parts: Option<(Brought, Tensor, PinnedHostSlice<f32>)>,
+    parts: Option<(HostToDevice, Tensor, PinnedHostSlice<f32>)>,
     done: CudaEvent,
 }
 
@@ -56,7 +56,7 @@ impl Copies {
     ///
     /// # Errors
     /// What the driver says.
-    pub fn bring(&mut self, words: &[u32]) -> Result<Brought> {
+    pub fn bring(&mut self, words: &[u32]) -> Result<HostToDevice> {
         let mut room = room(&mut self.words, words.len(), &self.inward).w()?;
         let there = &mut room.as_mut_slice().w()?[..words.len()];
         there.copy_from_slice(words);
@@ -65,7 +65,7 @@ impl Copies {
         self.device.cuda_stream().wait(&arrived).w()?;
         let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(copy, self.device.clone()));
         let tensor = Tensor::from_storage(storage, words.len(), BackpropOp::none(), false);
-        Ok(Brought { tensor, room })
+        Ok(HostToDevice { tensor, room })
     }
 
     /// Copies what was computed with what was `brought`, a whole tensor in f32, to the host, once the device
@@ -74,13 +74,13 @@ impl Copies {
     /// # Errors
     /// What was met when it was given to the device, or what the driver says. Then nothing is under way any
     /// more.
-    pub fn fetch(&mut self, brought: Brought, computed: Result<Tensor>) -> Result<Fetched> {
+    pub fn fetch(&mut self, brought: HostToDevice, computed: Result<Tensor>) -> Result<DeviceToHost> {
         let copied = computed.and_then(|computed| {
             let (room, done) = self.copy_out(&computed)?;
             Ok((computed, room, done))
         });
         match copied {
-            Ok((computed, room, done)) => Ok(Fetched { parts: Some((brought, computed, room)), done }),
+            Ok((computed, room, done)) => Ok(DeviceToHost { parts: Some((brought, computed, room)), done }),
             Err(error) => {
                 // The device may still read what is given back now. What is wrong with it, the next call says.
                 let _ = self.device.cuda_stream().synchronize();
@@ -114,7 +114,7 @@ impl Copies {
     ///
     /// # Errors
     /// What the driver says, also of what was computed before.
-    pub fn wait(&mut self, mut fetched: Fetched) -> Result<Vec<f32>> {
+    pub fn wait(&mut self, mut fetched: DeviceToHost) -> Result<Vec<f32>> {
         fetched.done.synchronize().w()?;
         let Some((brought, computed, room)) = fetched.parts.take() else { return Ok(Vec::new()) };
         let numbers = room.as_slice().w()?[..computed.elem_count()].to_vec();
@@ -124,7 +124,7 @@ impl Copies {
     }
 }
 
-impl Drop for Fetched {
+impl Drop for DeviceToHost {
     fn drop(&mut self) {
         // After a fault of the device there is nothing to wait for, and this process ends.
         let _ = self.done.synchronize();

@@ -8,12 +8,12 @@ use super::add_norm::{NormParams, add_norm};
 use super::host_values;
 
 mod composed;
-mod laid;
+mod packed;
 mod text;
 
 pub use composed::MOST_SCORES;
 use composed::attention;
-use laid::Laid;
+use packed::Packed;
 
 /// One attention half.
 pub struct SelfAttention {
@@ -25,7 +25,7 @@ pub struct SelfAttention {
 
 enum Weights {
     /// f32 on a CPU.
-    Laid(Laid),
+    Packed(Packed),
     /// `[hidden, 3·hidden]`, `[3·hidden]`, `[hidden, hidden]`.
     Plain { qkv: Tensor, qkv_bias: Tensor, out: Tensor },
     /// On a GPU that has a kernel for such heads. The bias is of queries, in f32: that of keys changes no
@@ -58,14 +58,14 @@ impl SelfAttention {
             let host = |tensor: &Tensor| tensor.flatten_all()?.to_vec1();
             let [q, k, v] = [host(matrices[0])?, host(matrices[1])?, host(matrices[2])?];
             let (q_bias, v_bias) = (host(biases[0])?, host(biases[2])?);
-            norm = norm.with_bias_raised(&laid::through(&out, &v_bias))?;
-            Weights::Laid(Laid::new([q, k, v], q_bias, &out, heads))
+            norm = norm.with_bias_raised(&packed::through(&out, &v_bias))?;
+            Weights::Packed(Packed::new([q, k, v], q_bias, &out, heads))
         } else {
             #[cfg(feature = "cuda")]
             if let Some(weights) = for_kernel(&matrices, &biases, &out, heads)? {
                 let host =
                     |tensor: &Tensor| tensor.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1();
-                norm = norm.with_bias_raised(&laid::through(&host(&out)?, &host(biases[2])?))?;
+                norm = norm.with_bias_raised(&packed::through(&host(&out)?, &host(biases[2])?))?;
                 return Ok(Self { weights, heads, norm });
             }
             Weights::Plain {
@@ -84,7 +84,7 @@ impl SelfAttention {
     /// When shapes or types do not fit: a fault of the caller.
     pub fn forward(&self, x: Tensor, lengths: &[usize]) -> Result<Tensor> {
         match &self.weights {
-            Weights::Laid(weights) => {
+            Weights::Packed(weights) => {
                 x.inplace_op1(&weights.over(lengths, &self.norm))?;
                 Ok(x)
             }
@@ -157,7 +157,7 @@ mod tests {
         let norm = || norm_params(hidden, 20).unwrap();
         let right = plain(published(heads, hidden, range), norm());
         let ours = SelfAttention::new(published(heads, hidden, range), norm()).unwrap();
-        assert!(matches!(ours.weights, Weights::Laid(_)));
+        assert!(matches!(ours.weights, Weights::Packed(_)));
         let right = right.forward(x.copy().unwrap(), lengths).unwrap();
         difference(&ours.forward(x, lengths).unwrap(), &right).unwrap()
     }

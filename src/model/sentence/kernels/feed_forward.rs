@@ -21,7 +21,7 @@ pub struct FeedForward {
 
 enum Weights {
     /// f32 on a CPU.
-    Laid { up: Panels, up_bias: Vec<f32>, down: Panels },
+    Packed { up: Panels, up_bias: Vec<f32>, down: Panels },
     /// `[hidden, inner]`, `[inner]`, `[inner, hidden]`.
     Plain { up: Tensor, up_bias: Tensor, down: Tensor },
 }
@@ -42,7 +42,7 @@ impl FeedForward {
                 let hidden = up.len() / up_bias.len();
                 let down = Panels::new(&down, up_bias.len());
                 up_bias.resize(up_bias.len().next_multiple_of(RUN), 0.0);
-                Weights::Laid { up: Panels::new(&up, hidden), up_bias, down }
+                Weights::Packed { up: Panels::new(&up, hidden), up_bias, down }
             }
             _ => Weights::Plain { up: up.t()?.contiguous()?, up_bias, down: down.t()?.contiguous()? },
         };
@@ -55,7 +55,7 @@ impl FeedForward {
     /// When shapes or types do not fit: a fault of the caller.
     pub fn forward(&self, x: Tensor) -> Result<Tensor> {
         match &self.weights {
-            Weights::Laid { up, up_bias, down } => {
+            Weights::Packed { up, up_bias, down } => {
                 let Self { activation, ref norm, .. } = *self;
                 x.inplace_op1(&Fused { up, up_bias, down, activation, norm })?;
                 Ok(x)
@@ -135,7 +135,7 @@ mod tests {
                 norm: norm_params(hidden, 3).unwrap(),
             };
             let fused = FeedForward::new((&up, up_bias), &down, norm, Activation::Gelu).unwrap();
-            assert!(matches!(fused.weights, Weights::Laid { .. }));
+            assert!(matches!(fused.weights, Weights::Packed { .. }));
             let x = noise(&[rows, hidden], 1.0, 7).unwrap();
             let right = plain.forward(x.copy().unwrap()).unwrap();
             let off = difference(&fused.forward(x).unwrap(), &right).unwrap();

@@ -30,9 +30,9 @@ pub struct Panels {
 impl Rows {
     /// Lays out `rows` `[count, depth]`.
     pub fn new(rows: &[f32], depth: usize) -> Self {
-        let mut laid = Self::default();
-        laid.lay(rows, depth);
-        laid
+        let mut packed = Self::default();
+        packed.lay(rows, depth);
+        packed
     }
 
     /// Lays out `rows` `[count, depth]` in the place of what was here.
@@ -73,9 +73,9 @@ impl Panels {
     /// Lays out a matrix given by its columns, `[width, depth]`: how a linear layer's weights are
     /// published.
     pub fn new(columns: &[f32], depth: usize) -> Self {
-        let mut laid = Self::default();
-        laid.lay(columns, depth);
-        laid
+        let mut packed = Self::default();
+        packed.lay(columns, depth);
+        packed
     }
 
     /// Lays out a matrix given by its columns, `[width, depth]`, in the place of what was here.

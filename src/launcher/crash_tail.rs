@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::process::ExitStatus;
 
-use crate::protocol::control::LastWords;
+use crate::protocol::control::CrashTail;
 use crate::protocol::shorten;
 use crate::shutdown::Exit;
 
@@ -29,11 +29,11 @@ impl LogTail {
     }
 
     /// These, and how the process ended.
-    pub(super) fn at_the_end(self, status: Option<ExitStatus>) -> LastWords {
+    pub(super) fn at_the_end(self, status: Option<ExitStatus>) -> CrashTail {
         let exit = status.map_or_else(|| "unknown".to_owned(), |status| status.to_string());
         let meaning = status.and_then(|status| status.code()).and_then(Exit::from_code);
         let exit = meaning.map_or(exit.clone(), |meaning| format!("{exit} ({meaning})"));
-        LastWords { exit, log: Vec::from(self.0).join("\n") }
+        CrashTail { exit, log: Vec::from(self.0).join("\n") }
     }
 }
 

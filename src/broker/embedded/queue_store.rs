@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use super::outlet::{Outgoing, Outlet};
+use super::consumer_sender::{ConsumerSender, Outgoing};
 use super::queue::{ConsumerId, Queue, Returned, Stats};
 use super::wire::too_long;
 use crate::broker::Published;
@@ -46,14 +46,14 @@ pub(super) struct Membership {
 /// A confirm held back because the queue is over its depth: the publisher of a worker slows down
 /// by it, while its acks go on.
 struct HeldConfirm {
-    outlet: Outlet,
+    consumer_sender: ConsumerSender,
     id: u64,
 }
 
 struct Slot {
     spec: QueueSpec,
     queue: Queue,
-    outlets: HashMap<ConsumerId, Outlet>,
+    consumer_senders: HashMap<ConsumerId, ConsumerSender>,
     /// In order of publishing. Bound: [`super::wire::MAX_PIPELINE`] for each connection.
     held: VecDeque<HeldConfirm>,
     /// Wakes publishers inside the launcher when there is room.
@@ -67,7 +67,7 @@ impl Slot {
 }
 
 /// All queues of a launcher.
-pub(super) struct Hub {
+pub(super) struct QueueStore {
     /// Taken by every connection and by the launcher's own handles; held for map operations only,
     /// never across an await. Sends happen under it, so that what a consumer sees is in the order
     /// of what the queue decided.
@@ -76,7 +76,7 @@ pub(super) struct Hub {
     names: HashMap<String, usize>,
 }
 
-impl Hub {
+impl QueueStore {
     /// The queues of `specs`. An error in words when a name is used twice, or a dead-letter queue
     /// is not among them.
     pub fn new(specs: &[QueueSpec]) -> Result<Self, String> {
@@ -102,8 +102,8 @@ impl Hub {
     }
 
     /// Takes a message of a worker at once; the confirm comes when the queue is below its depth.
-    pub fn publish_from(&self, outlet: &Outlet, id: u64, queue: &str, message: Message) {
-        let answer = |outcome| outlet.send(Outgoing::Published { id, outcome });
+    pub fn publish_from(&self, consumer_sender: &ConsumerSender, id: u64, queue: &str, message: Message) {
+        let answer = |outcome| consumer_sender.send(Outgoing::Published { id, outcome });
         let Some(&index) = self.names.get(queue) else {
             return answer(Published::Unroutable);
         };
@@ -114,7 +114,7 @@ impl Hub {
         let full = slots[index].is_full();
         match put(&mut slots[index], message) {
             Published::Confirmed if full => {
-                slots[index].held.push_back(HeldConfirm { outlet: outlet.clone(), id });
+                slots[index].held.push_back(HeldConfirm { consumer_sender: consumer_sender.clone(), id });
             }
             outcome => answer(outcome),
         }
@@ -125,7 +125,7 @@ impl Hub {
     /// which were acked for it.
     pub fn publish_later(
         self: Arc<Self>,
-        outlet: &Outlet,
+        consumer_sender: &ConsumerSender,
         id: u64,
         queue: String,
         (delay, message): (Duration, Message),
@@ -136,7 +136,7 @@ impl Hub {
             (true, None) => Published::Confirmed,
         };
         let taken = outcome == Published::Confirmed;
-        outlet.send(Outgoing::Published { id, outcome });
+        consumer_sender.send(Outgoing::Published { id, outcome });
         if taken {
             tokio::spawn(async move {
                 tokio::time::sleep(delay).await;
@@ -172,13 +172,18 @@ impl Hub {
     }
 
     /// Adds a consumer, and tells it so ahead of its first message. None: no such queue.
-    pub fn join(&self, queue: &str, prefetch: NonZeroU16, outlet: Outlet) -> Option<Membership> {
+    pub fn join(
+        &self,
+        queue: &str,
+        prefetch: NonZeroU16,
+        consumer_sender: ConsumerSender,
+    ) -> Option<Membership> {
         let index = *self.names.get(queue)?;
         let mut slots = self.slots();
         let slot = &mut slots[index];
         let consumer = slot.queue.add_consumer(prefetch);
-        outlet.send(Outgoing::Consuming);
-        slot.outlets.insert(consumer, outlet);
+        consumer_sender.send(Outgoing::Consuming);
+        slot.consumer_senders.insert(consumer, consumer_sender);
         pump(slot);
         Some(Membership { queue: index, consumer })
     }
@@ -196,8 +201,8 @@ impl Hub {
         let mut slots = self.slots();
         let slot = &mut slots[member.queue];
         slot.queue.cancel(member.consumer);
-        if let Some(outlet) = slot.outlets.get(&member.consumer) {
-            outlet.send(Outgoing::Cancelled);
+        if let Some(consumer_sender) = slot.consumer_senders.get(&member.consumer) {
+            consumer_sender.send(Outgoing::Cancelled);
         }
     }
 
@@ -222,15 +227,15 @@ impl Hub {
     /// The consumer is gone; what it held returns.
     pub fn leave(&self, member: Membership) {
         let mut slots = self.slots();
-        slots[member.queue].outlets.remove(&member.consumer);
+        slots[member.queue].consumer_senders.remove(&member.consumer);
         let returned = slots[member.queue].queue.remove_consumer(member.consumer);
         self.settle_returned(&mut slots, member.queue, returned);
     }
 
     /// The connection is gone: nobody waits for its confirms.
-    pub fn forget(&self, outlet: &Outlet) {
+    pub fn forget(&self, consumer_sender: &ConsumerSender) {
         for slot in self.slots().iter_mut() {
-            slot.held.retain(|held| held.outlet.id != outlet.id);
+            slot.held.retain(|held| held.consumer_sender.id != consumer_sender.id);
         }
     }
 
@@ -250,7 +255,7 @@ impl Hub {
     /// Ends every consumer: nothing more is delivered.
     pub fn end(&self) {
         for slot in self.slots().iter_mut() {
-            slot.outlets.clear();
+            slot.consumer_senders.clear();
         }
     }
 
@@ -269,7 +274,7 @@ fn new_slot(spec: &QueueSpec) -> Slot {
     Slot {
         queue: Queue::new(spec.delivery_limit.as_ref().map(|limit| limit.returns)),
         spec: spec.clone(),
-        outlets: HashMap::new(),
+        consumer_senders: HashMap::new(),
         held: VecDeque::new(),
         room: Arc::new(Notify::new()),
     }
@@ -286,9 +291,9 @@ fn put(slot: &mut Slot, message: Message) -> Published {
 /// after every change of a queue.
 fn pump(slot: &mut Slot) {
     let now = Instant::now().into_std();
-    while let Some(dispatch) = slot.queue.deliver(now) {
-        if let Some(outlet) = slot.outlets.get(&dispatch.consumer) {
-            outlet.send(Outgoing::Deliver(Box::new(dispatch)));
+    while let Some(queue_delivery) = slot.queue.deliver(now) {
+        if let Some(consumer_sender) = slot.consumer_senders.get(&queue_delivery.consumer) {
+            consumer_sender.send(Outgoing::Deliver(Box::new(queue_delivery)));
         }
     }
     if slot.is_full() {
@@ -298,6 +303,6 @@ fn pump(slot: &mut Slot) {
     // Their messages are in the queue: confirming all at once adds nothing to it.
     for held in slot.held.drain(..) {
         let outcome = Published::Confirmed;
-        held.outlet.send(Outgoing::Published { id: held.id, outcome });
+        held.consumer_sender.send(Outgoing::Published { id: held.id, outcome });
     }
 }

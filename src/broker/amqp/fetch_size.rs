@@ -1,4 +1,4 @@
-//! How many messages a look takes at once: few while nobody knows how large they are, then twice as
+//! How many messages a dead-letter browser fetches at once: few while nobody knows how large they are, then twice as
 //! many each time, as long as they are small. Pure.
 
 /// Messages of the first turn, before anybody knows how large they are.
@@ -11,19 +11,19 @@ const BYTES: usize = 64 << 20;
 
 /// How many messages the next turn takes.
 #[derive(Debug)]
-pub(super) struct Pace {
+pub(super) struct FetchSize {
     most: u16,
     /// The largest body, less by half with each turn that brings none of its size.
     largest: usize,
 }
 
-impl Default for Pace {
+impl Default for FetchSize {
     fn default() -> Self {
         Self { most: FIRST, largest: 0 }
     }
 }
 
-impl Pace {
+impl FetchSize {
     /// Messages to take with the next turn, at most.
     pub(super) fn most(&self) -> u16 {
         self.most
@@ -42,17 +42,17 @@ mod tests {
     use super::*;
 
     fn turns(sizes: &[usize]) -> Vec<u16> {
-        let mut pace = Pace::default();
+        let mut fetch_size = FetchSize::default();
         let turn = |size: &usize| {
-            pace.took(*size);
-            pace.most()
+            fetch_size.took(*size);
+            fetch_size.most()
         };
         sizes.iter().map(turn).collect()
     }
 
     #[test]
     fn turns_grow_by_doubling_however_small_the_first_messages_are() {
-        assert_eq!(Pace::default().most(), 16);
+        assert_eq!(FetchSize::default().most(), 16);
         assert_eq!(turns(&[1; 7]), [32, 64, 128, 256, 512, 512, 512]);
     }
 

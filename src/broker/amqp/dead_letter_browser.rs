@@ -1,4 +1,4 @@
-//! A look at the messages of a queue, each once, in order, page by page: they are held, unacked, until
+//! Browses the messages of a queue, each once, in order, page by page: they are held, unacked, until
 //! they are acked or all handed back to their places. Decides where the pages are, and what is not handed
 //! back because RabbitMQ would drop it. One-off, on connections of its own, which when they are lost leave
 //! all where it was. Owns the messages in hand.
@@ -12,12 +12,12 @@ use lapin::{Connection, Error, ErrorKind};
 
 use super::admin::{connect, ready_in};
 use super::connect::{Connector, FAREWELL, OpenConnection, words};
+use super::fetch_size::FetchSize;
 use super::limit::{USUAL_LIMIT, delivery_limit};
-use super::pace::Pace;
 use super::page::Page;
 use super::publisher::AmqpPublisher;
 use super::session::delivery_from;
-use crate::broker::{BrokerError, Delivery, Published, Publisher, Receipt};
+use crate::broker::{BrokerError, Delivery, DeliveryTag, Published, Publisher};
 use crate::protocol::dead_letter::without_acting_properties;
 
 /// Without a message for so long, the broker is asked whether there are more.
@@ -32,7 +32,7 @@ const MOMENT: Duration = Duration::from_millis(20);
 const MARGIN: u64 = 3;
 
 /// Messages of one queue, held unacked.
-pub struct Look {
+pub struct DeadLetterBrowser {
     connector: Connector,
     /// One, and another for each time that its channels were not enough.
     connections: Vec<OpenConnection>,
@@ -45,8 +45,8 @@ pub struct Look {
     limit: Option<u64>,
     /// How many of those that were there at the start nobody has taken yet.
     left: u32,
-    pace: Pace,
-    /// A receipt's session is the number of its page, from 0.
+    fetch_size: FetchSize,
+    /// A delivery tag's session is the number of its page, from 0.
     pages: Vec<Page>,
     /// Read and not yet asked for. Bound: a turn.
     at_hand: VecDeque<Delivery>,
@@ -55,16 +55,16 @@ pub struct Look {
     left_behind: LeftBehind,
 }
 
-/// What a look could not hand back to its place.
+/// What a browser could not hand back to its place.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LeftBehind {
     /// Messages put into the queue anew, at its end: it would have dropped them soon.
     pub renewed: usize,
     /// Messages that it will drop soon and that could not be put into it anew.
-    pub worn: usize,
+    pub near_limit: usize,
 }
 
-impl Look {
+impl DeadLetterBrowser {
     /// Begins to look at what `queue` holds now. `publisher` puts messages into it that must not be
     /// handed back once more.
     ///
@@ -91,7 +91,7 @@ impl Look {
             publisher,
             limit,
             left,
-            pace: Pace::default(),
+            fetch_size: FetchSize::default(),
             pages: Vec::new(),
             at_hand: VecDeque::new(),
             order: Vec::new(),
@@ -105,7 +105,7 @@ impl Look {
     }
 
     /// The next message; none behind the last of those that were there at the start. Each is to be
-    /// given to [`Look::ack`] or [`Look::leave`].
+    /// given to [`DeadLetterBrowser::ack`] or [`DeadLetterBrowser::leave`].
     ///
     /// # Errors
     /// The connection is lost, or the broker refuses: all that is in hand is the broker's again.
@@ -119,7 +119,7 @@ impl Look {
     /// Takes some.
     async fn turn(&mut self) -> Result<(), BrokerError> {
         let number = self.page_with_room().await?;
-        let affordable = self.pace.most().min(self.pages[number].room());
+        let affordable = self.fetch_size.most().min(self.pages[number].room());
         let size = u16::try_from(self.left).unwrap_or(u16::MAX).min(affordable);
         let consumer = self.pages[number].consume(&self.queue, size).await;
         let mut consumer = consumer.map_err(|error| self.failed(&error))?;
@@ -142,7 +142,7 @@ impl Look {
         let last = self.pages[number].cancel(consumer).await;
         came.extend(last.map_err(|error| self.failed(&error))?);
         let over = came.len() < usize::from(size);
-        self.pace.took(came.iter().map(|delivery| delivery.data.len()).max().unwrap_or_default());
+        self.fetch_size.took(came.iter().map(|delivery| delivery.data.len()).max().unwrap_or_default());
         self.came(number, came);
         if over {
             self.left = 0;
@@ -166,7 +166,7 @@ impl Look {
     }
 
     fn connection(&self) -> Result<&Connection, BrokerError> {
-        let gone = || BrokerError::Unreachable { seconds: 0, reason: "the look is over".into() };
+        let gone = || BrokerError::Unreachable { seconds: 0, reason: "the browser is closed".into() };
         self.connections.last().map(|connection| &**connection).ok_or_else(gone)
     }
 
@@ -203,8 +203,8 @@ impl Look {
         delivery.delivery_count.unwrap_or(1).saturating_add(MARGIN) >= self.limit.unwrap_or(USUAL_LIMIT)
     }
 
-    /// Takes the message out of the queue, with the next [`Look::settle`].
-    pub fn ack(&mut self, message: Receipt) {
+    /// Takes the message out of the queue, with the next [`DeadLetterBrowser::settle`].
+    pub fn ack(&mut self, message: DeliveryTag) {
         if let Some(page) = self.pages.get_mut(message.session as usize) {
             page.ack(message.tag);
         }
@@ -222,11 +222,11 @@ impl Look {
         let message = without_acting_properties(std::mem::take(&mut delivery.message));
         let published = self.publisher.publish(&self.queue, Arc::new(message)).await?;
         if published == Published::Confirmed {
-            self.ack(delivery.receipt);
+            self.ack(delivery.delivery_tag);
             self.left_behind.renewed += 1;
         } else {
-            tracing::debug!(queue = self.queue, ?published, "a worn message cannot be renewed");
-            self.left_behind.worn += 1;
+            tracing::debug!(queue = self.queue, ?published, "a near_limit message cannot be renewed");
+            self.left_behind.near_limit += 1;
         }
         Ok(())
     }

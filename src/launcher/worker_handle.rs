@@ -8,19 +8,19 @@ use std::time::{Duration, Instant};
 use tokio::time::sleep_until;
 
 use super::Launch;
-use super::child::{Sign, Worker};
-use super::gpus::ailment::Ailment;
-use super::health::Vigil;
+use super::child::{ChildEvent, Worker};
+use super::gpus::device_fault::DeviceFault;
+use super::health::DeviceWatch;
 use super::leave::Step;
 use super::logs::re_emit;
-use super::sight::{Remains, Sight};
+use super::worker_monitor::{WorkerExit, WorkerMonitor};
 use crate::config::Assignment;
-use crate::protocol::control::{BatchChange, Command, Deaths, Event, decode};
+use crate::protocol::control::{BatchChange, Command, CrashRecord, Event, decode};
 use crate::shutdown::Phase;
 
 /// What a new worker is told beside its assignment.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Wishes {
+pub(super) struct Overrides {
     /// Not to consume.
     pub(super) paused: bool,
     /// Other bounds of batches.
@@ -37,37 +37,37 @@ pub(super) enum Refusal {
     Spawn { program: String, error: io::Error },
     /// Its device is out of order.
     #[error("the device is out of order: {}", .0.words)]
-    Device(Ailment),
+    Device(DeviceFault),
 }
 
 /// One worker process and how far its end has gone.
-pub(super) struct Running {
+pub(super) struct WorkerHandle {
     worker: Worker,
-    pub(super) sight: Sight,
+    pub(super) monitor: WorkerMonitor,
     step: Step,
     /// When it is killed for being stuck, or once more where it does not end.
     kill_at: Option<Instant>,
     /// On its device.
-    vigil: Vigil,
+    device_watch: DeviceWatch,
     pub(super) assignment: Assignment,
     /// The board shows it.
     pub(super) shown: bool,
 }
 
 /// What happens with a worker.
-pub(super) enum Happening {
-    Sign(Sign),
+pub(super) enum WorkerEvent {
+    Child(ChildEvent),
     /// The next step of its end is due.
     Step,
     /// It says nothing, or computes, for longer than it may.
     Overdue,
     /// Its device is out of order.
-    Condemned(Ailment),
+    Condemned(DeviceFault),
     /// Nobody can see it any more.
     Lost(io::Error),
 }
 
-impl Running {
+impl WorkerHandle {
     /// Spawns one, and tells it all there is to tell. `beside`: of the slot there is another, which goes on.
     ///
     /// # Errors
@@ -75,28 +75,28 @@ impl Running {
     pub(super) async fn spawn(
         launch: &Launch,
         assignment: Assignment,
-        (deaths, wishes): (Vec<Deaths>, &Wishes),
+        (deaths, overrides): (Vec<CrashRecord>, &Overrides),
         beside: bool,
     ) -> Result<Self, Refusal> {
         launch.health.watch_over(&assignment.device);
         // Before the driver is asked: what it says from now on is heard.
-        let vigil = launch.health.vigil(&assignment.device);
-        if let Some(ailment) = launch.health.refuses(&assignment.device) {
-            return Err(Refusal::Device(ailment));
+        let device_watch = launch.health.device_watch(&assignment.device);
+        if let Some(device_fault) = launch.health.refuses(&assignment.device) {
+            return Err(Refusal::Device(device_fault));
         }
         let sharers = launch.board.slots_on(&assignment.device) + usize::from(beside);
         let broker_reached = launch.has_reached(&assignment.broker);
         let told = Assignment { sharers, broker_reached, ..assignment.clone() };
         let program = (launch.program.as_path(), &launch.guard);
-        let spawned = Worker::spawn(program, &told, deaths, wishes.paused).await;
+        let spawned = Worker::spawn(program, &told, deaths, overrides.paused).await;
         let mut worker = spawned.map_err(|error| {
             let program = launch.program.display().to_string();
             Refusal::Spawn { program, error }
         })?;
-        if wishes.batch != BatchChange::default() {
-            worker.tell(&Command::SetBatch(wishes.batch)).await;
+        if overrides.batch != BatchChange::default() {
+            worker.tell(&Command::SetBatch(overrides.batch)).await;
         }
-        if let Some(filter) = &wishes.log {
+        if let Some(filter) = &overrides.log {
             worker.tell(&Command::LogLevel { filter: filter.clone() }).await;
         }
         tracing::info!(
@@ -105,8 +105,8 @@ impl Running {
             device = assignment.device,
             "worker spawned"
         );
-        let (sight, step) = (Sight::new(None), Step::Drain);
-        Ok(Self { worker, sight, step, kill_at: None, vigil, assignment, shown: false })
+        let (monitor, step) = (WorkerMonitor::new(None), Step::Drain);
+        Ok(Self { worker, monitor, step, kill_at: None, device_watch, assignment, shown: false })
     }
 
     /// Its process id, while it lives.
@@ -130,33 +130,37 @@ impl Running {
     }
 
     /// The next thing that happens with it. Safe to cancel.
-    pub(super) async fn next(&mut self, launch: &Launch) -> Happening {
-        let bound = self.kill_at.or_else(|| self.sight.bound(&self.assignment).map(|(at, _)| at));
+    pub(super) async fn next(&mut self, launch: &Launch) -> WorkerEvent {
+        let bound = self.kill_at.or_else(|| self.monitor.bound(&self.assignment).map(|(at, _)| at));
         tokio::select! {
-            sign = self.worker.next() => sign.map_or_else(Happening::Lost, Happening::Sign),
-            () = self.step.is_due(&launch.stop) => Happening::Step,
-            ailment = self.vigil.condemned() => Happening::Condemned(ailment),
-            () = sleep_until(bound.unwrap_or_else(Instant::now).into()), if bound.is_some() => Happening::Overdue,
+            sign = self.worker.next() => sign.map_or_else(WorkerEvent::Lost, WorkerEvent::Child),
+            () = self.step.is_due(&launch.stop) => WorkerEvent::Step,
+            device_fault = self.device_watch.failed_devices() => WorkerEvent::Condemned(device_fault),
+            () = sleep_until(bound.unwrap_or_else(Instant::now).into()), if bound.is_some() => WorkerEvent::Overdue,
         }
     }
 
     /// Acts on what has happened. Some: that was its end, with how it ended where that is known.
-    pub(super) async fn act(&mut self, happening: Happening, launch: &Launch) -> Option<Option<ExitStatus>> {
+    pub(super) async fn act(
+        &mut self,
+        happening: WorkerEvent,
+        launch: &Launch,
+    ) -> Option<Option<ExitStatus>> {
         let grace = launch.policy.borrow().shutdown_grace;
         match happening {
-            Happening::Sign(Sign::Event(line)) => self.hear(&line, launch),
-            Happening::Sign(Sign::Log(line)) => {
-                self.sight.log.push(&re_emit(&self.assignment.slot, &line, launch.raw_lines))
+            WorkerEvent::Child(ChildEvent::Event(line)) => self.hear(&line, launch),
+            WorkerEvent::Child(ChildEvent::Log(line)) => {
+                self.monitor.log.push(&re_emit(&self.assignment.slot, &line, launch.raw_lines))
             }
-            Happening::Sign(Sign::Ended(status)) => return Some(Some(status)),
-            Happening::Step => self.step = self.step.take(&mut self.worker, grace).await,
-            Happening::Overdue => self.be_overdue(launch),
-            Happening::Condemned(ailment) => {
-                self.sight.condemn(ailment, (launch, &self.assignment.slot), self.shown);
+            WorkerEvent::Child(ChildEvent::Ended(status)) => return Some(Some(status)),
+            WorkerEvent::Step => self.step = self.step.take(&mut self.worker, grace).await,
+            WorkerEvent::Overdue => self.be_overdue(launch),
+            WorkerEvent::Condemned(device_fault) => {
+                self.monitor.condemn(device_fault, (launch, &self.assignment.slot), self.shown);
                 self.kill();
             }
-            Happening::Lost(error) => {
-                tracing::error!(slot = self.assignment.slot, %error, "lost sight of the worker");
+            WorkerEvent::Lost(error) => {
+                tracing::error!(slot = self.assignment.slot, %error, "lost monitor of the worker");
                 return Some(None);
             }
         }
@@ -165,10 +169,10 @@ impl Running {
 
     fn hear(&mut self, line: &str, launch: &Launch) {
         let Some(event) = note(&self.assignment.slot, line) else { return };
-        if self.sight.hear(event, (launch, &self.assignment), self.shown).is_err() {
+        if self.monitor.hear(event, (launch, &self.assignment), self.shown).is_err() {
             self.worker.kill();
         }
-        if self.kill_at.is_some() && self.sight.recovers(&self.assignment, launch, self.shown) {
+        if self.kill_at.is_some() && self.monitor.recovers(&self.assignment, launch, self.shown) {
             self.kill_at = None;
         }
     }
@@ -176,8 +180,8 @@ impl Running {
     /// First said, then done: in between it may yet move.
     fn be_overdue(&mut self, launch: &Launch) {
         if self.kill_at.is_none() {
-            let Some((_, fault)) = self.sight.bound(&self.assignment) else { return };
-            self.kill_at = Some(self.sight.give_up(fault, (launch, &self.assignment.slot), self.shown));
+            let Some((_, fault)) = self.monitor.bound(&self.assignment) else { return };
+            self.kill_at = Some(self.monitor.give_up(fault, (launch, &self.assignment.slot), self.shown));
         } else {
             self.kill();
         }
@@ -189,9 +193,9 @@ impl Running {
     }
 
     /// After its end.
-    pub(super) fn remains(self, status: Option<ExitStatus>, launch: &Launch) -> Remains {
+    pub(super) fn worker_exit(self, status: Option<ExitStatus>, launch: &Launch) -> WorkerExit {
         let forced = self.step.is_forced() || launch.stop.phase() >= Phase::Returning;
-        self.sight.end(status, forced, (launch, &self.assignment))
+        self.monitor.end(status, forced, (launch, &self.assignment))
     }
 }
 

@@ -19,10 +19,10 @@ pub(super) struct Ack {
 
 /// What becomes of an ack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
-    /// The caller sends, see [`Ledger::take`].
+pub(super) enum Flush {
+    /// The caller sends, see [`AckTracker::take`].
     Send,
-    /// The caller waits a little for more to send with it, then asks [`Ledger::begin`].
+    /// The caller waits a little for more to send with it, then asks [`AckTracker::begin`].
     Gather,
     /// Somebody else sends it.
     Leave,
@@ -35,13 +35,13 @@ enum Sender {
     Nobody,
     /// Somebody waits for more of them. Others may send meanwhile.
     Gathering,
-    /// Somebody is sending what [`Ledger::take`] gives, and will take again.
+    /// Somebody is sending what [`AckTracker::take`] gives, and will take again.
     Sending,
 }
 
 /// The unsettled deliveries of one channel, and what is known of each.
 #[derive(Debug, Default)]
-pub(super) struct Ledger {
+pub(super) struct AckTracker {
     unsettled: BTreeSet<u64>,
     acked: BTreeSet<u64>,
     sender: Sender,
@@ -51,7 +51,7 @@ pub(super) struct Ledger {
     redelivered: u64,
 }
 
-impl Ledger {
+impl AckTracker {
     /// Acks may wait for more, until they are so many. Without this call none waits.
     pub(super) fn gather(&mut self, enough: usize) {
         self.enough = enough;
@@ -67,13 +67,13 @@ impl Ledger {
 
     /// Whether `full` deliveries are unsettled, none of them from before the tag `first`, and nobody is
     /// about to settle one: then the caller is the sender, and no ack passes until it has called
-    /// [`Ledger::take`].
+    /// [`AckTracker::take`].
     pub(super) fn hold(&mut self, first: u64, full: usize) -> bool {
         let own = self.unsettled.first().is_some_and(|oldest| *oldest >= first);
         own && self.unsettled.len() >= full && self.begin()
     }
 
-    /// Whether nobody is sending: then the caller is, see [`Ledger::take`].
+    /// Whether nobody is sending: then the caller is, see [`AckTracker::take`].
     pub(super) fn begin(&mut self) -> bool {
         std::mem::replace(&mut self.sender, Sender::Sending) != Sender::Sending
     }
@@ -86,17 +86,17 @@ impl Ledger {
 
     /// A delivery is to be acked. At once where it, or one behind it, was delivered before: such a one may end
     /// the process that works on it, and what was done just before would have to be done again.
-    pub(super) fn ack(&mut self, tag: u64) -> Turn {
+    pub(super) fn ack(&mut self, tag: u64) -> Flush {
         self.acked.insert(tag);
         let at_once = tag <= self.redelivered || self.acked.len() >= self.enough;
-        let (sender, turn) = match self.sender {
-            Sender::Sending => (Sender::Sending, Turn::Leave),
-            _ if at_once => (Sender::Sending, Turn::Send),
-            Sender::Gathering => (Sender::Gathering, Turn::Leave),
-            Sender::Nobody => (Sender::Gathering, Turn::Gather),
+        let (sender, flush) = match self.sender {
+            Sender::Sending => (Sender::Sending, Flush::Leave),
+            _ if at_once => (Sender::Sending, Flush::Send),
+            Sender::Gathering => (Sender::Gathering, Flush::Leave),
+            Sender::Nobody => (Sender::Gathering, Flush::Gather),
         };
         self.sender = sender;
-        turn
+        flush
     }
 
     /// What to send now, in this order. Empty: nothing more, and the caller no longer sends.
@@ -146,81 +146,81 @@ mod tests {
 
     use super::*;
 
-    fn ledger(tags: std::ops::RangeInclusive<u64>) -> Ledger {
-        let mut ledger = Ledger::default();
-        tags.for_each(|tag| ledger.delivered(tag, false));
-        ledger
+    fn ack_tracker(tags: std::ops::RangeInclusive<u64>) -> AckTracker {
+        let mut ack_tracker = AckTracker::default();
+        tags.for_each(|tag| ack_tracker.delivered(tag, false));
+        ack_tracker
     }
 
     #[test]
     fn acks_up_to_the_first_gap_are_one_command() {
-        let mut ledger = ledger(1..=6);
-        let turns = [2, 1, 3, 5].map(|tag| ledger.ack(tag));
-        assert_eq!(turns, [Turn::Send, Turn::Leave, Turn::Leave, Turn::Leave], "one sender");
-        assert_eq!(ledger.take(), [Ack { tag: 3, multiple: true }, Ack { tag: 5, multiple: false }]);
-        assert_eq!(ledger.take(), []);
-        assert_eq!(ledger.ack(4), Turn::Send);
-        assert_eq!(ledger.take(), [Ack { tag: 4, multiple: true }]);
+        let mut ack_tracker = ack_tracker(1..=6);
+        let turns = [2, 1, 3, 5].map(|tag| ack_tracker.ack(tag));
+        assert_eq!(turns, [Flush::Send, Flush::Leave, Flush::Leave, Flush::Leave], "one sender");
+        assert_eq!(ack_tracker.take(), [Ack { tag: 3, multiple: true }, Ack { tag: 5, multiple: false }]);
+        assert_eq!(ack_tracker.take(), []);
+        assert_eq!(ack_tracker.ack(4), Flush::Send);
+        assert_eq!(ack_tracker.take(), [Ack { tag: 4, multiple: true }]);
     }
 
     #[test]
     fn while_acks_are_held_they_wait_for_who_holds_them() {
-        let mut ledger = ledger(1..=5);
-        assert!(!ledger.hold(1, 6), "fewer than a full prefetch");
-        assert!(!ledger.hold(2, 4), "one is of an older consumer");
-        assert!(ledger.hold(1, 5));
-        assert_eq!(ledger.ack(1), Turn::Leave, "somebody sends");
-        assert!(!ledger.hold(1, 5));
-        assert_eq!(ledger.take(), [Ack { tag: 1, multiple: true }]);
-        assert_eq!(ledger.take(), []);
-        assert!(ledger.hold(2, 4));
+        let mut ack_tracker = ack_tracker(1..=5);
+        assert!(!ack_tracker.hold(1, 6), "fewer than a full prefetch");
+        assert!(!ack_tracker.hold(2, 4), "one is of an older consumer");
+        assert!(ack_tracker.hold(1, 5));
+        assert_eq!(ack_tracker.ack(1), Flush::Leave, "somebody sends");
+        assert!(!ack_tracker.hold(1, 5));
+        assert_eq!(ack_tracker.take(), [Ack { tag: 1, multiple: true }]);
+        assert_eq!(ack_tracker.take(), []);
+        assert!(ack_tracker.hold(2, 4));
     }
 
     #[test]
     fn acks_wait_for_more_until_they_are_enough_and_then_whoever_comes_sends() {
-        let mut ledger = ledger(1..=9);
-        ledger.gather(3);
+        let mut ack_tracker = ack_tracker(1..=9);
+        ack_tracker.gather(3);
         assert_eq!(
-            [1, 2, 3, 4].map(|tag| ledger.ack(tag)),
-            [Turn::Gather, Turn::Leave, Turn::Send, Turn::Leave]
+            [1, 2, 3, 4].map(|tag| ack_tracker.ack(tag)),
+            [Flush::Gather, Flush::Leave, Flush::Send, Flush::Leave]
         );
-        assert!(!ledger.begin(), "who gathered finds that somebody sends");
-        assert_eq!(ledger.take(), [Ack { tag: 4, multiple: true }]);
-        assert_eq!((ledger.take(), ledger.ack(5)), (vec![], Turn::Gather));
-        assert!(ledger.hold(5, 5), "nobody is sending yet");
-        ledger.gathered();
-        assert!(!ledger.begin());
-        assert_eq!((ledger.take(), ledger.take()), (vec![Ack { tag: 5, multiple: true }], vec![]));
-        assert_eq!(ledger.ack(6), Turn::Gather);
-        ledger.gathered();
-        assert_eq!(ledger.ack(7), Turn::Gather, "the one before was given up");
-        ledger.gathered();
-        assert!(ledger.begin());
-        assert_eq!(ledger.take(), [Ack { tag: 7, multiple: true }]);
+        assert!(!ack_tracker.begin(), "who gathered finds that somebody sends");
+        assert_eq!(ack_tracker.take(), [Ack { tag: 4, multiple: true }]);
+        assert_eq!((ack_tracker.take(), ack_tracker.ack(5)), (vec![], Flush::Gather));
+        assert!(ack_tracker.hold(5, 5), "nobody is sending yet");
+        ack_tracker.gathered();
+        assert!(!ack_tracker.begin());
+        assert_eq!((ack_tracker.take(), ack_tracker.take()), (vec![Ack { tag: 5, multiple: true }], vec![]));
+        assert_eq!(ack_tracker.ack(6), Flush::Gather);
+        ack_tracker.gathered();
+        assert_eq!(ack_tracker.ack(7), Flush::Gather, "the one before was given up");
+        ack_tracker.gathered();
+        assert!(ack_tracker.begin());
+        assert_eq!(ack_tracker.take(), [Ack { tag: 7, multiple: true }]);
     }
 
     #[test]
     fn acks_up_to_what_was_delivered_before_wait_for_none() {
-        let mut ledger = Ledger::default();
-        ledger.gather(10);
+        let mut ack_tracker = AckTracker::default();
+        ack_tracker.gather(10);
         for tag in 1..=4 {
-            ledger.delivered(tag, tag == 2);
+            ack_tracker.delivered(tag, tag == 2);
         }
         assert_eq!(
-            [1, 2].map(|tag| (ledger.ack(tag), ledger.take().len(), ledger.take().len())),
-            [(Turn::Send, 1, 0); 2]
+            [1, 2].map(|tag| (ack_tracker.ack(tag), ack_tracker.take().len(), ack_tracker.take().len())),
+            [(Flush::Send, 1, 0); 2]
         );
-        assert_eq!(ledger.ack(3), Turn::Gather);
+        assert_eq!(ack_tracker.ack(3), Flush::Gather);
     }
 
     #[test]
     fn no_ack_passes_over_a_delivery_that_is_on_its_way_back() {
-        let mut ledger = ledger(1..=3);
-        ledger.ack(1);
-        ledger.ack(3);
-        assert_eq!(ledger.take(), [Ack { tag: 1, multiple: true }, Ack { tag: 3, multiple: false }]);
-        ledger.returned(2);
-        assert_eq!(ledger.take(), []);
+        let mut ack_tracker = ack_tracker(1..=3);
+        ack_tracker.ack(1);
+        ack_tracker.ack(3);
+        assert_eq!(ack_tracker.take(), [Ack { tag: 1, multiple: true }, Ack { tag: 3, multiple: false }]);
+        ack_tracker.returned(2);
+        assert_eq!(ack_tracker.take(), []);
     }
 
     proptest! {
@@ -229,14 +229,14 @@ mod tests {
         fn the_broker_drops_what_was_acked_and_nothing_else(
             steps in prop::collection::vec((0u8..4, 0usize..20), 1..200),
         ) {
-            let mut ledger = Ledger::default();
+            let mut ack_tracker = AckTracker::default();
             let (mut at_broker, mut acked) = (BTreeSet::new(), BTreeSet::new());
             let mut open: Vec<u64> = Vec::new();
             let mut next = 1;
             for (what, which) in steps {
                 match what {
                     0 => {
-                        ledger.delivered(next, false);
+                        ack_tracker.delivered(next, false);
                         at_broker.insert(next);
                         open.push(next);
                         next += 1;
@@ -244,15 +244,15 @@ mod tests {
                     1 if !open.is_empty() => {
                         let tag = open.remove(which % open.len());
                         acked.insert(tag);
-                        ledger.ack(tag);
+                        ack_tracker.ack(tag);
                     }
                     2 if !open.is_empty() => {
                         let tag = open.remove(which % open.len());
                         at_broker.remove(&tag);
-                        ledger.returned(tag);
+                        ack_tracker.returned(tag);
                     }
                     _ => {
-                        for Ack { tag, multiple } in ledger.take() {
+                        for Ack { tag, multiple } in ack_tracker.take() {
                             let gone: Vec<u64> = at_broker
                                 .iter().copied().filter(|it| *it == tag || multiple && *it < tag).collect();
                             prop_assert!(gone.iter().all(|it| acked.contains(it)), "{gone:?}");
@@ -261,8 +261,8 @@ mod tests {
                     }
                 }
             }
-            ledger.take();
-            prop_assert!(ledger.acked.is_empty());
+            ack_tracker.take();
+            prop_assert!(ack_tracker.acked.is_empty());
         }
     }
 }

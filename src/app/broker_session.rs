@@ -7,11 +7,11 @@ use std::sync::Arc;
 use futures_util::future::BoxFuture;
 
 use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, Topology, subscribe};
-use crate::broker::{BrokerError, Link, embedded};
+use crate::broker::{BrokerError, BrokerSession, embedded};
 use crate::config::{Assignment, Broker, Pool};
 
 /// Opens a worker's link to its task queue.
-pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<Link, BrokerError>> {
+pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<BrokerSession, BrokerError>> {
     Box::pin(async move {
         let Assignment { broker, pool, worker, .. } = assignment;
         let prefetch = assignment.first_prefetch();
@@ -26,13 +26,17 @@ pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<Link, Broker
         let refusals =
             if assignment.broker_reached { RefusalPolicy::Reached } else { RefusalPolicy::Service };
         let consuming = Connector::new(broker.clone(), &name).with_refusals(refusals);
-        let (consumer, settler) = subscribe(consuming, subscription, prefetch);
+        let (consumer, acker) = subscribe(consuming, subscription, prefetch);
         // It has something to publish once the consumer has been taken.
         let publishing = Connector::new(broker.clone(), format!("{name} (publisher)"));
         let publishing = publishing.with_refusals(RefusalPolicy::Reached);
         let large = usize::try_from(pool.large_reply).unwrap_or(usize::MAX);
         let publisher = AmqpPublisher::for_pool(publishing, large, topology);
-        Ok(Link { consumer: Box::new(consumer), settler: Arc::new(settler), publisher: Arc::new(publisher) })
+        Ok(BrokerSession {
+            consumer: Box::new(consumer),
+            acker: Arc::new(acker),
+            publisher: Arc::new(publisher),
+        })
     })
 }
 

@@ -9,11 +9,11 @@ use std::sync::{Mutex, PoisonError};
 
 use tokio::sync::watch;
 
-use crate::protocol::control::{Deaths, LastWords, TaskName};
+use crate::protocol::control::{CrashRecord, CrashTail, TaskName};
 
-/// Tasks remembered, the latest: with their last words they fit the `start` line.
+/// Tasks remembered, the latest: with their crash tails they fit the `start` line.
 const REMEMBERED: usize = 2_000;
-/// Of these, poison ones: only they carry last words.
+/// Of these, poison ones: only they carry crash tails.
 const POISON: usize = 200;
 
 /// The deaths that each task has been part of. Shared by all slots.
@@ -21,9 +21,9 @@ pub(super) struct Register {
     /// Deaths with the task alone that make it poison.
     limit: AtomicU32,
     /// Oldest death first. Written here, held for a pass over it.
-    tasks: Mutex<VecDeque<Deaths>>,
+    tasks: Mutex<VecDeque<CrashRecord>>,
     /// The same for the workers. Written here, read by the slots.
-    known: watch::Sender<Vec<Deaths>>,
+    known: watch::Sender<Vec<CrashRecord>>,
 }
 
 impl Register {
@@ -39,14 +39,14 @@ impl Register {
 
     /// A worker died with these tasks; `isolated`: they were all that it was working on. True: that makes
     /// one of them poison.
-    pub(super) fn died(&self, with: &[TaskName], isolated: bool, last: &LastWords) -> bool {
+    pub(super) fn died(&self, with: &[TaskName], isolated: bool, last: &CrashTail) -> bool {
         let among = u32::try_from(with.len()).unwrap_or(u32::MAX);
         let alone = isolated && among == 1;
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
         let mut convicted = false;
         for name in with {
             let known = tasks.iter().position(|deaths| deaths.task == name.fingerprint);
-            let mut deaths = known.and_then(|at| tasks.remove(at)).unwrap_or_else(|| Deaths {
+            let mut deaths = known.and_then(|at| tasks.remove(at)).unwrap_or_else(|| CrashRecord {
                 task: name.fingerprint.clone(),
                 count: 0,
                 alone: 0,
@@ -75,13 +75,13 @@ impl Register {
     }
 
     /// What is known, now and from now on.
-    pub(super) fn known(&self) -> watch::Receiver<Vec<Deaths>> {
+    pub(super) fn known(&self) -> watch::Receiver<Vec<CrashRecord>> {
         self.known.subscribe()
     }
 }
 
 /// Keeps the latest `most` of a kind.
-fn forget(tasks: &mut VecDeque<Deaths>, most: usize, kind: impl Fn(&Deaths) -> bool) {
+fn forget(tasks: &mut VecDeque<CrashRecord>, most: usize, kind: impl Fn(&CrashRecord) -> bool) {
     let mut surplus = tasks.iter().filter(|entry| kind(entry)).count().saturating_sub(most);
     tasks.retain(|entry| {
         let goes = surplus > 0 && kind(entry);
@@ -99,8 +99,8 @@ mod tests {
         fingerprints.iter().map(name).collect()
     }
 
-    fn last(exit: &str) -> LastWords {
-        LastWords { exit: exit.to_owned(), log: String::new() }
+    fn last(exit: &str) -> CrashTail {
+        CrashTail { exit: exit.to_owned(), log: String::new() }
     }
 
     #[test]

@@ -14,15 +14,15 @@ use crate::protocol::stats::Standing;
 
 /// What is known of every slot, for those who show it.
 #[derive(Debug)]
-pub struct Board {
+pub struct StatusBoard {
     /// Held for reading or writing a few values; never across an await.
-    sheet: Mutex<Sheet>,
+    sheet: Mutex<SlotStatus>,
     started: Instant,
 }
 
 /// What stands on the board.
 #[derive(Debug, Default)]
-pub struct Sheet {
+pub struct SlotStatus {
     /// The slots, by name.
     pub slots: BTreeMap<String, Entry>,
     /// Settings that were loaded again and are in force.
@@ -50,7 +50,7 @@ pub struct Entry {
     pub(crate) assignment: Assignment,
 }
 
-impl Sheet {
+impl SlotStatus {
     fn started(&self) -> bool {
         let ready: BTreeSet<_> =
             self.slots.values().filter(|it| it.was_ready).map(|it| &it.report.pool).collect();
@@ -58,15 +58,15 @@ impl Sheet {
     }
 }
 
-impl Default for Board {
+impl Default for StatusBoard {
     fn default() -> Self {
         Self { sheet: Mutex::default(), started: Instant::now() }
     }
 }
 
-impl Board {
+impl StatusBoard {
     /// Reads it.
-    pub fn read<T>(&self, read: impl FnOnce(&Sheet) -> T) -> T {
+    pub fn read<T>(&self, read: impl FnOnce(&SlotStatus) -> T) -> T {
         read(&self.lock())
     }
 
@@ -76,7 +76,7 @@ impl Board {
     }
 
     /// Changes it as a whole.
-    pub(super) fn write(&self, write: impl FnOnce(&mut Sheet)) {
+    pub(super) fn write(&self, write: impl FnOnce(&mut SlotStatus)) {
         write(&mut self.lock());
     }
 
@@ -126,7 +126,7 @@ impl Board {
         self.write(|sheet| drop(sheet.slots.remove(slot)));
     }
 
-    fn lock(&self) -> MutexGuard<'_, Sheet> {
+    fn lock(&self) -> MutexGuard<'_, SlotStatus> {
         self.sheet.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -19,7 +19,7 @@ use super::text::{Heads, Text};
 const QUERIES: usize = 64;
 
 /// One layer's attention weights, laid out for a CPU.
-pub struct Laid {
+pub struct Packed {
     /// Queries, scaled by 1/√d, and values behind them: `[hidden, hidden + heads·d_values]`.
     qv: Panels,
     /// Scaled.
@@ -32,7 +32,7 @@ pub struct Laid {
     hidden: usize,
 }
 
-impl Laid {
+impl Packed {
     /// Of the matrices as they are published, `[hidden, hidden]` each.
     pub fn new([q, k, v]: [Vec<f32>; 3], q_bias: Vec<f32>, out: &[f32], heads: usize) -> Self {
         let hidden = q_bias.len();
@@ -74,7 +74,7 @@ pub fn through(weights: &[f32], vector: &[f32]) -> Vec<f32> {
 }
 
 struct Over<'a> {
-    weights: &'a Laid,
+    weights: &'a Packed,
     lengths: &'a [usize],
     norm: &'a NormParams,
 }
@@ -127,7 +127,7 @@ impl InplaceOp1 for Over<'_> {
 impl Over<'_> {
     /// Queries, keys and values of all tokens; returns the stride of the keys.
     fn project(&self, x: &[f32], scratch: &mut Scratch) -> usize {
-        let Laid { qv, q_bias, k, hidden, .. } = self.weights;
+        let Packed { qv, q_bias, k, hidden, .. } = self.weights;
         let tokens = x.len() / hidden;
         scratch.qv.resize(tokens * qv.width(), 0.0);
         multiply_rows(x, qv, &mut scratch.qv, |_, rows| {
@@ -145,7 +145,7 @@ impl Over<'_> {
     }
 
     fn attend(&self, scratch: &mut Scratch, stride: usize) {
-        let Laid { qv, heads, .. } = self.weights;
+        let Packed { qv, heads, .. } = self.weights;
         let width = heads.count * heads.d_values;
         scratch.seen.resize(scratch.qv.len() / qv.width() * width, 0.0);
         let text = |rows: Range<usize>| Text {

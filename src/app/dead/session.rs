@@ -1,4 +1,4 @@
-//! What each of the commands works at: the look at the queue, and which of its letters are meant.
+//! What each of the commands works at: the browser of the queue, and which of its dead letters are meant.
 //! Owns both until it is closed.
 
 use std::time::SystemTime;
@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use super::selection::Selection;
 use super::{tell, view};
 use crate::app::{load, pool_named};
-use crate::broker::amqp::{AmqpPublisher, Connector, LeftBehind, Look};
+use crate::broker::amqp::{AmqpPublisher, Connector, DeadLetterBrowser, LeftBehind};
 use crate::broker::{BrokerError, Delivery};
 use crate::cli::{DeadFilters, DeadSource};
 use crate::config::{Broker, Pool};
@@ -14,8 +14,8 @@ use crate::protocol::letter::Letter;
 use crate::shutdown::Exit;
 
 /// A held queue of dead letters, and which of them a command is about.
-pub(super) struct Desk {
-    pub(super) look: Look,
+pub(super) struct BrowserSession {
+    pub(super) browser: DeadLetterBrowser,
     pub(super) pool: Pool,
     broker: Broker,
     selection: Selection,
@@ -36,7 +36,7 @@ impl Closed {
     }
 }
 
-impl Desk {
+impl BrowserSession {
     /// Settles what is meant, then connects.
     pub(super) async fn open(
         source: &DeadSource,
@@ -48,13 +48,13 @@ impl Desk {
         let selection = Selection::new(ids, filters, SystemTime::now())?.of(&pool.name, &pool.task_queue);
         let connector = || Connector::new(settings.broker.clone(), "sconce dead");
         let queue = &pool.dead_letter_queue;
-        let look = Look::open(connector(), queue, AmqpPublisher::new(connector())).await?;
-        if let Some(assumed) = look.assumed_limit() {
+        let browser = DeadLetterBrowser::open(connector(), queue, AmqpPublisher::new(connector())).await?;
+        if let Some(assumed) = browser.assumed_limit() {
             tell(&format!(
                 "after how many deliveries {queue} drops a letter cannot be known: {assumed} is assumed"
             ))?;
         }
-        Ok(Self { look, pool: pool.clone(), broker: settings.broker, selection })
+        Ok(Self { browser, pool: pool.clone(), broker: settings.broker, selection })
     }
 
     /// For what goes to other queues. It connects with the first message.
@@ -74,23 +74,23 @@ impl Desk {
 
     /// The next letter that is meant; all others stay.
     pub(super) async fn next(&mut self) -> Result<Option<Delivery>, BrokerError> {
-        while let Some(delivery) = self.look.next().await? {
+        while let Some(delivery) = self.browser.next().await? {
             if self.selection.takes(&Letter::of(&delivery.message)) {
                 return Ok(Some(delivery));
             }
-            self.look.leave(delivery).await?;
+            self.browser.leave(delivery).await?;
         }
         Ok(None)
     }
 
     /// A letter that was meant stays all the same.
     pub(super) async fn leave(&mut self, delivery: Delivery) -> Result<(), BrokerError> {
-        self.look.leave(delivery).await
+        self.browser.leave(delivery).await
     }
 
     /// Hands back what stays, and says on stderr what the result does not.
     pub(super) async fn close(self) -> anyhow::Result<Closed> {
-        let LeftBehind { renewed, worn } = self.look.hand_back().await?;
+        let LeftBehind { renewed, near_limit } = self.browser.hand_back().await?;
         let queue = self.pool.dead_letter_queue;
         if renewed > 0 {
             let told = view::letters(renewed);
@@ -98,8 +98,8 @@ impl Desk {
                 "{told} put into {queue} anew, at its end: the broker would have dropped them soon"
             ))?;
         }
-        if worn > 0 {
-            let told = view::letters(worn);
+        if near_limit > 0 {
+            let told = view::letters(near_limit);
             tell(&format!(
                 "{told} in {queue} will be dropped by the broker after a few more looks, and could not be put \
                  into it anew: is it full, or may this user not write to amq.default?"
@@ -114,6 +114,6 @@ impl Desk {
         if !missing.is_empty() {
             tell(&format!("no letter in {queue} is meant by {}", missing.join(", ")))?;
         }
-        Ok(Closed { queue, wanting: worn > 0 || !missing.is_empty() })
+        Ok(Closed { queue, wanting: near_limit > 0 || !missing.is_empty() })
     }
 }

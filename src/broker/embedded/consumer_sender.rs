@@ -4,14 +4,14 @@
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::queue::Dispatch;
+use super::queue::QueueDelivery;
 use super::wire::MAX_PIPELINE;
 use crate::broker::Published;
 
 /// What goes to one consumer or publisher.
 #[derive(Debug)]
 pub(super) enum Outgoing {
-    Deliver(Box<Dispatch>),
+    Deliver(Box<QueueDelivery>),
     Published { id: u64, outcome: Published },
     Consuming,
     Cancelled,
@@ -21,7 +21,7 @@ pub(super) enum Outgoing {
 
 /// The hub's way to one connection, or to a consumer inside the launcher.
 #[derive(Clone, Debug)]
-pub(super) struct Outlet {
+pub(super) struct ConsumerSender {
     /// Names it among all of the hub.
     pub id: u64,
     /// The hub and the connection's reader write, its writer reads. Bound: [`OUTLET_BOUND`], which
@@ -31,12 +31,12 @@ pub(super) struct Outlet {
     pub cut: CancellationToken,
 }
 
-/// What an outlet holds at most: a full prefetch, every confirm of the pipeline, and the few
+/// What a sender holds at most: a full prefetch, every confirm of the pipeline, and the few
 /// answers to consume, cancel, leave and close.
 pub(super) const OUTLET_BOUND: usize = u16::MAX as usize + MAX_PIPELINE + 8;
 
-impl Outlet {
-    /// Sends without waiting. A full outlet is a peer that takes more than it may: it is cut off,
+impl ConsumerSender {
+    /// Sends without waiting. A full sender is a peer that takes more than it may: it is cut off,
     /// and what it held returns when its connection ends.
     pub fn send(&self, message: Outgoing) {
         if self.messages.try_send(message).is_err() {

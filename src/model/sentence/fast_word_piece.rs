@@ -9,7 +9,7 @@ use tokenizers::{Model as _, ModelWrapper, NormalizerWrapper, PreTokenizerWrappe
 const BLANKS: [char; 4] = [' ', '\t', '\n', '\r'];
 
 /// What it has to know of a tokenizer.
-pub(super) struct Plain {
+pub(super) struct FastWordPiece {
     lowercase: bool,
     /// Stands before a piece that continues a word.
     prefix: String,
@@ -21,7 +21,7 @@ pub(super) struct Plain {
     added: Vec<String>,
 }
 
-impl Plain {
+impl FastWordPiece {
     /// None: the tokenizer is of another kind.
     pub(super) fn of(tokenizer: &Tokenizer) -> Option<Self> {
         let NormalizerWrapper::BertNormalizer(normalizer) = tokenizer.get_normalizer()? else { return None };
@@ -137,7 +137,7 @@ mod tests {
     }
 
     fn ids(tokenizer: &Tokenizer, text: &str) -> Option<Vec<u32>> {
-        Plain::of(tokenizer).unwrap().ids(tokenizer, text, usize::MAX)
+        FastWordPiece::of(tokenizer).unwrap().ids(tokenizer, text, usize::MAX)
     }
 
     #[test]
@@ -146,7 +146,7 @@ mod tests {
         assert!(ids(&bert, "plain").is_some());
         assert_eq!(ids(&bert, "a [SEP] b"), None);
         for other in ["tiny-roberta", "tiny-xlm-roberta"] {
-            assert!(Plain::of(&tokenizer(other)).is_none(), "{other}");
+            assert!(FastWordPiece::of(&tokenizer(other)).is_none(), "{other}");
         }
     }
 
@@ -155,7 +155,7 @@ mod tests {
         let bert = tokenizer("tiny-bert-cls");
         let whole = ids(&bert, "unbelievable things, again").unwrap();
         for most in 0..whole.len() {
-            let cut = Plain::of(&bert).unwrap().ids(&bert, "unbelievable things, again", most);
+            let cut = FastWordPiece::of(&bert).unwrap().ids(&bert, "unbelievable things, again", most);
             assert_eq!(cut.unwrap(), whole[..most]);
         }
     }

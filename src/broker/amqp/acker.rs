@@ -1,5 +1,5 @@
 //! Settles deliveries on the session that brought them. Decides how acks and returns are paced: by
-//! the `ledger`, and with pauses where RabbitMQ needs time that it gives no sign of.
+//! the `ack_tracker`, and with pauses where RabbitMQ needs time that it gives no sign of.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -9,12 +9,12 @@ use lapin::Channel;
 use lapin::options::{BasicAckOptions, BasicNackOptions};
 use lapin::types::ShortString;
 
+use super::ack_tracker::{Ack, AckTracker, Flush};
 use super::connect::Failure;
-use super::ledger::{Ack, Ledger, Turn};
-use crate::broker::{Receipt, Settler};
+use crate::broker::{Acker, DeliveryTag};
 
 /// What the broker takes to act on settled deliveries, with room to spare: it says nothing when it
-/// has. See `ledger` for what is at stake.
+/// has. See `ack_tracker` for what is at stake.
 const SETTLING: Duration = Duration::from_millis(100);
 /// How long an ack waits for others. The broker writes each such command to disk, and a task that somebody
 /// sends upon a reply would wait for that; by the end of this it has come.
@@ -65,24 +65,24 @@ pub(super) struct Open {
     /// cancel, held until the broker has answered.
     pub(super) consumer_tag: Arc<tokio::sync::Mutex<ShortString>>,
     /// Written by the supervisor for each delivery and by every settle. Held for a few instructions.
-    pub(super) ledger: Arc<Mutex<Ledger>>,
+    pub(super) ack_tracker: Arc<Mutex<AckTracker>>,
 }
 
 impl Open {
-    pub(super) fn ledger(&self) -> MutexGuard<'_, Ledger> {
-        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn ack_tracker(&self) -> MutexGuard<'_, AckTracker> {
+        self.ack_tracker.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Acks a delivery: several at once become few commands. The one who sends does so for those that come
     /// meanwhile too. False: the session is over.
     async fn ack(&self, tag: u64) -> bool {
-        let turn = self.ledger().ack(tag);
-        if turn == Turn::Gather {
+        let flush = self.ack_tracker().ack(tag);
+        if flush == Flush::Gather {
             let gathering = Gathering(self);
             tokio::time::sleep(GATHER).await;
             drop(gathering);
         }
-        let sends = turn == Turn::Send || turn == Turn::Gather && self.ledger().begin();
+        let sends = flush == Flush::Send || flush == Flush::Gather && self.ack_tracker().begin();
         !sends || self.send_acks().await
     }
 
@@ -92,7 +92,7 @@ impl Open {
         loop {
             // The rest of a batch is being confirmed in this very moment.
             tokio::task::yield_now().await;
-            let acks = self.ledger().take();
+            let acks = self.ack_tracker().take();
             if acks.is_empty() {
                 // `take` has ended the sending, and somebody else may have begun one.
                 std::mem::forget(sending);
@@ -107,20 +107,20 @@ impl Open {
     }
 }
 
-/// See [`Settler`].
-pub struct AmqpSettler {
+/// See [`Acker`].
+pub struct AmqpAcker {
     current: Current,
     /// Returns since the last pause. Written by every return.
     returned: tokio::sync::Mutex<usize>,
 }
 
-impl AmqpSettler {
+impl AmqpAcker {
     pub(super) fn new(current: Current) -> Self {
         Self { current, returned: tokio::sync::Mutex::new(0) }
     }
 
-    fn open(&self, receipt: Receipt) -> Option<Open> {
-        self.current.open().filter(|open| open.session == receipt.session)
+    fn open(&self, delivery_tag: DeliveryTag) -> Option<Open> {
+        self.current.open().filter(|open| open.session == delivery_tag.session)
     }
 }
 
@@ -129,7 +129,7 @@ struct Gathering<'a>(&'a Open);
 
 impl Drop for Gathering<'_> {
     fn drop(&mut self) {
-        self.0.ledger().gathered();
+        self.0.ack_tracker().gathered();
     }
 }
 
@@ -138,23 +138,23 @@ struct Sending<'a>(&'a Open);
 
 impl Drop for Sending<'_> {
     fn drop(&mut self) {
-        self.0.ledger().abandon();
+        self.0.ack_tracker().abandon();
     }
 }
 
-impl Settler for AmqpSettler {
-    fn ack(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
+impl Acker for AmqpAcker {
+    fn ack(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
         Box::pin(async move {
-            match self.open(receipt) {
-                Some(open) => open.ack(receipt.tag).await,
+            match self.open(delivery_tag) {
+                Some(open) => open.ack(delivery_tag.tag).await,
                 None => false,
             }
         })
     }
 
-    fn requeue(&self, receipt: Receipt) -> BoxFuture<'_, bool> {
+    fn requeue(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
         Box::pin(async move {
-            let Some(open) = self.open(receipt) else { return false };
+            let Some(open) = self.open(delivery_tag) else { return false };
             // Held over the command, which keeps returns in order.
             let mut returned = self.returned.lock().await;
             *returned += 1;
@@ -162,8 +162,8 @@ impl Settler for AmqpSettler {
                 tokio::time::sleep(BREATH).await;
             }
             let requeue = BasicNackOptions { requeue: true, multiple: false };
-            let told = open.channel.basic_nack(receipt.tag, requeue).await.is_ok();
-            open.ledger().returned(receipt.tag);
+            let told = open.channel.basic_nack(delivery_tag.tag, requeue).await.is_ok();
+            open.ack_tracker().returned(delivery_tag.tag);
             told
         })
     }

@@ -6,7 +6,7 @@
 
 /// What is wrong with a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Ailment {
+pub(crate) struct DeviceFault {
     pub(crate) kind: Kind,
     /// In words, with the driver's number.
     pub(crate) words: String,
@@ -93,12 +93,12 @@ const XIDS: [Row; 35] = [
 ];
 
 /// What an Xid means.
-pub(super) fn xid(number: u64) -> (Ailment, Weight) {
+pub(super) fn xid(number: u64) -> (DeviceFault, Weight) {
     match XIDS.iter().find(|(known, ..)| *known == number) {
         Some((_, weight, kind, meaning)) => {
-            (Ailment { kind: *kind, words: format!("Xid {number}: {meaning}") }, *weight)
+            (DeviceFault { kind: *kind, words: format!("Xid {number}: {meaning}") }, *weight)
         }
-        None => (Ailment { kind: Kind::Xid, words: format!("Xid {number}") }, Weight::Nothing),
+        None => (DeviceFault { kind: Kind::Xid, words: format!("Xid {number}") }, Weight::Nothing),
     }
 }
 

@@ -6,14 +6,14 @@ use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use super::Launch;
-use super::board::Entry;
+use super::crash_tail::LogTail;
 use super::fault::{Circumstances, Fault};
-use super::gpus::ailment::{Ailment, Kind};
-use super::last_words::LogTail;
+use super::gpus::device_fault::{DeviceFault, Kind};
 use super::restart::Death;
+use super::status_board::Entry;
 use crate::config::Assignment;
 use crate::protocol::admin::State;
-use crate::protocol::control::{Event, LastWords, TaskName};
+use crate::protocol::control::{CrashTail, Event, TaskName};
 use crate::protocol::stats::Stats;
 use crate::shutdown::Exit;
 
@@ -29,14 +29,14 @@ const STUCK: Duration = Duration::from_secs(10);
 /// The tasks that a worker had when it died. After a fault of its device they are blamed once the
 /// next worker has found the device well; otherwise the device was to blame.
 #[derive(Debug)]
-pub(super) struct Accused {
+pub(super) struct SuspectTasks {
     tasks: Vec<TaskName>,
     /// They were all that the worker was working on.
     isolated: bool,
-    last: LastWords,
+    last: CrashTail,
 }
 
-impl Accused {
+impl SuspectTasks {
     /// They were suspect before, and are fewer now: a step on the way to the one to blame.
     fn is_group(&self) -> bool {
         self.isolated && self.tasks.len() > 1
@@ -44,11 +44,11 @@ impl Accused {
 }
 
 /// What is known of one worker process.
-pub(super) struct Sight {
+pub(super) struct WorkerMonitor {
     ready: Option<Instant>,
     death: Death,
     found_poison: bool,
-    accused: Option<Accused>,
+    suspects: Option<SuspectTasks>,
     /// In the forward pass, by its last word.
     on_device: Vec<TaskName>,
     computing_since: Option<Instant>,
@@ -72,28 +72,28 @@ pub(super) struct Sight {
 }
 
 /// What remains of a worker.
-pub(super) struct Remains {
+pub(super) struct WorkerExit {
     pub(super) death: Death,
     /// A task was found to be poison by it.
     pub(super) found_poison: bool,
     /// It died of a group of suspects, which will come again in smaller ones.
     pub(super) of_group: bool,
-    pub(super) accused: Option<Accused>,
+    pub(super) suspects: Option<SuspectTasks>,
     /// Its end in words.
     pub(super) words: String,
     /// The same as a name, for counting.
     pub(super) reason: &'static str,
 }
 
-impl Sight {
-    pub(super) fn new(accused: Option<Accused>) -> Self {
+impl WorkerMonitor {
+    pub(super) fn new(suspects: Option<SuspectTasks>) -> Self {
         let (exit, lived) = (None, Duration::ZERO);
         let death = Death { exit, was_ready: false, lived, worked: false, broker_reached: false };
         Self {
             ready: None,
             death,
             found_poison: false,
-            accused,
+            suspects,
             on_device: Vec::new(),
             computing_since: None,
             isolated: Vec::new(),
@@ -115,8 +115,8 @@ impl Sight {
     }
 
     /// It follows one that had these tasks.
-    pub(super) fn inherit(&mut self, accused: Option<Accused>) {
-        self.accused = self.accused.take().or(accused);
+    pub(super) fn inherit(&mut self, suspects: Option<SuspectTasks>) {
+        self.suspects = self.suspects.take().or(suspects);
     }
 
     /// It has said `ready`.
@@ -147,7 +147,7 @@ impl Sight {
                 self.death.was_ready = true;
                 self.ready = Some(Instant::now());
                 // The device is well: whatever was on it when it failed is to blame.
-                self.found_poison |= self.accused.take().is_some_and(|it| blame(&it, launch, slot));
+                self.found_poison |= self.suspects.take().is_some_and(|it| blame(&it, launch, slot));
             }
             Event::Isolated { tasks, through } => {
                 through.iter().for_each(|survivor| launch.deaths.survived(survivor));
@@ -201,23 +201,28 @@ impl Sight {
     }
 
     /// It was not even started, since its device is out of order.
-    pub(super) fn be_refused(&mut self, ailment: Ailment) {
-        self.why.fault = Some(Fault::Device(ailment));
+    pub(super) fn be_refused(&mut self, device_fault: DeviceFault) {
+        self.why.fault = Some(Fault::Device(device_fault));
     }
 
     /// Its device is out of order: it is killed for that. One that the driver does not let go of may take
     /// its time to end, and those who watch are to see why.
-    pub(super) fn condemn(&mut self, ailment: Ailment, (launch, slot): (&Launch, &str), shown: bool) {
+    pub(super) fn condemn(
+        &mut self,
+        device_fault: DeviceFault,
+        (launch, slot): (&Launch, &str),
+        shown: bool,
+    ) {
         tracing::error!(
             slot,
-            reason = ailment.kind.name(),
-            fault = ailment.words,
+            reason = device_fault.kind.name(),
+            fault = device_fault.words,
             "its device is out of order; killing the worker"
         );
         if shown {
-            launch.board.change(slot, |entry| entry.report.last_failure = Some(ailment.words.clone()));
+            launch.board.change(slot, |entry| entry.report.last_failure = Some(device_fault.words.clone()));
         }
-        self.why.fault = Some(Fault::Device(ailment));
+        self.why.fault = Some(Fault::Device(device_fault));
     }
 
     /// Whether it moves again after all.
@@ -258,7 +263,7 @@ impl Sight {
         status: Option<ExitStatus>,
         forced: bool,
         (launch, assignment): (&Launch, &Assignment),
-    ) -> Remains {
+    ) -> WorkerExit {
         let slot = &assignment.slot;
         self.death.broker_reached = launch.has_reached(&assignment.broker);
         self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
@@ -292,23 +297,23 @@ impl Sight {
         let words = words.unwrap_or_else(|| last.exit.clone());
         let mut of_group = false;
         if !forced && !devices && !tasks.is_empty() {
-            let accused = Accused { tasks, isolated, last };
-            of_group = accused.is_group();
+            let suspects = SuspectTasks { tasks, isolated, last };
+            of_group = suspects.is_group();
             match self.death.exit {
-                None | Some(Exit::Internal) => self.found_poison |= blame(&accused, launch, slot),
-                Some(Exit::DeviceFailed) => self.accused = Some(accused),
+                None | Some(Exit::Internal) => self.found_poison |= blame(&suspects, launch, slot),
+                Some(Exit::DeviceFailed) => self.suspects = Some(suspects),
                 // A worker's own account of its end, and no task is to blame.
                 Some(_) => {}
             }
         }
-        let Self { death, found_poison, accused, .. } = self;
-        Remains { death, found_poison, of_group, accused, words, reason }
+        let Self { death, found_poison, suspects, .. } = self;
+        WorkerExit { death, found_poison, of_group, suspects, words, reason }
     }
 }
 
 /// A worker died of one of these tasks. True: one of them is known as poison now.
-fn blame(accused: &Accused, launch: &Launch, slot: &str) -> bool {
-    let Accused { tasks, isolated, last } = accused;
+fn blame(suspects: &SuspectTasks, launch: &Launch, slot: &str) -> bool {
+    let SuspectTasks { tasks, isolated, last } = suspects;
     let ids: Vec<&str> = tasks.iter().take(SHOWN).map(|task| task.id.as_str()).collect();
     tracing::warn!(
         slot,
