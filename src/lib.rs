@@ -2,46 +2,54 @@
 //! each loads a model of its own, takes tasks from a RabbitMQ queue (or from one inside the
 //! launcher), batches them by tokens, and publishes replies.
 //!
-//! This is a library with a thin binary: to serve a model of your own, implement
-//! [`model::Model`], register it in an [`app::Registry`] and call [`app::main`]; see
-//! `examples/custom_model.rs`.
+//! This is a library with a thin binary: to serve a model of your own, implement [`model::Processor`] and
+//! [`model::Forward`] or [`model::Generate`], register what loads them in an [`app::Registry`], and call
+//! [`app::main`]; see `docs/models.md`. The way of one task through these files is in `docs/architecture.md`.
 //!
 //! # Rooms, and who may import whom
 //!
-//! Imports only point down; `tests/architecture.rs` holds the tree to this table.
+//! Imports only point down, and the files of a room need each other in no circle; `tests/architecture.rs`
+//! holds the tree to that.
 //!
 //! | level | room | decides |
 //! |---|---|---|
-//! | 0 | [`protocol`] | bytes ↔ task, reply, sentinel, control line, batch line |
-//! | 0 | [`batching`] | when a batch is full, due or flushed |
+//! | 0 | [`protocol`] | bytes ↔ task, reply, part of a reply, sentinel, control line, batch line |
+//! | 0 | [`batching`] | when a batch is full, due or flushed; which sequences run, and which rows a step computes |
 //! | 0 | [`backoff`] | capped, jittered delays |
 //! | 0 | [`shutdown`] | causes, phases, exit codes, the signal source |
 //! | 1 | [`config`] | what was written → validated settings; the worker's assignment |
 //! | 2 | [`telemetry`] | where log lines and spans go, and how they look |
-//! | 2 | [`model`] | loading on a device, preparing a task, the forward pass |
+//! | 2 | [`model`] | the traits of models; loading; devices; the networks; what serves which architecture |
 //! | 2 | [`broker`] | deliver, publish with confirm, settle, reconnect |
-//! | 3 | [`worker`] | intake → prepare → batch → forward → settle; the drain |
-//! | 3 | [`launcher`] | discover devices, plan slots, spawn, watch, restart, stop |
-//! | 4 | [`admin`] | what operators see of a running launcher and ask of it: metrics, health, remote control |
-//! | 5 | [`cli`], [`app`] | the command line; the wiring of concrete types |
+//! | 3 | [`engine`] | the model thread: batches of one pass, sequences, what a failed batch means |
+//! | 4 | [`worker`] | session → intake → preprocess → engine → settle; the drain; isolation |
+//! | 4 | [`launcher`] | discover devices, plan slots, spawn, watch, restart, stop |
+//! | 5 | [`admin`] | what operators see of a running launcher and ask of it: metrics, health, remote control |
+//! | 5 | [`cli`] | the grammar of the command line |
+//! | 6 | [`commands`] | one file or folder for each command; the registry of models |
+//! | 7 | [`app`] | the program's entry, exit codes |
 //!
 //! `worker` and `launcher` never import each other: control lines are all they share.
 //!
 //! # Glossary
 //!
-//! - **task**: a decoded request. **delivery**: a message we owe an ack. **reply**: its answer.
-//! - **input**: one row of a batch; a task has one or more. **batch**: inputs of one forward pass.
+//! - **task**: a decoded request. **delivery**: a message we owe an ack. **reply**: its answer, which may come
+//!   in **parts** before.
+//! - **input**: one row of a batch, or one sequence; a task has one or more. **batch**: inputs of one forward
+//!   pass. **sequence**: an input that takes many **steps**, each of which computes **rows** of several.
+//! - **task state**: whether a task is answered, handed back or cancelled. **in flight**: accepted and not yet
+//!   settled.
 //! - **attempt**: one try at a task, counted in the task itself; **delivery count**: how often the broker
 //!   delivered it, which says less. **poison**: a task that kills the workers that work on it alone.
-//!   **isolation**: working on a group of tasks apart from all others, because one of them may have killed
-//!   a worker.
-//! - **letter**: a message in the dead-letter queue, put there by a worker or by the broker. **look**:
-//!   seeing each message of a queue once and leaving it there.
+//!   **isolation**: working on a group of suspect tasks apart from all others, because one of them may have
+//!   killed a worker.
+//! - **dead letter**: a message in the dead-letter queue, put there by a worker or by the broker.
 //! - **sentinel**: a message that stops one worker, behind the work before it.
-//! - **intake**: taking deliveries; **settle**: publish, confirm, ack; **drain**: finishing what is
-//!   on the device and handing the rest back; **abort**: not waiting.
-//! - **slot**: (pool, device, index), filled by one **worker** process. **pool**: a task queue, a
-//!   model, devices and a batch policy. **launcher**: the process that keeps slots filled.
+//! - **session**: one connection of a worker to the broker, from its opening to the end of all that came through
+//!   it. **intake**: taking deliveries; **settle**: publish, confirm, ack; **drain**: finishing what is on the
+//!   device and handing the rest back; **abort**: not waiting.
+//! - **slot**: (pool, device, index), filled by one **worker** process. **pool**: a task queue, a model, devices
+//!   and a batch policy. **launcher**: the process that keeps slots filled.
 //!
 //! # Invariants
 //!
@@ -62,6 +70,7 @@ pub mod backoff;
 pub mod batching;
 pub mod broker;
 pub mod cli;
+pub mod commands;
 pub mod config;
 pub mod engine;
 pub mod launcher;

@@ -30,7 +30,7 @@ The report. Rates and busy shares are of N replies, in the order they came: thos
 W (N tasks, W to warm up). All else is of the N tasks behind the first W, so that no straggler is
 left out; latencies, stages and batches of those that succeeded. A batch counts once, however many
 tasks it held. A device's busy share is of this load: a task of k inputs in a batch of n counts for
-k/n of its compute_ms. With several inputs a task it is at most that: a task that spans batches
+k/n of its compute_us. With several inputs a task it is at most that: a task that spans batches
 tells the time of all of them, and the size of the last. When no reply has come for --timeout, what
 was measured until then is reported, with how many are missing; the exit code is 84. Tasks expire in
 their queue after ten time-outs, so that a run that ends early leaves none there for ever.";
@@ -97,8 +97,8 @@ pub(super) const DEVICE_EXAMPLES: &str = "Examples:
 
 One process, as a worker of the pool would be: its device, threads, dtype and bounds of a batch; no queue,
 no broker, no launcher. All tasks are prepared first, on one thread, which is measured by itself. Then
-batches, formed as a worker forms them, go through the model one after the other, over and over, for
---time; a quarter of that before it to warm up. What comes out is thrown away.
+batches go through a worker's engine, over and over, for --time; a quarter of that before it to warm up.
+Their times count; preprocessing and replies, made between the rounds, do not.
 
 So this is the most that a worker can reach; `sconce bench` measures what one does reach. Without --device
 it is the first of the pool's devices.";
@@ -112,7 +112,7 @@ pub struct BenchDevice {
     /// The pool whose model, dtype and batches to take; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
-    /// The model: a folder, a Hugging Face id, or `echo`
+    /// The model: a folder, a Hugging Face id, `echo` or `script`
     #[arg(long)]
     pub model: Option<String>,
     /// The device: `cpu`, `cuda:0`, or a UUID

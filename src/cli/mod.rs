@@ -34,7 +34,7 @@ pub enum Command {
   SCONCE_BROKER__URL=amqps://user:pw@rabbit/%2f sconce launch
   sconce launch --set 'pool[0].devices=[\"cpu\", \"cpu\"]'
 
-SIGTERM or Ctrl-C drains: what is on a device is finished, the rest goes back to the queue.
+SIGTERM or Ctrl-C drains: a batch on a device is finished, the rest goes back to the queue, sequences too.
 A second one aborts. `sconce stop` stops workers behind the work queued before it.")]
     Launch(Settings),
     /// Run one worker; `launch` starts them, and you may by hand, to debug
@@ -199,7 +199,7 @@ pub struct RunBatch {
     /// The pool to run as; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
-    /// The model: a folder, a Hugging Face id, or `echo`
+    /// The model: a folder, a Hugging Face id, `echo` or `script`
     #[arg(long)]
     pub model: Option<String>,
     /// The devices: `auto`, or a list such as `cpu,cpu`

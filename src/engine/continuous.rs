@@ -14,7 +14,7 @@ use super::idle::Idle;
 use super::job::{Item, Queue};
 use super::panics::guarded;
 use super::sizing::Sizing;
-use super::start::{Loop, Next, Waker};
+use super::turns::{Loop, Next, Waker};
 use super::{Expect, Notice, Notices, Observer, Pass, Passed, TaskState, Told, now};
 use crate::batching::Policy;
 use crate::batching::admit::{Limits, Request, Row, Scheduler};

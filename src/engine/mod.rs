@@ -11,6 +11,7 @@
 //! | `job` | one task's inputs, pieces and outputs, between the worker and the loop |
 //! | `task_state` | whether a task is answered or handed back |
 //! | `start` | the model thread: opening the device, loading, the probe; what runs a loop |
+//! | `turns` | what runs a loop, and what it sleeps on |
 //! | `idle` | when the launcher is told that the device is idle |
 //! | `panics` | the one boundary where a panic of a model is caught |
 
@@ -25,6 +26,7 @@ mod start;
 mod task_state;
 #[cfg(test)]
 mod tests;
+mod turns;
 
 use std::sync::Arc;
 use std::task::{Context, Poll};

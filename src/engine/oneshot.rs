@@ -10,7 +10,7 @@ use super::batch::{Network, Outcome};
 use super::idle::Idle;
 use super::job::{Item, Queue};
 use super::sizing::Sizing;
-use super::start::{Loop, Next, Waker};
+use super::turns::{Loop, Next, Waker};
 use super::{Expect, Pass, Passed, TaskState, now};
 use crate::batching::{Batch, Batcher, Device, Policy};
 use crate::model::{Forward, Processor, SizedInput, TaskError};

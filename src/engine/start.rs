@@ -4,7 +4,6 @@
 use std::io;
 use std::sync::Arc;
 use std::thread;
-use std::time::Instant;
 
 use tokio::sync::{mpsc, oneshot as answer};
 
@@ -12,7 +11,8 @@ use super::batch::Network;
 use super::continuous::{Continuous, Sequences};
 use super::job::{Handle, Queue};
 use super::oneshot::{OneShot, Waiting};
-use super::{Loaded, Loading, Notices, Setup, now};
+use super::turns::{Loop, Waker, run};
+use super::{Loaded, Loading, Notices, Setup};
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, device};
 
 /// Starts engines of one model type.
@@ -20,44 +20,6 @@ use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, de
 pub struct Starter(Arc<Assemble>);
 
 type Assemble = dyn Fn(Setup, Waker) -> Result<(Loaded, Box<dyn Loop>), LoadError> + Send + Sync;
-
-/// Runs on its thread, turn by turn.
-pub(super) trait Loop {
-    /// Does the next thing.
-    fn turn(&mut self) -> Next;
-}
-
-/// What a loop does after a turn.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Next {
-    /// There may be more to do.
-    Again,
-    /// Nothing before this time, or before it is woken.
-    Sleep(Option<Instant>),
-    /// Nothing, for good.
-    End,
-}
-
-impl Next {
-    /// Again, unless the device is gone.
-    pub(super) fn go_on(goes_on: bool) -> Self {
-        if goes_on { Self::Again } else { Self::End }
-    }
-}
-
-/// Wakes a loop that sleeps. Called by those who write to its queue.
-#[derive(Clone)]
-pub(super) struct Waker(Arc<dyn Fn() + Send + Sync>);
-
-impl Waker {
-    pub(super) fn new(wake: impl Fn() + Send + Sync + 'static) -> Self {
-        Self(Arc::new(wake))
-    }
-
-    pub(super) fn wake(&self) {
-        (self.0)();
-    }
-}
 
 /// Engines of a model that answers in one pass. `load` is called once for each, on its model thread, with
 /// the device that was opened for it.
@@ -148,23 +110,13 @@ impl Starter {
     }
 }
 
-fn run(work: &mut dyn Loop) {
-    loop {
-        match work.turn() {
-            Next::Again => {}
-            Next::Sleep(None) => thread::park(),
-            Next::Sleep(Some(until)) => thread::park_timeout(until.saturating_duration_since(now())),
-            Next::End => return,
-        }
-    }
-}
-
 /// The loop as a task of the caller's, whose time may be paused: for tests.
 #[cfg(test)]
 pub(crate) mod paused {
     use tokio::sync::Notify;
 
     use super::*;
+    use crate::engine::turns::Next;
     use crate::model::clock;
 
     impl Starter {

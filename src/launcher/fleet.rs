@@ -13,7 +13,7 @@ use tokio::time::timeout;
 
 use super::Launch;
 use super::order::{Ask, Order, Ordered, Outcome};
-use super::slot::{Slot, SlotEnd};
+use super::slot_state::{Slot, SlotEnd};
 use crate::config::{Assignment, Launcher};
 use crate::protocol::admin::Target;
 use crate::shutdown::Exit;

@@ -42,6 +42,7 @@ mod replace;
 mod restart;
 mod shown;
 mod slot;
+mod slot_state;
 pub mod status_board;
 mod worker_handle;
 mod worker_monitor;

@@ -5,57 +5,18 @@
 
 use std::time::{Duration, Instant};
 
-use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tokio::sync::OwnedSemaphorePermit;
 
 use super::Launch;
-use super::slot::{NextAction, Slot};
+use super::slot_state::{NextAction, Probation, ReplaceReason, Slot, Successor};
 use super::worker_handle::{WorkerEvent, WorkerHandle};
 use super::worker_monitor::WorkerExit;
 use crate::config::{Assignment, Replace};
 use crate::protocol::admin::State;
-use crate::protocol::control::{BatchChange, Command};
+use crate::protocol::control::BatchChange;
 
 /// Before it is tried again to replace a worker that is spent.
 const ANOTHER_TURN: Duration = Duration::from_secs(300);
-
-/// Why a worker is replaced.
-pub(super) struct ReplaceReason {
-    /// As a name, for counting.
-    pub(super) reason: &'static str,
-    /// While it is held, no other slot replaces its worker.
-    pub(super) permit: OwnedSemaphorePermit,
-    /// Who waits to hear of it.
-    pub(super) answer: Option<oneshot::Sender<Result<(), String>>>,
-}
-
-impl ReplaceReason {
-    /// Tells whoever waits what came of it.
-    pub(super) fn say(self, outcome: Result<(), String>) {
-        if let Some(answer) = self.answer {
-            let _ = answer.send(outcome);
-        }
-    }
-}
-
-/// A worker that is to take the place of the one that runs.
-pub(super) struct Successor {
-    pub(super) running: WorkerHandle,
-    pub(super) why: ReplaceReason,
-}
-
-impl Successor {
-    /// Whether what the worker before it is told is for it too: bounds of batches go with the settings
-    /// that they change.
-    pub(super) fn is_to_hear(&self, command: &Command, assignment: &Assignment) -> bool {
-        !matches!(command, Command::SetBatch(_)) || self.running.assignment == *assignment
-    }
-}
-
-/// Settings by which a worker is started in the place of one that has drained.
-pub(super) struct Probation {
-    before: Assignment,
-    why: ReplaceReason,
-}
 
 /// The next thing that happens with it; never, when there is none. Safe to cancel.
 pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) -> WorkerEvent {
@@ -163,11 +124,11 @@ impl Slot {
     pub(super) async fn watch_successor(
         &mut self,
         successor: &mut Option<Successor>,
-        happening: WorkerEvent,
+        event: WorkerEvent,
     ) -> Option<(WorkerHandle, OwnedSemaphorePermit)> {
         let mut next = successor.take()?;
         let launch = self.launch.clone();
-        if let Some(status) = next.running.act(happening, &launch).await {
+        if let Some(status) = next.running.act(event, &launch).await {
             let worker_exit = next.running.worker_exit(status, &launch);
             self.give_up_successor(
                 next.why,
@@ -229,8 +190,8 @@ impl Slot {
         let launch = self.launch.clone();
         self.leaving.push(Box::pin(async move {
             let status = loop {
-                let happening = old.next(&launch).await;
-                if let Some(status) = old.act(happening, &launch).await {
+                let event = old.next(&launch).await;
+                if let Some(status) = old.act(event, &launch).await {
                     break status;
                 }
             };

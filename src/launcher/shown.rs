@@ -1,7 +1,7 @@
 //! What the board shows of a slot: by what it works, which worker fills it, in which state, what was
 //! restarted and why. The one place where a slot writes on it.
 
-use super::slot::{Slot, SlotEnd};
+use super::slot_state::{Slot, SlotEnd};
 use super::worker_handle::WorkerHandle;
 use crate::config::Assignment;
 use crate::protocol::admin::State;

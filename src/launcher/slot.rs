@@ -2,82 +2,22 @@
 //! stops it with the launcher. Owns the worker that fills it, the one that is to come after it, those
 //! that are leaving, and the count of quick failures.
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures_util::StreamExt;
-use futures_util::future::BoxFuture;
-use futures_util::stream::FuturesUnordered;
-use tokio::sync::mpsc;
 
-use super::Launch;
 use super::order::{Order, Ordered};
-use super::replace::{Probation, ReplaceReason, Successor, next_of};
+use super::replace::next_of;
 use super::restart::{Verdict, judge};
+use super::slot_state::{NextAction, ReplaceReason, Slot, SlotEnd, Successor};
 use super::status_board::Entry;
-use super::worker_handle::{Overrides, Refusal, WorkerHandle};
+use super::worker_handle::{Refusal, WorkerHandle};
 use super::worker_monitor::{SuspectTasks, WorkerExit, WorkerMonitor};
-use crate::config::Assignment;
 use crate::protocol::admin::State;
 use crate::protocol::control::Command;
 use crate::shutdown::{Exit, Phase};
 
-/// How a slot ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SlotEnd {
-    /// Its worker was stopped by a sentinel, or on an operator's order.
-    StoppedOnRequest,
-    /// It drained with the launcher.
-    Drained,
-    /// It was aborted or killed at the launcher's stop.
-    Aborted,
-    /// It failed too often.
-    GivenUp(Exit),
-}
-
-/// What comes after a worker's end, or after a wait.
-pub(super) enum NextAction {
-    /// As its death is judged.
-    Judge,
-    /// A new worker, at once.
-    Start,
-    /// Nothing, until somebody orders something.
-    Hold,
-    End(SlotEnd),
-}
-
-/// One slot and the workers that fill it in turn.
-pub(super) struct Slot {
-    pub(super) launch: Arc<Launch>,
-    pub(super) assignment: Assignment,
-    /// Written by the fleet, read here. Bound: those beyond are refused.
-    orders: mpsc::Receiver<Ordered>,
-    pub(super) overrides: Overrides,
-    /// Workers that were replaced and are finishing.
-    pub(super) leaving: FuturesUnordered<BoxFuture<'static, Option<Exit>>>,
-    quick_failures: u32,
-    found_in_a_row: u32,
-    /// Not before this is it tried again to replace a worker that is spent.
-    pub(super) next_turn: Option<Instant>,
-    /// Settings by which no worker has been ready yet.
-    pub(super) trial: Option<Probation>,
-}
-
 impl Slot {
-    pub(super) fn new(launch: Arc<Launch>, assignment: Assignment, orders: mpsc::Receiver<Ordered>) -> Self {
-        Self {
-            launch,
-            assignment,
-            orders,
-            overrides: Overrides::default(),
-            leaving: FuturesUnordered::new(),
-            quick_failures: 0,
-            found_in_a_row: 0,
-            next_turn: None,
-            trial: None,
-        }
-    }
-
     /// Keeps the slot filled until its end.
     pub(super) async fn keep(mut self) -> SlotEnd {
         let mut suspects = None;
@@ -242,12 +182,11 @@ impl Slot {
             current.monitor.be_on_probation();
         }
         self.show_worker(&mut current);
-        let mut successor: Option<Successor> = None;
-        let mut then = NextAction::Judge;
+        let (mut successor, mut then) = (None::<Successor>, NextAction::Judge);
         loop {
             tokio::select! {
-                happening = current.next(&launch) => {
-                    let Some(status) = current.act(happening, &launch).await else {
+                event = current.next(&launch) => {
+                    let Some(status) = current.act(event, &launch).await else {
                         self.pass_probation(&current);
                         if let Some(why) = self.is_due(&current, successor.is_some()) {
                             let same = self.assignment.clone();
@@ -268,8 +207,8 @@ impl Slot {
                         }
                     }
                 }
-                happening = next_of(&mut successor, &launch) => {
-                    if let Some((next, permit)) = self.watch_successor(&mut successor, happening).await {
+                event = next_of(&mut successor, &launch) => {
+                    if let Some((next, permit)) = self.watch_successor(&mut successor, event).await {
                         let old = std::mem::replace(&mut current, next);
                         self.drain_old(old, permit).await;
                     }

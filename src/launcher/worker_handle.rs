@@ -141,13 +141,9 @@ impl WorkerHandle {
     }
 
     /// Acts on what has happened. Some: that was its end, with how it ended where that is known.
-    pub(super) async fn act(
-        &mut self,
-        happening: WorkerEvent,
-        launch: &Launch,
-    ) -> Option<Option<ExitStatus>> {
+    pub(super) async fn act(&mut self, event: WorkerEvent, launch: &Launch) -> Option<Option<ExitStatus>> {
         let grace = launch.policy.borrow().shutdown_grace;
-        match happening {
+        match event {
             WorkerEvent::Child(ChildEvent::Event(line)) => self.hear(&line, launch),
             WorkerEvent::Child(ChildEvent::Log(line)) => {
                 self.monitor.log.push(&re_emit(&self.assignment.slot, &line, launch.raw_lines))

@@ -4,6 +4,7 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 mod fitness;
+mod power;
 
 use candle_core::{Device, Error};
 

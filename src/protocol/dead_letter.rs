@@ -6,6 +6,7 @@ use std::time::SystemTime;
 use jiff::Timestamp;
 
 use super::control::CrashRecord;
+use super::message::without_acting_properties;
 use super::task::ATTEMPT;
 use super::{Headers, Message, Task, Value, shorten};
 
@@ -32,9 +33,6 @@ pub(super) const OURS: [&str; 10] = [
     "last_log",
     "headers_dropped",
 ];
-/// What [`without_acting_properties`] writes.
-pub(super) const ORIGINAL_EXPIRATION: &str = "original_expiration";
-pub(super) const ORIGINALS: [&str; 3] = [ORIGINAL_EXPIRATION, "original_user_id", "original_cc"];
 
 /// Why a message is in the dead-letter queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,21 +119,6 @@ fn parked(message: Message, task_id: &str, cause: &Cause<'_>) -> Message {
     if let Ok(at) = Timestamp::try_from(cause.at) {
         headers.insert(DEAD_LETTERED_AT.into(), format!("{at:.3}").into());
     }
-    message
-}
-
-/// A message to be published in another's name. Three properties would act again at the broker and
-/// are kept as `original_*` headers instead: `expiration` would delete it, `user_id` makes the broker
-/// refuse it from another user, `CC` would copy it to further queues.
-pub fn without_acting_properties(mut message: Message) -> Message {
-    let properties = &mut message.properties;
-    let acting = [
-        (ORIGINAL_EXPIRATION, properties.expiration.take().map(Value::from)),
-        ("original_user_id", properties.user_id.take().map(Value::from)),
-        ("original_cc", properties.headers.remove("CC")),
-    ];
-    let kept = acting.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
-    properties.headers.extend(kept);
     message
 }
 

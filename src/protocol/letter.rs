@@ -6,7 +6,8 @@ use std::time::{Duration, SystemTime};
 
 use jiff::Timestamp;
 
-use super::dead_letter::{DEAD_LETTERED_AT, ORIGINAL_EXPIRATION, ORIGINALS, OURS, REPLY_QUEUE, Reason};
+use super::dead_letter::{DEAD_LETTERED_AT, OURS, REPLY_QUEUE, Reason};
+use super::message::{ORIGINAL_EXPIRATION, ORIGINALS};
 use super::task::{ATTEMPT, EXPIRES, is_control};
 use super::{Headers, Message, Value};
 
@@ -151,7 +152,7 @@ fn our_reason(headers: &Headers) -> Option<Reason> {
 }
 
 /// The message as it was before it became a dead letter, to be published again in its producer's name.
-/// What would act at the broker stays off (see [`super::dead_letter::without_acting_properties`]), and so
+/// What would act at the broker stays off (see [`super::message::without_acting_properties`]), and so
 /// does a deadline that may have been reckoned from an expiration. An attempt begins anew.
 pub fn restored(mut letter: Message) -> Message {
     let ours = our_reason(&letter.properties.headers);

@@ -190,6 +190,25 @@ pub struct Message {
     pub body: Bytes,
 }
 
+/// What [`without_acting_properties`] writes.
+pub(super) const ORIGINAL_EXPIRATION: &str = "original_expiration";
+pub(super) const ORIGINALS: [&str; 3] = [ORIGINAL_EXPIRATION, "original_user_id", "original_cc"];
+
+/// A message to be published in another's name. Three properties would act again at the broker and
+/// are kept as `original_*` headers instead: `expiration` would delete it, `user_id` makes the broker
+/// refuse it from another user, `CC` would copy it to further queues.
+pub fn without_acting_properties(mut message: Message) -> Message {
+    let properties = &mut message.properties;
+    let acting = [
+        (ORIGINAL_EXPIRATION, properties.expiration.take().map(Value::from)),
+        ("original_user_id", properties.user_id.take().map(Value::from)),
+        ("original_cc", properties.headers.remove("CC")),
+    ];
+    let kept = acting.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
+    properties.headers.extend(kept);
+    message
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -159,6 +159,11 @@ pub struct Place {
     pub seq: i64,
 }
 
+/// Whether a message is a part of a reply, which the reply itself follows.
+pub fn is_part(message: &Message) -> bool {
+    message.properties.kind.as_deref() == Some(PART)
+}
+
 /// One part of the reply to `task`, before the reply itself: transient, since the reply says it all.
 pub fn part(task: &Task, body: Body, place: &Place) -> Message {
     let asked = &task.message.properties;

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 
-use super::dead_letter::without_acting_properties;
+use super::message::without_acting_properties;
 use super::{Message, TaskError, TaskErrorKind, Value, shorten};
 
 /// Value of the `type` property that makes a message a sentinel.

@@ -88,6 +88,20 @@ async fn a_sequence_ends_when_its_reader_has_left_and_the_device_is_free_again()
     assert_eq!(client.look(&settings.dead).await.expect("a queue").0, 0, "nothing is parked");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn publish_waits_for_the_reply_and_takes_no_part_for_it() {
+    let settings = settings();
+    let (_sconce, _client, _inbox) = serve(&settings).await;
+    let input = tempfile::NamedTempFile::new().expect("a file");
+    let task = sequence(40, json!({"stream": true}));
+    std::fs::write(input.path(), format!("{task}\n{task}\n")).expect("written");
+    let path = input.path().to_str().expect("a path");
+    let mut published = Sconce::run(&settings, &["publish", "--wait", "--input", path]);
+    assert_eq!(published.exit_code().await, 0, "{}", published.log());
+    let replies = published.log().lines().filter(|line| line.contains(&words(40))).count();
+    assert_eq!(replies, 2, "{}", published.log());
+}
+
 /// The texts of so many tasks, by task.
 async fn texts(inbox: &mut Inbox, tasks: usize) -> BTreeMap<String, String> {
     let mut texts = BTreeMap::new();

@@ -18,7 +18,7 @@ use super::page::Page;
 use super::publisher::AmqpPublisher;
 use super::session::delivery_from;
 use crate::broker::{BrokerError, Delivery, DeliveryTag, Published, Publisher};
-use crate::protocol::dead_letter::without_acting_properties;
+use crate::protocol::message::without_acting_properties;
 
 /// Without a message for so long, the broker is asked whether there are more.
 const IDLE: Duration = Duration::from_millis(250);

@@ -6,7 +6,7 @@ use std::task::{Context, Poll, Waker as StdWaker};
 use super::super::batch::Network;
 use super::super::job::Handle;
 use super::super::oneshot::{OneShot, Waiting};
-use super::super::start::{Loop as _, Next, Waker};
+use super::super::turns::{Loop as _, Next, Waker};
 use super::*;
 use crate::model::{Forward, ForwardError, Preprocessed, Processor, SizedInput, TaskErrorKind};
 

@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
 use sys::CUdevice_attribute_enum as Attribute;
 
-use super::fitness::Power;
+use super::power::Power;
 pub use copies::{Copies, DeviceToHost, HostToDevice};
 
 /// Libraries without which nothing is computed, and what to do where they are not.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 
+use super::power::Power;
 use super::{forward_error, open};
 use crate::config::Dtype;
 use crate::model::{ForwardError, LoadError, Unfit};
@@ -79,14 +80,6 @@ pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadE
         judge_rate(reached, possible, min_speed).map_err(|reason| unfit(Unfit::TooSlow, reason))?;
     }
     Ok(Proven { _device: opened })
-}
-
-/// With what a GPU multiplies.
-#[derive(Debug)]
-pub(super) struct Power {
-    pub(super) multiprocessors: usize,
-    /// What they could compute in f32, in operations a second; none where the driver names no clock.
-    pub(super) possible: Option<f64>,
 }
 
 /// None: it is a CPU, or the driver does not say.

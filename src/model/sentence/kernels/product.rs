@@ -6,15 +6,17 @@
 
 mod layout;
 mod lines;
+mod multiply;
+mod size;
 mod tile;
 
 use std::cell::RefCell;
 
 use rayon::prelude::*;
 
-pub use layout::{Panels, RUN, Rows};
-pub use tile::COLUMNS;
-use tile::Tile;
+pub use layout::{Panels, Rows};
+use size::Tile;
+pub use size::{COLUMNS, RUN};
 
 /// Most tiles of rows that go through one step together: so many that reading the weights anew for
 /// each block costs little, few enough that the caches still hold them for the next step. CPUs with

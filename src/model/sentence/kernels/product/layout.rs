@@ -1,20 +1,15 @@
 //! How the matrices of a product lie in memory. Owns what it laid.
 
-use super::super::activation::Activation;
-use super::super::dispatch;
 use super::lines::Lines;
-use super::tile::{COLUMNS, Multiply, ROWS_OF_16, ROWS_OF_32, RowByRow, Tile, activated};
-
-/// Numbers of a row that lie together in a tile: a line of the cache, copied as it is.
-pub const RUN: usize = 16;
+use super::size::{COLUMNS, ROWS_OF_16, ROWS_OF_32, RUN, Tile};
 
 /// The left matrix of a product, `[count, depth]`, tile by tile.
 #[derive(Default)]
 pub struct Rows {
     /// `[count rounded up / rows of a tile, depth rounded up / RUN, rows of a tile, RUN]`; zeros beyond
     /// the depth, any numbers beyond the count.
-    tiles: Lines,
-    depth: usize,
+    pub(super) tiles: Lines,
+    pub(super) depth: usize,
 }
 
 /// The right matrix of a product, `[depth, width]`, panel by panel.
@@ -23,8 +18,8 @@ pub struct Panels {
     /// `[width rounded up / columns of a tile, depth rounded up to RUN, columns of a tile]`; zeros beyond
     /// the width and the depth.
     panels: Lines,
-    depth: usize,
-    width: usize,
+    pub(super) depth: usize,
+    pub(super) width: usize,
 }
 
 impl Rows {
@@ -43,29 +38,6 @@ impl Rows {
             ROWS_OF_32 => lay_tiles::<ROWS_OF_32>(rows, depth, &mut self.tiles),
             other => unreachable!("tiles of {other} rows"),
         }
-    }
-
-    /// `out` `[count, stride]`, of which the first `width` columns ← these rows, from the row `first`
-    /// on, times `right`. `first` is the first row of a tile.
-    pub fn multiply(&self, first: usize, right: &Panels, out: &mut [f32], stride: usize) {
-        let row = self.depth.next_multiple_of(RUN);
-        let tiles = &self.tiles[first * row..];
-        let wanted = (out.len() / stride).next_multiple_of(Tile::of_this_cpu().rows) * row;
-        let tiles = &tiles[..wanted.min(tiles.len())];
-        dispatch(Multiply { tiles, right, to: RowByRow { out, stride, width: right.width } });
-    }
-
-    /// `to` ← activation(these rows times `right` + `bias`), laid out for the next product. `bias` has
-    /// zeros behind its last number, up to a whole run.
-    pub fn multiply_activated(&self, right: &Panels, bias: (&[f32], Activation), to: &mut Rows) {
-        let rows = self.tiles.len() / self.depth.next_multiple_of(RUN);
-        to.depth = right.width;
-        to.tiles.set_len(rows * to.depth.next_multiple_of(RUN));
-        if !to.depth.is_multiple_of(RUN) {
-            // What no panel reaches is read all the same, and what was there may be no number.
-            to.tiles.fill(0.0);
-        }
-        activated(&self.tiles, right, bias, &mut to.tiles);
     }
 }
 

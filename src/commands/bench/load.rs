@@ -25,14 +25,14 @@ const ARRIVALS: u64 = 0x5eed_a441_7a15;
 
 /// What a task carries.
 #[derive(Clone, Debug, PartialEq)]
-pub(in crate::app) struct Work {
-    pub(in crate::app) body: Bytes,
+pub(in crate::commands) struct Work {
+    pub(in crate::commands) body: Bytes,
     /// Texts in it.
-    pub(in crate::app) inputs: usize,
+    pub(in crate::commands) inputs: usize,
 }
 
 /// Endless bodies.
-pub(in crate::app) enum Bodies {
+pub(in crate::commands) enum Bodies {
     /// Texts made up of words.
     Texts { random: Xoshiro256PlusPlus, words: RangeInclusive<usize>, inputs: usize },
     /// Those of a file, in another order each time round.
@@ -87,7 +87,7 @@ fn text(random: &mut Xoshiro256PlusPlus, words: &RangeInclusive<usize>) -> Strin
 }
 
 /// As a pool for embeddings counts them: the items of a list, unless they are the tokens of one text.
-pub(in crate::app) fn inputs_of(body: &[u8]) -> usize {
+pub(in crate::commands) fn inputs_of(body: &[u8]) -> usize {
     let body: Json = serde_json::from_slice(body).unwrap_or_default();
     match body.get("input") {
         Some(Json::Array(items)) if !items.first().is_some_and(Json::is_number) => items.len().max(1),

@@ -21,6 +21,7 @@ use super::{broker_session, load, pool_named, producer, progress, start_logging}
 use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, declare, subscribe};
 use crate::broker::{Acker, Consumer, Event, Publisher};
 use crate::cli::Publish;
+use crate::protocol::reply::is_part;
 use crate::protocol::{Message, Value};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
@@ -206,6 +207,10 @@ impl<S: Acker> Replies<'_, S> {
                 return Err(anyhow::Error::msg(error).context(Exit::BrokerLost));
             };
             self.acker.ack(delivery.delivery_tag).await;
+            // The reply behind it says all.
+            if is_part(&delivery.message) {
+                continue;
+            }
             let number = delivery.message.properties.correlation_id.as_deref().and_then(|id| id.parse().ok());
             // At least once: a reply that has been printed may come again.
             if let Some(number) = number.filter(|number| *number >= next) {

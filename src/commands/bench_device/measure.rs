@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, ensure};
 
-use crate::app::bench::Work;
+use crate::commands::bench::Work;
 use crate::config::Assignment;
 use crate::engine::{Expect, Job, JobEvent, Loaded, Notice, Observer, Passed, Setup, Starter, TaskState};
 use crate::protocol::Message;
@@ -19,7 +19,7 @@ use crate::worker::{WorkerError, load_spec, policy};
 const WARMUP: u32 = 4;
 
 /// What was measured.
-pub(in crate::app) struct Measured {
+pub(in crate::commands) struct Measured {
     pub(super) loading: Duration,
     pub(super) inputs: usize,
     pub(super) tokens: usize,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::app::bench::{Answer, OfReplies, WorkerShare, busy_percent, rounded};
+use crate::commands::bench::{Answer, OfReplies, WorkerShare, busy_percent, rounded};
 
 /// Counts replies.
 pub(super) struct Tally {

@@ -16,10 +16,11 @@ use super::answer::Answer;
 use super::load::{Arrivals, Bodies};
 use super::report::Measured;
 use super::tally::Tally;
-use crate::app::producer;
 use crate::broker::amqp::{AmqpAcker, AmqpConsumer, AmqpPublisher};
 use crate::broker::{Acker as _, Consumer as _, Delivery, Event};
+use crate::commands::producer;
 use crate::protocol::Message;
+use crate::protocol::reply::is_part;
 use crate::shutdown::Exit;
 
 /// Publishes under way at once: some windows of the publisher.
@@ -189,6 +190,9 @@ impl<'a> Drive<'a> {
     }
 
     fn count(&self, at: Duration, reply: &Message) {
+        if is_part(reply) {
+            return;
+        }
         let number = reply.properties.correlation_id.as_deref().and_then(|id| id.parse().ok());
         let Some(number) = number else { return };
         let answer = Answer::of(reply);

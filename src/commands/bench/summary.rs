@@ -4,18 +4,18 @@ use serde::Serialize;
 
 /// Of durations in milliseconds. A percentile is the smallest value that so many percent do not exceed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(in crate::app) struct Summary {
-    pub(in crate::app) mean: f64,
-    pub(in crate::app) p50: f64,
-    pub(in crate::app) p90: f64,
-    pub(in crate::app) p99: f64,
-    pub(in crate::app) p99_9: f64,
-    pub(in crate::app) max: f64,
+pub(in crate::commands) struct Summary {
+    pub(in crate::commands) mean: f64,
+    pub(in crate::commands) p50: f64,
+    pub(in crate::commands) p90: f64,
+    pub(in crate::commands) p99: f64,
+    pub(in crate::commands) p99_9: f64,
+    pub(in crate::commands) max: f64,
 }
 
 impl Summary {
     /// None of nothing.
-    pub(in crate::app) fn of(mut values: Vec<f64>) -> Option<Self> {
+    pub(in crate::commands) fn of(mut values: Vec<f64>) -> Option<Self> {
         values.sort_unstable_by(f64::total_cmp);
         let max = *values.last()?;
         let at = |thousandths: usize| {
@@ -30,15 +30,15 @@ impl Summary {
 
 /// Of the sizes of batches.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(in crate::app) struct Sizes {
-    pub(in crate::app) mean: f64,
-    pub(in crate::app) p50: f64,
-    pub(in crate::app) max: f64,
+pub(in crate::commands) struct Sizes {
+    pub(in crate::commands) mean: f64,
+    pub(in crate::commands) p50: f64,
+    pub(in crate::commands) max: f64,
 }
 
 impl Sizes {
     /// Of sizes, each with its weight. None of nothing.
-    pub(in crate::app) fn of(mut sizes: Vec<(f64, f64)>) -> Option<Self> {
+    pub(in crate::commands) fn of(mut sizes: Vec<(f64, f64)>) -> Option<Self> {
         sizes.sort_unstable_by(|(a, _), (b, _)| a.total_cmp(b));
         let (max, _) = *sizes.last()?;
         let all: f64 = sizes.iter().map(|(_, weight)| weight).sum();
@@ -53,7 +53,7 @@ impl Sizes {
 }
 
 /// To three places: more is noise.
-pub(in crate::app) fn rounded(value: f64) -> f64 {
+pub(in crate::commands) fn rounded(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
 

@@ -11,14 +11,14 @@ use super::summary::rounded;
 
 /// Replies in a span of time.
 #[derive(Debug, Default)]
-pub(in crate::app) struct OfReplies {
-    pub(in crate::app) began: Duration,
+pub(in crate::commands) struct OfReplies {
+    pub(in crate::commands) began: Duration,
     /// The last reply.
-    pub(in crate::app) ended: Duration,
-    pub(in crate::app) succeeded: u64,
-    pub(in crate::app) inputs: u64,
+    pub(in crate::commands) ended: Duration,
+    pub(in crate::commands) succeeded: u64,
+    pub(in crate::commands) inputs: u64,
     /// None where no reply says any.
-    pub(in crate::app) tokens: Option<u64>,
+    pub(in crate::commands) tokens: Option<u64>,
     workers: BTreeMap<String, Worker>,
 }
 
@@ -31,16 +31,16 @@ struct Worker {
 
 /// One worker's part.
 #[derive(Debug, Serialize)]
-pub(in crate::app) struct WorkerShare {
-    pub(in crate::app) worker: String,
-    pub(in crate::app) device: String,
-    pub(in crate::app) tasks: u64,
-    pub(in crate::app) busy_percent: f64,
+pub(in crate::commands) struct WorkerShare {
+    pub(in crate::commands) worker: String,
+    pub(in crate::commands) device: String,
+    pub(in crate::commands) tasks: u64,
+    pub(in crate::commands) busy_percent: f64,
 }
 
 impl OfReplies {
     /// The reply to a task of so many inputs came.
-    pub(in crate::app) fn count(&mut self, inputs: usize, at: Duration, answer: &Answer<'_>) {
+    pub(in crate::commands) fn count(&mut self, inputs: usize, at: Duration, answer: &Answer<'_>) {
         self.ended = at;
         if answer.succeeded() {
             self.succeeded += 1;
@@ -61,18 +61,18 @@ impl OfReplies {
     }
 
     /// How long the span is.
-    pub(in crate::app) fn seconds(&self) -> f64 {
+    pub(in crate::commands) fn seconds(&self) -> f64 {
         self.ended.saturating_sub(self.began).as_secs_f64()
     }
 
     /// So many in the span, as a rate; 0 of none.
-    pub(in crate::app) fn a_second(&self, count: u64) -> f64 {
+    pub(in crate::commands) fn a_second(&self, count: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 }
     }
 
     /// What each worker did of it.
-    pub(in crate::app) fn shares(&self) -> Vec<WorkerShare> {
+    pub(in crate::commands) fn shares(&self) -> Vec<WorkerShare> {
         let seconds = self.seconds();
         // A batch at the edge may have begun before the span did.
         let percent = |ms: f64| if seconds > 0.0 { (ms / seconds / 10.0).min(100.0) } else { 0.0 };
@@ -87,7 +87,7 @@ impl OfReplies {
 }
 
 /// The mean of the workers'; none without workers.
-pub(in crate::app) fn busy_percent(workers: &[WorkerShare]) -> Option<f64> {
+pub(in crate::commands) fn busy_percent(workers: &[WorkerShare]) -> Option<f64> {
     let busy: f64 = workers.iter().map(|worker| worker.busy_percent).sum();
     (!workers.is_empty()).then(|| rounded(busy / workers.len() as f64))
 }

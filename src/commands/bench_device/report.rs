@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::measure::{Measured, Pass};
-use crate::app::bench::{Sizes, Summary, rounded};
+use crate::commands::bench::{Sizes, Summary, rounded};
 use crate::config::Assignment;
 use crate::worker::load_spec;
 

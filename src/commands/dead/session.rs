@@ -5,10 +5,10 @@ use std::time::SystemTime;
 
 use super::selection::Selection;
 use super::{tell, view};
-use crate::app::{load, pool_named};
 use crate::broker::amqp::{AmqpPublisher, Connector, DeadLetterBrowser, LeftBehind};
 use crate::broker::{BrokerError, Delivery};
 use crate::cli::{DeadFilters, DeadSource};
+use crate::commands::{load, pool_named};
 use crate::config::{Broker, Pool};
 use crate::protocol::letter::Letter;
 use crate::shutdown::Exit;

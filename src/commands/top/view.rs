@@ -7,7 +7,7 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Cell, Paragraph, Row as TableRow, Table, TableState};
 
 use super::rates::{Look, Row};
-use crate::app::ctl::span;
+use crate::commands::ctl::span;
 use crate::protocol::admin::State;
 
 /// What is shown beside the slots.

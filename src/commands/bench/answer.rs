@@ -10,30 +10,30 @@ pub(super) const STAGES: [&str; 4] = ["queue_us", "prepare_us", "wait_us", "comp
 const SUCCEEDED: i64 = 200;
 
 /// A reply, as far as it is measured.
-pub(in crate::app) struct Answer<'a> {
+pub(in crate::commands) struct Answer<'a> {
     /// 200 when it succeeded; none: not one of ours.
     pub(super) status_code: Option<i64>,
     pub(super) worker: Option<&'a str>,
-    pub(in crate::app) device: &'a str,
-    pub(in crate::app) model: &'a str,
+    pub(in crate::commands) device: &'a str,
+    pub(in crate::commands) model: &'a str,
     /// As [`STAGES`], in milliseconds; none where one is missing.
-    pub(in crate::app) stages: Option<[f64; 4]>,
+    pub(in crate::commands) stages: Option<[f64; 4]>,
     /// Of the last forward pass that it was part of; none: it was part of none.
-    pub(in crate::app) batch: Option<Batch>,
+    pub(in crate::commands) batch: Option<Batch>,
     /// Of a body that says so.
     pub(super) tokens: Option<u64>,
 }
 
 /// A forward pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(in crate::app) struct Batch {
-    pub(in crate::app) inputs: f64,
-    pub(in crate::app) tokens: f64,
+pub(in crate::commands) struct Batch {
+    pub(in crate::commands) inputs: f64,
+    pub(in crate::commands) tokens: f64,
 }
 
 impl Batch {
     /// Which part of it a task of so many inputs is: at most all.
-    pub(in crate::app) fn share(self, inputs: usize) -> f64 {
+    pub(in crate::commands) fn share(self, inputs: usize) -> f64 {
         (inputs as f64 / self.inputs).min(1.0)
     }
 }
@@ -50,7 +50,7 @@ struct Usage {
 
 impl<'a> Answer<'a> {
     /// Reads a reply.
-    pub(in crate::app) fn of(reply: &'a Message) -> Self {
+    pub(in crate::commands) fn of(reply: &'a Message) -> Self {
         let headers = &reply.properties.headers;
         let text = |name| headers.get(name).and_then(Value::as_str);
         let stages = STAGES.map(|name| Some(number(headers, name)? / 1e3));
@@ -71,7 +71,7 @@ impl<'a> Answer<'a> {
     }
 
     /// It is the result that was asked for.
-    pub(in crate::app) fn succeeded(&self) -> bool {
+    pub(in crate::commands) fn succeeded(&self) -> bool {
         self.status_code == Some(SUCCEEDED)
     }
 

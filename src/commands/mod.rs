@@ -1,0 +1,110 @@
+//! One file or folder for each command of the program, and what several of them share. No policy of other
+//! rooms.
+
+pub mod batch_file;
+mod bench;
+mod bench_device;
+mod broker_session;
+mod check_config;
+mod ctl;
+mod dead;
+mod devices;
+mod guard;
+mod healthcheck;
+mod launch;
+mod numa;
+mod producer;
+mod progress;
+mod publish;
+mod registry;
+mod requests;
+mod run_batch;
+mod spans;
+mod stop;
+mod top;
+mod worker;
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+
+use anyhow::Context;
+
+use crate::cli::{self, Command};
+use crate::config::{self, ConfigError, Loaded, Pool};
+use crate::shutdown::Exit;
+use crate::telemetry::{self, Format};
+
+pub use registry::Registry;
+
+/// Runs a command.
+///
+/// # Errors
+/// What ended it; an [`Exit`] in its chain is the code to end with.
+pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
+    match command {
+        Command::Launch(settings) => launch::run(&settings, registry),
+        Command::Worker(arguments) => worker::run(&arguments, registry),
+        Command::Guard => guard::run(),
+        Command::Publish(arguments) => publish::run(arguments),
+        Command::Bench(arguments) => bench::run(&arguments),
+        Command::BenchDevice(arguments) => bench_device::run(&arguments, registry),
+        Command::Dead(command) => dead::run(&command),
+        Command::Stop(arguments) => stop::run(&arguments),
+        Command::Ctl(arguments) => ctl::run(&arguments),
+        Command::Top(arguments) => top::run(&arguments),
+        Command::Healthcheck(arguments) => healthcheck::run(&arguments),
+        Command::RunBatch(arguments) => run_batch::run(&arguments, registry),
+        Command::CheckConfig(arguments) => check_config::run(&arguments, registry),
+        Command::Devices(arguments) => devices::run(&arguments, registry),
+    }
+}
+
+/// Loads the settings: files, environment, flags.
+fn load(settings: &cli::Settings, flags: &[(String, String)]) -> Result<Loaded, ConfigError> {
+    let mut files = settings.config.clone();
+    if files.is_empty() {
+        let listed = std::env::var_os("SCONCE_CONFIG").unwrap_or_default();
+        files = std::env::split_paths(&listed).filter(|path| *path != PathBuf::new()).collect();
+    }
+    // Variables that are not UTF-8 cannot be settings.
+    let environment = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let overrides: Vec<_> = settings.set.iter().chain(flags).cloned().collect();
+    config::load(&files, environment, &overrides)
+}
+
+/// The pool of that name, or the only one.
+fn pool_named<'a>(pools: &'a [Pool], name: Option<&str>) -> anyhow::Result<(usize, &'a Pool)> {
+    let names = || pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
+    let mut numbered = pools.iter().enumerate();
+    match name {
+        Some(name) => numbered.find(|(_, pool)| pool.name == name),
+        None if pools.len() == 1 => numbered.next(),
+        None => None,
+    }
+    .with_context(|| match name {
+        Some(name) => format!("no pool is named {name:?}; the settings have: {}", names()),
+        None => format!("there are several pools, choose one with --pool: {}", names()),
+    })
+    .map_err(|error| error.context(Exit::Usage))
+}
+
+/// Starts logging for a command that a person or a service manager runs.
+fn start_logging(unless_told: Option<&str>) {
+    let filter = std::env::var("SCONCE_LOG").ok();
+    let format = log_format(unless_told.is_none());
+    if let Some(problem) = telemetry::start(filter.as_deref().or(unless_told), format) {
+        tracing::warn!(problem, "SCONCE_LOG cannot be read; the default is used");
+    }
+}
+
+/// How lines look: as `SCONCE_LOG_FORMAT` says; else for a person, except those of a service whose stderr
+/// goes to a collector of logs.
+fn log_format(is_service: bool) -> Format {
+    match std::env::var("SCONCE_LOG_FORMAT").as_deref() {
+        Ok("json") => Format::Json,
+        Ok("human") => Format::Human,
+        _ if is_service && !std::io::stderr().is_terminal() => Format::Json,
+        _ => Format::Human,
+    }
+}
