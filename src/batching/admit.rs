@@ -66,6 +66,8 @@ struct Running<K> {
     order: Order,
     /// Tokens of its prompt that are not fed yet.
     prompt_left: usize,
+    /// The step that it was in last.
+    step: u64,
     /// Counts admissions.
     admitted: u64,
 }
@@ -73,12 +75,15 @@ struct Running<K> {
 /// The sequences of one device.
 pub struct Scheduler<K> {
     limits: Limits,
+    /// As they were set, without what the device's memory has shown since.
+    asked: Limits,
     waiting: BTreeMap<Order, (K, Request)>,
     /// By slot.
     running: Vec<Option<Running<K>>>,
     reserved: usize,
     arrivals: u64,
     admissions: u64,
+    steps: u64,
 }
 
 impl<K: Copy + PartialEq> Scheduler<K> {
@@ -86,6 +91,8 @@ impl<K: Copy + PartialEq> Scheduler<K> {
     pub fn new(limits: Limits) -> Self {
         let mut scheduler = Self {
             limits,
+            asked: limits,
+            steps: 0,
             waiting: BTreeMap::new(),
             running: Vec::new(),
             reserved: 0,
@@ -101,14 +108,16 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         let step_tokens = limits.step_tokens.max(1);
         let sequences = limits.sequences.min(step_tokens);
         self.limits = Limits { step_tokens, sequences, ..limits };
+        self.asked = self.limits;
         let most = self.running.len().max(sequences);
         self.running.resize(most, None);
     }
 
-    /// From now on, steps of at most so many tokens.
+    /// From now on, steps of at most so many tokens, and no more sequences than that. Those that run beyond
+    /// take turns.
     pub fn limit_step(&mut self, tokens: usize) {
-        // As many as there may be sequences: those that run need a token each.
-        self.limits.step_tokens = tokens.max(self.limits.sequences).max(1);
+        self.limits.step_tokens = tokens.clamp(1, self.asked.step_tokens);
+        self.limits.sequences = self.asked.sequences.min(self.limits.step_tokens);
     }
 
     /// Whether the sequence could ever run.
@@ -149,7 +158,8 @@ impl<K: Copy + PartialEq> Scheduler<K> {
             self.reserved += request.tokens();
             self.admissions += 1;
             let (prompt_left, number) = (request.prompt, self.admissions);
-            self.running[slot] = Some(Running { key, request, order, prompt_left, admitted: number });
+            self.running[slot] =
+                Some(Running { key, request, order, prompt_left, step: 0, admitted: number });
             admitted.push((key, slot));
         }
         admitted
@@ -177,8 +187,12 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         let mut running: Vec<(usize, &Running<K>)> =
             slots.filter_map(|(slot, it)| Some((slot, it.as_ref()?))).filter(|(_, it)| runs(it)).collect();
         running.sort_by_key(|(_, it)| it.admitted);
-        let (answering, prompts): (Vec<_>, Vec<_>) =
+        let (mut answering, prompts): (Vec<_>, Vec<_>) =
             running.into_iter().partition(|(_, it)| it.prompt_left == 0);
+        if answering.len() > self.limits.step_tokens {
+            answering.sort_by_key(|(_, it)| it.step);
+            answering.truncate(self.limits.step_tokens);
+        }
         let mut rows: Vec<Row<K>> =
             answering.into_iter().map(|(slot, it)| Row { key: it.key, slot, take: 1 }).collect();
         let mut left = self.limits.step_tokens.saturating_sub(rows.len());
@@ -194,7 +208,9 @@ impl<K: Copy + PartialEq> Scheduler<K> {
 
     /// A row was computed.
     pub fn advance(&mut self, row: &Row<K>) {
+        self.steps += 1;
         if let Some(running) = self.running.get_mut(row.slot).and_then(Option::as_mut) {
+            running.step = self.steps;
             running.prompt_left = running.prompt_left.saturating_sub(row.take);
         }
     }
@@ -246,8 +262,18 @@ mod tests {
         given: &mut BTreeMap<u32, usize>,
         isolated: bool,
     ) -> Vec<Row<u32>> {
-        scheduler.admit(isolated);
+        let admitted: Vec<u32> = scheduler.admit(isolated).into_iter().map(|(key, _)| key).collect();
+        let order =
+            |key: &u32| scheduler.running.iter().flatten().find(|it| it.key == *key).map(|it| it.order);
+        let next = scheduler.waiting.keys().next().copied();
+        assert!(
+            isolated || admitted.iter().all(|key| next.is_none_or(|next| order(key) < Some(next))),
+            "in order"
+        );
         let rows = scheduler.rows(isolated);
+        let left = |row: &Row<u32>| scheduler.running[row.slot].unwrap().prompt_left;
+        let prompts = rows.iter().position(|row| left(row) > 0).unwrap_or(rows.len());
+        assert!(rows[prompts..].iter().all(|row| left(row) > 0), "answers first");
         for row in &rows {
             scheduler.advance(row);
             let running = scheduler.running[row.slot].unwrap();
@@ -305,6 +331,23 @@ mod tests {
     }
 
     #[test]
+    fn where_a_step_has_room_for_fewer_than_run_they_take_turns() {
+        let mut scheduler = Scheduler::new(LIMITS);
+        let mut given = BTreeMap::new();
+        for key in 0..4 {
+            scheduler.enqueue(key, request(1, 20), Instant::now());
+        }
+        step(&mut scheduler, &mut given, false);
+        scheduler.limit_step(2);
+        for _ in 0..4 {
+            assert_eq!(step(&mut scheduler, &mut given, false).len(), 2);
+        }
+        assert_eq!(given.values().copied().collect::<Vec<_>>(), [3, 3, 3, 3]);
+        scheduler.enqueue(4, request(1, 1), Instant::now());
+        assert!(scheduler.admit(false).is_empty(), "four run already, and two may");
+    }
+
+    #[test]
     fn isolated_sequences_run_alone_and_the_youngest_others_make_room_for_them() {
         let now = Instant::now();
         let mut scheduler = Scheduler::new(LIMITS);
@@ -328,6 +371,7 @@ mod tests {
         #[test]
         fn bounds_hold_and_nobody_starves(
             limits in (1_usize..6, 20_usize..200, 1_usize..40),
+            shrinks in 0_u64..60,
             arrivals in prop::collection::vec((0_u64..30, 1_usize..60, 0_usize..40, 0_u8..10, 0_usize..9), 1..60),
         ) {
             let (sequences, reserved_tokens, step_tokens) = limits;
@@ -347,7 +391,7 @@ mod tests {
                     let request = Request { prompt, answer, priority, isolated: false };
                     if scheduler.fits(&request) {
                         scheduler.enqueue(key as u32, request, now);
-                        if fate == 0 { cancelled.push((key as u32, steps + 3)) } else { expected.push(key as u32) }
+                        if fate == 0 { cancelled.push((key as u32, steps + 3)) } else { expected.push((key as u32, answer.max(1))) }
                     }
                 }
                 cancelled.retain(|(key, at)| {
@@ -358,16 +402,18 @@ mod tests {
                 prop_assert!(scheduler.reserved() <= reserved_tokens);
                 prop_assert!(rows.iter().map(|row| row.take).sum::<usize>() <= step_tokens);
                 prop_assert!(rows.len() <= sequences);
-                let answering = rows.iter().take_while(|row| row.take == 1).count();
-                prop_assert!(rows[..answering].iter().all(|row| row.take == 1));
+                if steps == shrinks {
+                    // The device's memory takes less from now on.
+                    scheduler.limit_step(step_tokens / 2);
+                }
                 let idle = scheduler.waiting() == 0 && scheduler.running().next().is_none();
                 if idle && pending.peek().is_none() { break; }
                 prop_assert!(idle || !rows.is_empty(), "something can always go on");
                 steps += 1;
                 prop_assert!((steps as usize) < work, "it comes to an end");
             }
-            for key in expected {
-                prop_assert!(given.contains_key(&key), "{key} never ran");
+            for (key, answer) in expected {
+                prop_assert_eq!(given.get(&key), Some(&answer), "{} has its whole answer", key);
             }
             prop_assert_eq!(scheduler.reserved(), 0);
         }

@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::mem;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -21,15 +22,21 @@ use crate::batching::admit::{Limits, Request, Row, Scheduler};
 use crate::model::{
     self, Advance, Capacity, ForwardError, Generate, Processor, SizedInput, Slot, TaskError, TaskErrorKind,
 };
+use crate::protocol::control::TaskName;
 
 /// Steps that a probe may take.
 const PROBE_STEPS: usize = 10_000;
 /// How often sequences that wait while nothing runs are looked at: their deadlines may pass.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How often the launcher is told what is on the device though that has not changed: it takes a worker that
+/// says nothing for long to be stuck.
+const ANNOUNCE_EVERY: Duration = Duration::from_secs(1);
 
 /// The sequences that have come and are not taken in yet.
 pub(super) struct Sequences<R: Processor> {
     capacity: Capacity,
+    /// Tokens that are kept for the probe. Written when the model is loaded.
+    probe_tokens: AtomicUsize,
     state: Mutex<State<R>>,
     waker: Waker,
 }
@@ -37,6 +44,8 @@ pub(super) struct Sequences<R: Processor> {
 struct State<R: Processor> {
     arrived: Vec<(Item<R>, bool)>,
     is_isolated: bool,
+    /// As the loop knows it.
+    known_isolated: bool,
     /// Bounds that the loop does not go by yet.
     policy: Option<Policy>,
     is_asleep: bool,
@@ -46,8 +55,9 @@ struct State<R: Processor> {
 impl<R: Processor> Sequences<R> {
     pub(super) fn new(capacity: Capacity, policy: Policy, waker: Waker) -> Self {
         let (arrived, policy) = (Vec::new(), Some(policy));
-        let state = State { arrived, is_isolated: false, policy, is_asleep: false, is_closed: false };
-        Self { capacity, state: Mutex::new(state), waker }
+        let (is_isolated, known_isolated, is_asleep, is_closed) = (false, false, false, false);
+        let state = State { arrived, is_isolated, known_isolated, policy, is_asleep, is_closed };
+        Self { capacity, probe_tokens: AtomicUsize::new(0), state: Mutex::new(state), waker }
     }
 
     fn lock(&self) -> MutexGuard<'_, State<R>> {
@@ -66,7 +76,8 @@ impl<R: Processor> Sequences<R> {
     /// The loop is about to sleep. False: something has come.
     fn sleep(&self) -> bool {
         let mut state = self.lock();
-        state.is_asleep = state.arrived.is_empty() && state.policy.is_none() && !state.is_closed;
+        let is_unchanged = state.policy.is_none() && state.is_isolated == state.known_isolated;
+        state.is_asleep = state.arrived.is_empty() && is_unchanged && !state.is_closed;
         state.is_asleep
     }
 }
@@ -89,7 +100,7 @@ impl<R: Processor> Queue<R> for Sequences<R> {
 
     fn check(&self, inputs: &[SizedInput<R::Input>]) -> Result<(), TaskError> {
         let Capacity { tokens, context, .. } = self.capacity;
-        let most = context.min(tokens);
+        let most = context.min(tokens - self.probe_tokens.load(Ordering::Relaxed).min(tokens));
         for SizedInput { tokens: prompt, answer_tokens: answer, .. } in inputs {
             if prompt.saturating_add(*answer) > most {
                 let message = format!(
@@ -149,6 +160,7 @@ pub(super) struct Continuous<R: Processor, G: Generate> {
     number: u64,
     /// The sequences that the launcher knows to be on the device.
     announced: Vec<Key>,
+    announced_at: Instant,
     /// Tasks that are done since they were last told.
     done: Vec<Arc<dyn Told>>,
     idle: Idle,
@@ -186,6 +198,7 @@ where
             made: None,
             number: 0,
             announced: Vec::new(),
+            announced_at: now(),
             done: Vec::new(),
             idle: Idle::default(),
             notices,
@@ -206,6 +219,8 @@ where
         if self.probe.is_none() {
             return Err("a known input fails: it is not one sequence".to_owned());
         }
+        let tokens = self.probe.as_ref().map_or(0, |probe| probe.tokens + probe.answer_tokens);
+        self.queue.probe_tokens.store(tokens, Ordering::Relaxed);
         let output = self.compute_probe(Slot(0))?;
         processor.finish(context, vec![output]).map(drop).map_err(failed)
     }
@@ -258,7 +273,7 @@ where
     /// Goes by bounds.
     fn follow(&mut self, policy: Policy) {
         let Capacity { sequences, tokens, .. } = self.queue.capacity;
-        let probe = self.probe.as_ref().map_or(0, |probe| probe.tokens + probe.answer_tokens);
+        let probe = self.queue.probe_tokens.load(Ordering::Relaxed);
         self.sizing = Sizing::new(policy.max_tokens);
         self.scheduler.set_limits(Limits {
             sequences: sequences.min(policy.max_requests),
@@ -275,6 +290,7 @@ where
         state.is_asleep = false;
         let arrived = mem::take(&mut state.arrived);
         let (policy, is_isolated) = (state.policy.take(), state.is_isolated);
+        state.known_isolated = is_isolated;
         drop(state);
         if let Some(policy) = policy {
             self.follow(policy);
@@ -335,7 +351,10 @@ where
     }
 
     /// Admits sequences, and opens them.
-    fn admit(&mut self, isolated: bool) {
+    ///
+    /// # Errors
+    /// The device is gone.
+    fn admit(&mut self, isolated: bool) -> Result<(), String> {
         while isolated && let Some((key, slot)) = self.scheduler.preempt() {
             self.network.close(Slot(slot));
             if let Some(sequence) = self.sequences.get_mut(&key) {
@@ -353,11 +372,26 @@ where
                     continue;
                 }
                 Ok(Err(error)) => error,
-                Err(error) => TaskError::new(TaskErrorKind::Fault, error.to_string()),
+                Err(error) => {
+                    // It may have got half way.
+                    network.close(slot);
+                    TaskError::new(TaskErrorKind::Fault, error.to_string())
+                }
             };
-            if let Some((item, _)) = self.remove(key) {
-                self.deliver(&item, Err(error));
+            let Some((item, _)) = self.remove(key) else { continue };
+            self.check_own_fault(slot.0, &error)?;
+            self.deliver(&item, Err(error));
+        }
+        Ok(())
+    }
+
+    /// A model that blames itself for an input may stand on a broken device. The slot is free.
+    fn check_own_fault(&mut self, slot: usize, error: &TaskError) -> Result<(), String> {
+        match error.kind {
+            TaskErrorKind::Internal | TaskErrorKind::Fault | TaskErrorKind::OutOfMemory => {
+                self.check_device(slot, &error.message)
             }
+            _ => Ok(()),
         }
     }
 
@@ -369,10 +403,10 @@ where
         }
         // Joins and leaves, not every step.
         let keys: Vec<Key> = rows.iter().map(|row| row.key).collect();
-        if keys != self.announced {
+        let (began, wall) = (now(), SystemTime::now());
+        if keys != self.announced || began >= self.announced_at + ANNOUNCE_EVERY {
             self.announce(&keys);
         }
-        let (began, wall) = (now(), SystemTime::now());
         let outcome = self.compute(&rows);
         self.made = Some(Made { rows, outcome, began, wall });
         true
@@ -391,10 +425,14 @@ where
 
     fn announce(&mut self, keys: &[Key]) {
         let names = keys.iter().filter_map(|key| Some(self.sequences.get(key)?.item.task().name.clone()));
-        let mut names: Vec<_> = names.collect();
-        names.dedup();
-        self.observer.on_device(names);
-        self.announced = keys.to_vec();
+        let mut each: Vec<TaskName> = Vec::with_capacity(keys.len());
+        for name in names {
+            if !each.contains(&name) {
+                each.push(name);
+            }
+        }
+        self.observer.on_device(each);
+        (self.announced, self.announced_at) = (keys.to_vec(), now());
     }
 
     /// Gives out what a step gave.
@@ -406,12 +444,12 @@ where
         self.number += 1;
         let tokens = rows.iter().map(|row| row.take).sum();
         let pass = Pass { number: self.number, size: rows.len(), tokens };
-        let tasks: Vec<Arc<TaskState>> = self.tasks(&rows);
+        let tasks = self.tasks(&rows);
         let mut too_large = None;
         let settled = self.settle_rows(rows, outcome, (began, pass), &mut too_large);
         let took = now() - began;
         let fault = settled.as_ref().err().map(String::as_str);
-        self.observer.passed(&Passed { began: wall, took, pass, tasks: &tasks, fault });
+        self.observer.passed(&Passed { began: wall, took, pass, tasks: &|| tasks.clone(), fault });
         if let Some(most) = self.sizing.learn(too_large) {
             self.scheduler.limit_step(most);
         }
@@ -485,11 +523,8 @@ where
             }
             let Some(output) = output else { continue };
             let Some((item, _)) = self.remove(row.key) else { continue };
-            if let Err(error) = &output
-                && matches!(error.kind, TaskErrorKind::Internal | TaskErrorKind::Fault)
-            {
-                // A model that blames itself may stand on a broken device.
-                self.check_device(row.slot, &error.message)?;
+            if let Err(error) = &output {
+                self.check_own_fault(row.slot, error)?;
             }
             self.deliver(&item, output);
         }
@@ -499,8 +534,12 @@ where
     /// The tasks of these rows, each once.
     fn tasks(&self, rows: &[Row<Key>]) -> Vec<Arc<TaskState>> {
         let of = |row: &Row<Key>| self.sequences.get(&row.key).map(|it| it.item.task().clone());
-        let mut tasks: Vec<Arc<TaskState>> = rows.iter().filter_map(of).collect();
-        tasks.dedup_by(|a, b| Arc::ptr_eq(a, b));
+        let mut tasks: Vec<Arc<TaskState>> = Vec::with_capacity(rows.len());
+        for task in rows.iter().filter_map(of) {
+            if !tasks.iter().any(|it| Arc::ptr_eq(it, &task)) {
+                tasks.push(task);
+            }
+        }
         tasks
     }
 
@@ -527,7 +566,10 @@ where
         }
         let isolated = self.take_in();
         self.end_unwanted();
-        self.admit(isolated);
+        if let Err(fault) = self.admit(isolated) {
+            self.notices.send(Notice::Fault(fault));
+            return Next::End;
+        }
         self.tell();
         if self.step(isolated) {
             return Next::Again;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::task::AtomicWaker;
 
+use super::panics::caught;
 use super::{Computed, Expect, Job, JobEvent, Pass, TaskState, Told};
 use crate::batching::Policy;
 use crate::model::{Body, Message, Processor, Route, SizedInput, TaskError, TaskErrorKind};
@@ -161,16 +162,30 @@ impl<R: Processor> Job for Task<R> {
             let pieces = mem::take(&mut gathered.pieces);
             // Written without the lock, which the model thread takes for each piece.
             drop(gathered);
-            let written = pieces
-                .into_iter()
-                .filter_map(|(input, pieces)| self.processor.part(&mut self.context, input, pieces));
+            let part = |(input, pieces)| {
+                let written = caught(|| self.processor.part(&mut self.context, input, pieces));
+                // The reply says it all.
+                written.unwrap_or_else(|panic| {
+                    tracing::error!(task.id = outputs.task.name.id, panic, "a part of a reply is left out");
+                    None
+                })
+            };
+            let written = pieces.into_iter().filter_map(part);
             let written: Vec<Body> = written.collect();
             if !written.is_empty() {
                 return Poll::Ready(JobEvent::Parts(written));
             }
             gathered = outputs.lock();
         }
-        if is_told { Poll::Ready(JobEvent::Done(gathered.computed)) } else { Poll::Pending }
+        if is_told {
+            return Poll::Ready(JobEvent::Done(gathered.computed));
+        }
+        outputs.part_wanted.store(parts, Ordering::Release);
+        // A piece that came before that was written wakes nobody.
+        if parts && !gathered.pieces.is_empty() {
+            context.waker().wake_by_ref();
+        }
+        Poll::Pending
     }
 
     fn finish(self: Box<Self>) -> Result<Body, TaskError> {
@@ -189,7 +204,9 @@ pub(super) struct Outputs<R: Processor> {
     is_streamed: bool,
     /// The job may be told. Written by the worker once a whole batch is done.
     told: AtomicBool,
-    /// Wakes the job: it was told, or there is a piece.
+    /// The job waits for a piece. Written by the job, and by the model thread when there is one.
+    part_wanted: AtomicBool,
+    /// Wakes the job: it was told, or there is a piece and it waits for one.
     waker: AtomicWaker,
     /// Held for the few instructions of storing an output; never across an await.
     gathered: Mutex<Gathered<R>>,
@@ -215,8 +232,8 @@ impl<R: Processor> Outputs<R> {
             pieces: Vec::new(),
             is_complete: false,
         };
-        let (told, waker) = (AtomicBool::new(false), AtomicWaker::new());
-        Self { task, is_streamed, told, waker, gathered: Mutex::new(gathered) }
+        let (told, part_wanted, waker) = (AtomicBool::new(false), AtomicBool::new(false), AtomicWaker::new());
+        Self { task, is_streamed, told, part_wanted, waker, gathered: Mutex::new(gathered) }
     }
 
     /// One of its inputs has been in a pass.
@@ -241,8 +258,10 @@ impl<R: Processor> Outputs<R> {
             Some((_, pieces)) => pieces.push(piece),
             None => gathered.pieces.push((input, vec![piece])),
         }
-        drop(gathered);
-        self.waker.wake();
+        // Under the lock, as it is asked for.
+        if self.part_wanted.swap(false, Ordering::AcqRel) {
+            self.waker.wake();
+        }
     }
 
     /// One of its inputs has its output, or fails the task. True: the task is done by that.

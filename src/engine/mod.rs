@@ -173,8 +173,8 @@ pub struct Passed<'a> {
     pub took: Duration,
     /// Its number, inputs and tokens.
     pub pass: Pass,
-    /// The tasks of its inputs, each once.
-    pub tasks: &'a [Arc<TaskState>],
+    /// The tasks of its inputs, each once, for who wants to know.
+    pub tasks: &'a dyn Fn() -> Vec<Arc<TaskState>>,
     /// The device failed with it.
     pub fault: Option<&'a str>,
 }

@@ -75,10 +75,11 @@ impl<R: Processor> Waiting<R> {
         let mut state = self.lock();
         change(&mut state);
         let Some(asleep) = state.asleep else { return };
-        let is_due = match state.peek(now()) {
-            Ok(()) => true,
+        let is_due = match (state.peek(now()), asleep) {
+            (Ok(()), _) => true,
             // It sleeps without knowing when the first input is due.
-            Err(due) => due.is_some() && asleep == Asleep::UntilWoken,
+            (Err(due), Asleep::UntilWoken) => due.is_some(),
+            (Err(due), Asleep::Until(time)) => due.is_some_and(|due| due < time),
         };
         if is_due || state.is_closed {
             state.asleep = None;
@@ -99,9 +100,14 @@ impl<R: Processor> Waiting<R> {
     }
 
     /// The loop is about to sleep. False: there is something to do.
-    fn sleep(&self, until: Option<Instant>, now: Instant) -> bool {
+    pub(super) fn sleep(&self, until: Option<Instant>, now: Instant) -> bool {
         let mut state = self.lock();
-        if state.is_closed || state.peek(now).is_ok() {
+        let is_due = match state.peek(now) {
+            Ok(()) => true,
+            // Something has come since it was looked at.
+            Err(due) => due.is_some_and(|due| until.is_none_or(|until| due < until)),
+        };
+        if state.is_closed || is_due {
             return false;
         }
         state.asleep = Some(until.map_or(Asleep::UntilWoken, Asleep::Until));
@@ -244,6 +250,8 @@ where
             self.network.tell();
             return true;
         };
+        // Those that are not wanted need not wait for the others.
+        self.network.tell();
         self.number += 1;
         let begun = Begun { number: self.number, at: now(), wall: SystemTime::now() };
         let beside = self.ahead.as_ref().map(|ahead| &*ahead.batch.inputs);
@@ -284,7 +292,7 @@ where
         let settled = self.network.settle(&batch.inputs, outcome, at, pass);
         self.freed = now();
         self.idle.since(self.freed);
-        let tasks = tasks_of(&batch.inputs);
+        let tasks = || tasks_of(&batch.inputs);
         let fault = settled.as_ref().err().map(String::as_str);
         let passed = Passed { began: begun.wall, took: self.freed - at, pass, tasks: &tasks, fault };
         self.network.observer.passed(&passed);
@@ -307,18 +315,18 @@ where
     /// longer be handed back.
     fn still_wanted(&mut self, mut batch: Batch<Item<R>>) -> Option<Batch<Item<R>>> {
         let now = now();
-        let mut wanted = Vec::with_capacity(batch.inputs.len());
-        for item in batch.inputs {
+        batch.inputs.retain(|item| {
             let task = item.task();
             if task.is_over() || item.outputs.is_complete() || !task.commit() {
-                continue;
+                return false;
             }
-            match task.unwanted(now) {
-                Some(error) => self.network.finish(&item, Err(error)),
-                None => wanted.push(item),
+            let unwanted = task.unwanted(now);
+            let is_wanted = unwanted.is_none();
+            if let Some(error) = unwanted {
+                self.network.finish(item, Err(error));
             }
-        }
-        batch.inputs = wanted;
+            is_wanted
+        });
         batch.tokens = batch.inputs.iter().map(|item| item.tokens).sum();
         (!batch.inputs.is_empty()).then_some(batch)
     }

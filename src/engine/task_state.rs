@@ -62,19 +62,18 @@ impl TaskState {
         self.cancelled.store(true, Ordering::Release);
     }
 
-    /// It was cancelled.
-    pub fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Acquire)
-    }
-
     /// Why its answer is not wanted any more, if it is not.
     pub fn unwanted(&self, now: Instant) -> Option<TaskError> {
-        if self.is_cancelled() {
-            return Some(TaskError::new(TaskErrorKind::Cancelled, "the task was cancelled"));
-        }
         let is_late = self.deadline.is_some_and(|deadline| deadline <= now);
-        let message = "the task's deadline passed before it was computed";
-        is_late.then(|| TaskError::new(TaskErrorKind::Expired, message))
+        let message = "the task's deadline passed before it was computed to its end";
+        let late = || is_late.then(|| TaskError::new(TaskErrorKind::Expired, message));
+        self.cancellation().or_else(late)
+    }
+
+    /// The error of a task that was cancelled.
+    pub fn cancellation(&self) -> Option<TaskError> {
+        let is_cancelled = self.cancelled.load(Ordering::Acquire);
+        is_cancelled.then(|| TaskError::new(TaskErrorKind::Cancelled, "the task was cancelled"))
     }
 
     pub(super) fn abandon(&self) {

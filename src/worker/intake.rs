@@ -125,7 +125,7 @@ impl<'a> Intake<'a> {
                 Some(ended) = self.runs.join_next() => self.on_exit(ended)?,
                 error = fault.recv() => {
                     self.finish_settling().await;
-                    let ended = || WorkerError::Internal("the batch former has ended".into());
+                    let ended = || WorkerError::Internal("the model thread is not heard any more".into());
                     return Err(error.unwrap_or_else(ended));
                 }
                 () = self.settings.paused(), if self.phase == Phase::Running => self.finish("pause").await,

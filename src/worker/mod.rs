@@ -65,6 +65,8 @@ pub use report::Reporter;
 
 /// Sequences that wait beside those that run, so that one joins as soon as another has left.
 const SPARE_SEQUENCES: usize = 4;
+/// Quorum queues take no larger prefetch.
+const MOST_AHEAD: usize = 2_000;
 
 /// Why this process cannot go on. What it holds goes back to the broker.
 #[derive(Debug, thiserror::Error)]
@@ -243,8 +245,8 @@ fn assemble(
 ) -> Result<session::Worker, WorkerError> {
     let mut assignment = assignment.clone();
     if let Some(sequences) = engine.sequences() {
-        let ahead = u16::try_from(sequences + SPARE_SEQUENCES).unwrap_or(u16::MAX);
-        assignment.pool.prefetch.get_or_insert(ahead);
+        let ahead = (sequences + SPARE_SEQUENCES).min(MOST_AHEAD);
+        assignment.pool.prefetch.get_or_insert(ahead as u16);
     }
     Ok(session::Worker {
         policy: policy(&assignment),
@@ -282,6 +284,10 @@ async fn dispatch(
 
 /// Has the engine follow the bounds of batches that are set from outside.
 async fn follow(mut changes: watch::Receiver<BatchChange>, engine: Arc<dyn Engine>, policy: Policy) {
+    // The launcher may have set them while the model was being loaded.
+    if *changes.borrow() != BatchChange::default() {
+        changes.mark_changed();
+    }
     while changes.changed().await.is_ok() {
         let overrides = *changes.borrow_and_update();
         engine.set_policy(live_settings::changed(policy, overrides));

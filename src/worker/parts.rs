@@ -94,10 +94,11 @@ impl<'a> Parts<'a> {
         }
     }
 
-    /// Waits for those under way, not for ever.
-    pub(super) async fn finish(self) {
-        if let Some(sending) = self.sending {
-            let _ = tokio::time::timeout(LAST, sending).await;
+    /// Waits for those under way, not for ever. True: one of them has reached nobody.
+    pub(super) async fn finish(self) -> bool {
+        match self.sending {
+            Some(sending) => tokio::time::timeout(LAST, sending).await.unwrap_or(false),
+            None => self.reaches_nobody,
         }
     }
 }

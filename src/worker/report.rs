@@ -235,7 +235,7 @@ pub(super) async fn draining(stop: Stop, reporter: Reporter) {
     reporter.send(&Event::Draining { cause: stop.cause().unwrap_or_default() }).await;
 }
 
-/// What was done since the last `stats`. Written by the task futures, the intake and the batch former,
+/// What was done since the last `stats`. Written by task runs, the intake and the model thread,
 /// taken for `stats`. Held for arithmetic only.
 #[derive(Default)]
 pub(super) struct Counters {

@@ -325,7 +325,8 @@ impl Settlement {
                 );
                 return Ok(());
             }
-            Parked::Never => return Ok(()),
+            Parked::Never if reason == Reason::Unroutable => return Ok(()),
+            Parked::Never => {}
         }
         self.dead_letter(accepted, reason, &TaskError::new(TaskErrorKind::Internal, words)).await
     }
@@ -469,7 +470,7 @@ enum Owner {
 enum Parked {
     No,
     Already,
-    /// It is cancelled: nobody wants it.
+    /// It is cancelled: where its queue is gone, nobody wants it.
     Never,
 }
 

@@ -88,12 +88,18 @@ impl Shared {
             expected = Expected::new(&self.engine);
         }
         let is_poison = accepted.deaths.as_ref().is_some_and(|deaths| deaths.poison.is_some());
-        let outcome = if let Some(queue) = self.misaddressed(&accepted.task) {
-            Outcome::Misaddressed(queue)
+        let refused = if let Some(queue) = self.misaddressed(&accepted.task) {
+            Some(Outcome::Misaddressed(queue))
         } else if again && is_poison {
-            Outcome::Poison
+            Some(Outcome::Poison)
         } else if accepted.redeliveries >= self.max_deliveries {
-            Outcome::OutOfDeliveries(accepted.redeliveries)
+            Some(Outcome::OutOfDeliveries(accepted.redeliveries))
+        } else {
+            None
+        };
+        let outcome = if let Some(refused) = refused {
+            drop(expected);
+            refused
         } else {
             let run = Run { shared: self, task: &accepted.task, state: &state, isolated: stay.is_some() };
             match run.compute(expected, &mut timings).await {
@@ -191,6 +197,10 @@ impl Run<'_> {
         drop(expected);
         let mut parts = Parts::of(&shared.settlement, task, &*job);
         let computed = self.events(&mut *job, parts.as_mut()).await;
+        // From here on it is answered, also where the worker ends: what was computed is not thrown away.
+        if !state.commit() {
+            return pending().await;
+        }
         timings.wait_us = computed.started.map_or(0, |at| micros(at.saturating_duration_since(enqueued)));
         timings.compute_us = micros(computed.compute);
         timings.batch_size = computed.last.size as i64;
@@ -201,12 +211,19 @@ impl Run<'_> {
         let small = computed.failed || job.inputs() <= SMALL_REPLY;
         let reply = self.beside_others(shared.reply.run(small, move || job.finish()));
         let sent = async {
-            if let Some(parts) = parts {
-                parts.finish().await;
+            match parts {
+                Some(parts) => parts.finish().await,
+                None => false,
             }
         };
-        let (reply, ()) = tokio::join!(reply, sent);
-        reply.map_err(internal)?
+        let (reply, reaches_nobody) = tokio::join!(reply, sent);
+        if reaches_nobody {
+            state.cancel();
+        }
+        match state.cancellation() {
+            Some(error) => Err(error),
+            None => reply.map_err(internal)?,
+        }
     }
 
     /// Waits until the job is done. Sends its parts meanwhile; where one of them reaches nobody, the task is

@@ -76,6 +76,7 @@ impl Forward for Aside {
 /// An engine whose loop is turned by hand. Batches are of four inputs.
 struct Rig {
     engine: Arc<dyn Engine>,
+    waiting: Arc<Waiting<Numbers>>,
     work: OneShot<Numbers, Aside>,
     notices: mpsc::Receiver<Notice>,
     calls: Arc<Mutex<Vec<String>>>,
@@ -97,9 +98,9 @@ impl Rig {
         let aside = Aside { log: Arc::clone(&calls), asynchronous };
         let network = Network::new(aside, Box::new(log.clone()), notices_in);
         let work = OneShot::new(network, waiting.clone());
-        let engine = Arc::new(Handle { processor: Arc::new(Numbers), queue: waiting });
+        let engine = Arc::new(Handle { processor: Arc::new(Numbers), queue: waiting.clone() });
         let (jobs, together) = (Vec::new(), Vec::new());
-        Self { engine, work, notices, calls, log, jobs, together, fault: None, woken }
+        Self { engine, waiting, work, notices, calls, log, jobs, together, fault: None, woken }
     }
 
     fn enqueue(&mut self, inputs: &[u8], isolated: bool) {
@@ -282,6 +283,18 @@ fn an_idle_device_waits_for_tasks_on_their_way_and_is_woken_when_the_last_has_co
     assert!(rig.woken.load(Ordering::SeqCst));
     rig.run();
     assert_eq!(rig.calls(), ["submit [10, 11]", "wait [10, 11]"]);
+}
+
+#[test]
+fn what_comes_between_a_look_and_the_sleep_is_not_slept_over() {
+    let mut rig = Rig::new(false);
+    rig.engine.expect(Expect::More);
+    rig.engine.expect(Expect::More);
+    rig.enqueue(&[10], false);
+    rig.engine.expect(Expect::Less);
+    // It has looked before the task came: it knows of no time to wake at.
+    assert!(!rig.waiting.sleep(None, now()), "10 is due in 2 ms, whether another comes or not");
+    assert!(matches!(rig.run(), Next::Sleep(Some(_))));
 }
 
 #[test]

@@ -78,6 +78,32 @@ async fn a_part_that_reaches_nobody_ends_the_sequence_and_nothing_is_parked() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_answer_that_ends_before_its_first_part_reaches_nobody_is_not_parked_either() {
+    here(async {
+        let rig = Rig::start("script", |_| ());
+        rig.memory.queue("gone", Does::Answer(Published::Unroutable));
+        rig.memory.deliver([generate("gone", "gone", 1, true)]);
+        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
+        assert_eq!(rig.memory.published(DEAD), []);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_launcher_hears_of_a_long_sequence_each_second_though_nothing_joins_or_leaves() {
+    here(async {
+        let rig = Rig::start("script", |_| ());
+        rig.memory.deliver([generate("long", "mine", 1_000, false)]);
+        rig.memory.settles(1).await;
+        let (_, events) = rig.finish().await;
+        let told =
+            events.iter().filter(|event| matches!(event, Event::Forward { tasks } if !tasks.is_empty()));
+        assert!((10..=12).contains(&told.count()), "10 s");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_reader_that_stops_reading_holds_up_no_step_and_nobody_else() {
     here(async {
         let rig = Rig::start("script", |_| ());
