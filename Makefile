@@ -31,6 +31,7 @@ test: ## install what tests need (RabbitMQ), then lint and test everything
 	scripts/setup-tests
 	scripts/fetch-model
 	$(MAKE) lint
+	$(CARGO) build --locked --manifest-path examples/Cargo.toml --target-dir target
 	$(CARGO) test --locked
 
 soak: SECONDS = 3600

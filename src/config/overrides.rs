@@ -86,6 +86,9 @@ pub(super) fn from_flags(flags: &[(String, String)], tree: &Value, problems: &mu
 /// The path as the crate writes it, once it is known to lead to a single setting.
 fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
     let refuse = |expected: String| Err(Problem::new(path.to_string(), expected));
+    if is_of_a_model(path.steps(), tree) {
+        return Ok(path.to_string());
+    }
     let mut here = tree;
     for step in path.steps() {
         here = match (step, &here.kind) {
@@ -113,6 +116,17 @@ fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
         }
         _ => Ok(path.to_string()),
     }
+}
+
+/// Whether it is one of a pool's own options of its model, whose names only the model knows.
+fn is_of_a_model(steps: &[Step], tree: &Value) -> bool {
+    let [Step::Key(pool), Step::Index(index), Step::Key(options), Step::Key(_)] = steps else { return false };
+    let pools = match &tree.kind {
+        ValueKind::Table(table) => table.get("pool"),
+        _ => None,
+    };
+    let is_there = |pools: &Value| matches!(&pools.kind, ValueKind::Array(items) if *index < items.len());
+    pool == "pool" && options == "options" && pools.is_some_and(is_there)
 }
 
 fn holds_sections(items: &[Value]) -> bool {
@@ -153,6 +167,15 @@ mod tests {
         let problems = problems.iter().map(Problem::to_string).collect();
         let [weak, strong] = [weak, strong].map(|layer| layer.collect().expect("a layer"));
         (weak, strong, problems)
+    }
+
+    #[test]
+    fn options_of_a_model_may_have_any_name() {
+        let mut problems = Vec::new();
+        let flags = [("pool[0].options.depth", "3"), ("pool[1].options.depth", "3"), ("pool[0].depth", "3")];
+        let flags = flags.map(|(path, value)| (path.to_owned(), value.to_owned()));
+        from_flags(&flags, &tree(), &mut problems);
+        assert_eq!(problems.len(), 2, "{problems:?}");
     }
 
     #[test]

@@ -143,8 +143,9 @@ where
         }
         let took = now() - began;
         for (item, output) in items.iter().zip(outputs) {
-            item.outputs.passed(began, took, pass);
-            self.finish(item, output);
+            if item.outputs.computed(item.index, output, (began, took, pass)) {
+                self.done.push(item.outputs.clone());
+            }
         }
         Ok(())
     }

@@ -27,6 +27,7 @@ mod logs;
 mod loss;
 mod messages;
 mod outage;
+mod own_models;
 mod plumbing;
 mod pressure;
 mod processes;

@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -33,6 +34,7 @@ pub struct Settings {
     heartbeat: String,
     set: Vec<(String, String)>,
     environment: Vec<(String, String)>,
+    program: PathBuf,
 }
 
 impl Settings {
@@ -44,12 +46,20 @@ impl Settings {
         let (tasks, replies, dead) = (queue("tasks"), queue("replies"), queue("dead"));
         let (set, environment, control) = (Vec::new(), Vec::new(), String::new());
         let (url, heartbeat) = (url.into(), "20s".to_owned());
-        Self { name, tasks, replies, dead, url, control, heartbeat, set, environment }
+        let program = PathBuf::from(env!("CARGO_BIN_EXE_sconce"));
+        Self { name, tasks, replies, dead, url, control, heartbeat, set, environment, program }
     }
 
     /// Any setting, by its dotted path: `.set("pool[0].batch.max_requests", 4)`. Later ones win.
     pub fn set(mut self, path: &str, value: impl std::fmt::Display) -> Self {
         self.set.push((path.to_owned(), value.to_string()));
+        self
+    }
+
+    /// Served by another program of the workspace, which has models of its own.
+    pub fn by(mut self, program: &str) -> Self {
+        self.program.set_file_name(program);
+        assert!(self.program.exists(), "cargo build --workspace makes {program}");
         self
     }
 
@@ -118,7 +128,7 @@ impl Sconce {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join(FILE);
         fs::write(&file, settings.toml()).expect("a settings file");
-        let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));
+        let mut command = Command::new(&settings.program);
         command.args(arguments).arg("--config").arg(&file);
         for (path, value) in &settings.set {
             command.arg("--set").arg(format!("{path}={value}"));

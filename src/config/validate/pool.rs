@@ -9,10 +9,11 @@ use ::config::{Value, ValueKind};
 use super::super::files::BUILT_IN;
 use super::super::problem::Problem;
 use super::super::settings::{Batch, Devices, Dtype, Pool, Retry};
+use super::super::text::quoted;
 use super::WAIT;
 use super::launcher::refuse_low_ceiling;
 use super::section::{Expected, Report, Section, origin};
-use super::values::{auto, duration, list, name, optional_name, share, size, text, whole};
+use super::values::{auto, duration, list, name, optional_name, parse_value, share, size, text, whole};
 
 /// RabbitMQ caps the prefetch of a consumer of a quorum queue here.
 const PREFETCH: RangeInclusive<u64> = 1..=2000;
@@ -27,6 +28,8 @@ const BATCH_DELAY: RangeInclusive<Duration> = Duration::ZERO..=Duration::from_se
 const ATTEMPTS: RangeInclusive<u64> = 1..=100;
 /// AMQP carries a name's length in one byte.
 const LONGEST_QUEUE_NAME: usize = 255;
+/// How the origins of values begin that can only be text.
+const OF_TEXT: [&str; 2] = ["flag ", "environment variable "];
 /// What is put behind a task queue's name: `.retry-2592000000ms`.
 const LONGEST_SUFFIX: usize = 19;
 
@@ -103,7 +106,15 @@ fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -
     let batch = section.section("batch").and_then(batch);
     let retry = section.section("retry").and_then(retry);
     let task = section.read("task", auto(self::name));
-    let options = section.read("options", options);
+    let options = section.read("options", options).map(|options| {
+        let path = section.path_of("options");
+        let origins = &mut section.report().origins;
+        let keep = |(name, (value, origin)): (String, (serde_json::Value, String))| {
+            origins.insert(format!("{path}.{}", quoted(&name)), origin);
+            (name, value)
+        };
+        options.into_iter().map(keep).collect()
+    });
     if let (Some(Some(prefetch)), Some(batch)) = (prefetch, &batch) {
         refuse_short_prefetch(&mut section, prefetch, batch.max_requests);
     }
@@ -134,9 +145,18 @@ fn finish_pool(mut section: Section<'_>, name: Option<String>, queues: Queues) -
 }
 
 /// A model's own settings, whose names only the model knows.
-fn options(value: &Value) -> Result<BTreeMap<String, serde_json::Value>, Expected> {
+fn options(value: &Value) -> Result<BTreeMap<String, (serde_json::Value, String)>, Expected> {
     let ValueKind::Table(table) = &value.kind else { return Err("a section with keys".to_owned()) };
-    Ok(table.iter().map(|(name, value)| (name.clone(), plain(value))).collect())
+    Ok(table.iter().map(|(name, value)| (name.clone(), (plain(&typed(value)), origin(value)))).collect())
+}
+
+/// What a flag or a variable says is text; as TOML writes it, it may be a number or a list.
+fn typed(value: &Value) -> Value {
+    let is_text = value.origin().is_some_and(|origin| OF_TEXT.iter().any(|it| origin.starts_with(it)));
+    match &value.kind {
+        ValueKind::String(text) if is_text => parse_value(text).unwrap_or_else(|| value.clone()),
+        _ => value.clone(),
+    }
 }
 
 fn plain(value: &Value) -> serde_json::Value {

@@ -152,10 +152,14 @@ fn a_list() -> Expected {
 
 /// Reads an array out of text; none unless it is nothing but an array.
 pub(super) fn parse_array(written: &str) -> Option<Value> {
-    let document = format!("list = {}", written.trim());
+    parse_value(written).filter(|value| matches!(value.kind, ValueKind::Array(_)))
+}
+
+/// Reads a value as TOML writes it; none unless the text is nothing else.
+pub(super) fn parse_value(written: &str) -> Option<Value> {
+    let document = format!("value = {}", written.trim());
     let table = File::from_str(&document, FileFormat::Toml).collect().ok()?;
-    let array = table.get("list").filter(|_| table.len() == 1)?;
-    matches!(array.kind, ValueKind::Array(_)).then(|| array.clone())
+    table.get("value").filter(|_| table.len() == 1).cloned()
 }
 
 #[cfg(test)]

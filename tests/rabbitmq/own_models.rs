@@ -1,0 +1,73 @@
+//! The two crates in `examples/`: models of one's own, as `docs/models.md` shows them.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::{Value, json};
+
+use crate::support::client::{Client, Inbox, Task};
+use crate::support::rabbit::Rabbit;
+use crate::support::sconce::{Sconce, Settings};
+
+/// 8 × 6 pixels, nearly all green.
+const GREEN: &str =
+    "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAGCAIAAABxZ0isAAAAEUlEQVR4nGMQOaGBFTEMpAQARegwwbHAal4AAAAASUVORK5CYII=";
+/// Says that it has 40,000 × 40,000 pixels.
+const GIANT: &str =
+    "iVBORw0KGgoAAAANSUhEUgAAnEAAAJxACAIAAADebplSAAAADElEQVR4nGNgoD0AAABkAAGGZDw1AAAAAElFTkSuQmCC";
+
+async fn serve(program: &str, model: &str, option: (&str, &str)) -> (Sconce, Client, Settings, Inbox) {
+    let (name, value) = option;
+    let settings = Settings::echo(Rabbit::shared().url())
+        .by(program)
+        .set("pool[0].model", model)
+        .set(&format!("pool[0].options.{name}"), value);
+    let sconce = Sconce::launched(&settings).await;
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    let inbox = client.inbox(&settings.replies).await;
+    (sconce, client, settings, inbox)
+}
+
+fn image(base64: &str, media_type: &'static str) -> Task {
+    let bytes = STANDARD.decode(base64).expect("an image");
+    Task::raw(bytes).with(|properties| properties.with_content_type(media_type.into()))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_png_as_the_body_of_a_message_is_classified_and_a_giant_or_broken_one_refused() {
+    let labels = r#"["rouge", "vert", "bleu"]"#;
+    let (_sconce, client, settings, mut inbox) =
+        serve("image-classifier", "colours", ("labels", labels)).await;
+    client.publish(&settings.tasks, image(GREEN, "image/png")).await;
+    let reply = inbox.next().await;
+    assert_eq!(reply.status_code(), 200, "{reply:?}");
+    assert_eq!(reply.body[0]["label"], "vert", "{reply:?}");
+    assert!(reply.body[0]["score"].as_f64() > Some(0.9), "{reply:?}");
+    for (bad, media_type) in [(GIANT, "image/png"), ("QUJD", "image/png"), (GREEN, "image/jpeg")] {
+        client.publish(&settings.tasks, image(bad, media_type)).await;
+        assert_eq!(inbox.next().await.status_code(), 400, "{bad}");
+    }
+    client.publish(&settings.tasks, image(GREEN, "image/png")).await;
+    assert_eq!(inbox.next().await.status_code(), 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_generator_streams_and_says_the_same_alone_and_among_others() {
+    let (_sconce, client, settings, mut inbox) =
+        serve("toy-generator", "letters", ("text", "abcabcabd")).await;
+    let body = |prompt: &str, stream| json!({"prompt": prompt, "max_tokens": 7, "stream": stream});
+    let task = |n: usize| Task::new(body("xa", false)).id(n.to_string());
+    client.publish_all(&settings.tasks, (0..20).map(task)).await;
+    for reply in inbox.take(20).await {
+        assert_eq!(reply.body["choices"][0]["text"], "bcabcab", "{reply:?}");
+    }
+    client.publish(&settings.tasks, Task::new(body("a", true)).reply_to(&settings.replies)).await;
+    let mut parts = String::new();
+    let reply = loop {
+        let one = inbox.next().await;
+        if one.kind == "reply" {
+            break one;
+        }
+        parts.push_str(one.body["choices"][0]["text"].as_str().unwrap_or_default());
+    };
+    assert_eq!((&reply.body["choices"][0]["text"], &*parts), (&Value::from("bcabcab"), "bcabcab"));
+}
