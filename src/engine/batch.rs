@@ -2,13 +2,11 @@
 //! culprit is alone. Before that one is blamed, and before the worker takes any work at all, the probe has to
 //! pass: where it does not, the device is broken, and no task is answered for it. Owns the network.
 
-use std::mem;
-use std::sync::Arc;
 use std::time::Instant;
 
 use super::job::Item;
 use super::panics::guarded;
-use super::{Notice, Notices, Observer, Pass, Told, now};
+use super::{Notices, Observer, Pass, now};
 use crate::model::{Forward, ForwardError, Processor, TaskError, TaskErrorKind};
 use crate::protocol::control::TaskName;
 
@@ -22,9 +20,7 @@ pub(super) struct Network<R: Processor, F> {
     probe: Vec<R::Input>,
     /// Tokens of the smallest batch that has found no memory since this was last asked for.
     too_large: Option<usize>,
-    /// Tasks that are done since they were last told.
-    done: Vec<Arc<dyn Told>>,
-    notices: Notices,
+    pub(super) notices: Notices,
     pub(super) observer: Box<dyn Observer>,
 }
 
@@ -34,7 +30,7 @@ where
     F: Forward<Input = R::Input, Output = R::Output>,
 {
     pub(super) fn new(network: F, observer: Box<dyn Observer>, notices: Notices) -> Self {
-        Self { network, probe: Vec::new(), too_large: None, done: Vec::new(), notices, observer }
+        Self { network, probe: Vec::new(), too_large: None, notices, observer }
     }
 
     /// Computes the probe of `processor`, which is kept.
@@ -104,7 +100,7 @@ where
             let error = TaskError::new(kind, error);
             tracing::warn!(task.id = alone.task().name.id, %error, "the model failed on an input");
             alone.outputs.passed(began, now() - began, pass);
-            self.finish(alone, Err(error));
+            self.notices.deliver(alone, Err(error));
             return Ok(());
         }
         if kind == TaskErrorKind::OutOfMemory {
@@ -119,7 +115,7 @@ where
             self.observer.mark_idle();
             self.settle(half, outcome, began, pass)?;
             // At once: the other half may end this process.
-            self.tell();
+            self.notices.tell();
         }
         Ok(())
     }
@@ -135,26 +131,17 @@ where
         // device.
         let own_fault = |output: &Result<_, TaskError>| {
             let error = output.as_ref().err()?;
-            let own = matches!(error.kind, TaskErrorKind::Internal | TaskErrorKind::Fault);
-            (own || error.kind == TaskErrorKind::OutOfMemory).then(|| error.message.clone())
+            error.kind.blames_the_model().then(|| error.message.clone())
         };
         if let Some(error) = outputs.iter().find_map(own_fault) {
             self.check_device(&error)?;
         }
         let took = now() - began;
         for (item, output) in items.iter().zip(outputs) {
-            if item.outputs.computed(item.index, output, (began, took, pass)) {
-                self.done.push(item.outputs.clone());
-            }
+            item.outputs.passed(began, took, pass);
+            self.notices.deliver(item, output);
         }
         Ok(())
-    }
-
-    /// One input has come to its end.
-    pub(super) fn finish(&mut self, item: &Item<R>, output: Result<R::Output, TaskError>) {
-        if item.outputs.deliver(item.index, output) {
-            self.done.push(item.outputs.clone());
-        }
     }
 
     /// Tells the launcher which tasks are on the device, before they are.
@@ -167,18 +154,6 @@ where
             }
         }
         self.observer.on_device(tasks);
-    }
-
-    /// Has the tasks told that are done.
-    pub(super) fn tell(&mut self) {
-        if !self.done.is_empty() {
-            self.notices.send(Notice::Done(mem::take(&mut self.done)));
-        }
-    }
-
-    /// The thread's last notice.
-    pub(super) fn tell_fault(&self, fault: String) {
-        self.notices.send(Notice::Fault(fault));
     }
 
     /// Tokens of the smallest batch that has found no memory since the last call.

@@ -7,7 +7,6 @@
 
 use std::collections::BTreeMap;
 use std::mem;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -16,7 +15,7 @@ use super::job::{Item, Queue};
 use super::panics::guarded;
 use super::sizing::Sizing;
 use super::turns::{Loop, Next, Waker};
-use super::{Expect, Notice, Notices, Observer, Pass, Passed, TaskState, Told, now};
+use super::{Expect, Notice, Notices, Observer, Pass, Passed, TaskState, now};
 use crate::batching::Policy;
 use crate::batching::admit::{Limits, Request, Row, Scheduler};
 use crate::model::{
@@ -34,9 +33,8 @@ const ANNOUNCE_EVERY: Duration = Duration::from_secs(1);
 
 /// The sequences that have come and are not taken in yet.
 pub(super) struct Sequences<R: Processor> {
+    /// Without what is kept for the probe.
     capacity: Capacity,
-    /// Tokens that are kept for the probe. Written when the model is loaded.
-    probe_tokens: AtomicUsize,
     state: Mutex<State<R>>,
     waker: Waker,
 }
@@ -57,7 +55,7 @@ impl<R: Processor> Sequences<R> {
         let (arrived, policy) = (Vec::new(), Some(policy));
         let (is_isolated, known_isolated, is_asleep, is_closed) = (false, false, false, false);
         let state = State { arrived, is_isolated, known_isolated, policy, is_asleep, is_closed };
-        Self { capacity, probe_tokens: AtomicUsize::new(0), state: Mutex::new(state), waker }
+        Self { capacity, state: Mutex::new(state), waker }
     }
 
     fn lock(&self) -> MutexGuard<'_, State<R>> {
@@ -100,9 +98,9 @@ impl<R: Processor> Queue<R> for Sequences<R> {
 
     fn check(&self, inputs: &[SizedInput<R::Input>]) -> Result<(), TaskError> {
         let Capacity { tokens, context, .. } = self.capacity;
-        let most = context.min(tokens - self.probe_tokens.load(Ordering::Relaxed).min(tokens));
+        let most = context.min(tokens);
         for SizedInput { tokens: prompt, answer_tokens: answer, .. } in inputs {
-            if prompt.saturating_add(*answer) > most {
+            if prompt.max(&1).saturating_add(*answer) > most {
                 let message = format!(
                     "the prompt has {prompt} tokens and the answer may have {answer}; this model holds {most} of \
                      both together"
@@ -124,6 +122,53 @@ impl<R: Processor> Queue<R> for Sequences<R> {
     fn close(&self) {
         self.change(|state| state.is_closed = true);
     }
+}
+
+/// A task that the model must be able to answer, preprocessed.
+pub(super) struct Probe<R: Processor> {
+    context: R::Context,
+    input: SizedInput<R::Input>,
+}
+
+impl<R: Processor> Probe<R> {
+    /// That of `processor`, if it has one.
+    ///
+    /// # Errors
+    /// It is not one sequence.
+    pub(super) fn of(processor: &R) -> Result<Option<Self>, String> {
+        let Some(message) = processor.probe() else { return Ok(None) };
+        let (context, mut inputs) =
+            processor.preprocess(&message).map_err(|error| known_input_fails(&error))?;
+        match (inputs.pop(), inputs.len()) {
+            (Some(input), 0) => Ok(Some(Self { context, input })),
+            _ => Err(known_input_fails(&"it is not one sequence")),
+        }
+    }
+
+    /// What is left of `capacity`: where a sequence fails, the probe runs in its place, and must find room.
+    pub(super) fn beside(&self, capacity: Capacity) -> Capacity {
+        let kept = self.input.tokens + self.input.answer_tokens;
+        Capacity { tokens: capacity.tokens.saturating_sub(kept), ..capacity }
+    }
+}
+
+fn known_input_fails(error: &dyn std::fmt::Display) -> String {
+    format!("a known input fails: {error}")
+}
+
+/// Feeds a sequence that is open so many tokens of its prompt, and makes steps until it is done.
+fn run_to_end<G: Generate>(network: &mut G, slot: Slot, prompt: usize) -> Result<G::Output, String> {
+    let mut take = prompt;
+    for _ in 0..PROBE_STEPS {
+        let rows = [model::Row { slot, take }];
+        let mut results = guarded(|| network.step(&rows)).map_err(|error| known_input_fails(&error))?;
+        let result = results.pop().ok_or_else(|| known_input_fails(&"no result"))?;
+        if let Advance::Done(_, output) = result.map_err(|error| known_input_fails(&error))? {
+            return Ok(output);
+        }
+        take = 1;
+    }
+    Err(known_input_fails(&"it does not end"))
 }
 
 /// One sequence, waiting or running.
@@ -161,8 +206,6 @@ pub(super) struct Continuous<R: Processor, G: Generate> {
     /// The sequences that the launcher knows to be on the device.
     announced: Vec<Key>,
     announced_at: Instant,
-    /// Tasks that are done since they were last told.
-    done: Vec<Arc<dyn Told>>,
     idle: Idle,
     notices: Notices,
     observer: Box<dyn Observer>,
@@ -199,67 +242,33 @@ where
             number: 0,
             announced: Vec::new(),
             announced_at: now(),
-            done: Vec::new(),
             idle: Idle::default(),
             notices,
             observer,
         }
     }
 
-    /// Computes the probe of `processor`, which is kept.
+    /// Computes the probe, which is kept.
     ///
     /// # Errors
     /// Why the device cannot be trusted.
-    pub(super) fn try_probe(&mut self, processor: &R) -> Result<(), String> {
-        let Some(message) = processor.probe() else { return Ok(()) };
-        let failed = |error: TaskError| format!("a known input fails: {error}");
-        let (context, mut inputs) = processor.preprocess(&message).map_err(failed)?;
-        self.queue.check(&inputs).map_err(failed)?;
-        self.probe = inputs.pop().filter(|_| inputs.is_empty());
-        if self.probe.is_none() {
-            return Err("a known input fails: it is not one sequence".to_owned());
-        }
-        let tokens = self.probe.as_ref().map_or(0, |probe| probe.tokens + probe.answer_tokens);
-        self.queue.probe_tokens.store(tokens, Ordering::Relaxed);
+    pub(super) fn try_probe(&mut self, processor: &R, probe: Probe<R>) -> Result<(), String> {
+        let Probe { context, input } = probe;
+        self.probe = Some(input);
         let output = self.compute_probe(Slot(0))?;
-        processor.finish(context, vec![output]).map(drop).map_err(failed)
+        processor.finish(context, vec![output]).map(drop).map_err(|error| known_input_fails(&error))
     }
 
     /// Runs the probe in a free slot, to its end.
     fn compute_probe(&mut self, slot: Slot) -> Result<R::Output, String> {
-        let Self { network, probe: Some(probe), .. } = self else {
-            return Err("there is no probe".to_owned());
-        };
-        let failed = |error: &dyn std::fmt::Display| format!("a known input fails: {error}");
-        guarded(|| Ok(network.open(slot, &probe.input)))
-            .map_err(|error| failed(&error))?
-            .map_err(|error| failed(&error))?;
-        let mut take = probe.tokens;
-        let mut ended = Err("a known input fails: it does not end".to_owned());
-        for _ in 0..PROBE_STEPS {
-            let rows = [model::Row { slot, take }];
-            match guarded(|| network.step(&rows)).map(|mut results| results.pop()) {
-                Ok(Some(Ok(Advance::Fed | Advance::More(_)))) => take = 1,
-                Ok(Some(Ok(Advance::Done(_, output)))) => {
-                    ended = Ok(output);
-                    break;
-                }
-                Ok(Some(Err(error))) => {
-                    ended = Err(failed(&error));
-                    break;
-                }
-                Ok(None) => {
-                    ended = Err("a known input fails: no result".to_owned());
-                    break;
-                }
-                Err(error) => {
-                    ended = Err(failed(&error));
-                    break;
-                }
-            }
-        }
+        let Some(probe) = &self.probe else { return Err("there is no probe".to_owned()) };
+        let network = &mut self.network;
+        let output = guarded(|| Ok(network.open(slot, &probe.input)))
+            .map_err(|error| known_input_fails(&error))
+            .and_then(|opened| opened.map_err(|error| known_input_fails(&error)))
+            .and_then(|()| run_to_end(network, slot, probe.tokens));
         network.close(slot);
-        ended
+        output
     }
 
     /// Whether the device is well, after something failed with this `error` in a slot that is free now.
@@ -273,12 +282,10 @@ where
     /// Goes by bounds.
     fn follow(&mut self, policy: Policy) {
         let Capacity { sequences, tokens, .. } = self.queue.capacity;
-        let probe = self.queue.probe_tokens.load(Ordering::Relaxed);
         self.sizing = Sizing::new(policy.max_tokens);
         self.scheduler.set_limits(Limits {
             sequences: sequences.min(policy.max_requests),
-            // Where a sequence fails, the probe runs in its place, and must find room.
-            reserved_tokens: tokens.saturating_sub(probe),
+            reserved_tokens: tokens,
             step_tokens: policy.max_tokens,
         });
     }
@@ -303,11 +310,6 @@ where
                 priority: item.task().priority,
                 isolated,
             };
-            if !self.scheduler.fits(&request) {
-                let error = "the tokens of the prompt and its answer find no room on this device";
-                self.deliver(&item, Err(TaskError::new(TaskErrorKind::OutOfMemory, error)));
-                continue;
-            }
             self.last += 1;
             self.scheduler.enqueue(self.last, request, time);
             self.sequences.insert(self.last, Sequence { item, slot: None, given: 0, known: 0 });
@@ -326,28 +328,22 @@ where
         let ended: Vec<(Key, Option<TaskError>)> =
             self.sequences.iter().filter_map(|(key, sequence)| Some((*key, of(sequence)?))).collect();
         for (key, error) in ended {
-            if let Some((item, _)) = self.remove(key)
+            if let Some(item) = self.remove(key)
                 && let Some(error) = error
             {
-                self.deliver(&item, Err(error));
+                self.notices.deliver(&item, Err(error));
             }
         }
     }
 
-    /// Takes a sequence out. Returns its slot too, which is free.
-    fn remove(&mut self, key: Key) -> Option<(Item<R>, Option<Slot>)> {
+    /// Takes a sequence out. Its slot is free.
+    fn remove(&mut self, key: Key) -> Option<Item<R>> {
         self.scheduler.leave(key);
         let Sequence { item, slot, .. } = self.sequences.remove(&key)?;
         if let Some(slot) = slot {
             self.network.close(slot);
         }
-        Some((item, slot))
-    }
-
-    fn deliver(&mut self, item: &Item<R>, output: Result<R::Output, TaskError>) {
-        if item.outputs.deliver(item.index, output) {
-            self.done.push(item.outputs.clone());
-        }
+        Some(item)
     }
 
     /// Admits sequences, and opens them.
@@ -378,21 +374,16 @@ where
                     TaskError::new(TaskErrorKind::Fault, error.to_string())
                 }
             };
-            let Some((item, _)) = self.remove(key) else { continue };
+            let Some(item) = self.remove(key) else { continue };
             self.check_own_fault(slot.0, &error)?;
-            self.deliver(&item, Err(error));
+            self.notices.deliver(&item, Err(error));
         }
         Ok(())
     }
 
     /// A model that blames itself for an input may stand on a broken device. The slot is free.
     fn check_own_fault(&mut self, slot: usize, error: &TaskError) -> Result<(), String> {
-        match error.kind {
-            TaskErrorKind::Internal | TaskErrorKind::Fault | TaskErrorKind::OutOfMemory => {
-                self.check_device(slot, &error.message)
-            }
-            _ => Ok(()),
-        }
+        if error.kind.blames_the_model() { self.check_device(slot, &error.message) } else { Ok(()) }
     }
 
     /// Makes a step. False: nothing runs.
@@ -449,7 +440,7 @@ where
         let settled = self.settle_rows(rows, outcome, (began, pass), &mut too_large);
         let took = now() - began;
         let fault = settled.as_ref().err().map(String::as_str);
-        self.observer.passed(&Passed { began: wall, took, pass, tasks: &|| tasks.clone(), fault });
+        self.observer.passed(&Passed { began: wall, took, pass, tasks: &tasks, fault });
         if let Some(most) = self.sizing.learn(too_large) {
             self.scheduler.limit_step(most);
         }
@@ -481,12 +472,12 @@ where
                 let outcome = self.compute(&half);
                 return self.settle_rows(half, outcome, (began, pass), too_large);
             }
-            let Some((item, _)) = self.remove(alone.key) else { return Ok(()) };
+            let Some(item) = self.remove(alone.key) else { return Ok(()) };
             self.check_device(alone.slot, &error)?;
             let error = TaskError::new(kind, error);
             tracing::warn!(task.id = item.task().name.id, %error, "the model failed on a sequence");
             item.outputs.passed(began, now() - began, pass);
-            self.deliver(&item, Err(error));
+            self.notices.deliver(&item, Err(error));
             return Ok(());
         }
         tracing::warn!(rows = rows.len(), error, "a step failed; trying its halves");
@@ -497,7 +488,7 @@ where
             self.announce(&keys);
             let outcome = self.compute(half);
             self.settle_rows(half.to_vec(), outcome, (began, pass), too_large)?;
-            self.tell();
+            self.notices.tell();
         }
         Ok(())
     }
@@ -522,11 +513,11 @@ where
                 }
             }
             let Some(output) = output else { continue };
-            let Some((item, _)) = self.remove(row.key) else { continue };
+            let Some(item) = self.remove(row.key) else { continue };
             if let Err(error) = &output {
                 self.check_own_fault(row.slot, error)?;
             }
-            self.deliver(&item, output);
+            self.notices.deliver(&item, output);
         }
         Ok(())
     }
@@ -542,13 +533,6 @@ where
         }
         tasks
     }
-
-    /// Has the tasks told that are done.
-    fn tell(&mut self) {
-        if !self.done.is_empty() {
-            self.notices.send(Notice::Done(mem::take(&mut self.done)));
-        }
-    }
 }
 
 impl<R, G> Loop for Continuous<R, G>
@@ -562,7 +546,7 @@ where
                 self.notices.send(Notice::Fault(fault));
                 return Next::End;
             }
-            self.tell();
+            self.notices.tell();
         }
         let isolated = self.take_in();
         self.end_unwanted();
@@ -570,7 +554,7 @@ where
             self.notices.send(Notice::Fault(fault));
             return Next::End;
         }
-        self.tell();
+        self.notices.tell();
         if self.step(isolated) {
             return Next::Again;
         }

@@ -238,20 +238,13 @@ impl<R: Processor> Outputs<R> {
 
     /// One of its inputs has been in a pass.
     pub(super) fn passed(&self, began: Instant, took: Duration, pass: Pass) {
-        self.lock().passed(began, took, pass);
-    }
-
-    /// One of its inputs has been in its only pass. True: the task is done by that.
-    #[must_use]
-    pub(super) fn computed(
-        &self,
-        index: usize,
-        output: Result<R::Output, TaskError>,
-        (began, took, pass): (Instant, Duration, Pass),
-    ) -> bool {
-        let mut gathered = self.lock();
-        gathered.passed(began, took, pass);
-        gathered.deliver(index, output)
+        let computed = &mut self.lock().computed;
+        // Several of its inputs may have been in the same.
+        if computed.last.number != pass.number {
+            computed.compute += took;
+            computed.last = pass;
+        }
+        computed.started.get_or_insert(began);
     }
 
     /// A sequence has given a piece.
@@ -274,7 +267,20 @@ impl<R: Processor> Outputs<R> {
     /// One of its inputs has its output, or fails the task. True: the task is done by that.
     #[must_use]
     pub(super) fn deliver(&self, index: usize, output: Result<R::Output, TaskError>) -> bool {
-        self.lock().deliver(index, output)
+        let mut guard = self.lock();
+        let gathered = &mut *guard;
+        match output {
+            Ok(output) => {
+                if let Some(place) = gathered.outputs.get_mut(index) {
+                    gathered.left -= usize::from(place.is_none());
+                    *place = Some(output);
+                }
+            }
+            Err(error) => _ = gathered.error.get_or_insert(error),
+        }
+        gathered.computed.failed = gathered.error.is_some();
+        let is_complete = gathered.computed.failed || gathered.left == 0;
+        is_complete && !mem::replace(&mut gathered.is_complete, true)
     }
 
     /// The task is done: the rest of its inputs need not be computed.
@@ -295,31 +301,6 @@ impl<R: Processor> Told for Outputs<R> {
 }
 
 impl<R: Processor> Gathered<R> {
-    fn passed(&mut self, began: Instant, took: Duration, pass: Pass) {
-        let computed = &mut self.computed;
-        // Several of its inputs may have been in the same.
-        if computed.last.number != pass.number {
-            computed.compute += took;
-            computed.last = pass;
-        }
-        computed.started.get_or_insert(began);
-    }
-
-    fn deliver(&mut self, index: usize, output: Result<R::Output, TaskError>) -> bool {
-        match output {
-            Ok(output) => {
-                if let Some(place) = self.outputs.get_mut(index) {
-                    self.left -= usize::from(place.is_none());
-                    *place = Some(output);
-                }
-            }
-            Err(error) => _ = self.error.get_or_insert(error),
-        }
-        self.computed.failed = self.error.is_some();
-        let is_complete = self.computed.failed || self.left == 0;
-        is_complete && !mem::replace(&mut self.is_complete, true)
-    }
-
     fn take(&mut self) -> Result<Vec<R::Output>, TaskError> {
         match self.error.take() {
             Some(error) => Err(error),

@@ -35,10 +35,12 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::mpsc;
 
 use crate::batching::Policy;
-use crate::model::{Body, LoadError, LoadSpec, Message, Route, TaskError};
+use crate::model::{Body, LoadError, LoadSpec, Message, Processor, Route, TaskError};
 use crate::protocol::control::TaskName;
 
-pub use panics::{caught, panic_message};
+use job::Item;
+
+pub use panics::caught;
 pub use start::{Starter, continuous, oneshot};
 pub use task_state::TaskState;
 
@@ -173,8 +175,8 @@ pub struct Passed<'a> {
     pub took: Duration,
     /// Its number, inputs and tokens.
     pub pass: Pass,
-    /// The tasks of its inputs, each once, for who wants to know.
-    pub tasks: &'a dyn Fn() -> Vec<Arc<TaskState>>,
+    /// The tasks of its inputs, each once.
+    pub tasks: &'a [Arc<TaskState>],
     /// The device failed with it.
     pub fault: Option<&'a str>,
 }
@@ -207,18 +209,36 @@ pub type Loading = tokio::sync::oneshot::Receiver<Result<Loaded, LoadError>>;
 /// Notices that may wait for the worker.
 const NOTICES: usize = 64;
 
-/// The model thread's end of the notices.
-struct Notices(mpsc::Sender<Notice>);
+/// The model thread's end of the notices, with the jobs that are done and not told yet.
+struct Notices {
+    sender: mpsc::Sender<Notice>,
+    done: Vec<Arc<dyn Told>>,
+}
 
 impl Notices {
     fn new() -> (Self, mpsc::Receiver<Notice>) {
         let (sender, receiver) = mpsc::channel(NOTICES);
-        (Self(sender), receiver)
+        (Self { sender, done: Vec::new() }, receiver)
+    }
+
+    /// An input has come to its end.
+    fn deliver<R: Processor>(&mut self, item: &Item<R>, output: Result<R::Output, TaskError>) {
+        if item.outputs.deliver(item.index, output) {
+            self.done.push(item.outputs.clone());
+        }
+    }
+
+    /// Has the jobs told that are done.
+    fn tell(&mut self) {
+        if !self.done.is_empty() {
+            let done = std::mem::take(&mut self.done);
+            self.send(Notice::Done(done));
+        }
     }
 
     fn send(&self, notice: Notice) {
-        if let Err(mpsc::error::TrySendError::Full(notice)) = self.0.try_send(notice) {
-            drop(self.0.blocking_send(notice));
+        if let Err(mpsc::error::TrySendError::Full(notice)) = self.sender.try_send(notice) {
+            drop(self.sender.blocking_send(notice));
         }
     }
 }

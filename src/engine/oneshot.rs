@@ -11,7 +11,7 @@ use super::idle::Idle;
 use super::job::{Item, Queue};
 use super::sizing::Sizing;
 use super::turns::{Loop, Next, Waker};
-use super::{Expect, Pass, Passed, TaskState, now};
+use super::{Expect, Notice, Pass, Passed, TaskState, now};
 use crate::batching::{Batch, Batcher, Device, Policy};
 use crate::model::{Forward, Processor, SizedInput, TaskError};
 
@@ -246,12 +246,10 @@ where
     /// Gives the device a batch, and ends the one before it. False: the device is gone.
     fn submit(&mut self, batch: Batch<Item<R>>) -> bool {
         // Not before: what waits for the device can still be handed back.
-        let Some(batch) = self.still_wanted(batch) else {
-            self.network.tell();
-            return true;
-        };
+        let wanted = self.still_wanted(batch);
         // Those that are not wanted need not wait for the others.
-        self.network.tell();
+        self.network.notices.tell();
+        let Some(batch) = wanted else { return true };
         self.number += 1;
         let begun = Begun { number: self.number, at: now(), wall: SystemTime::now() };
         let beside = self.ahead.as_ref().map(|ahead| &*ahead.batch.inputs);
@@ -292,20 +290,20 @@ where
         let settled = self.network.settle(&batch.inputs, outcome, at, pass);
         self.freed = now();
         self.idle.since(self.freed);
-        let tasks = || tasks_of(&batch.inputs);
+        let tasks = tasks_of(&batch.inputs);
         let fault = settled.as_ref().err().map(String::as_str);
         let passed = Passed { began: begun.wall, took: self.freed - at, pass, tasks: &tasks, fault };
         self.network.observer.passed(&passed);
         match settled {
             Ok(()) => {
                 self.waiting.learn(self.network.too_large());
-                self.network.tell();
+                self.network.notices.tell();
                 true
             }
             Err(fault) => {
                 // The launcher has heard, or is about to, that the device is idle.
                 self.network.announce(&[], &batch.inputs);
-                self.network.tell_fault(fault);
+                self.network.notices.send(Notice::Fault(fault));
                 false
             }
         }
@@ -323,7 +321,7 @@ where
             let unwanted = task.unwanted(now);
             let is_wanted = unwanted.is_none();
             if let Some(error) = unwanted {
-                self.network.finish(item, Err(error));
+                self.network.notices.deliver(item, Err(error));
             }
             is_wanted
         });

@@ -14,7 +14,7 @@ pub fn caught<T>(call: impl FnOnce() -> T) -> Result<T, String> {
 }
 
 /// What a panic said.
-pub fn panic_message(panic: &(dyn Any + Send)) -> String {
+fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }

@@ -8,7 +8,7 @@ use std::thread;
 use tokio::sync::{mpsc, oneshot as answer};
 
 use super::batch::Network;
-use super::continuous::{Continuous, Sequences};
+use super::continuous::{Continuous, Probe, Sequences};
 use super::job::{Handle, Queue};
 use super::oneshot::{OneShot, Waiting};
 use super::turns::{Loop, Waker, run};
@@ -56,9 +56,14 @@ where
         let (device, name, _proven) = opened(&spec, min_speed)?;
         let (processor, network) = load(&spec, &device)?;
         let (notices, received) = Notices::new();
-        let sequences = Arc::new(Sequences::new(network.capacity(), policy, waker));
+        let probe = Probe::of(&processor).map_err(|reason| unusable(&name, reason))?;
+        let capacity = network.capacity();
+        let capacity = probe.as_ref().map_or(capacity, |probe| probe.beside(capacity));
+        let sequences = Arc::new(Sequences::new(capacity, policy, waker));
         let mut work = Continuous::new(network, sequences.clone(), observer, notices);
-        work.try_probe(&processor).map_err(|reason| unusable(&name, reason))?;
+        if let Some(probe) = probe {
+            work.try_probe(&processor, probe).map_err(|reason| unusable(&name, reason))?;
+        }
         Ok((loaded(processor, sequences, name, received), Box::new(work)))
     }))
 }
@@ -93,20 +98,24 @@ impl Starter {
         let (done, loading) = answer::channel();
         let assemble = self.0.clone();
         thread::Builder::new().name("model".into()).spawn(move || {
-            let this = thread::current();
-            match assemble(setup, Waker::new(move || this.unpark())) {
-                Ok((loaded, mut work)) => {
-                    drop(done.send(Ok(loaded)));
-                    run(&mut *work);
-                    // The process is about to end, and a driver takes back all it had. To give it back here,
-                    // while the process and with it the driver may be ending already, would be a race with a
-                    // crash.
-                    std::mem::forget(work);
-                }
-                Err(error) => drop(done.send(Err(error))),
-            }
+            live(&*assemble, setup, done);
         })?;
         Ok(loading)
+    }
+}
+
+/// Loads the model, and runs its loop to its end.
+fn live(assemble: &Assemble, setup: Setup, done: answer::Sender<Result<Loaded, LoadError>>) {
+    let this = thread::current();
+    match assemble(setup, Waker::new(move || this.unpark())) {
+        Ok((loaded, mut work)) => {
+            drop(done.send(Ok(loaded)));
+            run(&mut *work);
+            // The process is about to end, and a driver takes back all it had. To give it back here, while the
+            // process and with it the driver may be ending already, would be a race with a crash.
+            std::mem::forget(work);
+        }
+        Err(error) => drop(done.send(Err(error))),
     }
 }
 
@@ -120,6 +129,13 @@ pub(crate) mod paused {
     use crate::model::clock;
 
     impl Starter {
+        /// Loads the model on a thread that can be waited for.
+        pub(crate) fn start_joined(&self, setup: Setup) -> (thread::JoinHandle<()>, Loading) {
+            let (done, loading) = answer::channel();
+            let assemble = self.0.clone();
+            (thread::spawn(move || live(&*assemble, setup, done)), loading)
+        }
+
         /// Loads the model here, and runs its loop on the current `LocalSet`.
         pub(crate) fn start_here(&self, setup: Setup) -> Result<Loaded, LoadError> {
             let notify = Arc::new(Notify::new());

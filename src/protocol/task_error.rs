@@ -31,6 +31,11 @@ pub enum TaskErrorKind {
 }
 
 impl TaskErrorKind {
+    /// Whether a model says by it that it failed itself, which a broken device would make it do too.
+    pub fn blames_the_model(self) -> bool {
+        matches!(self, Self::Internal | Self::Fault | Self::OutOfMemory)
+    }
+
     /// All of them.
     pub const ALL: [Self; 9] = [
         Self::Undecodable,

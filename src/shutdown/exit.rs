@@ -8,7 +8,8 @@ use std::fmt;
 pub enum Exit {
     /// Did what it was asked for, a drain included.
     Done,
-    /// The answer is no: unhealthy, nobody there, an order refused, a dead letter that stays. Never a worker's.
+    /// Refused: unhealthy, nobody answered, or an order or dead letter that could not be handled. Never a
+    /// worker's.
     No,
     /// The command line is wrong.
     Usage,
@@ -34,7 +35,7 @@ impl Exit {
     /// Every code, for `--help` and the docs.
     pub const ALL: [(Exit, &'static str); 11] = [
         (Exit::Done, "done"),
-        (Exit::No, "the answer is no: unhealthy, nobody answered, an order refused, a letter that stays"),
+        (Exit::No, "refused: unhealthy, nobody answered, or an order or dead letter not handled"),
         (Exit::Usage, "wrong command line"),
         (Exit::Internal, "a bug in sconce"),
         (Exit::Config, "bad configuration, or the broker refuses it (password, vhost, permission)"),

@@ -47,7 +47,7 @@ use tokio::sync::{mpsc, watch};
 use crate::batching::Policy;
 use crate::broker::{BrokerError, BrokerSession};
 use crate::config::Assignment;
-use crate::engine::{Engine, Loaded, Notice, Setup, Starter, Told};
+use crate::engine::{Engine, Loaded, Notice, Setup, Starter};
 use crate::model::{LoadError, LoadSpec};
 use crate::protocol::WorkerInfo;
 use crate::protocol::control::{BatchChange, Event};
@@ -192,12 +192,12 @@ async fn serve(
         // Whoever has been taken once waits for as long as an outage may last.
         let known = worker.assignment.broker_reached || counters.has_reached_the_broker();
         let assignment = Assignment { broker_reached: known, ..worker.assignment.clone() };
-        let link = match open(&assignment).await {
-            Ok(link) => link,
+        let session = match open(&assignment).await {
+            Ok(session) => session,
             Err(error) => break Err(error.into()),
         };
         reporter.send(&Event::Serving).await;
-        match worker.consume(link, &stop, &mut fault).await {
+        match worker.consume(session, &stop, &mut fault).await {
             Ok(SessionEnd::Paused) => {}
             Ok(SessionEnd::Worker(ended)) => break Ok(ended),
             Err(error) => break Err(error),
@@ -273,7 +273,7 @@ async fn dispatch(
 ) {
     let error = loop {
         match notices.recv().await {
-            Some(Notice::Done(tasks)) => tasks.iter().for_each(|task| Told::tell(&**task)),
+            Some(Notice::Done(tasks)) => tasks.iter().for_each(|task| task.tell()),
             Some(Notice::Fault(error)) => break error,
             None => break "the model thread ended".to_owned(),
         }

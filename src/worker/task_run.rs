@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 use super::WorkerError;
 use super::cpu_pool::CpuPool;
 use super::crash_records::CrashRecords;
-use super::isolation::{Isolation, Stay, suspicion};
+use super::isolation::{Isolation, suspicion};
 use super::outcome::Outcome;
 use super::parts::Parts;
 use super::prefetch::Live;
@@ -107,7 +107,9 @@ impl Shared {
                 Err(error) => Outcome::Failed(error),
             }
         };
-        stay.map(Stay::end).unwrap_or_default();
+        if let Some(stay) = stay {
+            stay.end();
+        }
         if !state.commit() {
             return Ok(());
         }

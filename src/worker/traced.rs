@@ -151,13 +151,12 @@ pub(super) fn passed(traces: &Traces, passed: &Passed<'_>) {
     if !traces.is_on() {
         return;
     }
-    let tasks = (passed.tasks)();
-    let links = tasks.iter().filter_map(|task| task.link.as_deref().cloned());
+    let links = passed.tasks.iter().filter_map(|task| task.link.as_deref().cloned());
     let Pass { size, tokens, .. } = passed.pass;
     traces.batch(BatchSpan {
         began: passed.began,
         links: links.take(MAX_LINKS).collect(),
-        tasks: tasks.len(),
+        tasks: passed.tasks.len(),
         inputs: size,
         tokens,
         fault: passed.fault,

@@ -157,13 +157,14 @@ async fn a_stopped_launcher_hands_its_sequences_back_and_the_next_one_says_the_s
     client
         .publish_all(&settings.tasks, (0..4).map(|n| Task::new(sequence(600, json!({}))).id(n.to_string())))
         .await;
-    client.ready_becomes(&settings.tasks, 0).await;
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    let streamed = Task::new(sequence(600, json!({"stream": true}))).id("4").reply_to(&settings.replies);
+    client.publish(&settings.tasks, streamed).await;
+    assert_eq!(inbox.next().await.kind, "reply.part", "the last of them runs");
     sconce.signal(Signal::SIGTERM);
     assert_eq!(sconce.exit_code().await, 0, "a drain in order");
-    client.ready_becomes(&settings.tasks, 4).await;
+    client.ready_becomes(&settings.tasks, 5).await;
     let _next = Sconce::launched(&settings).await;
-    for (id, text) in texts(&mut inbox, 4).await {
+    for (id, text) in texts(&mut inbox, 5).await {
         assert_eq!(text, words(600), "{id}");
     }
 }

@@ -42,7 +42,7 @@ pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {
 /// What is printed waits until the letters are back: who reads it may take their time.
 async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
     let mut session = BrowserSession::open(&arguments.source, &[], &arguments.filters).await?;
-    // Who names a number gets so many.
+    // `--limit N` prints at most N rows; without it, as many as the table holds.
     let mut rows = Rows::at_most(arguments.limit.unwrap_or(rows::MOST));
     while arguments.limit.is_none_or(|limit| rows.count() < limit)
         && let Some(delivery) = session.next().await?

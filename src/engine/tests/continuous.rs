@@ -4,7 +4,7 @@ use std::future::poll_fn;
 
 use serde_json::{Value, json};
 use tokio::task::LocalSet;
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
 use super::*;
 use crate::model::{TaskErrorKind, script};
@@ -126,7 +126,7 @@ async fn a_sequence_joins_a_running_batch_and_leaves_without_the_others() {
     here(async {
         let rig = Rig::new("script", 64);
         let late = async {
-            sleep(Duration::from_millis(45)).await;
+            rig.log.passes(4).await;
             rig.run("late", sequence(8, 2)).await
         };
         let (long, late) = tokio::join!(rig.run("long", sequence(8, 20)), late);
@@ -182,7 +182,7 @@ async fn cancelled_late_and_withdrawn_sequences_end_between_two_steps_and_free_t
         let (cancelled, withdrawn) = (state("cancelled", None), state("withdrawn", None));
         let deadline = Some(Duration::from_millis(55));
         let end = async {
-            sleep(Duration::from_millis(35)).await;
+            rig.log.passes(3).await;
             cancelled.cancel();
             assert!(withdrawn.withdraw(), "it is handed back though it runs");
             // In the places of these two.
@@ -277,7 +277,7 @@ async fn isolated_sequences_run_alone_and_the_others_go_on_where_they_were_or_sa
         let rig = Rig::new("script?sequences=2", 64);
         let ordinary = |id: &'static str| rig.run(id, with(sequence(4, 10), json!({"stream": true})));
         let isolated = async {
-            sleep(Duration::from_millis(35)).await;
+            rig.log.passes(3).await;
             rig.loaded_engine.isolate(true);
             let ended = rig.run_as(state("suspect", None), sequence(4, 5), true).await;
             rig.loaded_engine.isolate(false);

@@ -6,6 +6,8 @@ mod oneshot;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use tokio::sync::watch;
+
 use super::*;
 use crate::model::LoadSpec;
 
@@ -23,11 +25,16 @@ pub(super) enum Said {
 }
 
 #[derive(Clone, Default)]
-pub(super) struct Log(Arc<Mutex<Vec<Said>>>);
+pub(super) struct Log(Arc<Mutex<Vec<Said>>>, Arc<watch::Sender<usize>>);
 
 impl Log {
     fn push(&self, said: Said) {
         self.0.lock().unwrap().push(said);
+    }
+
+    /// Waits until so many passes have ended.
+    pub(super) async fn passes(&self, count: usize) {
+        self.1.subscribe().wait_for(|passes| *passes >= count).await.unwrap();
     }
 
     pub(super) fn take(&self) -> Vec<Said> {
@@ -57,6 +64,7 @@ impl Observer for Log {
     fn passed(&self, passed: &Passed<'_>) {
         let Pass { size, tokens, .. } = passed.pass;
         self.push(Said::Passed { inputs: size, tokens, fault: passed.fault.is_some() });
+        self.1.send_modify(|passes| *passes += 1);
     }
 }
 

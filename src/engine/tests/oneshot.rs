@@ -315,11 +315,11 @@ fn isolated_tasks_go_first_and_alone_and_others_wait_until_they_have_left() {
     assert_eq!(rig.calls(), ["submit [10]", "wait [10]"]);
 }
 
-#[test]
-fn the_launcher_hears_that_the_device_is_idle_after_a_moment() {
+#[tokio::test(start_paused = true)]
+async fn the_launcher_hears_that_the_device_is_idle_after_a_moment() {
     let mut rig = Rig::ran(false, &[FULL]);
     assert!(!rig.log.take().contains(&Said::ToldIdle));
-    std::thread::sleep(Duration::from_millis(10));
+    tokio::time::advance(Duration::from_millis(10)).await;
     assert_eq!(rig.run(), Next::Sleep(None));
     assert_eq!(rig.log.take(), [Said::ToldIdle]);
 }
@@ -352,9 +352,9 @@ impl Forward for Held {
 #[test]
 fn a_model_that_has_worked_is_left_to_the_end_of_the_process() {
     let starter = crate::engine::oneshot(|_, _| Ok((Numbers, Held(&GIVEN_BACK))));
-    let loading = starter.start(setup("held", 4, &Log::default())).unwrap();
+    let (thread, loading) = starter.start_joined(setup("held", 4, &Log::default()));
     let loaded = loading.blocking_recv().unwrap().ok().unwrap();
     drop(loaded.engine);
-    std::thread::sleep(Duration::from_millis(100));
+    thread.join().unwrap();
     assert!(!GIVEN_BACK.load(Ordering::SeqCst));
 }

@@ -87,6 +87,11 @@ impl Memory {
         }
     }
 
+    /// A worker consumes.
+    pub(super) fn has_session(&self) -> bool {
+        self.lock().deliveries.is_some()
+    }
+
     /// From now on the queue does this with messages.
     pub(super) fn queue(&self, name: &str, does: Does) {
         self.lock().queues.insert(name.to_owned(), does);

@@ -10,6 +10,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use tokio::sync::Notify;
 use tokio::task::{JoinHandle, LocalSet};
 
 use super::*;
@@ -27,15 +28,24 @@ const DEAD: &str = "dead";
 
 /// What a worker writes to its stdout.
 #[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
+struct Lines(Arc<Mutex<Vec<u8>>>, Arc<Notify>);
 
 impl Write for Lines {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
+        let written = self.0.lock().unwrap().write(bytes);
+        self.1.notify_waiters();
+        written
     }
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+impl Lines {
+    fn events(&self) -> Vec<Event> {
+        let text = String::from_utf8(self.0.lock().unwrap().clone()).unwrap();
+        text.lines().map(|line| decode(line).unwrap()).collect()
     }
 }
 
@@ -81,12 +91,31 @@ impl Rig {
         Self { memory, stop, control, lines, worker }
     }
 
+    /// Waits until the launcher is told something.
+    async fn hears(&self, what: impl Fn(&Event) -> bool) {
+        loop {
+            let more = self.lines.1.notified();
+            if self.lines.events().iter().any(&what) {
+                return;
+            }
+            more.await;
+        }
+    }
+
+    /// Waits until a task is on the device.
+    async fn computes(&self, id: &str) {
+        let is_there = |event: &Event| match event {
+            Event::Forward { tasks } => tasks.iter().any(|task| task.id == id),
+            _ => false,
+        };
+        self.hears(is_there).await;
+    }
+
     /// Waits for the worker's end.
     async fn end(self) -> (Result<Ended, WorkerError>, Vec<Event>) {
         let ended = self.worker.await.unwrap();
         self.control.reporter.flush().await;
-        let text = String::from_utf8(self.lines.0.lock().unwrap().clone()).unwrap();
-        (ended, text.lines().map(|line| decode(line).unwrap()).collect())
+        (ended, self.lines.events())
     }
 
     /// Lets the worker finish what it has.

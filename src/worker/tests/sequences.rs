@@ -144,7 +144,7 @@ async fn a_drain_hands_running_sequences_back_and_a_stop_that_may_finish_finishe
         {
             let rig = Rig::start("script", |_| ());
             rig.memory.deliver([generate("a", "mine", 100, false)]);
-            tokio::time::sleep(Duration::from_millis(200)).await;
+            rig.computes("a").await;
             rig.stop.advance(phase, "test");
             let memory = rig.memory.clone();
             assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
