@@ -6,7 +6,7 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build cuda gpu-check models demo test test-rabbitmq-4 check-deploy soak bench bench-parts fuzz lint fmt image
+.PHONY: help build cuda gpu-check models demo test test-rabbitmq-4 check-deploy soak bench bench-parts fuzz lint fmt default-settings image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -62,6 +62,9 @@ SECONDS = 60
 fuzz: SECONDS = 60
 fuzz: ## fuzz every decoder for a minute each, or SECONDS=600; no nightly compiler needed
 	scripts/fuzz $(SECONDS)
+
+default-settings: ## write config/default.toml from the settings' definitions
+	WRITE_DEFAULT_SETTINGS=1 $(CARGO) test --locked --lib the_default_file_is_made
 
 fmt: ## format the sources
 	$(CARGO) fmt

@@ -42,7 +42,7 @@ pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<BrokerSessio
 
 /// The path of the embedded queue, when that is the broker.
 fn socket(broker: &Broker) -> Option<&str> {
-    broker.urls.first().and_then(|url| url.expose().strip_prefix("embedded:"))
+    broker.url.first().and_then(|url| url.expose().strip_prefix("embedded:"))
 }
 
 /// The queues to make for a pool; none where the settings say to touch nothing.

@@ -33,7 +33,7 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     let host = Host::here();
     let assignments = registry.plan(&settings, &host)?;
     let program = std::env::current_exe().context("where is this program?")?;
-    for url in &settings.broker.urls {
+    for url in &settings.broker.url {
         tracing::info!(broker = redact_url(url.expose()), pools = settings.pools.len(), "settings read");
     }
     // One thread, this one, which lives to the end: workers are tied by the kernel to the thread that

@@ -58,7 +58,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let socket = folder.join("queue");
     let mut assignments = registry.plan(&settings, &Host::here())?;
     for assignment in &mut assignments {
-        assignment.broker.urls = vec![Secret::new(format!("embedded:{}", socket.display()))];
+        assignment.broker.url = vec![Secret::new(format!("embedded:{}", socket.display()))];
     }
     let program = std::env::current_exe().context("where is this program?")?;
     let queues = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;

@@ -1,189 +1,84 @@
-//! Writes validated settings as TOML that can be read back, each with who wrote it and secrets
-//! masked: what `sconce check-config` prints. Decides nothing about the settings.
+//! Writes the settings in force as TOML that can be read back, each with who wrote it and secrets masked:
+//! what `sconce check-config` prints. Decides nothing about the settings.
 
-use std::collections::BTreeMap;
-use std::path::Path;
+use ::config::{Map, Value, ValueKind};
 
-use super::files::BUILT_IN;
+use super::define::{Key, Outline, header};
+use super::read::{origin, typed};
 use super::redact::redact_url;
-use super::settings::{Admin, Broker, Devices, Launcher, Pool, Settings, Telemetry};
-use super::text::{quoted, quoted_list, without_controls};
-use super::units::{show_duration, show_size};
+use super::text::{of_value, quoted, without_controls};
 
-/// The settings as TOML. `origins`: dotted path → who wrote the value.
-pub(super) fn render(settings: &Settings, origins: &BTreeMap<String, String>) -> String {
-    let mut page = Page { origins, text: String::new(), prefix: String::new(), lines: Vec::new() };
-    broker(&mut page, &settings.broker);
-    for (index, settings) in settings.pools.iter().enumerate() {
-        pool(&mut page, index, settings);
-    }
-    launcher(&mut page, &settings.launcher);
-    admin(&mut page, &settings.admin);
-    telemetry(&mut page, &settings.telemetry);
-    page.end_section();
-    page.text
-}
-
-/// The text so far, and the section that is being written.
-struct Page<'a> {
-    origins: &'a BTreeMap<String, String>,
-    text: String,
-    prefix: String,
-    lines: Vec<(String, &'a str)>,
-}
-
-impl Page<'_> {
-    fn section(&mut self, header: &str, prefix: String) {
-        self.end_section();
-        if !self.text.is_empty() {
-            self.text.push('\n');
+/// The merged settings as TOML.
+pub(super) fn render(settings: &Value, outline: &[(&str, Outline)]) -> String {
+    let mut text = String::new();
+    for (key, outline) in outline {
+        match settings.clone().into_table().ok().and_then(|mut table| table.remove(*key)).map(|it| it.kind) {
+            Some(ValueKind::Table(table)) => section(&mut text, key, &table, outline),
+            Some(ValueKind::Array(items)) => {
+                for table in items.into_iter().filter_map(|item| item.into_table().ok()) {
+                    section(&mut text, key, &table, outline);
+                }
+            }
+            _ => {}
         }
-        self.text.push_str(header);
-        self.text.push('\n');
-        self.prefix = prefix;
     }
+    text
+}
 
-    fn line(&mut self, key: &str, value: impl AsRef<str>) {
-        let path = format!("{}.{key}", self.prefix);
-        let origin = self.origins.get(&path).map_or(BUILT_IN, String::as_str);
-        let value = value.as_ref();
-        // An address in the place of something else, by mistake, is one all the same.
-        let lower = value.to_ascii_lowercase();
-        let is_address = ["amqp://", "amqps://"].iter().any(|scheme| lower.contains(scheme));
-        let value = if is_address { redact_url(value) } else { value.to_owned() };
-        let line = format!("{key} = {value}");
-        self.lines.push((line, origin));
+/// Writes a section's settings with their comments below each other; a very long line does not push the
+/// others' away.
+fn section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &Outline) {
+    const WIDEST: usize = 60;
+    let of_key = |key: &Key| {
+        let value = table.get(key.name)?;
+        Some((line(key.name, value, key.default), origin(value)))
+    };
+    let mut lines: Vec<(String, String)> = outline.keys.iter().filter_map(of_key).collect();
+    if outline.keys.is_empty() {
+        // Settings of a model, whose names nobody here knows.
+        let of_model = |(name, value): (&String, &Value)| (line(&quoted(name), value, ""), origin(value));
+        lines.extend(table.iter().map(of_model));
+        lines.sort();
     }
-
-    /// Writes the section's lines with their comments below each other; a very long line does not
-    /// push the others' away.
-    fn end_section(&mut self) {
-        const WIDEST: usize = 60;
-        let widths = self.lines.iter().map(|(line, _)| line.chars().count());
-        let width = widths.filter(|width| *width <= WIDEST).max().unwrap_or(0);
-        for (line, origin) in self.lines.drain(..) {
-            let origin = without_controls(origin);
-            self.text.push_str(&format!("{line:width$}  # {origin}\n"));
+    let widths = lines.iter().map(|(line, _)| line.chars().count());
+    let width = widths.filter(|width| *width <= WIDEST).max().unwrap_or(0);
+    if !text.is_empty() {
+        text.push('\n');
+    }
+    text.push_str(&format!("{}\n", header(path)));
+    for (line, origin) in lines {
+        text.push_str(&format!("{line:width$}  # {}\n", without_controls(&origin)));
+    }
+    for (key, nested) in &outline.nested {
+        if let Some(ValueKind::Table(table)) = table.get(*key).map(|value| &value.kind) {
+            section(text, &format!("{path}.{key}"), table, nested);
         }
     }
 }
 
-fn broker(page: &mut Page<'_>, broker: &Broker) {
-    page.section("[broker]", "broker".to_owned());
-    let urls: Vec<String> = broker.urls.iter().map(|url| redact_url(url.expose())).collect();
-    match urls.as_slice() {
-        [url] => page.line("url", quoted(url)),
-        several => page.line("url", quoted_list(several.iter().map(String::as_str))),
-    }
-    page.line("declare", broker.declare.to_string());
-    page.line("delivery_limit", broker.delivery_limit.to_string());
-    page.line("heartbeat", quoted(&show_duration(broker.heartbeat)));
-    page.line("connect_timeout", quoted(&show_duration(broker.connect_timeout)));
-    page.line("confirm_timeout", quoted(&show_duration(broker.confirm_timeout)));
-    page.line("give_up_after", quoted(&show_duration(broker.give_up_after)));
-    page.line("consumer_timeout", quoted(&show_duration(broker.consumer_timeout)));
-
-    page.section("[broker.tls]", "broker.tls".to_owned());
-    page.line("ca_file", file(broker.tls.ca_file.as_deref()));
-    page.line("cert_file", file(broker.tls.cert_file.as_deref()));
-    page.line("key_file", file(broker.tls.key_file.as_deref()));
+/// `key = value`. What a flag or a variable wrote is text; it is shown as what it stands for, unless the
+/// setting is a text.
+fn line(key: &str, value: &Value, default: &str) -> String {
+    let is_text = default.starts_with('"');
+    let shown = inline(&if is_text { value.clone() } else { typed(value) });
+    // An address in the place of another setting, by mistake, is one all the same.
+    let lower = shown.to_ascii_lowercase();
+    let is_address = key == "url" || ["amqp://", "amqps://"].iter().any(|scheme| lower.contains(scheme));
+    format!("{key} = {}", if is_address { redact_url(&shown) } else { shown })
 }
 
-fn pool(page: &mut Page<'_>, index: usize, pool: &Pool) {
-    page.section("[[pool]]", format!("pool[{index}]"));
-    page.line("name", quoted(&pool.name));
-    page.line("task_queue", quoted(&pool.task_queue));
-    page.line("reply_queue", quoted(pool.reply_queue.as_deref().unwrap_or("")));
-    page.line("dead_letter_queue", quoted(&pool.dead_letter_queue));
-    page.line("reply_timeout", quoted(&show_duration(pool.reply_timeout)));
-    page.line("large_reply", quoted(&show_size(pool.large_reply)));
-    page.line("model", quoted(&pool.model));
-    page.line("task", quoted(pool.task.as_deref().unwrap_or("auto")));
-    page.line("served_names", quoted_list(pool.served_names.iter().map(String::as_str)));
-    page.line(
-        "devices",
-        match &pool.devices {
-            Devices::Auto => quoted("auto"),
-            Devices::List(devices) => quoted_list(devices.iter().map(String::as_str)),
-        },
-    );
-    page.line("workers_per_device", pool.workers_per_device.to_string());
-    page.line("threads", number_or_auto(pool.threads));
-    page.line("dtype", quoted(pool.dtype.name()));
-    page.line("min_speed", format!("{:?}", pool.min_speed));
-    page.line("prefetch", number_or_auto(pool.prefetch));
-    page.line("prefetch_bytes", quoted(&show_size(pool.prefetch_bytes)));
-    page.line("max_body", quoted(&show_size(pool.max_body)));
-    page.line("max_inputs", pool.max_inputs.to_string());
-
-    page.section("[pool.batch]", format!("pool[{index}].batch"));
-    page.line("max_tokens", number_or_auto(pool.batch.max_tokens));
-    page.line("max_requests", pool.batch.max_requests.to_string());
-    page.line("max_delay", quoted(&show_duration(pool.batch.max_delay)));
-    page.line("timeout", quoted(&show_duration(pool.batch.timeout)));
-
-    page.section("[pool.retry]", format!("pool[{index}].retry"));
-    page.line("max_attempts", pool.retry.max_attempts.to_string());
-    page.line("delay", quoted(&show_duration(pool.retry.delay)));
-    page.line("delay_max", quoted(&show_duration(pool.retry.delay_max)));
-
-    page.section("[pool.options]", format!("pool[{index}].options"));
-    for (name, value) in &pool.options {
-        page.line(&quoted(name), inline(value));
-    }
-}
-
-/// A value as TOML writes it in one line.
-fn inline(value: &serde_json::Value) -> String {
-    use serde_json::Value;
-    match value {
-        Value::String(text) => quoted(text),
-        Value::Array(items) => format!("[{}]", items.iter().map(inline).collect::<Vec<_>>().join(", ")),
-        Value::Object(fields) => {
-            let fields = fields.iter().map(|(name, value)| format!("{} = {}", quoted(name), inline(value)));
-            format!("{{ {} }}", fields.collect::<Vec<_>>().join(", "))
+/// A value as TOML writes it in one line, tables too.
+fn inline(value: &Value) -> String {
+    match &value.kind {
+        ValueKind::Array(items) => format!("[{}]", items.iter().map(inline).collect::<Vec<_>>().join(", ")),
+        ValueKind::Table(table) => {
+            let mut fields: Vec<String> =
+                table.iter().map(|(name, value)| format!("{} = {}", quoted(name), inline(value))).collect();
+            fields.sort();
+            format!("{{ {} }}", fields.join(", "))
         }
-        other => other.to_string(),
+        _ => of_value(value),
     }
-}
-
-fn launcher(page: &mut Page<'_>, launcher: &Launcher) {
-    page.section("[launcher]", "launcher".to_owned());
-    page.line("shutdown_grace", quoted(&show_duration(launcher.shutdown_grace)));
-    page.line("restart_delay", quoted(&show_duration(launcher.restart_delay)));
-    page.line("restart_delay_max", quoted(&show_duration(launcher.restart_delay_max)));
-    page.line("quick_failure", quoted(&show_duration(launcher.quick_failure)));
-    page.line("max_quick_failures", launcher.max_quick_failures.to_string());
-    page.line("poison_deaths", launcher.poison_deaths.to_string());
-    let never = || quoted("never");
-    let tasks = launcher.recycle_tasks.map_or_else(never, |tasks| tasks.to_string());
-    let age = launcher.recycle_age.map_or_else(never, |age| quoted(&show_duration(age)));
-    let memory = launcher.recycle_memory.map_or_else(never, |bytes| quoted(&show_size(bytes)));
-    page.line("recycle_tasks", tasks);
-    page.line("recycle_age", age);
-    page.line("recycle_memory", memory);
-    page.line("replace", quoted(launcher.replace.name()));
-}
-
-fn admin(page: &mut Page<'_>, admin: &Admin) {
-    page.section("[admin]", "admin".to_owned());
-    page.line("listen", quoted(&admin.listen.map(|it| it.to_string()).unwrap_or_default()));
-    page.line("control_exchange", quoted(admin.control_exchange.as_deref().unwrap_or("")));
-}
-
-fn telemetry(page: &mut Page<'_>, telemetry: &Telemetry) {
-    page.section("[telemetry]", "telemetry".to_owned());
-    page.line("otlp_endpoint", quoted(telemetry.otlp_endpoint.as_deref().unwrap_or("")));
-    // With a point: a whole number would read back as well, but is not what the default file has.
-    page.line("trace_sample", format!("{:?}", telemetry.trace_sample));
-}
-
-fn number_or_auto(number: Option<impl ToString>) -> String {
-    number.map_or_else(|| quoted("auto"), |number| number.to_string())
-}
-
-fn file(path: Option<&Path>) -> String {
-    quoted(&path.map(Path::to_string_lossy).unwrap_or_default())
 }
 
 #[cfg(test)]
@@ -191,7 +86,7 @@ mod tests {
     use std::io::Write;
     use std::path::PathBuf;
 
-    use super::super::{Loaded, load};
+    use super::super::{Loaded, default_file, load};
 
     fn load_text(text: &str) -> Loaded {
         let mut file = tempfile::NamedTempFile::new().expect("a file");
@@ -239,7 +134,7 @@ mod tests {
     fn no_password_is_rendered() {
         let text = r#"broker.url = "amqp://me:hunter2@h1,amqp://me:hunter3@h2""#;
         let shown = load_text(text).effective;
-        assert!(shown.contains(r#"["amqp://me:***@h1", "amqp://me:***@h2"]"#), "{shown}");
+        assert!(shown.contains(r#"url = "amqp://me:***@h1,amqp://me:***@h2""#), "{shown}");
         assert!(!shown.contains("hunter"), "{shown}");
     }
 
@@ -256,7 +151,6 @@ mod tests {
             let lines = text.lines().filter(|line| !line.starts_with('#'));
             lines.filter_map(line_key).collect()
         };
-        let defaults = include_str!("../../config/default.toml");
-        assert_eq!(keys(&load_text("").effective), keys(defaults));
+        assert_eq!(keys(&load_text("").effective), keys(&default_file()));
     }
 }

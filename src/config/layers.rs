@@ -17,11 +17,12 @@ use super::problem::Problem;
 /// The problem of each file that cannot be used. Nothing else is looked at then: without the file,
 /// further complaints would mislead.
 pub(super) fn merge(
+    defaults: &str,
     files: &[PathBuf],
     environment: impl IntoIterator<Item = (String, String)>,
     flags: &[(String, String)],
 ) -> Result<(Value, Vec<Problem>), Vec<Problem>> {
-    let defaults = files::defaults().map_err(|problem| vec![problem])?;
+    let defaults = files::defaults(defaults).map_err(|problem| vec![problem])?;
     let written = files::read(files)?;
 
     let built_in = overlay([defaults.clone()])?;

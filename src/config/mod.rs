@@ -4,40 +4,43 @@
 //!
 //! | file | decides |
 //! |---|---|
-//! | `settings` | the validated structs |
+//! | `settings` | every setting: key, type, default, range, help; what must go together |
+//! | `define` | the form of these definitions, and the text of `config/default.toml` |
+//! | `read/` | merged tree → values or problems |
+//! | `options` | a model's own settings |
 //! | `assignment` | what one worker is to run |
 //! | `layers` | which layer wins |
-//! | `files` | the built-in defaults (`config/default.toml`) and files → layers |
+//! | `files` | the built-in defaults and files → layers |
 //! | `overrides`, `path` | environment variables and flags → layers |
-//! | `validate/` | the rules: merged tree → [`Settings`] or problems |
 //! | `units`, `text` | durations and sizes; values as TOML |
 //! | `problem`, `suggest` | what a mistake looks like; "did you mean" |
 //! | `effective` | the page that `sconce check-config` prints |
 //! | `redact` | what of a broker address may be shown |
 
 pub mod assignment;
+mod define;
 mod effective;
 mod files;
 mod layers;
+mod options;
 mod overrides;
 mod path;
 mod problem;
+mod read;
 mod redact;
 pub mod settings;
 mod suggest;
 mod text;
 mod units;
-mod validate;
 
 use std::path::PathBuf;
 
 pub use assignment::Assignment;
 pub use overrides::NOT_SETTINGS;
 pub use problem::{ConfigError, Problem};
+pub use read::{Devices, Secret};
 pub use redact::redact_url;
-pub use settings::{
-    Admin, Batch, Broker, Devices, Dtype, Launcher, Pool, Replace, Retry, Secret, Settings, Telemetry, Tls,
-};
+pub use settings::{Admin, Batch, Broker, Dtype, Launcher, Pool, Replace, Retry, Settings, Telemetry, Tls};
 
 /// Settings that may be used, and how they came about.
 #[derive(Clone, Debug, PartialEq)]
@@ -59,14 +62,20 @@ pub fn load(
     environment: impl IntoIterator<Item = (String, String)>,
     overrides: &[(String, String)],
 ) -> Result<Loaded, ConfigError> {
-    let (merged, misplaced) = layers::merge(files, environment, overrides).map_err(ConfigError::new)?;
-    let mut report = validate::Report::default();
-    let settings = validate::settings(merged, &mut report);
+    let (merged, misplaced) =
+        layers::merge(&default_file(), files, environment, overrides).map_err(ConfigError::new)?;
+    let mut report = read::Report::default();
+    let settings = Settings::read(merged.clone(), &mut report);
     report.problems.extend(misplaced);
     match settings {
         Some(settings) if report.problems.is_empty() => {
-            Ok(Loaded { effective: effective::render(&settings, &report.origins), settings })
+            Ok(Loaded { settings, effective: effective::render(&merged, &settings::outline()) })
         }
         _ => Err(ConfigError::new(report.problems)),
     }
+}
+
+/// The text of `config/default.toml`.
+fn default_file() -> String {
+    define::default_file(&settings::outline())
 }

@@ -9,7 +9,7 @@ use super::files::Layer;
 use super::path::{SettingPath, Step};
 use super::problem::Problem;
 use super::redact::redact_url;
-use super::suggest::nearest;
+use super::suggest::unknown_key;
 
 const PREFIX: &str = "SCONCE_";
 
@@ -141,21 +141,13 @@ fn too_far(pools: usize) -> String {
     }
 }
 
-/// What to say of a key that is none of those known in its section.
-pub(super) fn unknown_key<'a>(key: &str, known: impl IntoIterator<Item = &'a str>) -> String {
-    match nearest(key, known) {
-        Some(name) => format!("unknown key; did you mean `{name}`?"),
-        None => "unknown key".to_owned(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use ::config::{Config, Source};
 
     fn tree() -> Value {
-        let defaults = super::super::files::defaults().expect("TOML");
+        let defaults = super::super::files::defaults(&super::super::default_file()).expect("TOML");
         let built = Config::builder().add_source(defaults).build();
         built.expect("layered").cache
     }

@@ -1,55 +1,295 @@
-//! The validated settings: every value in its unit and within its limits. What the rest of the
-//! program works with. They cross to the worker in the `start` control line, hence serde.
+//! The settings, each defined once: key, type, default, reader with its range, help. `config/default.toml`
+//! is made from here (`make default-settings`). They cross to the worker in the `start` control line,
+//! hence serde.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ::config::{Value, ValueKind};
 use serde::{Deserialize, Serialize};
 
+use super::define::{Outline, Section, section};
+use super::options::Options;
+use super::read::{self, BUILT_IN, Devices, Problem, Reader, Report, Secret, origin};
+use super::units::show_duration;
 use crate::backoff::Backoff;
 
-/// A value that must not be shown: `Debug` and `Display` mask it.
-#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct Secret(String);
+/// What a wait may last: longer than nothing, and short enough to add to a clock.
+const WAIT: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(720 * 3600);
+/// AMQP carries the heartbeat as 16 bits of seconds, and takes 0 for "none".
+const HEARTBEAT: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(u16::MAX as u64);
+/// RabbitMQ caps the prefetch of a consumer of a quorum queue here.
+const PREFETCH: RangeInclusive<u64> = 1..=2000;
+/// RabbitMQ takes no message above 512 MiB, however it is configured.
+const BODY: RangeInclusive<u64> = 1..=512 << 20;
+const COUNT: RangeInclusive<u64> = 1..=1_000_000;
+const TOKENS: RangeInclusive<u64> = 1..=1_000_000_000;
+const PROCESSES: RangeInclusive<u64> = 1..=1024;
+const TIMES: RangeInclusive<u64> = 1..=u32::MAX as u64;
+/// "0ms" is a policy: never wait.
+const BATCH_DELAY: RangeInclusive<Duration> = Duration::ZERO..=Duration::from_secs(60);
+/// Each ceiling of the delay between attempts is a queue.
+const ATTEMPTS: RangeInclusive<u64> = 1..=100;
 
-impl Secret {
-    /// Wraps a secret.
-    pub fn new(value: impl Into<String>) -> Self {
-        Self(value.into())
+section! {
+    /// How to reach RabbitMQ.
+    Broker {
+        /// Addresses. amqps:// for TLS. For a cluster: several, with commas or as a list, tried in turn.
+        /// Special characters of a password are percent-encoded; %2f is the virtual host "/".
+        url: Vec<Secret> = "amqp://guest:guest@127.0.0.1:5672/%2f", read::urls;
+        /// Make queues that are missing. With false nothing is declared, and a user with only read and write
+        /// permission can run.
+        declare: bool = true, read::switch;
+        /// Deliveries after which a task is dead-lettered, where the queue counts them (quorum queues do). For
+        /// queues that sconce makes it is also the broker's own limit.
+        delivery_limit: u32 = 100, read::whole(TIMES);
+        /// AMQP heartbeat, in whole seconds; the broker may ask for less.
+        heartbeat: Duration = "20s", read::whole_seconds(HEARTBEAT);
+        /// Longest wait for a connection to open.
+        connect_timeout: Duration = "10s", read::duration(WAIT);
+        /// Longest wait for the broker to confirm a reply, and a second more for each 64 KiB under way. Then
+        /// the worker tests the connection and replaces it if it does not answer. A broker's alarm stops this
+        /// clock.
+        confirm_timeout: Duration = "30s", read::duration(WAIT);
+        /// How long a worker goes on trying without any connection before it exits (81).
+        give_up_after: Duration = "10m", read::duration(WAIT);
+        /// How long the broker lets a message stay unacknowledged before it takes it back, and all others that
+        /// the worker holds with it. 30 minutes is RabbitMQ's own default. AMQP does not tell it: write here
+        /// what your broker has (consumer_timeout of rabbitmq.conf, a policy, or the queue's
+        /// x-consumer-timeout). A worker that holds a task for half of it warns. Any other value than "30m" is
+        /// also asked of the broker for sconce's consumer, which RabbitMQ 4.3 grants for quorum queues and
+        /// earlier ones ignore.
+        consumer_timeout: Duration = "30m", read::duration(WAIT);
+        nested tls: Tls;
     }
+    check |_, _| {}
+}
 
-    /// The secret itself, for the one place that needs it.
-    pub fn expose(&self) -> &str {
-        &self.0
+section! {
+    /// Used by amqps:// only. PEM files; "" stands for none.
+    Tls {
+        /// The authority that signed the broker's certificate; none: the system's certificate store.
+        ca_file: Option<PathBuf> = "", read::optional_file;
+        /// Our own certificate, for brokers that ask for one.
+        cert_file: Option<PathBuf> = "", read::optional_file;
+        /// Its key. Both or neither.
+        key_file: Option<PathBuf> = "", read::optional_file;
+    }
+    check refuse_half_a_certificate
+}
+
+section! {
+    /// A pool is a task queue, a model and the devices that serve it. Repeat `[[pool]]` for more of them.
+    /// Your own list of pools takes the place of this one; keys that your pools leave out are filled in
+    /// from here. Names and task queues must differ between pools.
+    Pool {
+        /// In logs, replies and slots.
+        name: String = "embed", read::name;
+        /// Queue that tasks come from.
+        task_queue: String = "sconce.tasks", read::task_queue;
+        /// Where replies go for a task without `reply_to`; "" publishes none for those. On a cluster a classic
+        /// queue dies with its node, and replies are then dead-lettered: ours is made as a quorum queue.
+        reply_queue: Option<String> = "sconce.replies", read::optional_queue;
+        /// Where messages go that cannot be answered.
+        dead_letter_queue: String = "sconce.dead", read::queue;
+        /// How long a queue that a requester named in `reply_to` is waited for when it does not take a reply
+        /// (it is full, or has lost its majority), if the task's deadline is not earlier. Then the task is put
+        /// into the dead-letter queue with the reason `unconfirmed`. At most half of a worker's prefetch, and
+        /// "prefetch_bytes" of replies, wait so: beyond that the one that has waited longest goes at once. The
+        /// pool's own reply_queue holds up the pool instead, for three quarters of broker.consumer_timeout.
+        reply_timeout: Duration = "90s", read::duration(WAIT);
+        /// A larger reply goes on a channel of its own, so that a broker that refuses it refuses no other.
+        large_reply: u64 = "1MiB", read::size(BODY);
+        /// A folder, a Hugging Face id ("org/name", "org/name@revision"), a model of your own
+        /// (docs/models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
+        /// docs/messages.md).
+        model: String = "sentence-transformers/all-MiniLM-L6-v2", read::name;
+        /// What the model is used for: "embed". "auto": what its architecture serves first.
+        task: Option<String> = "auto", read::auto(read::name);
+        /// Further names that requests may call the model by.
+        served_names: Vec<String> = [], read::served_names;
+        /// "auto": every GPU in a build with CUDA, else one CPU worker for each core, 16 at most. Or a list:
+        /// `["cpu", "cpu"]`, `["GPU-5a…", "cuda:1"]`. A device that cannot be opened is an error.
+        devices: Devices = "auto", read::devices;
+        /// Worker processes on each device, each with its own copy of the model.
+        workers_per_device: usize = 1, read::whole(PROCESSES);
+        /// Compute threads of a CPU worker; of a GPU's worker, those that prepare tasks and as many that write
+        /// replies, 8 at most. "auto": the cores divided among the workers.
+        threads: Option<usize> = "auto", read::auto(read::whole(PROCESSES));
+        /// The numbers that the model keeps its weights in and multiplies: "f32", "bf16" or "f16". In f32
+        /// results equal the published model's to 1e-5. The others take half the memory and are for GPUs: a
+        /// CPU is slower with them.
+        dtype: Dtype = "f32", read::choice(&Dtype::ALL);
+        /// A GPU that multiplies more slowly than this share of what its multiprocessors and clock make
+        /// possible in f32 takes no work: one whose clock stays low, say. Divided by the workers that the
+        /// launcher has on the device. Where other programs compute on it too: less, or 0 for no judgement.
+        min_speed: f64 = 0.2, read::share;
+        /// Unacknowledged messages a worker holds, 1 to 2000. "auto": two batches, by the tokens and inputs
+        /// that messages have been carrying: one that computes, one at hand. On a GPU four: also the next one
+        /// that the device has been given, and one that is being prepared or answered.
+        prefetch: Option<u16> = "auto", read::auto(read::whole(PREFETCH));
+        /// With "auto", bytes of task bodies to hold at most, by the size that the last messages have been of.
+        /// A worker begins with as many messages as this allows of the largest (max_body); the first of a
+        /// larger kind than before come before that is known.
+        prefetch_bytes: u64 = "64MiB", read::size(BODY);
+        /// Largest body of a task.
+        max_body: u64 = "8MiB", read::size(BODY);
+        /// Most inputs one task may carry.
+        max_inputs: usize = 2048, read::whole(COUNT);
+        nested batch: Batch;
+        nested retry: Retry;
+        nested options: Options;
+    }
+    check check_pool
+}
+
+section! {
+    /// When a batch is ready.
+    Batch {
+        /// Real tokens a forward pass, or one step of running sequences. "auto": 1,024 for each CPU thread,
+        /// 32,768 on a GPU.
+        max_tokens: Option<usize> = "auto", read::auto(read::whole(TOKENS));
+        /// Inputs a forward pass, or sequences that run at once.
+        max_requests: usize = 512, read::whole(COUNT);
+        /// Longest wait of an idle device, from the batch's first input, for tasks that are just being
+        /// prepared. A task that comes alone never waits. "0ms": no task does.
+        max_delay: Duration = "2ms", read::duration(BATCH_DELAY);
+        /// Longest forward pass. A worker that computes for longer is stuck: /livez says so, and ten seconds
+        /// later it is killed and started again; its tasks are tried again, in halves, apart from all others.
+        timeout: Duration = "5m", read::duration(WAIT);
+    }
+    check |_, _| {}
+}
+
+section! {
+    /// A task whose forward pass fails, on a device that is well, or that finds no memory there even alone, is
+    /// put off and tried again. What cannot pass (bad input) is answered at once.
+    Retry {
+        /// Attempts in all, the first included; after the last the task is answered with the error and
+        /// dead-lettered.
+        max_attempts: u32 = 3, read::whole(ATTEMPTS);
+        /// Longest delay before the second attempt; it doubles before each further one, up to delay_max.
+        /// Meanwhile the task waits in a queue of its own, `<task_queue>.retry-<milliseconds>ms`.
+        delay: Duration = "1s", read::duration(WAIT);
+        /// Longest delay of all.
+        delay_max: Duration = "1m", read::duration(WAIT);
+    }
+    check |retry, reader| {
+        refuse_low_ceiling(reader, ("delay", retry.delay), ("delay_max", retry.delay_max));
     }
 }
 
-impl fmt::Debug for Secret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("***")
+section! {
+    /// How the launcher treats its workers.
+    Launcher {
+        /// From the first stop signal to the abort; a second later what is left is killed. Below the 10 s that
+        /// `docker compose stop` allows.
+        shutdown_grace: Duration = "8s", read::duration(WAIT);
+        /// Delay before a worker that died is started again. It doubles with each quick failure.
+        restart_delay: Duration = "500ms", read::duration(WAIT);
+        /// Longest delay of all.
+        restart_delay_max: Duration = "30s", read::duration(WAIT);
+        /// A worker that fails sooner than this after it was ready, or before, failed quickly.
+        quick_failure: Duration = "10s", read::duration(WAIT);
+        /// Quick failures in a row after which a slot is given up.
+        max_quick_failures: u32 = 5, read::whole(TIMES);
+        /// Deaths of workers that computed one and the same task alone after which it is dead-lettered as
+        /// poison.
+        poison_deaths: u32 = 3, read::whole(TIMES);
+        /// A worker is replaced by a new one after so many tasks, or "never". One slot at a time.
+        recycle_tasks: Option<u64> = "never", read::never(read::whole(1..=i64::MAX as u64));
+        /// The same at this age ("24h").
+        recycle_age: Option<Duration> = "never", read::never(read::duration(WAIT));
+        /// The same when its own memory has grown by so much since it was ready ("2GiB").
+        recycle_memory: Option<u64> = "never", read::never(read::size(1..=u64::MAX));
+        /// When a worker is replaced, for that or for other settings (SIGHUP). "overlap": the new one is ready
+        /// before the old one drains, so the device needs room for both. "in_turn": the old one drains first,
+        /// for devices that hold one copy of the model; where the new one then does not get ready, one with the
+        /// settings before is started.
+        replace: Replace = "overlap", read::choice(&Replace::ALL);
     }
+    check |launcher, reader| {
+        let delay = ("restart_delay", launcher.restart_delay);
+        refuse_low_ceiling(reader, delay, ("restart_delay_max", launcher.restart_delay_max));
+    }
+}
+
+section! {
+    /// How the launcher is watched and controlled.
+    Admin {
+        /// Where the launcher serves /metrics, /livez, /readyz and /startupz over HTTP; "" for nowhere. Without
+        /// a password: keep it off public networks. Where another process listens already, it is done without.
+        listen: Option<SocketAddr> = "127.0.0.1:9464", read::listen;
+        /// The exchange by which launchers are controlled (`sconce ctl`, `sconce top`); "" for none. Who may
+        /// publish to it may control. Not made, and not listened to, with broker.declare = false.
+        control_exchange: Option<String> = "sconce.control", read::exchange;
+    }
+    check |_, _| {}
+}
+
+section! {
+    /// Traces.
+    Telemetry {
+        /// Where spans go: a collector that takes OTLP over HTTP, by its address without a path, such as
+        /// "http://127.0.0.1:4318". "": tracing is off, and a task's traceparent and tracestate are echoed.
+        otlp_endpoint: Option<String> = "", read::endpoint;
+        /// Of the traces that nobody decided about before us, the share that is recorded, 0 to 1. A task whose
+        /// traceparent says whether it is recorded is taken at its word.
+        trace_sample: f64 = 1.0, read::share;
+    }
+    check |_, _| {}
 }
 
 /// All settings, validated.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Settings {
-    /// How to reach the broker.
+    /// `[broker]`.
     pub broker: Broker,
-    /// The pools, at least one; names and task queues are unique.
+    /// Every `[[pool]]`, at least one; names and task queues are unique.
     pub pools: Vec<Pool>,
-    /// How the launcher treats its workers.
+    /// `[launcher]`.
     pub launcher: Launcher,
-    /// How the launcher is watched and controlled.
+    /// `[admin]`.
     pub admin: Admin,
-    /// Where spans go.
+    /// `[telemetry]`.
     pub telemetry: Telemetry,
 }
 
+/// All sections, in the order in which files show them.
+pub(super) fn outline() -> [(&'static str, Outline); 5] {
+    [
+        ("broker", Broker::outline()),
+        ("pool", Pool::outline()),
+        ("launcher", Launcher::outline()),
+        ("admin", Admin::outline()),
+        ("telemetry", Telemetry::outline()),
+    ]
+}
+
 impl Settings {
+    /// Reads them from the merged layers, in which no setting is missing; none where the report then has
+    /// problems.
+    pub(super) fn read(merged: Value, report: &mut Report) -> Option<Self> {
+        let mut root = Reader::open(String::new(), merged, report)?;
+        let broker = root.section("broker").and_then(Broker::read);
+        let pools = pools(&mut root);
+        let launcher = root.section("launcher").and_then(Launcher::read);
+        let admin = root.section("admin").and_then(Admin::read);
+        let telemetry = root.section("telemetry").and_then(Telemetry::read);
+        root.finish();
+        let settings = Self {
+            broker: broker?,
+            pools: pools?,
+            launcher: launcher?,
+            admin: admin?,
+            telemetry: telemetry?,
+        };
+        report.problems.is_empty().then_some(settings)
+    }
+
     /// Task and dead-letter queues of all pools: no reply goes there.
     pub fn reserved_queues(&self) -> Vec<String> {
         let of_pool = |pool: &Pool| [pool.task_queue.clone(), pool.dead_letter_queue.clone()];
@@ -60,99 +300,26 @@ impl Settings {
     }
 }
 
-/// `[broker]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Broker {
-    /// Addresses, tried in turn: `amqp://`, `amqps://`, or `embedded:PATH` (a Unix socket; made by
-    /// `run-batch`, never written by a user). They hold passwords.
-    pub urls: Vec<Secret>,
-    /// Make queues that are missing.
-    pub declare: bool,
-    /// Deliveries after which a task is dead-lettered: by its worker, and for queues that we declare
-    /// by the broker, should no worker come to it.
-    pub delivery_limit: u32,
-    /// AMQP heartbeat; the broker may ask for less.
-    pub heartbeat: Duration,
-    /// Longest wait for a connection to open.
-    pub connect_timeout: Duration,
-    /// Longest wait for a confirm before the connection is taken for dead.
-    pub confirm_timeout: Duration,
-    /// How long to go on trying without any connection before the worker exits.
-    pub give_up_after: Duration,
-    /// How long the broker lets a delivery stay unacked before it takes it back, as far as the
-    /// operator has told us: AMQP does not say it.
-    pub consumer_timeout: Duration,
-    /// Certificates for `amqps://`.
-    pub tls: Tls,
-}
-
 impl Broker {
     /// [`Broker::consumer_timeout`], where there is one: the embedded queue waits for ever.
     pub fn delivery_timeout(&self) -> Option<Duration> {
-        let embedded = self.urls.iter().any(|url| url.expose().starts_with("embedded:"));
+        let embedded = self.url.iter().any(|url| url.expose().starts_with("embedded:"));
         (!embedded).then_some(self.consumer_timeout)
     }
 }
 
-/// `[broker.tls]`. Without `ca_file`, the system's certificate store decides.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Tls {
-    /// PEM file of the authority that signed the broker's certificate.
-    pub ca_file: Option<PathBuf>,
-    /// PEM file with our certificate, for brokers that ask for one.
-    pub cert_file: Option<PathBuf>,
-    /// PEM file with its key.
-    pub key_file: Option<PathBuf>,
-}
+impl Retry {
+    /// The delays between attempts.
+    pub fn backoff(&self) -> Backoff {
+        Backoff { first: self.delay, most: self.delay_max }
+    }
 
-/// One `[[pool]]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Pool {
-    /// Unique; in logs, replies and slots.
-    pub name: String,
-    /// Queue that tasks come from.
-    pub task_queue: String,
-    /// Where replies go for a task without `reply_to`; none: no reply.
-    pub reply_queue: Option<String>,
-    /// Where messages go that cannot be worked on.
-    pub dead_letter_queue: String,
-    /// How long a requester's queue is waited for that does not take a reply.
-    pub reply_timeout: Duration,
-    /// Replies of more bytes go on channels of their own.
-    pub large_reply: u64,
-    /// A folder, a Hugging Face id (`org/name`, `org/name@revision`), or `echo`.
-    pub model: String,
-    /// Further names that requests may call the model by.
-    pub served_names: Vec<String>,
-    /// Where to run.
-    pub devices: Devices,
-    /// Worker processes on each device, at least 1.
-    pub workers_per_device: usize,
-    /// Compute threads of a CPU worker, or those that feed a GPU's; none: the cores divided among the
-    /// workers.
-    pub threads: Option<usize>,
-    /// In which numbers the model computes.
-    pub dtype: Dtype,
-    /// Share of what a GPU's multiprocessors and clock make possible that it has to reach, 0 to 1.
-    pub min_speed: f64,
-    /// Unacked messages a worker holds; none: two batches of them, as they come.
-    pub prefetch: Option<u16>,
-    /// Bytes of task bodies that a worker aims to hold at most where `prefetch` is none.
-    pub prefetch_bytes: u64,
-    /// Largest task body, in bytes.
-    pub max_body: u64,
-    /// Most inputs one task may carry.
-    pub max_inputs: usize,
-    /// When a batch is ready.
-    pub batch: Batch,
-    /// How often a task is tried.
-    pub retry: Retry,
-    /// What the model is used for; none: what its architecture serves first.
-    #[serde(default)]
-    pub task: Option<String>,
-    /// `[pool.options]`: settings of the model's own.
-    #[serde(default)]
-    pub options: BTreeMap<String, serde_json::Value>,
+    /// The ceilings of these delays, each once, ascending.
+    pub fn ceilings(&self) -> Vec<Duration> {
+        let mut ceilings: Vec<_> = (1..self.max_attempts).map(|made| self.backoff().ceiling(made)).collect();
+        ceilings.dedup();
+        ceilings
+    }
 }
 
 /// The `dtype` setting: the numbers that weights are kept and multiplied in.
@@ -178,78 +345,6 @@ impl Dtype {
     }
 }
 
-/// The `devices` setting.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Devices {
-    /// Every GPU, else CPU workers with the cores divided among them.
-    Auto,
-    /// These, in this order; not empty.
-    List(Vec<String>),
-}
-
-/// `[pool.batch]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Batch {
-    /// Real tokens a forward pass; none: by device.
-    pub max_tokens: Option<usize>,
-    /// Inputs a forward pass.
-    pub max_requests: usize,
-    /// Longest wait of a batch's first input for others to join, while any are on their way.
-    pub max_delay: Duration,
-    /// Longest forward pass: a worker that computes longer is stuck.
-    pub timeout: Duration,
-}
-
-/// `[pool.retry]`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Retry {
-    /// Attempts at a task whose forward pass fails, the first included.
-    pub max_attempts: u32,
-    /// Ceiling of the delay before the second attempt; it doubles with each further one.
-    pub delay: Duration,
-    /// Ceiling of all.
-    pub delay_max: Duration,
-}
-
-impl Retry {
-    /// The delays between attempts.
-    pub fn backoff(&self) -> Backoff {
-        Backoff { first: self.delay, most: self.delay_max }
-    }
-
-    /// The ceilings of these delays, each once, ascending.
-    pub fn ceilings(&self) -> Vec<Duration> {
-        let mut ceilings: Vec<_> = (1..self.max_attempts).map(|made| self.backoff().ceiling(made)).collect();
-        ceilings.dedup();
-        ceilings
-    }
-}
-
-/// `[launcher]`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Launcher {
-    /// From the first stop signal to the kill.
-    pub shutdown_grace: Duration,
-    /// First delay before a worker that died is started again.
-    pub restart_delay: Duration,
-    /// Ceiling of that delay, which doubles with each quick failure.
-    pub restart_delay_max: Duration,
-    /// A worker that fails sooner than this after it was ready, or before, failed quickly.
-    pub quick_failure: Duration,
-    /// Quick failures in a row after which a slot is given up.
-    pub max_quick_failures: u32,
-    /// Deaths of workers that computed one task alone after which that task is not tried again.
-    pub poison_deaths: u32,
-    /// Tasks after which a worker is replaced by a new one; none: never for that.
-    pub recycle_tasks: Option<u64>,
-    /// Age at which it is.
-    pub recycle_age: Option<Duration>,
-    /// Growth of its memory, in bytes since it was ready, at which it is.
-    pub recycle_memory: Option<u64>,
-    /// Which goes first when a worker is replaced.
-    pub replace: Replace,
-}
-
 /// The `replace` setting: the order in which a worker is replaced by a new one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -262,29 +357,92 @@ pub enum Replace {
 }
 
 impl Replace {
-    /// All, with their names in settings.
-    pub const ALL: [(Self, &str); 2] = [(Self::Overlap, "overlap"), (Self::InTurn, "in_turn")];
+    const ALL: [(Self, &str); 2] = [(Self::Overlap, "overlap"), (Self::InTurn, "in_turn")];
+}
 
-    /// Its name in settings.
-    pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(replace, _)| *replace == self).map_or("", |(_, name)| *name)
+fn pools(root: &mut Reader<'_>) -> Option<Vec<Pool>> {
+    let list = root.take("pool")?;
+    let none =
+        Problem::new("pool", "expected at least one [[pool]]").with_value(&list).with_origin(origin(&list));
+    let report = root.report();
+    let list = match list.kind {
+        ValueKind::Array(list) if !list.is_empty() => list,
+        _ => {
+            report.problems.push(none);
+            return None;
+        }
+    };
+    let mut pools = Vec::new();
+    for (index, value) in list.into_iter().enumerate() {
+        let reader = Reader::open(format!("pool[{index}]"), value, report);
+        pools.push(reader.and_then(Pool::read));
+    }
+    let pools: Vec<Pool> = pools.into_iter().collect::<Option<_>>()?;
+    refuse_repeats(report, &pools, "name", |pool| &pool.name);
+    refuse_repeats(report, &pools, "task_queue", |pool| &pool.task_queue);
+    Some(pools)
+}
+
+fn refuse_repeats(report: &mut Report, pools: &[Pool], key: &str, of: impl Fn(&Pool) -> &String) {
+    let mut seen = BTreeMap::new();
+    for (index, pool) in pools.iter().enumerate() {
+        if let Some(first) = seen.get(of(pool)) {
+            let other = format!("pool[{first}].{key}");
+            let origin = report.origin_of(&other);
+            let expected = format!("a {key} of its own: {other} is the same ({origin})");
+            report.refuse(format!("pool[{index}].{key}"), of(pool).as_str(), expected);
+        } else {
+            seen.insert(of(pool), index);
+        }
     }
 }
 
-/// `[admin]`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Admin {
-    /// Where metrics and health are served over HTTP; none: nowhere.
-    pub listen: Option<SocketAddr>,
-    /// The exchange by which launchers are controlled; none: they are not.
-    pub control_exchange: Option<String>,
+fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {
+    for (key, other) in
+        [("reply_queue", pool.reply_queue.as_ref()), ("dead_letter_queue", Some(&pool.dead_letter_queue))]
+    {
+        if other == Some(&pool.task_queue) {
+            let (path, origin) = (reader.path_of("task_queue"), reader.origin_of("task_queue"));
+            let expected =
+                format!("a queue other than {path} ({origin}): its messages would come back as tasks");
+            reader.refuse(key, pool.task_queue.as_str(), expected);
+        }
+    }
+    let (inputs, by) = (pool.batch.max_requests, reader.origin_of("batch.max_requests"));
+    // The default is a ceiling that nobody asked for; the worker's batches then end at the prefetch.
+    if let Some(prefetch) = pool.prefetch.filter(|it| usize::from(*it) < inputs && by != BUILT_IN) {
+        let path = reader.path_of("batch.max_requests");
+        let expected = format!(
+            "\"auto\" or at least {path} = {inputs} ({by}): with fewer messages in hand, a batch of tasks with \
+             one input each could never fill"
+        );
+        reader.refuse("prefetch", i64::from(prefetch), expected);
+    }
 }
 
-/// `[telemetry]`.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Telemetry {
-    /// The collector that takes spans, OTLP over HTTP; none: tracing is off.
-    pub otlp_endpoint: Option<String>,
-    /// The recorded share of the traces that begin here, 0 to 1.
-    pub trace_sample: f64,
+fn refuse_half_a_certificate(tls: &Tls, reader: &mut Reader<'_>) {
+    let (missing, written) = match (&tls.cert_file, &tls.key_file) {
+        (Some(_), None) => ("key_file", "cert_file"),
+        (None, Some(_)) => ("cert_file", "key_file"),
+        _ => return,
+    };
+    let (other, origin) = (reader.path_of(written), reader.origin_of(written));
+    reader.refuse(missing, "", format!("a file, as {other} names one ({origin}): both or neither"));
 }
+
+/// A delay that grows needs a ceiling above its beginning.
+fn refuse_low_ceiling(
+    reader: &mut Reader<'_>,
+    (first_key, first): (&str, Duration),
+    (key, ceiling): (&str, Duration),
+) {
+    if first > ceiling {
+        let (path, origin) = (reader.path_of(first_key), reader.origin_of(first_key));
+        let expected = format!("at least {path} = \"{}\" ({origin})", show_duration(first));
+        reader.refuse(key, show_duration(ceiling), expected);
+    }
+}
+
+#[cfg(test)]
+#[path = "rules_tests.rs"]
+mod tests;

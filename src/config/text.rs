@@ -24,12 +24,6 @@ pub(super) fn quoted(text: &str) -> String {
     quoted
 }
 
-/// A TOML array of strings, on one line.
-pub(super) fn quoted_list<'a>(items: impl IntoIterator<Item = &'a str>) -> String {
-    let items: Vec<String> = items.into_iter().map(quoted).collect();
-    format!("[{}]", items.join(", "))
-}
-
 /// A value as TOML; a table is only named, since its keys are settings of their own.
 pub(super) fn of_value(value: &Value) -> String {
     match &value.kind {

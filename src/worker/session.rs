@@ -89,7 +89,7 @@ impl Worker {
                 dead_letter: pool.dead_letter_queue.clone(),
                 reserved: self.assignment.reserved_queues.clone(),
             },
-            retry: pool.retry,
+            retry: pool.retry.clone(),
             waits: self.waits(),
             stalled: Stalled::new(self.assignment.first_prefetch(), pool.prefetch_bytes),
             counters: self.counters.clone(),

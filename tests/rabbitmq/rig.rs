@@ -40,7 +40,7 @@ struct Common {
 /// The way to a node, with nothing declared.
 pub fn connector(url: String) -> Connector {
     let settings = Broker {
-        urls: vec![Secret::new(url)],
+        url: vec![Secret::new(url)],
         declare: false,
         delivery_limit: 20,
         heartbeat: Duration::from_secs(20),
@@ -48,7 +48,7 @@ pub fn connector(url: String) -> Connector {
         confirm_timeout: Duration::from_secs(10),
         give_up_after: Duration::from_secs(30),
         consumer_timeout: Duration::from_secs(1_800),
-        tls: Tls::default(),
+        tls: Tls { ca_file: None, cert_file: None, key_file: None },
     };
     Connector::new(settings, "conformance")
 }

@@ -47,7 +47,7 @@ pub(super) async fn look(connection: &Connection, queue: &str) -> Result<Queue, 
 
 pub(super) async fn connect(connector: &Connector) -> Result<(OpenConnection, String), BrokerError> {
     let mut last = None;
-    for _ in &connector.settings().urls {
+    for _ in &connector.settings().url {
         match connector.attempt().await {
             Ok(connected) => return Ok(connected),
             Err(failure) => last = Some(failure),

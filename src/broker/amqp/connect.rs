@@ -103,7 +103,7 @@ impl Connector {
     /// One attempt at the address whose turn it is. A failed one passes the turn on; an address that
     /// works is kept.
     pub(super) async fn attempt(&self) -> Result<(OpenConnection, String), Failure> {
-        let urls = &self.settings.urls;
+        let urls = &self.settings.url;
         let turn = self.turn.load(Ordering::Relaxed) % urls.len().max(1);
         let url = urls.get(turn).map(|url| url.expose()).unwrap_or_default();
         let broker = redact_url(url);

@@ -52,7 +52,7 @@ pub(super) fn run(arguments: &Top) -> anyhow::Result<Exit> {
         return Err(anyhow!("this needs a terminal; `sconce ctl stats --json` does not").context(Exit::Usage));
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    let broker = settings.broker.urls.first().map(|url| redact_url(url.expose())).unwrap_or_default();
+    let broker = settings.broker.url.first().map(|url| redact_url(url.expose())).unwrap_or_default();
     let (news_in, news) = mpsc::channel(8);
     let (orders, ordered) = mpsc::channel(8);
     let every = arguments.every;

@@ -2,16 +2,20 @@
 //! it expected. Lenient where environment variables and flags, which are always text, need it.
 
 use std::ops::RangeInclusive;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use ::config::{File, FileFormat, Source, Value, ValueKind};
 
 use super::super::units::{A_DURATION, A_SIZE, parse_duration, parse_size};
 use super::super::units::{show_duration, show_size};
-use super::section::Expected;
+use super::reader::Expected;
+
+/// How the origins of values begin that can only be text.
+const OF_TEXT: [&str; 2] = ["flag ", "environment variable "];
 
 /// Any text.
-pub(super) fn text(value: &Value) -> Result<String, Expected> {
+pub(crate) fn text(value: &Value) -> Result<String, Expected> {
     match &value.kind {
         ValueKind::String(text) => Ok(text.clone()),
         _ => Err("text in quotes".to_owned()),
@@ -19,7 +23,7 @@ pub(super) fn text(value: &Value) -> Result<String, Expected> {
 }
 
 /// Text with something in it, and no blanks around it.
-pub(super) fn name(value: &Value) -> Result<String, Expected> {
+pub(crate) fn name(value: &Value) -> Result<String, Expected> {
     let text = text(value)?;
     if text.is_empty() {
         return Err("a name, not nothing".to_owned());
@@ -31,15 +35,32 @@ pub(super) fn name(value: &Value) -> Result<String, Expected> {
 }
 
 /// A [`name`], or `""` for none.
-pub(super) fn optional_name(value: &Value) -> Result<Option<String>, Expected> {
+pub(crate) fn optional_name(value: &Value) -> Result<Option<String>, Expected> {
     match text(value)?.as_str() {
         "" => Ok(None),
         _ => name(value).map(Some),
     }
 }
 
+/// A file's path, or `""` for none.
+pub(crate) fn optional_file(value: &Value) -> Result<Option<PathBuf>, Expected> {
+    Ok(optional_name(value)?.map(PathBuf::from))
+}
+
+/// One of these names, for the value beside it.
+pub(crate) fn choice<T: Copy>(all: &'static [(T, &str)]) -> impl Fn(&Value) -> Result<T, Expected> {
+    move |value| {
+        let written = text(value).ok();
+        let found = all.iter().find(|(_, name)| written.as_deref() == Some(*name));
+        found.map(|(it, _)| *it).ok_or_else(|| {
+            let names: Vec<String> = all.iter().map(|(_, name)| format!("\"{name}\"")).collect();
+            names.join(" or ")
+        })
+    }
+}
+
 /// `true` or `false`, also as text.
-pub(super) fn switch(value: &Value) -> Result<bool, Expected> {
+pub(crate) fn switch(value: &Value) -> Result<bool, Expected> {
     match &value.kind {
         ValueKind::Boolean(switch) => Ok(*switch),
         ValueKind::String(text) if text == "true" => Ok(true),
@@ -49,7 +70,7 @@ pub(super) fn switch(value: &Value) -> Result<bool, Expected> {
 }
 
 /// A whole number within the range, also as text.
-pub(super) fn whole<T: TryFrom<u64>>(range: RangeInclusive<u64>) -> impl Fn(&Value) -> Result<T, Expected> {
+pub(crate) fn whole<T: TryFrom<u64>>(range: RangeInclusive<u64>) -> impl Fn(&Value) -> Result<T, Expected> {
     move |value| {
         let number = match &value.kind {
             ValueKind::I64(number) => u64::try_from(*number).ok(),
@@ -66,7 +87,7 @@ pub(super) fn whole<T: TryFrom<u64>>(range: RangeInclusive<u64>) -> impl Fn(&Val
 }
 
 /// `"auto"` for none, or what `read` takes.
-pub(super) fn auto<T>(
+pub(crate) fn auto<T>(
     read: impl Fn(&Value) -> Result<T, Expected>,
 ) -> impl Fn(&Value) -> Result<Option<T>, Expected> {
     move |value| match &value.kind {
@@ -76,7 +97,7 @@ pub(super) fn auto<T>(
 }
 
 /// `"never"` for none, or what `read` takes.
-pub(super) fn never<T>(
+pub(crate) fn never<T>(
     read: impl Fn(&Value) -> Result<T, Expected>,
 ) -> impl Fn(&Value) -> Result<Option<T>, Expected> {
     move |value| match &value.kind {
@@ -86,7 +107,7 @@ pub(super) fn never<T>(
 }
 
 /// A duration within the range.
-pub(super) fn duration(range: RangeInclusive<Duration>) -> impl Fn(&Value) -> Result<Duration, Expected> {
+pub(crate) fn duration(range: RangeInclusive<Duration>) -> impl Fn(&Value) -> Result<Duration, Expected> {
     move |value| {
         let read = match &value.kind {
             ValueKind::String(text) => parse_duration(text.trim()),
@@ -101,8 +122,18 @@ pub(super) fn duration(range: RangeInclusive<Duration>) -> impl Fn(&Value) -> Re
     }
 }
 
+/// A duration within the range, in whole seconds.
+pub(crate) fn whole_seconds(
+    range: RangeInclusive<Duration>,
+) -> impl Fn(&Value) -> Result<Duration, Expected> {
+    move |value| match duration(range.clone())(value)? {
+        it if it.subsec_nanos() == 0 => Ok(it),
+        _ => Err("a duration in whole seconds".to_owned()),
+    }
+}
+
 /// A size in bytes within the range.
-pub(super) fn size(range: RangeInclusive<u64>) -> impl Fn(&Value) -> Result<u64, Expected> {
+pub(crate) fn size(range: RangeInclusive<u64>) -> impl Fn(&Value) -> Result<u64, Expected> {
     move |value| {
         let read = match &value.kind {
             ValueKind::String(text) => parse_size(text.trim()),
@@ -118,7 +149,7 @@ pub(super) fn size(range: RangeInclusive<u64>) -> impl Fn(&Value) -> Result<u64,
 }
 
 /// A share from 0 to 1, also as text.
-pub(super) fn share(value: &Value) -> Result<f64, Expected> {
+pub(crate) fn share(value: &Value) -> Result<f64, Expected> {
     let number = match &value.kind {
         ValueKind::Float(number) => Some(*number),
         ValueKind::I64(number) => Some(*number as f64),
@@ -130,7 +161,7 @@ pub(super) fn share(value: &Value) -> Result<f64, Expected> {
 
 /// A list of text. As text: comma-separated, or an array as TOML and JSON write it. Blanks around
 /// the parts are dropped; parts may come out empty, text without anything in it is no parts.
-pub(super) fn list(value: &Value) -> Result<Vec<String>, Expected> {
+pub(crate) fn list(value: &Value) -> Result<Vec<String>, Expected> {
     match &value.kind {
         ValueKind::String(written) if written.trim_start().starts_with('[') => {
             let array = parse_array(written).ok_or_else(a_list)?;
@@ -151,12 +182,21 @@ fn a_list() -> Expected {
 }
 
 /// Reads an array out of text; none unless it is nothing but an array.
-pub(super) fn parse_array(written: &str) -> Option<Value> {
+pub(crate) fn parse_array(written: &str) -> Option<Value> {
     parse_value(written).filter(|value| matches!(value.kind, ValueKind::Array(_)))
 }
 
+/// A value as TOML would read it where a flag or a variable, which are always text, wrote it.
+pub(crate) fn typed(value: &Value) -> Value {
+    let is_text = value.origin().is_some_and(|origin| OF_TEXT.iter().any(|it| origin.starts_with(it)));
+    match &value.kind {
+        ValueKind::String(text) if is_text => parse_value(text).unwrap_or_else(|| value.clone()),
+        _ => value.clone(),
+    }
+}
+
 /// Reads a value as TOML writes it; none unless the text is nothing else.
-pub(super) fn parse_value(written: &str) -> Option<Value> {
+pub(crate) fn parse_value(written: &str) -> Option<Value> {
     let document = format!("value = {}", written.trim());
     let table = File::from_str(&document, FileFormat::Toml).collect().ok()?;
     table.get("value").filter(|_| table.len() == 1).cloned()

@@ -1,15 +1,44 @@
-//! Decides what is a broker address. Splits and checks; connects to nothing, and never puts an
-//! address into its complaints.
+//! Addresses: of brokers, of the collector of spans, and where the launcher listens. Splits and checks;
+//! connects to nothing, and never puts a broker's address into its complaints.
+
+use std::fmt;
+use std::net::SocketAddr;
 
 use ::config::{Value, ValueKind};
+use serde::{Deserialize, Serialize};
 
 use super::super::redact::split_urls;
-use super::super::settings::Secret;
-use super::section::Expected;
-use super::values::parse_array;
+use super::reader::Expected;
+use super::values::{parse_array, text};
+
+/// Where a collector takes spans.
+const TRACES: &str = "/v1/traces";
+
+/// A value that must not be shown: `Debug` and `Display` mask it.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Secret(String);
+
+impl Secret {
+    /// Wraps a secret.
+    pub fn new(value: impl Into<String>) -> Self {
+        Self(value.into())
+    }
+
+    /// The secret itself, for the one place that needs it.
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
 
 /// The addresses of `broker.url`: one text with commas between them, or a list.
-pub(super) fn urls(value: &Value) -> Result<Vec<Secret>, Expected> {
+pub(crate) fn urls(value: &Value) -> Result<Vec<Secret>, Expected> {
     match &value.kind {
         ValueKind::String(text) if text.trim_start().starts_with('[') => {
             urls(&parse_array(text).ok_or_else(an_address)?)
@@ -83,6 +112,55 @@ fn encoded() -> Expected {
         .to_owned()
 }
 
+/// The address of a collector, or `""` for none.
+pub(crate) fn endpoint(value: &Value) -> Result<Option<String>, Expected> {
+    let address = text(value)?;
+    if address.is_empty() {
+        return Ok(None);
+    }
+    let rest = ["http://", "https://"].iter().find_map(|scheme| address.strip_prefix(scheme));
+    let rest = rest.ok_or("\"\", or an address with http:// or https://: http://127.0.0.1:4318")?;
+    if rest.contains('@') {
+        return Err("an address without user and password: OTEL_EXPORTER_OTLP_HEADERS takes them".to_owned());
+    }
+    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let (host, port) = match authority.rsplit_once(':') {
+        Some((host, port)) if !port.ends_with(']') => (host, Some(port)),
+        _ => (authority, None),
+    };
+    let is_host_letter = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    let inside = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    let is_host = match inside {
+        Some(inside) => inside.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => !host.is_empty() && host.chars().all(is_host_letter),
+    };
+    if !is_host {
+        return Err("an address with a host: http://host:4318".to_owned());
+    }
+    if port.is_some_and(|port| !port.parse::<u16>().is_ok_and(|port| port > 0)) {
+        return Err("an address whose port is a number from 1 to 65535".to_owned());
+    }
+    if !path.chars().all(|c| is_host_letter(c) || matches!(c, '/' | '~' | '%' | '+')) {
+        return Err("an address that ends with its path, without `?`, `#` or blanks".to_owned());
+    }
+    if path.trim_end_matches('/').ends_with(TRACES) {
+        return Err(format!(
+            "the collector's address alone, such as http://host:4318: {TRACES} is put behind it"
+        ));
+    }
+    Ok(Some(address))
+}
+
+/// A socket's address, or `""` for none.
+pub(crate) fn listen(value: &Value) -> Result<Option<SocketAddr>, Expected> {
+    let expected =
+        || "an address and a port, such as \"127.0.0.1:9464\" or \"[::]:9464\", or \"\"".to_owned();
+    match text(value).map_err(|_| expected())?.trim() {
+        "" => Ok(None),
+        address => address.parse().map(Some).map_err(|_| expected()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -145,5 +223,48 @@ mod tests {
             let expected = read(text).expect_err(text);
             assert!(!expected.contains("hunter2"), "{expected}");
         }
+    }
+
+    #[test]
+    fn a_collectors_address_is_taken_as_it_is() {
+        for address in [
+            "http://127.0.0.1:4318",
+            "http://127.0.0.1:4318/",
+            "https://collector.example.org/otlp/team-1",
+            "http://[::1]:4318",
+            "http://[::1]",
+        ] {
+            assert_eq!(endpoint(&Value::from(address)), Ok(Some(address.to_owned())));
+        }
+        assert_eq!(endpoint(&Value::from("")), Ok(None));
+    }
+
+    #[test]
+    fn what_is_no_collectors_address_is_refused() {
+        for address in [
+            "127.0.0.1:4318",
+            "grpc://h:4317",
+            "http://",
+            "http://:4318",
+            "http://h:port",
+            "http://h:0",
+            "http://h:70000",
+            "http://me:secret@h",
+            "http://h/v1?token=x",
+            "http://h/a b",
+            "http://h h",
+            "http://[::1",
+            "http://[h]:1",
+        ] {
+            assert!(endpoint(&Value::from(address)).is_err(), "{address}");
+        }
+    }
+
+    #[test]
+    fn an_address_with_the_path_of_traces_is_refused_because_it_would_be_doubled() {
+        for address in ["http://c:4318/v1/traces", "http://c/v1/traces/", "https://c/otlp/v1/traces"] {
+            assert!(endpoint(&Value::from(address)).is_err_and(|words| words.contains("/v1/traces is put")));
+        }
+        assert!(endpoint(&Value::from("http://c:4318/v1")).is_ok());
     }
 }

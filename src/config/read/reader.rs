@@ -6,32 +6,32 @@ use std::collections::BTreeMap;
 use ::config::{Map, Value, ValueKind};
 
 use super::super::files::BUILT_IN;
-use super::super::overrides::unknown_key;
 use super::super::problem::Problem;
+use super::super::suggest::unknown_key;
 
 /// Why a value cannot be used: what was expected of it, as the end of a sentence.
-pub(super) type Expected = String;
+pub(crate) type Expected = String;
 
 /// What validation finds: the problems, and who wrote each setting.
 #[derive(Debug, Default)]
-pub(in super::super) struct Report {
+pub(crate) struct Report {
     /// Every problem, in the order of the settings.
-    pub(in super::super) problems: Vec<Problem>,
+    pub(crate) problems: Vec<Problem>,
     /// Dotted path → who wrote the value in force.
-    pub(in super::super) origins: BTreeMap<String, String>,
+    pub(crate) origins: BTreeMap<String, String>,
 }
 
 /// One section that is being read.
-pub(super) struct Section<'r> {
+pub(crate) struct Reader<'r> {
     path: String,
     left: Map<String, Value>,
     known: Vec<&'static str>,
     report: &'r mut Report,
 }
 
-impl<'r> Section<'r> {
+impl<'r> Reader<'r> {
     /// Opens the section at `path` (empty: the root). A value that is no table is a problem.
-    pub(super) fn open(path: String, value: Value, report: &'r mut Report) -> Option<Self> {
+    pub(crate) fn open(path: String, value: Value, report: &'r mut Report) -> Option<Self> {
         let problem = Problem::new(path.as_str(), "expected a section with keys")
             .with_value(&value)
             .with_origin(origin(&value));
@@ -44,7 +44,7 @@ impl<'r> Section<'r> {
     }
 
     /// Reads a key. None if it is missing or wrong, which is then among the problems.
-    pub(super) fn read<T>(
+    pub(crate) fn read<T>(
         &mut self,
         key: &'static str,
         read: impl FnOnce(&Value) -> Result<T, Expected>,
@@ -66,13 +66,13 @@ impl<'r> Section<'r> {
     }
 
     /// Opens a section within this one.
-    pub(super) fn section(&mut self, key: &'static str) -> Option<Section<'_>> {
+    pub(crate) fn section(&mut self, key: &'static str) -> Option<Reader<'_>> {
         let value = self.take(key)?;
-        Section::open(self.path_of(key), value, self.report)
+        Reader::open(self.path_of(key), value, self.report)
     }
 
     /// Takes a key's value as it is. None if it is missing, which is then a problem.
-    pub(super) fn take(&mut self, key: &'static str) -> Option<Value> {
+    pub(crate) fn take(&mut self, key: &'static str) -> Option<Value> {
         self.known.push(key);
         let value = self.left.remove(key);
         if value.is_none() {
@@ -83,18 +83,18 @@ impl<'r> Section<'r> {
     }
 
     /// Adds a problem of a key that reads well by itself.
-    pub(super) fn refuse(&mut self, key: &str, value: impl Into<Value>, expected: Expected) {
+    pub(crate) fn refuse(&mut self, key: &str, value: impl Into<Value>, expected: Expected) {
         let path = self.path_of(key);
         self.report.refuse(path, value, expected);
     }
 
     /// Who wrote a key that was read before.
-    pub(super) fn origin_of(&self, key: &str) -> String {
+    pub(crate) fn origin_of(&self, key: &str) -> String {
         self.report.origin_of(&self.path_of(key))
     }
 
     /// The dotted path of a key of this section.
-    pub(super) fn path_of(&self, key: &str) -> String {
+    pub(crate) fn path_of(&self, key: &str) -> String {
         match self.path.as_str() {
             "" => key.to_owned(),
             path => format!("{path}.{key}"),
@@ -102,13 +102,18 @@ impl<'r> Section<'r> {
     }
 
     /// The report, for sections that are not tables.
-    pub(super) fn report(&mut self) -> &mut Report {
+    pub(crate) fn report(&mut self) -> &mut Report {
         self.report
+    }
+
+    /// Takes all keys that are left, as they are.
+    pub(crate) fn take_rest(&mut self) -> Map<String, Value> {
+        std::mem::take(&mut self.left)
     }
 
     /// Ends the section: keys that nobody asked for are unknown. Their values are not shown: a
     /// mistyped `password` holds one.
-    pub(super) fn finish(self) {
+    pub(crate) fn finish(self) {
         let mut left: Vec<_> = self.left.iter().collect();
         left.sort_by_key(|(key, _)| key.as_str());
         for (key, value) in left {
@@ -121,7 +126,7 @@ impl<'r> Section<'r> {
 
 impl Report {
     /// Adds a problem of the setting at `path`, which was read before.
-    pub(super) fn refuse(&mut self, path: String, value: impl Into<Value>, expected: Expected) {
+    pub(crate) fn refuse(&mut self, path: String, value: impl Into<Value>, expected: Expected) {
         let origin = self.origin_of(&path);
         let problem =
             Problem::new(path, format!("expected {expected}")).with_value(&value.into()).with_origin(origin);
@@ -129,7 +134,7 @@ impl Report {
     }
 
     /// Who wrote the setting at `path`.
-    pub(super) fn origin_of(&self, path: &str) -> String {
+    pub(crate) fn origin_of(&self, path: &str) -> String {
         let origin = self.origins.get(path).map(String::as_str);
         origin.unwrap_or(BUILT_IN).to_owned()
     }
@@ -137,7 +142,7 @@ impl Report {
 
 /// Who wrote a value. Sections merged from several layers have no origin of their own; then whoever
 /// wrote the first setting in them.
-pub(super) fn origin(value: &Value) -> String {
+pub(crate) fn origin(value: &Value) -> String {
     fn written_by(value: &Value) -> Option<&str> {
         let below = || match &value.kind {
             ValueKind::Table(table) => table.values().filter_map(written_by).min(),

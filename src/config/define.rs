@@ -1,0 +1,137 @@
+//! The form of a setting's one definition: key, type, default, reader (which knows the range) and help.
+//! Everything else comes from it: the validated struct, the built-in defaults, `config/default.toml` and
+//! the page of `sconce check-config`. Holds no setting itself.
+
+use super::read::Reader;
+
+/// A setting as its section defines it.
+pub(super) struct Key {
+    /// Its name in files, and the name of its field.
+    pub(super) name: &'static str,
+    /// The default, as TOML.
+    pub(super) default: &'static str,
+    /// Lines of help, each with the blank that follows `///`.
+    pub(super) help: &'static [&'static str],
+}
+
+/// A section's settings, in the order in which files show them.
+pub(super) struct Outline {
+    pub(super) about: &'static [&'static str],
+    pub(super) keys: &'static [Key],
+    /// Sections within it, by key.
+    pub(super) nested: Vec<(&'static str, Outline)>,
+}
+
+/// A section of the settings that has been read and validated.
+pub(super) trait Section: Sized {
+    /// Its settings.
+    fn outline() -> Outline;
+
+    /// Reads it. None where something is wrong, which the reader then has reported.
+    fn read(reader: Reader<'_>) -> Option<Self>;
+}
+
+/// Defines a section: a struct with a public field for each setting, and its [`Section`].
+///
+/// `key: Type = default, reader;` is a setting, `nested key: Type;` a section within this one. `check` sees
+/// the section once every setting in it can be used, and reports what does not go together.
+macro_rules! section {
+    (
+        $(#[doc = $about:literal])+
+        $name:ident {
+            $($(#[doc = $help:literal])+ $key:ident: $type:ty = $default:tt, $read:expr;)*
+            $(nested $nested:ident: $section:ty;)*
+        }
+        check $check:expr
+    ) => {
+        $(#[doc = $about])+
+        #[derive(Clone, Debug, PartialEq, ::serde::Serialize, ::serde::Deserialize)]
+        pub struct $name {
+            $($(#[doc = $help])+ pub $key: $type,)*
+            $(#[doc = concat!("Its section `", stringify!($nested), "`.")] pub $nested: $section,)*
+        }
+
+        impl $crate::config::define::Section for $name {
+            fn outline() -> $crate::config::define::Outline {
+                use $crate::config::define::{Key, Outline};
+                Outline {
+                    about: &[$($about),+],
+                    keys: &[$(Key {
+                        name: stringify!($key),
+                        default: stringify!($default),
+                        help: &[$($help),+],
+                    }),*],
+                    nested: vec![$((stringify!($nested), <$section as $crate::config::define::Section>::outline())),*],
+                }
+            }
+
+            fn read(mut reader: $crate::config::read::Reader<'_>) -> Option<Self> {
+                $(let $key = reader.read(stringify!($key), $read);)*
+                $(let $nested = reader
+                    .section(stringify!($nested))
+                    .and_then(<$section as $crate::config::define::Section>::read);)*
+                let read = || Some(Self { $($key: $key?,)* $($nested: $nested?,)* });
+                let read = read();
+                if let Some(read) = &read {
+                    let check: fn(&Self, &mut $crate::config::read::Reader<'_>) = $check;
+                    check(read, &mut reader);
+                }
+                reader.finish();
+                read
+            }
+        }
+    };
+}
+pub(super) use section;
+
+const ABOUT: &str = "\
+# All settings with their defaults. Made from their definitions in src/config/settings.rs by
+# `make default-settings`; a test compares them. Later layers win:
+#
+#   built-in defaults  <  files given with --config  <  AMQP_URL  <  SCONCE_… variables  <  flags
+#
+# Copy what you want to change into a file of your own; what you leave out keeps the value below.
+# A variable spells a setting in capitals, with two underscores between levels and a pool's number
+# counted from 0:
+#
+#   SCONCE_BROKER__URL=amqp://user:password@rabbit/%2f
+#   SCONCE_POOL__0__BATCH__MAX_TOKENS=16384
+#
+# The same as flags: --set broker.url=…   --set pool[0].batch.max_tokens=16384
+#
+# Durations carry a unit (\"5ms\", \"2s\", \"1m30s\", \"1h\"), and so do sizes (\"100B\", \"512KiB\", \"8MB\",
+# \"16MiB\"). `sconce check-config` shows the settings in force, and where each one came from.
+";
+
+/// What `config/default.toml` holds: every setting with its help and its default.
+pub(super) fn default_file(sections: &[(&str, Outline)]) -> String {
+    let mut text = ABOUT.to_owned();
+    for (key, outline) in sections {
+        write(&mut text, key, outline);
+    }
+    text
+}
+
+fn write(text: &mut String, path: &str, outline: &Outline) {
+    text.push('\n');
+    comment(text, outline.about);
+    text.push_str(&format!("{}\n", header(path)));
+    for Key { name, default, help } in outline.keys {
+        comment(text, help);
+        text.push_str(&format!("{name} = {default}\n"));
+    }
+    for (key, nested) in &outline.nested {
+        write(text, &format!("{path}.{key}"), nested);
+    }
+}
+
+/// How a file begins the section at `path`. Of pools there may be several.
+pub(super) fn header(path: &str) -> String {
+    if path == "pool" { "[[pool]]".to_owned() } else { format!("[{path}]") }
+}
+
+fn comment(text: &mut String, lines: &[&str]) {
+    for line in lines {
+        text.push_str(&format!("#{line}\n"));
+    }
+}

@@ -1,0 +1,159 @@
+use super::super::{default_file, load};
+use super::Devices;
+
+/// What is said of the settings that these flags make.
+fn complaints(flags: &[(&str, &str)]) -> Vec<String> {
+    let flags: Vec<_> = flags.iter().map(|(path, value)| ((*path).to_owned(), (*value).to_owned())).collect();
+    match load(&[], Vec::new(), &flags) {
+        Ok(_) => Vec::new(),
+        Err(error) => error.problems().iter().map(ToString::to_string).collect(),
+    }
+}
+
+#[test]
+fn values_out_of_bounds_are_refused_with_what_was_expected() {
+    for (path, value, expected) in [
+        ("broker.url", "http://h", "an address with amqp://"),
+        ("broker.declare", "yes", "true or false"),
+        ("broker.delivery_limit", "0", "a whole number from 1"),
+        ("broker.heartbeat", "0s", "a duration from 1s to 18h12m15s"),
+        ("broker.heartbeat", "1500ms", "a duration in whole seconds"),
+        ("broker.connect_timeout", "10", "a duration with its unit"),
+        ("broker.confirm_timeout", "0s", "a duration from 1ms"),
+        ("broker.give_up_after", "", "a duration with its unit"),
+        ("broker.consumer_timeout", "0s", "a duration from 1ms"),
+        ("pool[0].name", "", "a name, not nothing"),
+        ("pool[0].model", "", "a name, not nothing"),
+        ("pool[0].task_queue", "", "the name of a queue"),
+        ("pool[0].dead_letter_queue", "", "the name of a queue"),
+        ("pool[0].reply_queue", "amq.reply", "a queue name that does not start"),
+        ("pool[0].served_names", "a,,b", "a list without empty names"),
+        ("pool[0].devices", "", "\"auto\", or a list of devices"),
+        ("pool[0].devices", "[]", "\"auto\", or a list of devices"),
+        ("pool[0].devices", "cpu,,cpu", "\"auto\", or a list of devices"),
+        ("pool[0].devices", "auto,cpu", "\"auto\", or a list of devices"),
+        ("pool[0].devices", "cuda:1,cpu,cuda:1", "each device once, not cuda:1"),
+        ("pool[0].workers_per_device", "0", "a whole number from 1"),
+        ("pool[0].threads", "0", "\"auto\" or a whole number from 1"),
+        ("pool[0].prefetch", "2001", "\"auto\" or a whole number from 1 to 2000"),
+        ("pool[0].max_body", "8", "a size with its unit"),
+        ("pool[0].max_body", "0B", "a size from 1B to 512MiB"),
+        ("pool[0].max_inputs", "-1", "a whole number from 1"),
+        ("pool[0].batch.max_tokens", "lots", "\"auto\" or a whole number from 1"),
+        ("pool[0].batch.max_requests", "0", "a whole number from 1"),
+        ("pool[0].batch.max_delay", "2m", "a duration from 0s to 1m"),
+        ("launcher.shutdown_grace", "0s", "a duration from 1ms"),
+        ("launcher.restart_delay", "soon", "a duration with its unit"),
+        ("launcher.max_quick_failures", "0", "a whole number from 1"),
+        ("launcher.poison_deaths", "0", "a whole number from 1"),
+        ("launcher.recycle_tasks", "0", "\"never\" or a whole number"),
+        ("launcher.recycle_age", "0s", "\"never\" or a duration from 1ms"),
+        ("launcher.recycle_memory", "0B", "\"never\" or a size from 1B"),
+        ("launcher.replace", "sometimes", "\"overlap\" or \"in_turn\""),
+        ("admin.listen", "9464", "an address and a port"),
+        ("admin.listen", "localhost:9464", "an address and a port"),
+        ("admin.control_exchange", "amq.topic", "a name that does not start with `amq.`"),
+        ("pool[0].batch.timeout", "0s", "a duration from 1ms"),
+        ("telemetry.otlp_endpoint", "127.0.0.1:4318", "\"\", or an address with http:// or https://"),
+        ("telemetry.otlp_endpoint", "http://me:0", "an address whose port is a number"),
+        ("telemetry.trace_sample", "1.5", "a number from 0 to 1"),
+        ("pool[0].retry.max_attempts", "101", "a whole number from 1 to 100"),
+        ("pool[0].retry.delay", "0s", "a duration from 1ms"),
+        ("pool[0].retry.delay_max", "999ms", "at least pool[0].retry.delay = \"1s\""),
+    ] {
+        let said = complaints(&[(path, value)]);
+        let start = format!("{path} = \"{value}\": expected {expected}");
+        let end = format!("(flag --set {path})");
+        assert_eq!(said.len(), 1, "{path} {value}: {said:?}");
+        assert!(said[0].starts_with(&start), "{} != {start}", said[0]);
+        assert!(said[0].ends_with(&end), "{}", said[0]);
+    }
+}
+
+#[test]
+fn values_at_their_bounds_are_taken() {
+    for (path, value) in [
+        ("broker.declare", "false"),
+        ("broker.heartbeat", "1s"),
+        ("pool[0].reply_queue", ""),
+        ("pool[0].reply_queue", &"q".repeat(255)),
+        ("pool[0].task_queue", &"q".repeat(236)),
+        ("pool[0].devices", "cpu,cpu"),
+        ("pool[0].devices", "cuda:0"),
+        ("pool[0].prefetch", "2000"),
+        ("pool[0].prefetch", "512"),
+        ("pool[0].max_body", "512MiB"),
+        ("pool[0].batch.max_tokens", "auto"),
+        ("pool[0].batch.max_delay", "0ms"),
+        ("admin.listen", ""),
+        ("admin.listen", "[::]:0"),
+        ("admin.control_exchange", ""),
+        ("launcher.replace", "in_turn"),
+        ("launcher.recycle_tasks", "never"),
+        ("launcher.recycle_memory", "1GiB"),
+    ] {
+        assert_eq!(complaints(&[(path, value)]), Vec::<String>::new());
+    }
+    let long = "ü".repeat(128);
+    let said = complaints(&[("pool[0].task_queue", &long)]);
+    assert!(said[0].contains("at most 236 bytes"), "{}", said[0]);
+}
+
+#[test]
+fn a_prefetch_that_no_batch_could_fill_from_names_both_settings() {
+    let said = complaints(&[("pool[0].prefetch", "16"), ("pool[0].batch.max_requests", "17")]);
+    assert!(said[0].starts_with("pool[0].prefetch = 16: expected \"auto\" or at least"));
+    assert!(said[0].contains("pool[0].batch.max_requests = 17"), "{}", said[0]);
+    let alone = complaints(&[("pool[0].prefetch", "16")]);
+    assert_eq!(alone, Vec::<String>::new(), "nobody asked for batches of 512");
+}
+
+#[test]
+fn a_pools_queues_must_not_feed_each_other() {
+    for key in ["pool[0].reply_queue", "pool[0].dead_letter_queue"] {
+        let said = complaints(&[(key, "sconce.tasks")]);
+        let start = format!("{key} = \"sconce.tasks\": expected a queue other than");
+        assert_eq!(said.len(), 1);
+        assert!(said[0].starts_with(&start), "{}", said[0]);
+        assert!(said[0].contains("pool[0].task_queue (built-in default)"));
+    }
+}
+
+#[test]
+fn a_certificate_and_its_key_come_together() {
+    for (written, missing) in [("cert_file", "key_file"), ("key_file", "cert_file")] {
+        let written = format!("broker.tls.{written}");
+        let said = complaints(&[(&written, "a.pem")]);
+        assert_eq!(said.len(), 1);
+        let start = format!("broker.tls.{missing} = \"\": expected a file, as {written}");
+        assert!(said[0].starts_with(&start), "{}", said[0]);
+    }
+}
+
+#[test]
+fn the_restart_delay_must_not_exceed_its_ceiling() {
+    let said = complaints(&[("launcher.restart_delay", "31s")]);
+    let expected = "launcher.restart_delay_max = \"30s\": expected at least \
+                    launcher.restart_delay = \"31s\" (flag --set launcher.restart_delay) \
+                    (built-in default)";
+    assert_eq!(said, vec![expected.to_owned()]);
+}
+
+#[test]
+fn one_device_without_a_comma_is_a_list_of_one() {
+    let flags = [("pool[0].devices".to_owned(), "cuda:1".to_owned())];
+    let loaded = load(&[], Vec::new(), &flags).expect("valid");
+    let expected = Devices::List(vec!["cuda:1".to_owned()]);
+    assert_eq!(loaded.settings.pools[0].devices, expected);
+}
+
+#[test]
+fn the_default_file_is_made_from_the_definitions() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/config/default.toml");
+    // `make default-settings` writes it.
+    if std::env::var_os("WRITE_DEFAULT_SETTINGS").is_some() {
+        std::fs::write(path, default_file()).expect("written");
+    }
+    let file = std::fs::read_to_string(path).expect("the file");
+    assert!(file == default_file(), "config/default.toml is old: run `make default-settings`");
+}
