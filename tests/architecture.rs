@@ -25,7 +25,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("launcher", &["protocol", "backoff", "shutdown", "config"]),
     ("admin", &["protocol", "shutdown", "broker", "launcher"]),
     ("cli", &["protocol", "shutdown"]),
-    ("app", &["config", "shutdown", "launcher", "worker", "broker", "cli", "commands"]),
+    ("client", &["protocol", "config", "broker"]),
+    ("app", &["config", "shutdown", "launcher", "worker", "broker", "client", "cli", "commands"]),
     (
         "commands",
         &[
@@ -37,6 +38,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "model",
             "engine",
             "broker",
+            "client",
             "worker",
             "launcher",
             "admin",

@@ -7,6 +7,7 @@ use std::thread;
 use clap::Parser;
 
 use crate::cli::Cli;
+use crate::client::ClientError;
 use crate::commands;
 use crate::config::ConfigError;
 use crate::launcher::LaunchError;
@@ -84,6 +85,12 @@ fn exit_of(error: &anyhow::Error) -> Exit {
     }
     if let Some(error) = error.downcast_ref::<crate::broker::BrokerError>() {
         return WorkerError::from(error.clone()).exit();
+    }
+    match error.downcast_ref::<ClientError>() {
+        Some(ClientError::Broker(error)) => return WorkerError::from(error.clone()).exit(),
+        Some(ClientError::NoReply { .. }) => return Exit::Aborted,
+        Some(ClientError::Lost { .. }) => return Exit::BrokerLost,
+        None => {}
     }
     error.downcast_ref::<Exit>().copied().unwrap_or(Exit::Internal)
 }

@@ -13,7 +13,6 @@ mod guard;
 mod healthcheck;
 mod launch;
 mod numa;
-mod producer;
 mod progress;
 mod publish;
 mod registry;
@@ -45,7 +44,7 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
         Command::Launch(settings) => launch::run(&settings, registry),
         Command::Worker(arguments) => worker::run(&arguments, registry),
         Command::Guard => guard::run(),
-        Command::Publish(arguments) => publish::run(arguments),
+        Command::Publish(arguments) => publish::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::BenchDevice(arguments) => bench_device::run(&arguments, registry),
         Command::Dead(command) => dead::run(&command),

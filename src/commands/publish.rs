@@ -1,42 +1,39 @@
 //! `sconce publish`: publishes tasks, and with `--wait` prints their replies, in the order of the
 //! tasks.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::Path;
-use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
 
 use anyhow::Context;
-use futures_util::StreamExt;
-use futures_util::stream::FuturesUnordered;
+use futures_util::stream;
 use indicatif::ProgressBar;
 use serde_json::{Map, Value as Json, json, value::RawValue};
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::mpsc;
+use tokio::time::Instant;
 
-use super::requests::{Request, Requests, embed, requests_in};
-use super::{broker_session, load, pool_named, producer, progress, start_logging};
-use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, declare, subscribe};
-use crate::broker::{Acker, Consumer, Event, Publisher};
+use super::requests::{self, Requests, embed, requests_in};
+use super::{broker_session, load, pool_named, progress, start_logging};
 use crate::cli::Publish;
-use crate::protocol::reply::is_part;
-use crate::protocol::{Message, Value};
+use crate::client::{Bounds, Client, Request, Sink, Task};
+use crate::protocol::{Headers, Message, Value};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
 /// Tasks published and not yet printed: bounds what is held back for the order.
 const WINDOW: usize = 4_096;
-/// Publishes under way at once.
-const PIPELINED: usize = 256;
+/// Replies that the broker sends ahead of their acks.
+const PREFETCH: u16 = 256;
+/// Lines read ahead of what is published.
+const READ_AHEAD: usize = 256;
 
 /// Publishes.
-pub(super) fn run(arguments: Publish) -> anyhow::Result<Exit> {
+pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET));
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
-    let requests = read_ahead(requests(&arguments).context(Exit::Usage)?)?;
+    let mut lines = read_ahead(requests(arguments).context(Exit::Usage)?)?;
     let total = match &arguments.input {
         None => Some(arguments.texts.len() as u64),
         Some(path) if path == Path::new("-") => None,
@@ -44,188 +41,66 @@ pub(super) fn run(arguments: Publish) -> anyhow::Result<Exit> {
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {
-        let connector = || Connector::new(settings.broker.clone(), "sconce publish");
-        if let Some(topology) = broker_session::topology(&settings.broker, pool) {
-            declare(&connector(), &topology).await?;
-        }
-        let publisher = AmqpPublisher::new(connector());
-        let bar = progress::bar(total, 0, "tasks");
-        let feed = Feed { publisher: &publisher, queue: &pool.task_queue, bar: &bar };
+        let topology = broker_session::topology(&settings.broker, pool);
+        let queue = (pool.task_queue.as_str(), topology.as_ref());
+        let prefetch = arguments.wait.then_some(PREFETCH);
+        let mut client = Client::connect(&settings.broker, "sconce publish", queue, prefetch).await?;
+        let mut output = Output { bar: progress::bar(total, 0, "tasks"), published: 0 };
+        // A line that is no task ends the input; what came before it is published and answered.
+        let mut bad = None;
+        let tasks = stream::poll_fn(|context| {
+            lines.poll_recv(context).map(|line| match line? {
+                Ok(request) => Some(Ok(task(request))),
+                Err(error) => {
+                    bad = Some(error);
+                    None
+                }
+            })
+        });
+        let bounds = Bounds { under_way: WINDOW, timeout: Some(arguments.timeout), in_order: true };
+        let ended = client.run(0, tasks, &bounds, &mut output).await;
+        output.bar.finish_and_clear();
+        client.close().await;
+        ended?;
         if !arguments.wait {
-            let (published, bad) = feed.run(requests, None).await?;
-            publisher.close().await;
-            bar.finish_and_clear();
-            writeln!(io::stdout(), "published {published} tasks to {}", pool.task_queue)?;
-            return ended(bad);
+            writeln!(io::stdout(), "published {} tasks to {}", output.published, pool.task_queue)?;
         }
-        let (told, name) = watch::channel(None);
-        let (consumer, acker) = subscribe(connector(), Subscription::Private(told), 256);
-        let mut replies = Replies { consumer, acker, timeout: arguments.timeout, bar: &bar };
-        let queue = producer::reply_queue(&mut replies.consumer, name).await?;
-        let (asked, window) = watch::channel(Asked::default());
-        let permits = Arc::new(Semaphore::new(WINDOW));
-        let fed = feed.run(requests, Some((queue, asked, permits.clone())));
-        let worked = tokio::try_join!(fed, replies.print(window, &permits));
-        bar.finish_and_clear();
-        publisher.close().await;
-        replies.consumer.close().await;
-        let ((_, bad), ()) = worked?;
-        ended(bad)
+        match bad {
+            Some(error) => Err(error.context(Exit::Usage)),
+            None => Ok(Exit::Done),
+        }
     })
 }
 
-/// A line that is no task is the caller's to mend; what came before it has been published.
-fn ended(bad: Option<anyhow::Error>) -> anyhow::Result<Exit> {
-    match bad {
-        Some(error) => Err(error.context(Exit::Usage)),
-        None => Ok(Exit::Done),
-    }
+/// The user's name for it is kept for the reply.
+fn task(request: requests::Request) -> Task<Option<String>> {
+    let message_id = request.custom_id.clone().unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
+    let request_of = Request { message_id, headers: Headers::new(), body: request.body, expires: None };
+    Task { meta: request.custom_id, request: Some(request_of) }
 }
 
-/// What has been asked, for those who print: written by the feed, read by the printer.
-#[derive(Default)]
-struct Asked {
-    custom_ids: BTreeMap<u64, String>,
-    count: u64,
-    all: bool,
+/// Prints replies, or counts what is published.
+struct Output {
+    bar: ProgressBar,
+    published: u64,
 }
 
-impl Asked {
-    fn add(&mut self, number: u64, request: &Request) {
-        self.count += 1;
-        if let Some(id) = &request.custom_id {
-            self.custom_ids.insert(number, id.clone());
+impl Sink<Option<String>, anyhow::Error> for Output {
+    fn answered(
+        &mut self,
+        number: u64,
+        custom_id: Option<String>,
+        reply: Option<Message>,
+        _: Instant,
+    ) -> anyhow::Result<()> {
+        self.published += 1;
+        if let Some(reply) = reply {
+            let mut line = reply_line(number, custom_id, &reply)?;
+            line.push(b'\n');
+            self.bar.suspend(|| io::stdout().write_all(&line))?;
         }
-    }
-}
-
-struct Feed<'a> {
-    publisher: &'a AmqpPublisher,
-    queue: &'a str,
-    bar: &'a ProgressBar,
-}
-
-type Answers = (String, watch::Sender<Asked>, Arc<Semaphore>);
-
-impl Feed<'_> {
-    /// Publishes what `requests` brings. Returns how many tasks that were, and the request that
-    /// could not be read, which ended them.
-    async fn run(
-        &self,
-        mut requests: mpsc::Receiver<anyhow::Result<Request>>,
-        answers: Option<Answers>,
-    ) -> anyhow::Result<(u64, Option<anyhow::Error>)> {
-        let mut number = 0;
-        let mut under_way = FuturesUnordered::new();
-        let bad = loop {
-            let next = async {
-                // First the place for the reply, given back by the printer: a request that has been
-                // taken must not be dropped again.
-                let place = match &answers {
-                    Some((.., places)) => Some(places.acquire().await),
-                    None => None,
-                };
-                (place, requests.recv().await)
-            };
-            let request = tokio::select! {
-                Some(published) = under_way.next() => {
-                    published?;
-                    continue;
-                }
-                (place, request) = next, if under_way.len() < PIPELINED => {
-                    if let Some(place) = place.transpose()?.filter(|_| request.is_some()) {
-                        place.forget();
-                    }
-                    request
-                }
-            };
-            let request = match request {
-                Some(Ok(request)) => request,
-                Some(Err(error)) => break Some(error),
-                None => break None,
-            };
-            if let Some((_, asked, _)) = &answers {
-                asked.send_modify(|asked| asked.add(number, &request));
-            }
-            let reply_to = answers.as_ref().map(|(queue, ..)| queue.clone());
-            let id = request.custom_id.unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
-            let message = producer::task(number, id, request.body, reply_to);
-            under_way.push(self.publish(message, answers.is_none()));
-            number += 1;
-        };
-        while let Some(published) = under_way.next().await {
-            published?;
-        }
-        if let Some((_, asked, _)) = answers {
-            asked.send_modify(|asked| asked.all = true);
-        }
-        Ok((number, bad))
-    }
-
-    async fn publish(&self, message: Message, counts: bool) -> anyhow::Result<()> {
-        producer::publish(self.publisher, self.queue, message).await?;
-        if counts {
-            self.bar.inc(1);
-        }
+        self.bar.inc(1);
         Ok(())
-    }
-}
-
-struct Replies<'a, S> {
-    consumer: crate::broker::amqp::AmqpConsumer,
-    acker: S,
-    timeout: Duration,
-    bar: &'a ProgressBar,
-}
-
-impl<S: Acker> Replies<'_, S> {
-    /// Prints each reply once all before it are printed.
-    async fn print(&mut self, mut asked: watch::Receiver<Asked>, permits: &Semaphore) -> anyhow::Result<()> {
-        let mut early = BTreeMap::<u64, Message>::new();
-        let mut next = 0;
-        loop {
-            let (count, all) = {
-                let asked = asked.borrow_and_update();
-                (asked.count, asked.all)
-            };
-            if all && next == count {
-                return Ok(());
-            }
-            let event = tokio::select! {
-                event = tokio::time::timeout(self.timeout, self.consumer.next()), if next < count => {
-                    event.with_context(|| format!("no reply for {:?}; {} are missing", self.timeout, count - next))
-                        .context(Exit::Aborted)??
-                }
-                // Not once the feed is over: an error at once, each time, would starve the timeout.
-                Ok(()) = asked.changed() => continue,
-            };
-            let Event::Delivery(delivery) = event else {
-                let error = format!(
-                    "the reply queue was lost with the connection; {} replies are missing",
-                    count - next
-                );
-                return Err(anyhow::Error::msg(error).context(Exit::BrokerLost));
-            };
-            self.acker.ack(delivery.delivery_tag).await;
-            // The reply behind it says all.
-            if is_part(&delivery.message) {
-                continue;
-            }
-            let number = delivery.message.properties.correlation_id.as_deref().and_then(|id| id.parse().ok());
-            // At least once: a reply that has been printed may come again.
-            if let Some(number) = number.filter(|number| *number >= next) {
-                early.insert(number, delivery.message);
-            }
-            while let Some(message) = early.remove(&next) {
-                let custom_id = asked.borrow().custom_ids.get(&next).cloned();
-                let mut line = reply_line(next, custom_id, &message)?;
-                line.push(b'\n');
-                self.bar.suspend(|| io::stdout().write_all(&line))?;
-                self.bar.inc(1);
-                permits.add_permits(1);
-                next += 1;
-            }
-        }
     }
 }
 
@@ -260,9 +135,9 @@ fn tasks_in(path: &Path) -> anyhow::Result<u64> {
 }
 
 /// Reads on a thread of its own: stdin may bring a line now and the next tomorrow.
-fn read_ahead(mut requests: Requests) -> io::Result<mpsc::Receiver<anyhow::Result<Request>>> {
-    // Written by the thread, read by the feed. Bound: what the feed takes next.
-    let (read, requested) = mpsc::channel(PIPELINED);
+fn read_ahead(mut requests: Requests) -> io::Result<mpsc::Receiver<anyhow::Result<requests::Request>>> {
+    // Written by the thread, read by whoever publishes.
+    let (read, requested) = mpsc::channel(READ_AHEAD);
     thread::Builder::new()
         .name("input".into())
         .spawn(move || while requests.next().is_some_and(|request| read.blocking_send(request).is_ok()) {})?;

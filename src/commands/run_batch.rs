@@ -6,41 +6,42 @@
 
 mod report;
 
-use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
+use std::num::NonZeroU16;
+use std::path::PathBuf;
 use std::pin::pin;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use futures_util::{StreamExt as _, stream};
 use indicatif::ProgressBar;
-use tokio::sync::Notify;
-use tokio::task::JoinSet;
+use tokio::time::Instant;
 
 use self::report::Tally;
-use super::batch_file::{
-    CountedInput, InputChanged, InputLine, MAX_LINE, MadeBy, OrderedWriter, ResumePoint, claim,
-};
+use super::batch_file::{CountedInput, InputChanged, InputLine, MAX_LINE, MadeBy, ResumePoint, claim};
 use super::bench::{Answer, inputs_of};
 use super::{Registry, load, pool_named, progress, start_logging};
-use crate::broker::Published;
-use crate::broker::embedded::{DeliveryLimit, EmbeddedBroker, LocalConsumer, QueueSpec};
+use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
+use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::config::{Pool, Secret, Settings};
 use crate::launcher::{self, Host};
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
-use crate::protocol::reply::error_body;
 use crate::protocol::task::{SHUTDOWN, URL};
-use crate::protocol::{Headers, JSON, Message, Properties, TaskError, TaskErrorKind};
+use crate::protocol::{Headers, Message, Properties};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::QUIET;
 
 /// Lines in work or finished early: what the order may hold back.
 const WINDOW: usize = 4_096;
-/// Ready messages in a queue before the feed waits.
+/// Ready messages in a queue before a publisher waits.
 const MAX_READY: usize = 1_024;
+/// Replies ahead of their acks.
+const PREFETCH: NonZeroU16 = NonZeroU16::new(256).expect("256 is not zero");
+/// The queue of replies, inside this process.
+const REPLIES: &str = "replies";
 
 /// Runs the file.
 pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Exit> {
@@ -64,49 +65,53 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let queues = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let broker = {
         let _inside = queues.enter();
-        Arc::new(EmbeddedBroker::bind(&socket, &queues_of(&pool, settings.broker.delivery_limit))?)
+        Arc::new(EmbeddedBroker::bind(&socket, &queues_of(&pool))?)
     };
-    let bar = progress::bar(Some(total as u64), point.done as u64, "lines");
-    let run = Arc::new(Run {
-        pool,
-        broker: broker.clone(),
-        grace: settings.launcher.shutdown_grace,
-        begun: Mutex::default(),
-        writer: Mutex::new(OrderedWriter::new(BufWriter::new(output), point.done, WINDOW)),
-        written: Notify::new(),
-        errors: AtomicU64::new(0),
-        input_changed: OnceLock::new(),
-        tally: arguments.json.then(Mutex::default),
-        bar: bar.clone(),
-    });
+    let output = Arc::new(Mutex::new(Output {
+        file: BufWriter::new(output),
+        done: point.done,
+        errors: 0,
+        tally: arguments.json.then(Tally::default),
+        input_changed: None,
+        bar: progress::bar(Some(total as u64), point.done as u64, "lines"),
+    }));
     let stop = Stop::default();
-    let mut tasks = JoinSet::new();
-    tasks.spawn_on(run.clone().feed(input, point.done, assignments.len(), stop.clone()), queues.handle());
-    let replies = run.consumer(run.pool.reply_queue.as_deref().unwrap_or_default())?;
-    tasks.spawn_on(run.clone().collect(replies), queues.handle());
-    let letters = run.consumer(&run.pool.dead_letter_queue)?;
-    tasks.spawn_on(run.clone().collect_dead(letters), queues.handle());
-
+    let run = Run {
+        socket,
+        pool: pool.clone(),
+        workers: assignments.len(),
+        grace: settings.launcher.shutdown_grace,
+        output: output.clone(),
+        stop: stop.clone(),
+    };
+    let mut feed = queues.spawn(run.run(input));
+    let mut fed = false;
     let launch = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let exit = launch.block_on(async {
         listen(stop.clone(), Patience::SecondAborts)?;
         let mut launched = pin!(launcher::run(&program, &assignments, &settings.launcher, &stop));
-        let exit = tokio::select! {
-            exit = &mut launched => exit,
-            error = first_failure(&mut tasks) => {
-                // A full disk, say: nothing that the workers compute could be kept.
-                stop.advance(Phase::Returning, "the run failed");
-                launched.await;
-                return Err(error);
+        let exit = loop {
+            tokio::select! {
+                exit = &mut launched => break exit,
+                ended = &mut feed, if !fed => match ended? {
+                    Ok(()) => fed = true,
+                    Err(error) => {
+                        // A full disk, say: nothing that the workers compute could be kept.
+                        stop.advance(Phase::Returning, "the run failed");
+                        launched.await;
+                        return Err(error);
+                    }
+                }
             }
         };
         // The workers' last replies are in the queue; they only have to be written.
-        let _ = tokio::time::timeout(Duration::from_secs(5), run.written_up_to(total, exit, &stop)).await;
+        written_up_to(total, &output, &broker, (exit, &stop)).await;
         Ok(exit)
     })?;
     queues.block_on(broker.shutdown());
-    bar.finish_and_clear();
-    conclude(&run, exit, &point, arguments)
+    let mut output = lock(&output);
+    output.bar.finish_and_clear();
+    conclude(&mut output, &pool, exit, &point)
 }
 
 fn nothing_left(arguments: &RunBatch, pool: &Pool, lines: usize) -> anyhow::Result<Exit> {
@@ -118,18 +123,17 @@ fn nothing_left(arguments: &RunBatch, pool: &Pool, lines: usize) -> anyhow::Resu
 }
 
 /// Says what was done, and what is missing.
-fn conclude(run: &Run, exit: Exit, point: &ResumePoint, arguments: &RunBatch) -> anyhow::Result<Exit> {
-    File::options().write(true).open(&arguments.output)?.sync_all().context("the output")?;
-    let done = run.lock_writer().next();
-    let errors = run.errors.load(Ordering::Relaxed);
-    if let Some(tally) = &run.tally {
-        print(&mut tally.lock().unwrap_or_else(PoisonError::into_inner), &run.pool, errors)?;
+fn conclude(output: &mut Output, pool: &Pool, exit: Exit, point: &ResumePoint) -> anyhow::Result<Exit> {
+    output.file.get_ref().sync_all().context("the output")?;
+    let (done, errors) = (output.done, output.errors);
+    if let Some(tally) = &mut output.tally {
+        print(tally, pool, errors)?;
     }
     let mut says = io::stderr();
     let (now, total) = (done - point.done, point.input.lines);
     writeln!(says, "{now} of {total} lines answered now, {} before; {errors} with an error", point.done)?;
-    if let Some(changed) = run.input_changed.get() {
-        return Err(anyhow::Error::new(*changed).context(Exit::Usage));
+    if let Some(changed) = output.input_changed {
+        return Err(anyhow::Error::new(changed).context(Exit::Usage));
     }
     if done == total {
         // However its workers ended.
@@ -141,18 +145,6 @@ fn conclude(run: &Run, exit: Exit, point: &ResumePoint, arguments: &RunBatch) ->
 
 fn print(tally: &mut Tally, pool: &Pool, errors: u64) -> anyhow::Result<()> {
     Ok(writeln!(io::stdout(), "{}", serde_json::to_string(&tally.report(&pool.name, errors))?)?)
-}
-
-/// The first task that fails; for ever pending while none does.
-async fn first_failure(tasks: &mut JoinSet<anyhow::Result<()>>) -> anyhow::Error {
-    while let Some(ended) = tasks.join_next().await {
-        match ended {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => return error,
-            Err(error) => return error.into(),
-        }
-    }
-    std::future::pending().await
 }
 
 /// A line as a request.
@@ -192,202 +184,160 @@ fn settings(arguments: &RunBatch) -> anyhow::Result<(Settings, Pool)> {
     let mut settings = load(&arguments.settings, &flags.into_iter().flatten().collect::<Vec<_>>())?.settings;
     let mut pool = settings.pools.swap_remove(index);
     // Names inside this process; a pool without a reply queue needs one here.
-    pool.reply_queue = Some("replies".into());
+    pool.reply_queue = Some(REPLIES.into());
     settings.pools = vec![pool.clone()];
     Ok((settings, pool))
 }
 
-fn queues_of(pool: &Pool, delivery_limit: u32) -> Vec<QueueSpec> {
-    let dead_letter_queue = pool.dead_letter_queue.clone();
-    let limit =
-        DeliveryLimit { returns: delivery_limit.into(), dead_letter_queue: dead_letter_queue.clone() };
-    let queue = |name: String, delivery_limit| QueueSpec { name, max_ready: MAX_READY, delivery_limit };
+fn queues_of(pool: &Pool) -> Vec<QueueSpec> {
+    let queue = |name: &str, max_ready| QueueSpec { name: name.to_owned(), max_ready };
     vec![
-        queue(pool.task_queue.clone(), Some(limit)),
-        queue(pool.reply_queue.clone().unwrap_or_default(), None),
-        queue(dead_letter_queue, None),
+        queue(&pool.task_queue, Some(MAX_READY)),
+        queue(REPLIES, Some(MAX_READY)),
+        // A task that is dead-lettered has been answered too.
+        queue(&pool.dead_letter_queue, None),
     ]
 }
 
-/// What feed and collectors share.
-struct Run {
-    pool: Pool,
-    broker: Arc<EmbeddedBroker>,
-    /// From the sentinels to the end of workers that took none.
-    grace: Duration,
-    /// The lines in work, by their sequence numbers. Written by the feed, taken by the collectors.
-    /// Bound: the window.
-    begun: Mutex<HashMap<usize, Begun>>,
-    /// Written by the collectors, and by the feed for lines that are no requests.
-    writer: Mutex<OrderedWriter<BufWriter<File>>>,
-    /// Told by whoever wrote lines, heard by the feed, which waits for room in the window.
-    written: Notify,
-    /// Lines written that hold an error.
-    errors: AtomicU64,
-    /// Set by the feed, behind the last line; read at the end of the run.
-    input_changed: OnceLock<InputChanged>,
-    /// What a report is made of, where one was asked for. Written by the collectors.
-    tally: Option<Mutex<Tally>>,
+/// A line as it is asked for.
+enum Line {
+    Request {
+        custom_id: String,
+        /// As a report counts them; none is asked for: 0.
+        inputs: usize,
+    },
+    /// No request: what answers it is known.
+    Invalid(Vec<u8>),
+}
+
+/// The lines of the input behind the first `done`, as tasks.
+fn tasks(input: &mut CountedInput, counts_inputs: bool) -> impl Iterator<Item = anyhow::Result<Task<Line>>> {
+    input.map(move |line| {
+        let line = line.context("the input")?;
+        Ok(match parse(&line) {
+            Ok(BatchRequest { custom_id, url, body }) => {
+                let inputs = if counts_inputs { inputs_of(&body) } else { 0 };
+                let message_id = format!("line-{}", line.number);
+                let headers = Headers::from([(URL.into(), url.into())]);
+                let request = Some(Request { message_id, headers, body, expires: None });
+                Task { meta: Line::Request { custom_id, inputs }, request }
+            }
+            Err(invalid) => {
+                Task { meta: Line::Invalid(batch_line::error_line(line.number, &invalid)), request: None }
+            }
+        })
+    })
+}
+
+/// The output. Shared by the run, which writes, and by its end, which says what was written.
+struct Output {
+    file: BufWriter<File>,
+    /// Lines written, those of earlier runs included.
+    done: usize,
+    /// Lines written now that hold an error.
+    errors: u64,
+    /// What a report is made of, where one was asked for.
+    tally: Option<Tally>,
+    /// How the input has changed since it was counted, known behind the last line.
+    input_changed: Option<InputChanged>,
     bar: ProgressBar,
 }
 
-/// A line in work.
-struct Begun {
-    custom_id: String,
-    /// As a report counts them; none is asked for: 0.
-    inputs: usize,
+/// Each line is flushed: an interrupted run goes on behind it.
+impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
+    fn answered(&mut self, _: u64, line: Line, reply: Option<Message>, _: Instant) -> anyhow::Result<()> {
+        let mut output = lock(self);
+        let written = match (line, reply) {
+            (Line::Request { custom_id, inputs }, Some(reply)) => {
+                if let Some(tally) = &mut output.tally {
+                    tally.count(inputs, &Answer::of(&reply));
+                }
+                let Message { properties, body } = reply;
+                let status = properties.headers.get("status_code").and_then(|code| code.as_i64());
+                let status = status.unwrap_or(500) as u16;
+                output.errors += u64::from(status != 200);
+                let id = properties.message_id.unwrap_or_default();
+                batch_line::response_line(&custom_id, status, &id, &body)?
+            }
+            (Line::Invalid(line), _) => {
+                output.errors += 1;
+                line
+            }
+            (Line::Request { custom_id, .. }, None) => bail!("no reply to {custom_id:?}"),
+        };
+        output.file.write_all(&written).and_then(|()| output.file.flush()).context("the output")?;
+        output.done += 1;
+        output.bar.inc(1);
+        Ok(())
+    }
+}
+
+fn lock(output: &Mutex<Output>) -> MutexGuard<'_, Output> {
+    output.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What publishes the lines and writes the answers.
+struct Run {
+    socket: PathBuf,
+    pool: Pool,
+    /// Sentinels at the end.
+    workers: usize,
+    /// From the sentinels to the end of workers that took none.
+    grace: Duration,
+    output: Arc<Mutex<Output>>,
+    stop: Stop,
 }
 
 impl Run {
-    fn consumer(&self, queue: &str) -> anyhow::Result<LocalConsumer> {
-        self.broker.consume(queue).with_context(|| format!("no queue {queue:?}"))
-    }
-
     /// Publishes every line that was counted and, once all are answered, a sentinel for each worker: until
     /// then a task may wait somewhere for another attempt, and the input may still grow.
-    async fn feed(
-        self: Arc<Self>,
-        mut input: CountedInput,
-        done: usize,
-        workers: usize,
-        stop: Stop,
-    ) -> anyhow::Result<()> {
-        for (sequence, line) in (done..).zip(&mut input) {
-            let line = line.context("the input")?;
-            tokio::select! {
-                () = self.room_for(sequence) => {}
-                () = stop.reached(Phase::Returning) => return Ok(()),
-            }
-            match parse(&line) {
-                Ok(request) => {
-                    let inputs = self.tally.as_ref().map_or(0, |_| inputs_of(&request.body));
-                    let begun = Begun { custom_id: request.custom_id, inputs };
-                    self.begun.lock().unwrap_or_else(PoisonError::into_inner).insert(sequence, begun);
-                    let properties = Properties {
-                        content_type: Some(JSON.into()),
-                        correlation_id: Some(sequence.to_string()),
-                        message_id: Some(format!("line-{}", line.number)),
-                        headers: Headers::from([(URL.into(), request.url.into())]),
-                        ..Properties::default()
-                    };
-                    self.publish(Message { properties, body: request.body }).await?;
-                }
-                Err(invalid) => {
-                    self.errors.fetch_add(1, Ordering::Relaxed);
-                    self.write(sequence, batch_line::error_line(line.number, &invalid))?;
-                }
-            }
+    async fn run(mut self, mut input: CountedInput) -> anyhow::Result<()> {
+        let queue = self.pool.reply_queue.clone().unwrap_or_default();
+        let session =
+            embedded::connect(&self.socket, embedded::Subscription { queue, prefetch: PREFETCH }).await?;
+        let mut client = Client::over(session, &self.pool.task_queue);
+        let (first, counts_inputs) = {
+            let output = lock(&self.output);
+            (output.done as u64, output.tally.is_some())
+        };
+        let stopped = self.stop.clone();
+        let tasks = stream::iter(tasks(&mut input, counts_inputs))
+            .take_until(async move { stopped.reached(Phase::Returning).await });
+        let bounds = Bounds { under_way: WINDOW, timeout: None, in_order: true };
+        client.run(first, tasks, &bounds, &mut self.output).await?;
+        if self.stop.phase() >= Phase::Returning {
+            return Ok(());
         }
-        tokio::select! {
-            () = self.all_answered() => {}
-            () = stop.reached(Phase::Returning) => return Ok(()),
-        }
-        if let Some(changed) = input.changed().context("the input")? {
-            let _ = self.input_changed.set(changed);
-        }
-        for _ in 0..workers {
+        let changed = input.changed().context("the input")?;
+        lock(&self.output).input_changed = changed;
+        for _ in 0..self.workers {
             let properties = Properties { kind: Some(SHUTDOWN.into()), ..Properties::default() };
-            self.publish(Message { properties, body: "null".into() }).await?;
+            client.publish(Message { properties, body: "null".into() }).await?;
         }
         // A worker that died behind its sentinel has been started again, and none is left for it.
         tokio::time::sleep(self.grace).await;
-        stop.advance(Phase::Returning, "every line is answered");
+        self.stop.advance(Phase::Returning, "every line is answered");
         Ok(())
     }
+}
 
-    async fn publish(&self, message: Message) -> anyhow::Result<()> {
-        match self.broker.publish(&self.pool.task_queue, message).await {
-            Published::Confirmed => Ok(()),
-            refused => bail!("the embedded queue: {refused:?}"),
-        }
-    }
-
-    async fn all_answered(&self) {
-        loop {
-            let written = self.written.notified();
-            if self.begun.lock().unwrap_or_else(PoisonError::into_inner).is_empty() {
-                return;
-            }
-            written.await;
-        }
-    }
-
-    async fn room_for(&self, sequence: usize) {
-        loop {
-            let written = self.written.notified();
-            if self.lock_writer().may_begin(sequence) {
-                return;
-            }
-            written.await;
-        }
-    }
-
-    /// Writes a line for each reply.
-    async fn collect(self: Arc<Self>, mut replies: LocalConsumer) -> anyhow::Result<()> {
-        while let Some(taken) = replies.next().await {
-            let reply = taken.message();
-            let headers = &reply.properties.headers;
-            let status = headers.get("status_code").and_then(|code| code.as_i64()).unwrap_or(500) as u16;
-            let id = reply.properties.message_id.clone().unwrap_or_default();
-            self.answer(reply, status, &id, &reply.body)?;
-            taken.ack();
-        }
-        Ok(())
-    }
-
-    /// Writes an error line for each task that the queue itself gave up. Dead letters of a worker
-    /// have been answered too.
-    async fn collect_dead(self: Arc<Self>, mut letters: LocalConsumer) -> anyhow::Result<()> {
-        while let Some(taken) = letters.next().await {
-            let letter = taken.message();
-            if !letter.properties.headers.contains_key("worker") {
-                let words = "the workers that took this task died each time, until its attempts were spent";
-                let error = TaskError::new(TaskErrorKind::Internal, words);
-                let id = uuid::Uuid::new_v4().to_string();
-                self.answer(letter, error.kind.wire().1 as u16, &id, &error_body(&error))?;
-            }
-            taken.ack();
-        }
-        Ok(())
-    }
-
-    /// Writes the line that answers a task's message or its reply.
-    fn answer(&self, message: &Message, status: u16, id: &str, body: &[u8]) -> anyhow::Result<()> {
-        let sequence = message.properties.correlation_id.as_deref().and_then(|id| id.parse().ok());
-        let sequence: usize = sequence.context("a reply without our correlation id")?;
-        let begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner).remove(&sequence);
-        // At least once: a line that has been answered may be answered again.
-        let Some(Begun { custom_id, inputs }) = begun else { return Ok(()) };
-        if let Some(tally) = &self.tally {
-            tally.lock().unwrap_or_else(PoisonError::into_inner).count(inputs, &Answer::of(message));
-        }
-        if status != 200 {
-            self.errors.fetch_add(1, Ordering::Relaxed);
-        }
-        self.write(sequence, batch_line::response_line(&custom_id, status, id, body)?)
-    }
-
-    fn write(&self, sequence: usize, line: Vec<u8>) -> anyhow::Result<()> {
-        let written = self.lock_writer().submit(sequence, line).context("the output")?;
-        self.bar.inc(written as u64);
-        self.written.notify_waiters();
-        Ok(())
-    }
-
-    fn lock_writer(&self) -> MutexGuard<'_, OrderedWriter<BufWriter<File>>> {
-        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits until every line is written, or, when the run was stopped, all replies that there are;
-    /// not at all when the launcher did not end well.
-    async fn written_up_to(&self, total: usize, exit: Exit, stop: &Stop) {
-        let replies = self.pool.reply_queue.as_deref().unwrap_or_default();
-        let all_taken = || self.broker.stats(replies).is_none_or(|left| left.ready + left.unacked == 0);
-        while exit == Exit::Done && self.lock_writer().next() < total {
+/// Waits until every line is written, or, when the run was stopped, all replies that there are; not at all
+/// when the launcher did not end well. Bound: five seconds.
+async fn written_up_to(
+    total: usize,
+    output: &Mutex<Output>,
+    broker: &EmbeddedBroker,
+    (exit, stop): (Exit, &Stop),
+) {
+    const LOOK: Duration = Duration::from_millis(20);
+    let all_taken = || broker.stats(REPLIES).is_none_or(|left| left.ready + left.unacked == 0);
+    let written = async {
+        while exit == Exit::Done && lock(output).done < total {
             if stop.phase() >= Phase::Returning && all_taken() {
                 return;
             }
-            let _ = tokio::time::timeout(Duration::from_millis(50), self.written.notified()).await;
+            tokio::time::sleep(LOOK).await;
         }
-    }
+    };
+    let _ = tokio::time::timeout(Duration::from_secs(5), written).await;
 }

@@ -1,3 +1,5 @@
+//! The rules of the settings, and the file that is made from them.
+
 use super::super::{default_file, load};
 use super::Devices;
 

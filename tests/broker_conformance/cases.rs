@@ -226,6 +226,7 @@ pub async fn exactly_the_publishes_to_missing_queues_are_unroutable(rig: &impl R
     rig.ready_becomes(&replies, routed).await;
 }
 
+#[allow(dead_code, reason = "no case of the embedded queue")]
 pub async fn an_expired_message_is_never_delivered(rig: &impl Rig) {
     let queue = rig.fresh_queue().await;
     let mut short = text("expired");

@@ -11,6 +11,8 @@ use crate::rig::{Link, Rig};
 
 /// Queues are made at the start; a case needs few.
 const QUEUES: usize = 4;
+/// A queue that holds nothing, for a connection that only publishes.
+const QUIET: &str = "quiet";
 
 pub struct EmbeddedRig {
     broker: EmbeddedBroker,
@@ -23,7 +25,8 @@ impl Rig for EmbeddedRig {
     async fn start() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let queues: Vec<QueueSpec> = (0..QUEUES)
-            .map(|n| QueueSpec { name: format!("queue-{n}"), max_ready: 10_000, delivery_limit: None })
+            .map(|n| QueueSpec { name: format!("queue-{n}"), max_ready: Some(10_000) })
+            .chain([QueueSpec { name: QUIET.into(), max_ready: Some(1) }])
             .collect();
         let path = folder.path().join("queue").join("socket");
         let broker = EmbeddedBroker::bind(path, &queues).expect("the socket");
@@ -49,7 +52,8 @@ impl Rig for EmbeddedRig {
     }
 
     async fn publish(&self, queue: &str, message: Message) {
-        assert_eq!(self.broker.publish(queue, message).await, Published::Confirmed);
+        let link = self.open(QUIET, 1).await;
+        assert_eq!(link.publisher.publish(queue, message.into()).await.ok(), Some(Published::Confirmed));
     }
 
     async fn ready(&self, queue: &str) -> usize {

@@ -110,7 +110,6 @@ macro_rules! conformance {
             acks_written_before_a_close_count_and_later_ones_do_not,
             a_publisher_outlives_its_closed_consumer,
             exactly_the_publishes_to_missing_queues_are_unroutable,
-            an_expired_message_is_never_delivered,
             a_message_put_off_comes_after_its_delay_and_holds_up_nobody,
             properties_of_every_type_survive_unchanged,
             empty_and_large_bodies_survive,

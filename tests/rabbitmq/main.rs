@@ -47,3 +47,6 @@ mod unhappy;
 
 conformance!(declared_queues, crate::amqp_rig::DeclaredRig);
 conformance!(classic_queues, crate::amqp_rig::ClassicRig);
+// In the embedded queue nothing expires.
+conformance!(expiry_in_declared_queues, crate::amqp_rig::DeclaredRig: an_expired_message_is_never_delivered,);
+conformance!(expiry_in_classic_queues, crate::amqp_rig::ClassicRig: an_expired_message_is_never_delivered,);

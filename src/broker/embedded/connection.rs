@@ -1,4 +1,4 @@
-//! Serves one worker's connection: its requests go to the hub, the hub's answers to its socket.
+//! Serves one worker's connection: its requests go to the queue store, whose answers go to its socket.
 //! Owns both halves of the socket and the worker's one consumer; returns what that held when the
 //! connection ends, however it ends. Decides nothing about messages.
 
@@ -224,7 +224,7 @@ fn frame(message: Outgoing) -> Result<Frame, WireError> {
         Outgoing::Published { id, outcome: Published::Confirmed } => Response::Confirmed { id },
         Outgoing::Published { id, outcome: Published::Unroutable } => Response::Unroutable { id },
         Outgoing::Published { id, outcome: Published::Refused(reason) } => Response::Refused { id, reason },
-        // The hub holds a confirm back instead.
+        // The queue store holds a confirm back instead.
         Outgoing::Published { id, outcome: Published::Nacked | Published::Forbidden(_) } => {
             Response::Refused { id, reason: "not taken".into() }
         }

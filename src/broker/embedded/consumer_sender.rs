@@ -1,4 +1,4 @@
-//! The hub's way out: what it says to one connection, or to one consumer inside the launcher.
+//! What the queue store says to one connection.
 //! Decides what happens to a peer that does not read: it is cut off, nobody waits for it.
 
 use tokio::sync::mpsc;
@@ -19,12 +19,12 @@ pub(super) enum Outgoing {
     Closed { reason: Option<String> },
 }
 
-/// The hub's way to one connection, or to a consumer inside the launcher.
+/// The queue store's way to one connection.
 #[derive(Clone, Debug)]
 pub(super) struct ConsumerSender {
-    /// Names it among all of the hub.
+    /// Names it among all connections.
     pub id: u64,
-    /// The hub and the connection's reader write, its writer reads. Bound: [`OUTLET_BOUND`], which
+    /// The queue store and the connection's reader write, its writer reads. Bound: [`OUTLET_BOUND`], which
     /// prefetch and pipelining keep it below, so a send never waits.
     pub messages: mpsc::Sender<Outgoing>,
     /// Cancelled by whoever finds that the peer keeps no bound; its reader listens.

@@ -1,7 +1,7 @@
 //! A queue inside the launcher process, for `sconce run-batch`: no RabbitMQ. `queue` decides who
 //! gets what, `queue_store` holds the queues, `server` and `connection` serve worker processes over a Unix
 //! socket, `client` is the worker's end of it, `wire` the frames between them. In memory: what is
-//! queued ends with the launcher. Knows neither tasks nor models.
+//! queued ends with the launcher, and nothing expires. Knows neither tasks nor models.
 
 mod client;
 mod connection;
@@ -13,6 +13,6 @@ mod wire;
 
 pub use client::{Subscription, connect};
 pub use queue::Stats;
-pub use queue_store::{DeliveryLimit, QueueSpec};
-pub use server::{EmbeddedBroker, LocalConsumer, Taken};
+pub use queue_store::QueueSpec;
+pub use server::EmbeddedBroker;
 pub use wire::{MAX_MESSAGE, reread};

@@ -6,11 +6,8 @@ use std::num::NonZeroU16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::Notify;
-use tokio::time::Instant;
-
 use super::consumer_sender::{ConsumerSender, Outgoing};
-use super::queue::{ConsumerId, Queue, Returned, Stats};
+use super::queue::{ConsumerId, Queue, Stats};
 use super::wire::too_long;
 use crate::broker::Published;
 use crate::protocol::Message;
@@ -20,20 +17,10 @@ use crate::protocol::Message;
 pub struct QueueSpec {
     /// Its name; one of its kind.
     pub name: String,
-    /// Publishers wait while this many messages are ready. A worker's message is taken even then,
-    /// and its confirm held back, so workers go over it by what they publish at once.
-    pub max_ready: usize,
-    /// When a message that keeps coming back is given up; none: never.
-    pub delivery_limit: Option<DeliveryLimit>,
-}
-
-/// When a message is given up, and where it goes then.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DeliveryLimit {
-    /// It may return this often.
-    pub returns: u64,
-    /// Then it goes to this queue, with the header `reason = "attempts"`.
-    pub dead_letter_queue: String,
+    /// Publishers wait while this many messages are ready: a message is taken even then, and its confirm held
+    /// back, so a connection goes over it by what it publishes at once. None: messages are confirmed and
+    /// dropped, because nobody reads them.
+    pub max_ready: Option<usize>,
 }
 
 /// Names one consumer among all queues.
@@ -56,19 +43,17 @@ struct Slot {
     consumer_senders: HashMap<ConsumerId, ConsumerSender>,
     /// In order of publishing. Bound: [`super::wire::MAX_PIPELINE`] for each connection.
     held: VecDeque<HeldConfirm>,
-    /// Wakes publishers inside the launcher when there is room.
-    room: Arc<Notify>,
 }
 
 impl Slot {
     fn is_full(&self) -> bool {
-        self.queue.ready() >= self.spec.max_ready
+        self.spec.max_ready.is_some_and(|most| self.queue.ready() >= most)
     }
 }
 
 /// All queues of a launcher.
 pub(super) struct QueueStore {
-    /// Taken by every connection and by the launcher's own handles; held for map operations only,
+    /// Taken by every connection; held for map operations only,
     /// never across an await. Sends happen under it, so that what a consumer sees is in the order
     /// of what the queue decided.
     slots: Mutex<Vec<Slot>>,
@@ -77,19 +62,12 @@ pub(super) struct QueueStore {
 }
 
 impl QueueStore {
-    /// The queues of `specs`. An error in words when a name is used twice, or a dead-letter queue
-    /// is not among them.
+    /// The queues of `specs`. An error in words when a name is used twice.
     pub fn new(specs: &[QueueSpec]) -> Result<Self, String> {
         let mut names = HashMap::new();
         for (index, spec) in specs.iter().enumerate() {
             if names.insert(spec.name.clone(), index).is_some() {
                 return Err(format!("queue {:?} is named twice", spec.name));
-            }
-        }
-        for spec in specs {
-            let target = spec.delivery_limit.as_ref().map(|limit| &limit.dead_letter_queue);
-            if target.is_some_and(|target| *target == spec.name || !names.contains_key(target)) {
-                return Err(format!("dead-letter queue of {:?} is not another queue", spec.name));
             }
         }
         let slots = specs.iter().map(new_slot).collect();
@@ -110,15 +88,13 @@ impl QueueStore {
         if let Some(reason) = too_long(&message) {
             return answer(Published::Refused(reason));
         }
-        let mut slots = self.slots();
-        let full = slots[index].is_full();
-        match put(&mut slots[index], message) {
-            Published::Confirmed if full => {
-                slots[index].held.push_back(HeldConfirm { consumer_sender: consumer_sender.clone(), id });
-            }
-            outcome => answer(outcome),
+        let slot = &mut self.slots()[index];
+        if slot.is_full() {
+            slot.held.push_back(HeldConfirm { consumer_sender: consumer_sender.clone(), id });
+        } else {
+            answer(Published::Confirmed);
         }
-        pump(&mut slots[index]);
+        put(slot, message);
     }
 
     /// Takes a message of a worker that is to be in its queue later. Bound: the tasks of that queue,
@@ -140,34 +116,10 @@ impl QueueStore {
         if taken {
             tokio::spawn(async move {
                 tokio::time::sleep(delay).await;
-                self.publish_when_room(&queue, message).await;
-            });
-        }
-    }
-
-    /// Waits while the queue is full, then takes the message. Dropped while waiting: not taken.
-    pub async fn publish_when_room(&self, queue: &str, message: Message) -> Published {
-        let Some(&index) = self.names.get(queue) else {
-            return Published::Unroutable;
-        };
-        if let Some(reason) = too_long(&message) {
-            return Published::Refused(reason);
-        }
-        let room = self.slots()[index].room.clone();
-        loop {
-            // Armed before the look, so that room made between look and wait still wakes.
-            let mut made_room = std::pin::pin!(room.notified());
-            made_room.as_mut().enable();
-            {
-                let mut slots = self.slots();
-                let slot = &mut slots[index];
-                if !slot.is_full() {
-                    let outcome = put(slot, message);
-                    pump(slot);
-                    return outcome;
+                if let Some(index) = self.names.get(&queue) {
+                    put(&mut self.slots()[*index], message);
                 }
-            }
-            made_room.await;
+            });
         }
     }
 
@@ -217,19 +169,18 @@ impl QueueStore {
 
     /// Returns a message to its place. False: not known.
     pub fn requeue(&self, member: Membership, tag: u64) -> bool {
-        let mut slots = self.slots();
-        let returned = slots[member.queue].queue.requeue(member.consumer, tag);
-        let known = returned.known;
-        self.settle_returned(&mut slots, member.queue, returned);
+        let slot = &mut self.slots()[member.queue];
+        let known = slot.queue.requeue(member.consumer, tag);
+        pump(slot);
         known
     }
 
     /// The consumer is gone; what it held returns.
     pub fn leave(&self, member: Membership) {
-        let mut slots = self.slots();
-        slots[member.queue].consumer_senders.remove(&member.consumer);
-        let returned = slots[member.queue].queue.remove_consumer(member.consumer);
-        self.settle_returned(&mut slots, member.queue, returned);
+        let slot = &mut self.slots()[member.queue];
+        slot.consumer_senders.remove(&member.consumer);
+        slot.queue.remove_consumer(member.consumer);
+        pump(slot);
     }
 
     /// The connection is gone: nobody waits for its confirms.
@@ -237,19 +188,6 @@ impl QueueStore {
         for slot in self.slots().iter_mut() {
             slot.held.retain(|held| held.consumer_sender.id != consumer_sender.id);
         }
-    }
-
-    fn settle_returned(&self, slots: &mut [Slot], from: usize, returned: Returned) {
-        let target = slots[from].spec.delivery_limit.as_ref();
-        // Present whenever there is a limit: `new` checked.
-        let target = target.and_then(|limit| self.names.get(&limit.dead_letter_queue)).copied();
-        if let Some(target) = target {
-            for message in returned.dead {
-                slots[target].queue.publish_dead_letter(message);
-            }
-            pump(&mut slots[target]);
-        }
-        pump(&mut slots[from]);
     }
 
     /// Ends every consumer: nothing more is delivered.
@@ -261,37 +199,30 @@ impl QueueStore {
 
     /// How full a queue is; none: no such queue.
     pub fn stats(&self, queue: &str) -> Option<Stats> {
-        let index = *self.names.get(queue)?;
-        let mut slots = self.slots();
-        let stats = slots[index].queue.stats(Instant::now().into_std());
-        // What had expired is gone, which may have made room.
-        pump(&mut slots[index]);
-        Some(stats)
+        self.names.get(queue).map(|index| self.slots()[*index].queue.stats())
     }
 }
 
 fn new_slot(spec: &QueueSpec) -> Slot {
     Slot {
-        queue: Queue::new(spec.delivery_limit.as_ref().map(|limit| limit.returns)),
+        queue: Queue::default(),
         spec: spec.clone(),
         consumer_senders: HashMap::new(),
         held: VecDeque::new(),
-        room: Arc::new(Notify::new()),
     }
 }
 
-fn put(slot: &mut Slot, message: Message) -> Published {
-    match slot.queue.publish(message, Instant::now().into_std()) {
-        Ok(()) => Published::Confirmed,
-        Err(error) => Published::Refused(error.to_string()),
+fn put(slot: &mut Slot, message: Message) {
+    if slot.spec.max_ready.is_some() {
+        slot.queue.publish(message);
+        pump(slot);
     }
 }
 
 /// Delivers all that can be, then lets publishers go on into the room that this made. Called
 /// after every change of a queue.
 fn pump(slot: &mut Slot) {
-    let now = Instant::now().into_std();
-    while let Some(queue_delivery) = slot.queue.deliver(now) {
+    while let Some(queue_delivery) = slot.queue.deliver() {
         if let Some(consumer_sender) = slot.consumer_senders.get(&queue_delivery.consumer) {
             consumer_sender.send(Outgoing::Deliver(Box::new(queue_delivery)));
         }
@@ -299,7 +230,6 @@ fn pump(slot: &mut Slot) {
     if slot.is_full() {
         return;
     }
-    slot.room.notify_waiters();
     // Their messages are in the queue: confirming all at once adds nothing to it.
     for held in slot.held.drain(..) {
         let outcome = Published::Confirmed;

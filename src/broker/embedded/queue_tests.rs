@@ -2,12 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU16;
-use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::{ConsumerId, Queue, QueueDelivery, Returned};
-use crate::protocol::{Message, Properties, Value};
+use super::{ConsumerId, Queue, QueueDelivery};
+use crate::protocol::Message;
 
 fn prefetch(n: u16) -> NonZeroU16 {
     NonZeroU16::new(n).unwrap()
@@ -21,22 +20,16 @@ fn number(message: &Message) -> u32 {
     u32::from_be_bytes(message.body.as_ref().try_into().unwrap())
 }
 
-fn expiring(n: u32, expiration: &str) -> Message {
-    let properties = Properties { expiration: Some(expiration.to_owned()), ..Properties::default() };
-    Message { properties, ..numbered(n) }
-}
-
-fn filled(count: u32, delivery_limit: Option<u64>) -> Queue {
-    let mut queue = Queue::new(delivery_limit);
+fn filled(count: u32) -> Queue {
+    let mut queue = Queue::default();
     for n in 0..count {
-        queue.publish(numbered(n), Instant::now()).unwrap();
+        queue.publish(numbered(n));
     }
     queue
 }
 
 fn deliver_all(queue: &mut Queue) -> Vec<QueueDelivery> {
-    let now = Instant::now();
-    std::iter::from_fn(|| queue.deliver(now)).collect()
+    std::iter::from_fn(|| queue.deliver()).collect()
 }
 
 fn numbers(dispatches: &[QueueDelivery]) -> Vec<u32> {
@@ -45,14 +38,14 @@ fn numbers(dispatches: &[QueueDelivery]) -> Vec<u32> {
 
 #[test]
 fn messages_are_delivered_in_the_order_published() {
-    let mut queue = filled(5, None);
+    let mut queue = filled(5);
     queue.add_consumer(prefetch(10));
     assert_eq!(numbers(&deliver_all(&mut queue)), [0, 1, 2, 3, 4]);
 }
 
 #[test]
 fn prefetch_bounds_what_a_consumer_holds_and_an_ack_makes_room() {
-    let mut queue = filled(5, None);
+    let mut queue = filled(5);
     let consumer = queue.add_consumer(prefetch(2));
     let first = deliver_all(&mut queue);
     assert_eq!(numbers(&first), [0, 1]);
@@ -62,7 +55,7 @@ fn prefetch_bounds_what_a_consumer_holds_and_an_ack_makes_room() {
 
 #[test]
 fn consumers_take_turns_and_a_full_one_is_passed_over() {
-    let mut queue = filled(6, None);
+    let mut queue = filled(6);
     let a = queue.add_consumer(prefetch(1));
     let b = queue.add_consumer(prefetch(4));
     let to: Vec<ConsumerId> = deliver_all(&mut queue).iter().map(|d| d.consumer).collect();
@@ -71,22 +64,22 @@ fn consumers_take_turns_and_a_full_one_is_passed_over() {
 
 #[test]
 fn a_second_ack_of_one_tag_is_not_known() {
-    let mut queue = filled(1, None);
+    let mut queue = filled(1);
     let consumer = queue.add_consumer(prefetch(1));
     let tag = deliver_all(&mut queue)[0].tag;
     assert!(queue.ack(consumer, tag));
     assert!(!queue.ack(consumer, tag));
-    assert_eq!(queue.requeue(consumer, tag), Returned::default());
+    assert!(!queue.requeue(consumer, tag));
 }
 
 #[test]
 fn requeued_messages_return_to_their_old_places_whatever_the_order_of_the_nacks() {
-    let mut queue = filled(6, None);
+    let mut queue = filled(6);
     let consumer = queue.add_consumer(prefetch(4));
     let held = deliver_all(&mut queue);
     queue.cancel(consumer);
     for index in [2, 0, 3, 1] {
-        assert!(queue.requeue(consumer, held[index].tag).known);
+        assert!(queue.requeue(consumer, held[index].tag));
     }
     queue.add_consumer(prefetch(10));
     let again = deliver_all(&mut queue);
@@ -97,11 +90,11 @@ fn requeued_messages_return_to_their_old_places_whatever_the_order_of_the_nacks(
 
 #[test]
 fn a_lost_consumers_messages_return_in_place_marked_and_counted() {
-    let mut queue = filled(4, None);
+    let mut queue = filled(4);
     let lost = queue.add_consumer(prefetch(3));
     let held = deliver_all(&mut queue);
     assert!(queue.ack(lost, held[1].tag));
-    assert!(queue.remove_consumer(lost).dead.is_empty());
+    queue.remove_consumer(lost);
     queue.add_consumer(prefetch(10));
     let again = deliver_all(&mut queue);
     assert_eq!(numbers(&again), [0, 2, 3]);
@@ -111,76 +104,14 @@ fn a_lost_consumers_messages_return_in_place_marked_and_counted() {
 
 #[test]
 fn a_cancelled_consumer_gets_no_more_but_keeps_what_it_holds() {
-    let mut queue = filled(3, None);
+    let mut queue = filled(3);
     let consumer = queue.add_consumer(prefetch(2));
     let held = deliver_all(&mut queue);
     queue.cancel(consumer);
     assert!(queue.ack(consumer, held[0].tag));
     assert!(deliver_all(&mut queue).is_empty());
-    let stats = queue.stats(Instant::now());
+    let stats = queue.stats();
     assert_eq!((stats.ready, stats.unacked), (1, 1));
-}
-
-#[test]
-fn a_message_over_the_delivery_limit_leaves_as_a_dead_letter_that_says_why() {
-    let mut queue = Queue::new(Some(2));
-    let mut message = numbered(7);
-    message.properties.message_id = Some("seven".to_owned());
-    queue.publish(message.clone(), Instant::now()).unwrap();
-    let consumer = queue.add_consumer(prefetch(1));
-    for _ in 0..2 {
-        let tag = deliver_all(&mut queue)[0].tag;
-        assert!(queue.requeue(consumer, tag).dead.is_empty());
-    }
-    deliver_all(&mut queue);
-    let dead = queue.remove_consumer(consumer).dead;
-    assert_eq!(dead.len(), 1);
-    let headers = &dead[0].properties.headers;
-    assert_eq!(headers["reason"], Value::from("attempts"));
-    assert_eq!(headers["error"], Value::from("delivered 3 times without an ack"));
-    assert_eq!(headers["task_id"], Value::from("seven"));
-    assert_eq!(dead[0].body, message.body);
-    assert_eq!(queue.ready(), 0);
-}
-
-#[test]
-fn an_expired_message_is_dropped_at_the_head_and_never_delivered() {
-    let start = Instant::now();
-    let mut queue = Queue::new(None);
-    queue.publish(expiring(0, "10"), start).unwrap();
-    queue.publish(numbered(1), start).unwrap();
-    queue.publish(expiring(2, "1000"), start).unwrap();
-    queue.add_consumer(prefetch(10));
-    let later = start + Duration::from_millis(11);
-    let got: Vec<QueueDelivery> = std::iter::from_fn(|| queue.deliver(later)).collect();
-    assert_eq!(numbers(&got), [1, 2]);
-}
-
-#[test]
-fn a_requeued_message_keeps_its_first_deadline() {
-    let start = Instant::now();
-    let mut queue = Queue::new(None);
-    queue.publish(expiring(0, "10"), start).unwrap();
-    let consumer = queue.add_consumer(prefetch(1));
-    let tag = queue.deliver(start).unwrap().tag;
-    queue.requeue(consumer, tag);
-    assert_eq!(queue.deliver(start + Duration::from_millis(11)), None);
-}
-
-#[test]
-fn an_expiration_that_is_not_decimal_digits_is_refused() {
-    for bad in ["", "soon", "-1", "+5", "1.5", "99999999999999999999999"] {
-        assert!(Queue::new(None).publish(expiring(0, bad), Instant::now()).is_err(), "{bad}");
-    }
-    let forever = u64::MAX.to_string();
-    assert!(Queue::new(None).publish(expiring(0, &forever), Instant::now()).is_ok());
-}
-
-#[test]
-fn a_dead_letter_does_not_expire_where_it_is_kept() {
-    let mut queue = Queue::new(None);
-    queue.publish_dead_letter(expiring(0, "1"));
-    assert_eq!(queue.stats(Instant::now() + Duration::from_secs(60)).ready, 1);
 }
 
 #[derive(Clone, Debug)]
@@ -222,14 +153,14 @@ impl Onlooker {
     fn step(&mut self, queue: &mut Queue, step: Step) {
         match step {
             Step::Publish => {
-                queue.publish(numbered(self.published), Instant::now()).unwrap();
+                queue.publish(numbered(self.published));
                 self.published += 1;
             }
             Step::Join(n) => {
                 self.consumers.insert(queue.add_consumer(prefetch(n)), n);
             }
             Step::Deliver => {
-                if let Some(queue_delivery) = queue.deliver(Instant::now()) {
+                if let Some(queue_delivery) = queue.deliver() {
                     self.saw(&queue_delivery);
                 }
             }
@@ -241,10 +172,8 @@ impl Onlooker {
             }
             Step::Requeue(pick) => {
                 if let Some((id, tag)) = self.pick_held(pick) {
-                    let returned = queue.requeue(id, tag);
-                    assert!(returned.known);
+                    assert!(queue.requeue(id, tag));
                     self.held.remove(&(id, tag));
-                    self.gone.extend(returned.dead.iter().map(number));
                 }
             }
             Step::Cancel(pick) => {
@@ -254,10 +183,9 @@ impl Onlooker {
             }
             Step::Crash(pick) => {
                 if let Some(id) = self.pick_consumer(pick) {
-                    let returned = queue.remove_consumer(id);
+                    queue.remove_consumer(id);
                     self.consumers.remove(&id);
                     self.held.retain(|(holder, _), _| *holder != id);
-                    self.gone.extend(returned.dead.iter().map(number));
                 }
             }
         }
@@ -291,20 +219,18 @@ proptest! {
     #[test]
     fn whatever_happens_nothing_is_lost_doubled_or_overtaken(
         steps in prop::collection::vec(step(), 0..200),
-        delivery_limit in prop::option::of(0u64..4),
     ) {
-        let mut queue = Queue::new(delivery_limit);
+        let mut queue = Queue::default();
         let mut onlooker = Onlooker::default();
         for step in steps {
             onlooker.step(&mut queue, step);
-            let stats = queue.stats(Instant::now());
+            let stats = queue.stats();
             prop_assert_eq!(stats.unacked, onlooker.held.len());
             let all = stats.ready + stats.unacked + onlooker.gone.len();
             prop_assert_eq!(all, onlooker.published as usize);
         }
         for id in onlooker.consumers.keys().copied().collect::<Vec<_>>() {
-            let dead = queue.remove_consumer(id).dead;
-            onlooker.gone.extend(dead.iter().map(number));
+            queue.remove_consumer(id);
         }
         queue.add_consumer(prefetch(u16::MAX));
         let rest: Vec<u32> = numbers(&deliver_all(&mut queue));

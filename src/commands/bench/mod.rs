@@ -14,16 +14,14 @@ use std::path::Path;
 
 use anyhow::Context;
 use bytes::Bytes;
-use tokio::sync::watch;
 
-use self::drive::{Drive, Pace, Plan, Way};
+use self::drive::{Pace, Plan, drive};
 use self::load::Arrivals;
 use self::report::{Load, Measured, Report};
 use super::requests::requests_in;
-use super::{broker_session, pool_named, producer, progress, start_logging};
-use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, declare, subscribe};
-use crate::broker::{Consumer as _, Publisher as _};
+use super::{broker_session, pool_named, progress, start_logging};
 use crate::cli::{Bench, Texts};
+use crate::client::Client;
 use crate::config::{Pool, Settings};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
@@ -76,25 +74,17 @@ async fn measure(
     plan: Plan,
     bodies: Bodies,
 ) -> anyhow::Result<(Measured, Option<anyhow::Error>)> {
-    let connector = || Connector::new(settings.broker.clone(), "sconce bench");
-    if let Some(topology) = broker_session::topology(&settings.broker, pool) {
-        declare(&connector(), &topology).await?;
-    }
-    let publisher = AmqpPublisher::new(connector());
-    let (told, name) = watch::channel(None);
-    let (mut consumer, acker) = subscribe(connector(), Subscription::Private(told), PREFETCH);
-    let reply_to = producer::reply_queue(&mut consumer, name).await?;
+    let topology = broker_session::topology(&settings.broker, pool);
+    let queue = (pool.task_queue.as_str(), topology.as_ref());
+    let mut client = Client::connect(&settings.broker, "sconce bench", queue, Some(PREFETCH)).await?;
     let bar = progress::bar(Some(plan.total() as u64), 0, "tasks");
     let pace = match arguments.rate {
         Some(rate) => Pace::Open(Arrivals::new(arguments.texts.seed, rate)),
         None => Pace::Closed(arguments.in_flight),
     };
-    let way = Way { publisher: &publisher, queue: &pool.task_queue, reply_to: &reply_to };
-    let drive = Drive::new(way, plan, &bar, arguments.timeout);
-    let measured = drive.run(bodies, pace, (&mut consumer, &acker)).await;
+    let measured = drive(&mut client, (plan, bodies, pace), arguments.timeout, &bar).await;
     bar.finish_and_clear();
-    publisher.close().await;
-    consumer.close().await;
+    client.close().await;
     measured
 }
 

@@ -17,7 +17,6 @@ use super::summary::{Sizes, Summary, rounded};
 struct Sent {
     due: Duration,
     inputs: usize,
-    answered: bool,
 }
 
 /// The published tasks and the replies of one load.
@@ -60,7 +59,7 @@ impl Tally {
         if self.sent.is_empty() {
             self.of_replies.began = due;
         }
-        self.sent.push(Sent { due, inputs, answered: false });
+        self.sent.push(Sent { due, inputs });
     }
 
     /// The broker has the task with this number.
@@ -71,35 +70,20 @@ impl Tally {
         }
     }
 
-    /// Tasks answered so far.
-    pub(super) fn answered(&self) -> usize {
-        self.answered
-    }
-
-    /// A task that has been out since before this is not answered.
-    pub(super) fn waits_since(&self, before: Duration) -> bool {
-        self.sent.iter().any(|sent| !sent.answered && sent.due <= before)
-    }
-
-    /// How many replies are due, in words.
-    pub(super) fn missing(&self) -> String {
-        let published = self.sent.len();
-        format!("{} of {published} published tasks are not answered", published - self.answered)
-    }
-
     /// Of tasks counted by number, and of replies counted as they come.
     fn measures(&self, number: usize) -> bool {
         (self.warmup..self.warmup + self.tasks).contains(&number)
     }
 
-    /// A reply came. False: it answers nothing that waits.
-    pub(super) fn reply(&mut self, number: usize, at: Duration, answer: &Answer<'_>) -> bool {
-        let Some(sent) = self.sent.get_mut(number) else { return false };
-        if std::mem::replace(&mut sent.answered, true) {
-            self.duplicates += 1;
-            return false;
-        }
-        let (sent, before) = (*sent, self.answered);
+    /// A reply came again.
+    pub(super) fn duplicate(&mut self) {
+        self.duplicates += 1;
+    }
+
+    /// A task's reply came.
+    pub(super) fn reply(&mut self, number: usize, at: Duration, answer: &Answer<'_>) {
+        let Some(sent) = self.sent.get(number).copied() else { return };
+        let before = self.answered;
         self.answered += 1;
         if self.measures(number) {
             self.of_tasks.count(sent, at, answer);
@@ -115,7 +99,6 @@ impl Tally {
                 }
             }
         }
-        true
     }
 
     /// What was measured.
@@ -128,7 +111,7 @@ impl Tally {
         let measured = self.sent.iter().skip(self.warmup).take(self.tasks);
         let inputs: usize = measured.map(|sent| sent.inputs).sum();
         let seconds = self.of_replies.seconds();
-        let unanswered = self.sent.iter().filter(|sent| !sent.answered).count();
+        let unanswered = self.sent.len() - self.answered;
         let [queue_ms, prepare_ms, wait_ms, compute_ms] = stages_ms.map(Summary::of);
         let workers = self.of_replies.shares();
         Measured {

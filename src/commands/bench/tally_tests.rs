@@ -38,7 +38,7 @@ fn tally(warmup: usize, tasks: usize, published: u64) -> Tally {
 fn rates_are_those_of_the_replies_behind_the_warm_up_and_no_later_ones() {
     let mut tally = tally(2, 4, 8);
     for number in 0..8 {
-        assert!(tally.reply(number, ms(100 + 50 * number as u64), &good("w")));
+        tally.reply(number, ms(100 + 50 * number as u64), &good("w"));
     }
     let measured = tally.measured();
     // From the second reply, at 150 ms, to the sixth, at 350 ms.
@@ -93,23 +93,12 @@ fn errors_count_by_their_code_and_in_no_rate_latency_or_batch() {
 }
 
 #[test]
-fn a_second_reply_is_a_duplicate_and_one_of_nobody_is_nothing() {
-    let mut tally = tally(0, 1, 1);
-    assert!(tally.reply(0, ms(1), &good("w")));
-    assert!(!tally.reply(0, ms(2), &good("w")));
-    assert!(!tally.reply(7, ms(3), &good("w")));
-    assert_eq!(tally.answered(), 1);
-    let measured = tally.measured();
-    assert_eq!((measured.duplicates, measured.succeeded), (1, 1));
-}
-
-#[test]
-fn a_task_waits_once_it_has_been_out_for_long_enough() {
+fn a_duplicate_is_counted_apart_and_what_is_missing_too() {
     let mut tally = tally(0, 2, 2);
-    assert!(tally.waits_since(ms(0)));
-    tally.reply(0, ms(5), &good("w"));
-    assert!(!tally.waits_since(ms(9)));
-    assert!(tally.waits_since(ms(10)));
+    tally.reply(0, ms(1), &good("w"));
+    tally.duplicate();
+    let measured = tally.measured();
+    assert_eq!((measured.duplicates, measured.succeeded, measured.unanswered), (1, 1, 1));
 }
 
 #[test]

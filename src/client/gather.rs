@@ -1,0 +1,133 @@
+//! Decides which reply answers which task, each once, and when it is passed on. Pure: owns what is known of
+//! the tasks under way and the replies that wait for one before them; times are passed in.
+
+use std::collections::BTreeMap;
+
+use tokio::time::Instant;
+
+use crate::protocol::Message;
+
+/// Tasks of one run, numbered as they begin.
+pub(super) struct Gather<M> {
+    first: u64,
+    begun: u64,
+    in_order: bool,
+    /// Not answered yet, with the time of their beginning. Bound: whoever begins them keeps one.
+    waiting: BTreeMap<u64, (M, Instant)>,
+    /// Answered and not passed on. Bound: as above.
+    answered: BTreeMap<u64, (M, Option<Message>, Instant)>,
+}
+
+impl<M> Gather<M> {
+    pub(super) fn new(first: u64, in_order: bool) -> Self {
+        Self { first, begun: 0, in_order, waiting: BTreeMap::new(), answered: BTreeMap::new() }
+    }
+
+    /// The next task begins.
+    pub(super) fn begin(&mut self, meta: M, now: Instant) {
+        self.waiting.insert(self.first + self.begun, (meta, now));
+        self.begun += 1;
+    }
+
+    /// A task is answered. False: it was before, or never began; at least once means that replies come again.
+    pub(super) fn answer(&mut self, number: u64, reply: Option<Message>, at: Instant) -> bool {
+        let Some((meta, _)) = self.waiting.remove(&number) else { return false };
+        self.answered.insert(number, (meta, reply, at));
+        true
+    }
+
+    /// The next answer to pass on; none while in order one before it is missing.
+    pub(super) fn next(&mut self) -> Option<(u64, M, Option<Message>, Instant)> {
+        let oldest = self.waiting.first_key_value().map(|(number, _)| *number);
+        let (number, _) = self.answered.first_key_value()?;
+        if self.in_order && oldest.is_some_and(|oldest| oldest < *number) {
+            return None;
+        }
+        let (number, (meta, reply, at)) = self.answered.pop_first()?;
+        Some((number, meta, reply, at))
+    }
+
+    /// Tasks begun so far.
+    pub(super) fn begun(&self) -> u64 {
+        self.begun
+    }
+
+    /// Tasks begun and not passed on.
+    pub(super) fn held(&self) -> usize {
+        self.waiting.len() + self.answered.len()
+    }
+
+    /// Tasks not answered.
+    pub(super) fn missing(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// When the task began that has waited longest.
+    pub(super) fn oldest(&self) -> Option<Instant> {
+        self.waiting.first_key_value().map(|(_, (_, at))| *at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn passed_on(gather: &mut Gather<u64>) -> Vec<u64> {
+        std::iter::from_fn(|| gather.next().map(|(number, ..)| number)).collect()
+    }
+
+    fn begun(count: u64, in_order: bool) -> Gather<u64> {
+        let mut gather = Gather::new(3, in_order);
+        (0..count).for_each(|meta| gather.begin(meta, Instant::now()));
+        gather
+    }
+
+    #[test]
+    fn a_reply_waits_for_those_before_it_only_where_order_is_asked_for() {
+        for (in_order, expected) in [(true, vec![]), (false, vec![5])] {
+            let mut gather = begun(3, in_order);
+            assert!(gather.answer(5, None, Instant::now()));
+            assert_eq!(passed_on(&mut gather), expected);
+        }
+    }
+
+    #[test]
+    fn a_reply_that_comes_again_and_one_of_another_run_answer_nothing() {
+        let mut gather = begun(2, true);
+        assert!(gather.answer(3, None, Instant::now()));
+        assert!(!gather.answer(3, None, Instant::now()), "before it is passed on");
+        assert_eq!(passed_on(&mut gather), [3]);
+        assert!(!gather.answer(3, None, Instant::now()), "after it");
+        assert!(!gather.answer(9, None, Instant::now()));
+        assert_eq!((gather.held(), gather.missing()), (1, 1));
+    }
+
+    proptest! {
+        #[test]
+        fn any_order_within_the_bound_comes_out_in_order_each_once(
+            count in 0u64..60, bound in 1usize..9, picks in prop::collection::vec(any::<prop::sample::Index>(), 200),
+        ) {
+            let mut gather = Gather::new(0, true);
+            let (mut out, mut open) = (Vec::new(), Vec::new());
+            for pick in picks {
+                while gather.begun() < count && gather.held() < bound {
+                    open.push(gather.begun());
+                    gather.begin(gather.begun(), Instant::now());
+                }
+                prop_assert!(gather.held() <= bound);
+                if open.is_empty() {
+                    break;
+                }
+                let number = open.swap_remove(pick.index(open.len()));
+                prop_assert!(gather.answer(number, None, Instant::now()));
+                while let Some((number, meta, ..)) = gather.next() {
+                    prop_assert_eq!(number, meta);
+                    out.push(number);
+                }
+            }
+            prop_assert_eq!(out, (0..count).collect::<Vec<_>>());
+        }
+    }
+}

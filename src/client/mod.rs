@@ -1,0 +1,297 @@
+//! A client of a task queue: publishes tasks with confirms and gathers their replies by `correlation_id`,
+//! each once. What `publish`, `bench` and `run-batch` share. Owns the connection, and what is under way, which
+//! is bounded. Knows no worker and no model.
+
+mod gather;
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::join_all;
+use futures_util::stream::FuturesUnordered;
+use futures_util::{FutureExt as _, Stream, StreamExt as _};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use self::gather::Gather;
+use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, Topology, declare, subscribe};
+use crate::broker::{Acker, BrokerError, BrokerSession, Consumer, Event, Published, Publisher};
+use crate::config::Broker;
+use crate::protocol::reply::is_part;
+use crate::protocol::{Headers, JSON, Message, Properties};
+
+/// Publishes under way at once: some windows of the publisher.
+const PIPELINED: usize = 2_048;
+/// Replies taken and acked together: what came while the last ones were counted.
+const BURST: usize = 512;
+
+/// What to publish, and what is known of it.
+pub(crate) struct Task<M> {
+    /// Given back with the reply.
+    pub(crate) meta: M,
+    /// None: there is nothing to ask, and it is answered as it is, in its turn.
+    pub(crate) request: Option<Request>,
+}
+
+/// A task's message, but for what is alike in all.
+pub(crate) struct Request {
+    pub(crate) message_id: String,
+    pub(crate) headers: Headers,
+    pub(crate) body: Bytes,
+    /// Where nobody would wait for it any longer.
+    pub(crate) expires: Option<Duration>,
+}
+
+/// What a run does not exceed.
+pub(crate) struct Bounds {
+    /// Tasks published and not yet given to the sink.
+    pub(crate) under_way: usize,
+    /// Longest wait for the next reply; none: for ever.
+    pub(crate) timeout: Option<Duration>,
+    /// Replies are given to the sink in the order of the tasks; otherwise as they come.
+    pub(crate) in_order: bool,
+}
+
+/// What is done with what comes back. Numbers count the tasks of a run.
+pub(crate) trait Sink<M, E> {
+    /// A task is about to be published.
+    fn begun(&mut self, _number: u64, _meta: &M) {}
+
+    /// The broker has it.
+    fn confirmed(&mut self, _number: u64) {}
+
+    /// Its reply came: at this time, once. None where there was nothing to ask, and where nobody replies.
+    ///
+    /// # Errors
+    /// Ends the run.
+    fn answered(&mut self, number: u64, meta: M, reply: Option<Message>, at: Instant) -> Result<(), E>;
+
+    /// A reply came again.
+    fn duplicate(&mut self) {}
+}
+
+/// Why a run ended before its tasks were answered.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ClientError {
+    /// The broker refuses a task, or is gone.
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
+    /// The time for the next reply is over. What has been published stays so.
+    #[error("no reply for {timeout:?}; {missing} of {published} published tasks are not answered")]
+    NoReply { timeout: Duration, missing: usize, published: u64 },
+    /// Replies that were under way are lost: their queue was the connection's own.
+    #[error(
+        "the reply queue was lost with the connection; {missing} of {published} published tasks are not answered"
+    )]
+    Lost { missing: usize, published: u64 },
+}
+
+/// A connection to a task queue, and to the queue of replies.
+pub(crate) struct Client {
+    publisher: Arc<dyn Publisher>,
+    task_queue: String,
+    replies: Option<Replies>,
+}
+
+struct Replies {
+    /// Where tasks say that their replies are to go; none: to the pool's own queue.
+    queue: Option<String>,
+    consumer: Box<dyn Consumer>,
+    acker: Arc<dyn Acker>,
+}
+
+impl Client {
+    /// Connects to RabbitMQ. With a `prefetch`, replies come to a private queue, so many ahead of their acks;
+    /// without, nobody takes them.
+    ///
+    /// # Errors
+    /// No broker could be reached, or it refuses.
+    pub(crate) async fn connect(
+        broker: &Broker,
+        name: &str,
+        (task_queue, topology): (&str, Option<&Topology>),
+        prefetch: Option<u16>,
+    ) -> Result<Self, ClientError> {
+        let connector = || Connector::new(broker.clone(), name);
+        if let Some(topology) = topology {
+            declare(&connector(), topology).await?;
+        }
+        let replies = match prefetch {
+            Some(prefetch) => Some(Replies::private(connector(), prefetch).await?),
+            None => None,
+        };
+        let publisher = Arc::new(AmqpPublisher::new(connector()));
+        Ok(Self { publisher, task_queue: task_queue.to_owned(), replies })
+    }
+
+    /// A client over a session that consumes the pool's own reply queue.
+    pub(crate) fn over(session: BrokerSession, task_queue: &str) -> Self {
+        let BrokerSession { consumer, acker, publisher } = session;
+        let replies = Some(Replies { queue: None, consumer, acker });
+        Self { publisher, task_queue: task_queue.to_owned(), replies }
+    }
+
+    /// Publishes a message until the broker has it in the task queue.
+    ///
+    /// # Errors
+    /// The broker refuses it, or is gone.
+    pub(crate) async fn publish(&mut self, message: Message) -> Result<(), ClientError> {
+        publish(&*self.publisher, &self.task_queue, message).await
+    }
+
+    /// Publishes the tasks and gathers their replies. The first task has the number `first`.
+    ///
+    /// # Errors
+    /// Those of the stream and of the sink, and [`ClientError`].
+    pub(crate) async fn run<M, E: From<ClientError>>(
+        &mut self,
+        first: u64,
+        tasks: impl Stream<Item = Result<Task<M>, E>>,
+        bounds: &Bounds,
+        sink: &mut impl Sink<M, E>,
+    ) -> Result<(), E> {
+        let Self { publisher, task_queue, replies } = self;
+        let reply_to = replies.as_ref().and_then(|replies| replies.queue.clone());
+        let mut tasks = pin!(tasks);
+        let mut all_taken = false;
+        let mut under_way = FuturesUnordered::new();
+        let mut gather = Gather::new(first, bounds.in_order);
+        let mut heard = Instant::now();
+        loop {
+            while let Some((number, meta, reply, at)) = gather.next() {
+                sink.answered(number, meta, reply, at)?;
+            }
+            if all_taken && gather.held() == 0 && under_way.is_empty() {
+                return Ok(());
+            }
+            let late = bounds.timeout.zip(gather.oldest()).map(|(timeout, at)| at.max(heard) + timeout);
+            tokio::select! {
+                biased;
+                Some(published) = under_way.next() => {
+                    let number = published?;
+                    sink.confirmed(number);
+                    if replies.is_none() {
+                        gather.answer(number, None, Instant::now());
+                    }
+                }
+                burst = burst(replies.as_mut()) => {
+                    heard = Instant::now();
+                    let missing = || ClientError::Lost { missing: gather.missing(), published: gather.begun() };
+                    for reply in burst?.ok_or_else(missing)? {
+                        if let Some(number) = number_of(&reply) && !gather.answer(number, Some(reply), heard) {
+                            sink.duplicate();
+                        }
+                    }
+                }
+                task = tasks.next(), if !all_taken
+                    && gather.held() < bounds.under_way
+                    && under_way.len() < PIPELINED =>
+                {
+                    let Some(task) = task else {
+                        all_taken = true;
+                        continue;
+                    };
+                    let Task { meta, request } = task?;
+                    let number = gather.begun() + first;
+                    sink.begun(number, &meta);
+                    gather.begin(meta, Instant::now());
+                    match request {
+                        Some(request) => {
+                            let message = message(number, request, reply_to.clone());
+                            let (publisher, queue) = (publisher.clone(), task_queue.as_str());
+                            under_way.push(async move {
+                                publish(&*publisher, queue, message).await.map(|()| number)
+                            });
+                        }
+                        None => {
+                            gather.answer(number, None, Instant::now());
+                        }
+                    }
+                }
+                () = tokio::time::sleep_until(late.unwrap_or(heard)), if late.is_some() && replies.is_some() => {
+                    let timeout = bounds.timeout.unwrap_or_default();
+                    let (missing, published) = (gather.missing(), gather.begun());
+                    return Err(ClientError::NoReply { timeout, missing, published }.into());
+                }
+            }
+        }
+    }
+
+    /// Closes the connections in order.
+    pub(crate) async fn close(mut self) {
+        self.publisher.close().await;
+        if let Some(replies) = &mut self.replies {
+            replies.consumer.close().await;
+        }
+    }
+}
+
+impl Replies {
+    async fn private(connector: Connector, prefetch: u16) -> Result<Self, ClientError> {
+        // Written by the consumer, once the broker has made the queue.
+        let (told, mut name) = watch::channel(None);
+        let (mut consumer, acker) = subscribe(connector, Subscription::Private(told), prefetch);
+        let failed = |reason: &str| BrokerError::Unreachable { seconds: 0, reason: reason.into() };
+        let queue = tokio::select! {
+            named = name.wait_for(Option::is_some) => named.ok().and_then(|name| name.clone()),
+            event = consumer.next() => return Err(event.err().unwrap_or_else(|| failed("no reply queue")).into()),
+        };
+        let queue = Some(queue.ok_or_else(|| failed("the reply queue has no name"))?);
+        Ok(Self { queue, consumer: Box::new(consumer), acker: Arc::new(acker) })
+    }
+}
+
+/// The replies that have come, at least one; parts are passed over, because the reply behind them says all.
+/// None: the session is over. Without replies: never. Safe to cancel while nothing has come.
+async fn burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Message>>, ClientError> {
+    let Some(Replies { consumer, acker, .. }) = replies else { return std::future::pending().await };
+    let (mut messages, mut tags) = (Vec::new(), Vec::new());
+    let mut event = Some(consumer.next().await?);
+    while let Some(came) = event {
+        let Event::Delivery(delivery) = came else { return Ok(None) };
+        tags.push(delivery.delivery_tag);
+        if !is_part(&delivery.message) {
+            messages.push(delivery.message);
+        }
+        event = if tags.len() < BURST { consumer.next().now_or_never().transpose()? } else { None };
+    }
+    // Together they are few commands.
+    join_all(tags.into_iter().map(|tag| acker.ack(tag))).await;
+    Ok(Some(messages))
+}
+
+/// The message of the task with this number, which is its correlation id: persistent, published now.
+fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
+    let Request { message_id, mut headers, body, expires } = request;
+    let now = jiff::Timestamp::now();
+    headers.insert("timestamp_in_ms".into(), now.as_millisecond().into());
+    let properties = Properties {
+        content_type: Some(JSON.into()),
+        correlation_id: Some(number.to_string()),
+        message_id: Some(message_id),
+        delivery_mode: Some(2),
+        timestamp: u64::try_from(now.as_second()).ok(),
+        expiration: expires.map(|after| after.as_millis().to_string()),
+        headers,
+        reply_to,
+        ..Properties::default()
+    };
+    Message { properties, body }
+}
+
+fn number_of(reply: &Message) -> Option<u64> {
+    reply.properties.correlation_id.as_deref()?.parse().ok()
+}
+
+async fn publish(publisher: &dyn Publisher, queue: &str, message: Message) -> Result<(), ClientError> {
+    let refused =
+        |reason: String| Err(BrokerError::Refused { broker: format!("queue {queue:?}"), reason }.into());
+    match publisher.publish(queue, message.into()).await? {
+        Published::Confirmed => Ok(()),
+        Published::Unroutable => refused("it does not exist: no worker has run yet".into()),
+        Published::Nacked => refused("a negative confirm; is it full?".into()),
+        Published::Refused(words) | Published::Forbidden(words) => refused(words),
+    }
+}
