@@ -141,7 +141,7 @@ mod tests {
     fn the_documentation_lists_them_as_they_are() {
         let page = include_str!("../../../docs/gpu.md");
         for (weight, behind) in [
-            (Weight::Condemning, " | condemn the device |"),
+            (Weight::Condemning, " | mean that the device has failed |"),
             (Weight::Passing, " | concern one process"),
             (Weight::Nothing, ", and all others | are logged"),
         ] {
