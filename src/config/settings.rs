@@ -59,7 +59,7 @@ section! {
         /// How long the broker lets a message stay unacknowledged before it takes it back, and all others that
         /// the worker holds with it. 30 minutes is RabbitMQ's own default. AMQP does not tell it: write here
         /// what your broker has (consumer_timeout of rabbitmq.conf, a policy, or the queue's
-        /// x-consumer-timeout). A worker that holds a task for half of it warns. Any other value than "30m" is
+        /// x-consumer-timeout). Any other value than "30m" is
         /// also asked of the broker for sconce's consumer, which RabbitMQ 4.3 grants for quorum queues and
         /// earlier ones ignore.
         consumer_timeout: Duration = "30m", read::duration(WAIT);

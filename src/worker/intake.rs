@@ -11,11 +11,10 @@ use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 
 use super::WorkerError;
-use super::budget::Watched;
 use super::live_settings::LiveSettings;
+use super::report::Traced;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
-use super::traced::Traced;
 use crate::broker::{Consumer, Delivery, DeliveryTag, Event};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::TaskName;
@@ -70,8 +69,6 @@ pub(super) struct Intake<'a> {
     sentinel: Option<DeliveryTag>,
     /// The phase that has been acted on.
     phase: Phase,
-    /// Told what is in hand, and since when.
-    budget: Watched,
 }
 
 impl<'a> Intake<'a> {
@@ -79,7 +76,6 @@ impl<'a> Intake<'a> {
         shared: Arc<Shared>,
         consumer: &'a mut dyn Consumer,
         (stop, settings): (Stop, LiveSettings),
-        budget: Watched,
     ) -> Self {
         Self {
             shared,
@@ -90,7 +86,6 @@ impl<'a> Intake<'a> {
             runs: JoinSet::new(),
             sentinel: None,
             phase: Phase::Running,
-            budget,
         }
     }
 
@@ -166,9 +161,7 @@ impl<'a> Intake<'a> {
         if count > 0 {
             self.shared.settlement.counters.count(|stats| stats.redelivered += 1);
         }
-        self.budget.note(|budget, now| budget.taken(delivery_tag, now));
         if let Some(prefetch) = self.shared.prefetch.came(delivery.message.body.len()) {
-            self.budget.note(|budget, _| budget.set_prefetch(prefetch));
             self.shared.settlement.stalled.set_prefetch(prefetch.get());
             self.consumer.set_prefetch(prefetch).await;
         }
@@ -208,7 +201,6 @@ impl<'a> Intake<'a> {
         if sentinel_is_expired(sentinel, now) {
             tracing::info!("an expired sentinel stops nobody");
             self.shared.settlement.acker.ack(delivery_tag).await;
-            self.budget.note(|budget, _| budget.release(delivery_tag));
             return;
         }
         tracing::info!(unsettled = self.in_flight.len(), "sentinel received; finishing what came before it");
@@ -241,7 +233,6 @@ impl<'a> Intake<'a> {
         tracing::info!(handed_back = withdrawn.len(), unsettled = self.in_flight.len(), "draining");
         for delivery_tag in withdrawn {
             self.in_flight.remove(&delivery_tag);
-            self.budget.note(|budget, _| budget.release(delivery_tag));
             self.requeue(delivery_tag).await;
         }
     }
@@ -268,7 +259,6 @@ impl<'a> Intake<'a> {
     /// where a reply waits for its connection.
     fn forget(&mut self, session: u64) -> Result<(), WorkerError> {
         self.shared.settlement.lost.store(session, Ordering::Release);
-        self.budget.note(|budget, _| budget.forget(session));
         let of_session = |delivery_tag: &DeliveryTag| delivery_tag.session <= session;
         for (delivery_tag, task) in &self.in_flight {
             if of_session(delivery_tag) {
@@ -288,7 +278,6 @@ impl<'a> Intake<'a> {
         match ended {
             Ok((delivery_tag, result)) => {
                 self.in_flight.remove(&delivery_tag);
-                self.budget.note(|budget, now| budget.settled(delivery_tag, now));
                 result
             }
             Err(error) if error.is_cancelled() => Ok(()),

@@ -2,11 +2,11 @@
 //! answers: if they kill this one too, nobody else is to be with them. They go in groups, each at most
 //! half as large as the one that a worker died of before, so that the one to blame is found among n in
 //! log₂ n deaths. Decides who is in a group, and who may prepare, compute and respond meanwhile; tells
-//! the launcher. Owns the tasks that wait for a group.
+//! the launcher. Owns the tasks that wait for a group, and the launcher's latest account of deaths.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use tokio::sync::{RwLock, RwLockReadGuard, mpsc, oneshot};
@@ -24,6 +24,24 @@ const GROUP: usize = 32;
 const SUSPICIOUS: i64 = 2;
 /// How long the usher waits for others to come: what came back together is taken on together.
 const GATHER: Duration = Duration::from_millis(5);
+
+/// The deaths, by the task's fingerprint. Written by who reads the launcher's commands, read when a
+/// task is taken. Clones share them. Bound: the launcher's.
+#[derive(Clone, Debug, Default)]
+pub struct CrashRecords(Arc<std::sync::RwLock<HashMap<String, CrashRecord>>>);
+
+impl CrashRecords {
+    /// Takes the launcher's account, in place of the one before.
+    pub fn learn(&self, tasks: Vec<CrashRecord>) {
+        let tasks = tasks.into_iter().map(|deaths| (deaths.task.clone(), deaths)).collect();
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = tasks;
+    }
+
+    /// Those of one task.
+    pub(super) fn of(&self, fingerprint: &str) -> Option<CrashRecord> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).get(fingerprint).cloned()
+    }
+}
 
 /// With how many others at most a task may be in a group that came `redeliveries` times before; none: it
 /// is an ordinary task. `counts`: the broker counts deliveries, or else says only that there were some.

@@ -5,37 +5,25 @@
 //! |---|---|
 //! | `session` | what outlives a broker session: a pause ends one |
 //! | `intake` | what a delivery is; what is handed back; when the worker has ended |
-//! | `task_run` | the steps of one task |
-//! | `parts` | when parts of a reply are sent |
-//! | `cpu_pool` | which work beside the device has threads of its own |
-//! | `isolation` | which tasks are worked on apart from others, because they may have killed a worker |
-//! | `crash_records` | which tasks workers died of, as the launcher knows it |
-//! | `live_settings` | what can be set from outside while it runs |
-//! | `outcome` | what happened → what becomes of the message |
-//! | `settle` | publish → confirm → ack |
-//! | `stalled` | how many tasks may wait for a reply queue that takes nothing |
-//! | `report` | control lines, counters |
-//! | `traced` | what spans say of tasks and batches |
 //! | `prefetch` | how many messages to hold ahead |
-//! | `budget` | whether deliveries are held for so long that the broker may take them back |
+//! | `task_run` | the steps of one task |
+//! | `isolation` | which tasks are worked on apart from others, because they may have killed a worker |
+//! | `cpu_pool` | which work beside the device has threads of its own |
+//! | `settle/` | publish → confirm → ack; what becomes of a task's message |
+//! | `live_settings` | what can be set from outside while it runs |
+//! | `report/` | control lines, counters, spans |
 
-mod budget;
 mod cpu_pool;
-mod crash_records;
 mod intake;
 mod isolation;
 mod live_settings;
-mod outcome;
-mod parts;
 mod prefetch;
 mod report;
 mod session;
 mod settle;
-mod stalled;
 mod task_run;
 #[cfg(test)]
 mod tests;
-mod traced;
 
 use std::io;
 use std::sync::Arc;
@@ -58,8 +46,8 @@ use cpu_pool::CpuPool;
 use intake::SessionEnd;
 use report::{Counters, DeviceReport};
 
-pub use crash_records::CrashRecords;
 pub use intake::Ended;
+pub use isolation::CrashRecords;
 pub use live_settings::LiveSettings;
 pub use report::Reporter;
 

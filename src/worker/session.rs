@@ -8,14 +8,12 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, watch};
 
-use super::budget::Watched;
 use super::cpu_pool::CpuPool;
 use super::intake::{Ended, Intake, SessionEnd};
 use super::isolation::Isolation;
 use super::prefetch::{Limits, Live, Prefetch};
 use super::report::{Counters, connection};
-use super::settle::{Queues, Settlement, Waits};
-use super::stalled::Stalled;
+use super::settle::{Queues, Settlement, Stalled, Waits};
 use super::task_run::Shared;
 use super::{Control, WorkerError, live_settings};
 use crate::batching::Policy;
@@ -53,19 +51,14 @@ impl Worker {
         stop: &Stop,
         fault: &mut mpsc::Receiver<WorkerError>,
     ) -> Result<SessionEnd, WorkerError> {
-        let broker = &self.assignment.broker;
-        let budget = Watched::new(self.assignment.first_prefetch(), broker.delivery_timeout());
-        let helpers = [
-            tokio::spawn(budget.clone().watch()),
-            tokio::spawn(connection(link.acker.clone(), self.counters.clone())),
-        ];
+        let connection = tokio::spawn(connection(link.acker.clone(), self.counters.clone()));
         let shared = Arc::new(self.shared(&link, stop));
         let follower =
             tokio::spawn(follow(self.control.settings.batch(), shared.prefetch.clone(), self.limits()));
         let settings = self.control.settings.clone();
-        let intake = Intake::new(shared, &mut *link.consumer, (stop.clone(), settings), budget);
+        let intake = Intake::new(shared, &mut *link.consumer, (stop.clone(), settings));
         let ended = intake.run(fault).await;
-        for helper in helpers.into_iter().chain([follower]) {
+        for helper in [connection, follower] {
             helper.abort();
         }
         if !matches!(ended, Ok(SessionEnd::Worker(Ended::Aborted))) {

@@ -7,12 +7,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 use super::WorkerError;
 use super::cpu_pool::CpuPool;
-use super::crash_records::CrashRecords;
-use super::isolation::{Isolation, suspicion};
-use super::outcome::Outcome;
-use super::parts::Parts;
+use super::isolation::{CrashRecords, Isolation, suspicion};
 use super::prefetch::Live;
-use super::settle::{Accepted, Settlement};
+use super::settle::{Accepted, Outcome, Parts, Settlement};
 use crate::engine::{Computed, Engine, Expect, Job, JobEvent, TaskState, now};
 use crate::model::Route;
 use crate::protocol::reply::micros;

@@ -16,7 +16,6 @@ mod access;
 mod admin;
 mod alarm;
 mod bench;
-mod budget;
 mod cluster;
 mod dead_command;
 mod dead_letters;

@@ -1,4 +1,7 @@
-//! What a worker tells its launcher: control lines on stdout, and the counters behind `stats`.
+//! What a worker tells its launcher: control lines on stdout, and the counters behind `stats`; in `traced`,
+//! what it says of tasks and batches in spans.
+
+mod traced;
 
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,14 +11,16 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot};
 
+use self::traced::passed;
 use super::Control;
-use super::traced::passed;
 use crate::broker::Acker;
 use crate::engine::{Observer, Passed};
 use crate::protocol::control::{Event, TaskName, encode};
 use crate::protocol::stats::{Standing, Stats};
 use crate::shutdown::{Phase, Stop};
 use crate::telemetry::traces::Traces;
+
+pub(super) use self::traced::Traced;
 
 /// How often `stats` may be sent.
 const STATS_EVERY: Duration = Duration::from_secs(1);

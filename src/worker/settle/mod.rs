@@ -2,6 +2,16 @@
 //! (`confirm-before-ack`). Decides how long a queue is waited for that takes nothing, and what becomes
 //! of the task then. Owns nothing; a delivery of a session that is over is left alone, since it is the
 //! broker's again.
+//!
+//! | file | decides |
+//! |---|---|
+//! | `outcome` | what happened to a task → what becomes of its message |
+//! | `parts` | when parts of a reply are sent |
+//! | `stalled` | how many tasks may wait for a reply queue that takes nothing |
+
+mod outcome;
+mod parts;
+mod stalled;
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -10,11 +20,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 use tokio::time::timeout;
 
+use self::outcome::{Disposition, Tries, disposition};
 use super::WorkerError;
-use super::outcome::{Disposition, Outcome, Tries, disposition};
-use super::report::Counters;
-use super::stalled::Stalled;
-use super::traced::Traced;
+use super::report::{Counters, Traced};
 use crate::backoff::Backoff;
 use crate::broker::{Acker, Delay, DeliveryTag as DeliveryReceipt, Published, Publisher};
 use crate::config::Retry;
@@ -24,6 +32,10 @@ use crate::protocol::reply::reply;
 use crate::protocol::stats::{Stage, Stats};
 use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, WorkerInfo};
 use crate::shutdown::{Phase, Stop};
+
+pub(super) use self::outcome::Outcome;
+pub(super) use self::parts::Parts;
+pub(super) use self::stalled::Stalled;
 
 /// Between two attempts to publish into a queue that takes nothing.
 const NACKED: Backoff = Backoff { first: Duration::from_millis(200), most: Duration::from_secs(10) };

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
 
 /// The tasks whose replies wait. Shared by all tasks of a worker; held for a few instructions.
-pub(super) struct Stalled(Mutex<Waiting>);
+pub(in crate::worker) struct Stalled(Mutex<Waiting>);
 
 struct Waiting {
     /// The longest first.
@@ -29,7 +29,7 @@ struct Task {
 }
 
 /// One task's place, until it is dropped.
-pub(super) struct Place<'a> {
+pub(in crate::worker) struct Place<'a> {
     stalled: &'a Stalled,
     id: u64,
     evicted: oneshot::Receiver<()>,
@@ -37,7 +37,7 @@ pub(super) struct Place<'a> {
 
 impl Stalled {
     /// For a worker that holds `prefetch` messages.
-    pub(super) fn new(prefetch: u16, most_bytes: u64) -> Self {
+    pub(in crate::worker) fn new(prefetch: u16, most_bytes: u64) -> Self {
         let most_bytes = usize::try_from(most_bytes).unwrap_or(usize::MAX);
         let tasks = VecDeque::new();
         let stalled = Self(Mutex::new(Waiting { tasks, bytes: 0, next: 0, most: 0, most_bytes }));
@@ -46,14 +46,14 @@ impl Stalled {
     }
 
     /// The worker holds so many messages from now on.
-    pub(super) fn set_prefetch(&self, prefetch: u16) {
+    pub(in crate::worker) fn set_prefetch(&self, prefetch: u16) {
         let mut waiting = self.lock();
         waiting.most = usize::from(prefetch) / 2;
         waiting.evict();
     }
 
     /// One more task waits, with a reply of so many bytes.
-    pub(super) fn enter(&self, bytes: usize) -> Place<'_> {
+    pub(in crate::worker) fn enter(&self, bytes: usize) -> Place<'_> {
         let (evict, evicted) = oneshot::channel();
         let mut waiting = self.lock();
         let id = waiting.next;
@@ -81,7 +81,7 @@ impl Waiting {
 
 impl Place<'_> {
     /// Returns when the task is to wait no longer.
-    pub(super) async fn evicted(&mut self) {
+    pub(in crate::worker) async fn evicted(&mut self) {
         let _ = (&mut self.evicted).await;
     }
 }

@@ -11,7 +11,7 @@ use crate::protocol::{Body, TaskError, TaskErrorKind};
 
 /// What happened to a task.
 #[derive(Debug)]
-pub(super) enum Outcome {
+pub(in crate::worker) enum Outcome {
     /// The model's answer: the reply's body.
     Answered(Body),
     /// It cannot be answered with a result.
@@ -28,20 +28,20 @@ pub(super) enum Outcome {
 
 /// How a task may be tried again.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tries<'a> {
+pub(in crate::worker) struct Tries<'a> {
     /// The pool's rules.
-    pub(super) retry: &'a Retry,
+    pub(in crate::worker) retry: &'a Retry,
     /// Which attempt this was, counting from 1.
-    pub(super) attempt: u32,
+    pub(in crate::worker) attempt: u32,
     /// Until its deadline; none: it has none.
-    pub(super) time_left: Option<Duration>,
+    pub(in crate::worker) time_left: Option<Duration>,
     /// As [`Backoff::delay`](crate::backoff::Backoff::delay) takes it.
-    pub(super) jitter: f64,
+    pub(in crate::worker) jitter: f64,
 }
 
 /// What becomes of its message.
 #[derive(Debug)]
-pub(super) enum Disposition {
+pub(in crate::worker) enum Disposition {
     /// Reply, then ack.
     ReplyAndAck(Body),
     /// Error reply, then ack.
@@ -53,7 +53,7 @@ pub(super) enum Disposition {
 }
 
 /// Decides.
-pub(super) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disposition {
+pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disposition {
     match outcome {
         Outcome::Answered(body) => Disposition::ReplyAndAck(body),
         Outcome::Failed(error) => match error.kind {

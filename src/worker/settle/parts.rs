@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use tokio::time::Instant;
 
-use super::settle::Settlement;
+use super::Settlement;
 use crate::broker::Published;
 use crate::engine::Job;
 use crate::protocol::reply::{Place, part};
@@ -20,7 +20,7 @@ const EVERY: Duration = Duration::from_millis(50);
 const LAST: Duration = Duration::from_millis(250);
 
 /// The parts of a task that asked for them.
-pub(super) struct Parts<'a> {
+pub(in crate::worker) struct Parts<'a> {
     settlement: &'a Settlement,
     task: &'a Arc<Task>,
     queue: &'a str,
@@ -33,7 +33,11 @@ pub(super) struct Parts<'a> {
 
 impl<'a> Parts<'a> {
     /// None: the task did not ask for parts, or nobody waits for them.
-    pub(super) fn of(settlement: &'a Settlement, task: &'a Arc<Task>, job: &dyn Job) -> Option<Self> {
+    pub(in crate::worker) fn of(
+        settlement: &'a Settlement,
+        task: &'a Arc<Task>,
+        job: &dyn Job,
+    ) -> Option<Self> {
         if !job.is_streamed() {
             return None;
         }
@@ -47,17 +51,17 @@ impl<'a> Parts<'a> {
     }
 
     /// The next may be sent.
-    pub(super) fn is_ready(&self) -> bool {
+    pub(in crate::worker) fn is_ready(&self) -> bool {
         self.sending.is_none() && !self.reaches_nobody && self.not_before <= Instant::now()
     }
 
     /// Nobody listens: the broker has returned one.
-    pub(super) fn reaches_nobody(&self) -> bool {
+    pub(in crate::worker) fn reaches_nobody(&self) -> bool {
         self.reaches_nobody
     }
 
     /// Sends these, behind those under way.
-    pub(super) fn send(&mut self, bodies: Vec<Body>) {
+    pub(in crate::worker) fn send(&mut self, bodies: Vec<Body>) {
         let before = self.sending.take();
         let mut messages = Vec::with_capacity(bodies.len());
         for body in bodies {
@@ -83,7 +87,7 @@ impl<'a> Parts<'a> {
     }
 
     /// Returns when those under way are taken, or when the next may be sent.
-    pub(super) async fn progress(&mut self) {
+    pub(in crate::worker) async fn progress(&mut self) {
         match &mut self.sending {
             Some(sending) => {
                 self.reaches_nobody |= sending.await;
@@ -95,7 +99,7 @@ impl<'a> Parts<'a> {
     }
 
     /// Waits for those under way, not for ever. True: one of them has reached nobody.
-    pub(super) async fn finish(self) -> bool {
+    pub(in crate::worker) async fn finish(self) -> bool {
         match self.sending {
             Some(sending) => tokio::time::timeout(LAST, sending).await.unwrap_or(false),
             None => self.reaches_nobody,

@@ -16,7 +16,7 @@ const TRACESTATE: &str = "tracestate";
 const WORDS: usize = 300;
 
 /// A task's span, from its acceptance until what it is kept in is dropped; none where tracing is off.
-pub(super) struct Traced(Option<Box<Begun>>);
+pub(in crate::worker) struct Traced(Option<Box<Begun>>);
 
 struct Begun {
     span: TaskSpan,
@@ -38,12 +38,12 @@ impl Drop for Begun {
 
 impl Traced {
     /// No span.
-    pub(super) fn not() -> Self {
+    pub(in crate::worker) fn not() -> Self {
         Self(None)
     }
 
     /// Begins the span of `task`.
-    pub(super) fn begin(traces: &Traces, task: &Task, redeliveries: i64) -> Self {
+    pub(in crate::worker) fn begin(traces: &Traces, task: &Task, redeliveries: i64) -> Self {
         let header = |name| task.message.properties.headers.get(name).and_then(|value| value.as_str());
         let span = traces.task(|| Came {
             id: &task.id,
@@ -61,12 +61,12 @@ impl Traced {
     }
 
     /// For the batches that the task comes to be in.
-    pub(super) fn link(&self) -> Option<Box<TaskLink>> {
+    pub(in crate::worker) fn link(&self) -> Option<Box<TaskLink>> {
         self.0.as_ref()?.span.link().map(Box::new)
     }
 
     /// The work is done, as the timings say; what comes is publishing.
-    pub(super) fn worked(&mut self, timings: &Timings, attempt: i64) {
+    pub(in crate::worker) fn worked(&mut self, timings: &Timings, attempt: i64) {
         let Some(begun) = self.0.as_mut().filter(|it| it.span.is_recorded()) else { return };
         begun.settling = Some(Instant::now());
         begun.span.tell("sconce.attempt", attempt);
@@ -79,7 +79,7 @@ impl Traced {
     }
 
     /// It is answered: with a result, or with this error.
-    pub(super) fn answered(&self, error: Option<&TaskError>) {
+    pub(in crate::worker) fn answered(&self, error: Option<&TaskError>) {
         let Some(span) = self.recorded() else { return };
         let (status, code) = error.map_or(("succeeded", 200), |error| {
             let (status, code, ..) = error.kind.wire();
@@ -93,28 +93,28 @@ impl Traced {
     }
 
     /// It is put off, to be tried again.
-    pub(super) fn retried(&self, error: &TaskError) {
+    pub(in crate::worker) fn retried(&self, error: &TaskError) {
         let Some(span) = self.recorded() else { return };
         span.tell("sconce.status", "retried");
         fail(span, error);
     }
 
     /// It is acked, and what was told of it counts. Without, it was handed back, or is the broker's anew.
-    pub(super) fn settled(&self) {
+    pub(in crate::worker) fn settled(&self) {
         if let Some(begun) = &self.0 {
             begun.settled.store(true, Ordering::Relaxed);
         }
     }
 
     /// It goes to the dead letters; an answer may follow.
-    pub(super) fn dead_lettered(&self, reason: Reason) {
+    pub(in crate::worker) fn dead_lettered(&self, reason: Reason) {
         if let Some(span) = self.recorded() {
             span.tell("sconce.dead_letter.reason", reason.as_str());
         }
     }
 
     /// The reply, in the trace of its task: behind this span.
-    pub(super) fn reply(&self, mut reply: Message) -> Message {
+    pub(in crate::worker) fn reply(&self, mut reply: Message) -> Message {
         let Some(begun) = &self.0 else { return reply };
         let headers = &mut reply.properties.headers;
         headers.insert(TRACEPARENT.into(), begun.span.traceparent().into());
@@ -127,7 +127,7 @@ impl Traced {
 
     /// The task's next attempt, or its dead letter. It keeps its context, so that all attempts are in one
     /// trace, side by side; one that came without is given ours.
-    pub(super) fn passed_on(&self, mut message: Message) -> Message {
+    pub(in crate::worker) fn passed_on(&self, mut message: Message) -> Message {
         let Some(begun) = self.0.as_ref().filter(|it| !it.span.is_continued()) else { return message };
         let headers = &mut message.properties.headers;
         headers.insert(TRACEPARENT.into(), begun.span.traceparent().into());
@@ -147,7 +147,7 @@ fn fail(span: &TaskSpan, error: &TaskError) {
 }
 
 /// The span of a forward pass, where tracing is on.
-pub(super) fn passed(traces: &Traces, passed: &Passed<'_>) {
+pub(in crate::worker) fn passed(traces: &Traces, passed: &Passed<'_>) {
     if !traces.is_on() {
         return;
     }
