@@ -13,22 +13,22 @@
 //!
 //! | level | room | decides |
 //! |---|---|---|
-//! | 0 | [`protocol`] | bytes ↔ task, reply, part of a reply, sentinel, control line, batch line |
-//! | 0 | [`batching`] | when a batch is full, due or flushed; which sequences run, and which rows a step computes |
-//! | 0 | [`backoff`] | capped, jittered delays |
-//! | 0 | [`shutdown`] | causes, phases, exit codes, the signal source |
-//! | 1 | [`config`] | what was written → validated settings; the worker's assignment |
-//! | 2 | [`telemetry`] | where log lines and spans go, and how they look |
-//! | 2 | [`model`] | the traits of models; loading; devices; the networks; what serves which architecture |
-//! | 2 | [`broker`] | deliver, publish with confirm, settle, reconnect |
-//! | 3 | [`engine`] | the model thread: batches of one pass, sequences, what a failed batch means |
-//! | 4 | [`worker`] | session → intake → preprocess → engine → settle; the drain; isolation |
-//! | 4 | [`launcher`] | discover devices, plan slots, spawn, watch, restart, stop |
+//! | 0 | `protocol` | bytes ↔ task, reply, part of a reply, sentinel, control line, batch line |
+//! | 0 | `batching` | when a batch is full, due or flushed; which sequences run, and which rows a step computes |
+//! | 0 | `backoff` | capped, jittered delays |
+//! | 0 | `shutdown` | causes, phases, exit codes, the signal source |
+//! | 1 | `config` | what was written → validated settings; the worker's assignment |
+//! | 2 | `telemetry` | where log lines and spans go, and how they look |
+//! | 2 | `model` | the traits of models; loading; devices; the networks; what serves which architecture |
+//! | 2 | `broker` | deliver, publish with confirm, settle, reconnect |
+//! | 3 | `engine` | the model thread: batches of one pass, sequences, what a failed batch means |
+//! | 4 | `worker` | session → intake → preprocess → engine → settle; the drain; isolation |
+//! | 4 | `launcher` | discover devices, plan slots, spawn, watch, restart, stop |
 //! | 4 | `client` | publish tasks, gather their replies in order, each once; bounded |
-//! | 5 | [`admin`] | what operators see of a running launcher and ask of it: metrics, health, remote control |
-//! | 5 | [`cli`] | the grammar of the command line |
-//! | 6 | [`commands`] | one file or folder for each command; the registry of models |
-//! | 7 | [`app`] | the program's entry, exit codes |
+//! | 5 | `admin` | what operators see of a running launcher and ask of it: metrics, health, remote control |
+//! | 5 | `cli` | the grammar of the command line |
+//! | 6 | `commands` | one file or folder for each command; the registry of models |
+//! | 7 | `app` | the program's entry, exit codes |
 //!
 //! `worker` and `launcher` never import each other: control lines are all they share.
 //!
@@ -65,19 +65,29 @@
 //! - `device-or-fail`: a device that was asked for and cannot be opened is an error.
 //! - `batch-equals-single`: a task's result does not depend on its batch-mates.
 
-pub mod admin;
 pub mod app;
-pub mod backoff;
-pub mod batching;
-pub mod broker;
-pub mod cli;
+mod backoff;
+mod cli;
 mod client;
-pub mod commands;
-pub mod config;
-pub mod engine;
-pub mod launcher;
+mod commands;
+mod engine;
 pub mod model;
+mod worker;
+
+// For the tests and benches in this repository; no part of the public interface.
+#[doc(hidden)]
+pub mod admin;
+#[doc(hidden)]
+pub mod batching;
+#[doc(hidden)]
+pub mod broker;
+#[doc(hidden)]
+pub mod config;
+#[doc(hidden)]
+pub mod launcher;
+#[doc(hidden)]
 pub mod protocol;
+#[doc(hidden)]
 pub mod shutdown;
+#[doc(hidden)]
 pub mod telemetry;
-pub mod worker;

@@ -9,12 +9,17 @@
 //! | `devices` | what the devices themselves say, and how often they are asked |
 //! | `remote` | what a request does, and what its answer says |
 
+#[cfg(feature = "http")]
 mod devices;
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "only the server asks"))]
 mod health;
+#[cfg(feature = "http")]
 mod http;
+#[cfg(feature = "http")]
 mod metrics;
 mod remote;
 
 pub use health::Check;
+#[cfg(feature = "http")]
 pub use http::serve;
 pub use remote::{Place, control};

@@ -70,6 +70,7 @@ JSON string: a text to embed. Replies are printed in the order of the tasks.")]
     /// Ask running launchers, or control them: ping, stats, active, pause, resume, drain, restart, …
     #[command(after_help = ctl::CTL_EXAMPLES)]
     Ctl(Ctl),
+    #[cfg(feature = "top")]
     /// Watch running launchers live: slots, rates, batches, queues, errors; pause and restart them
     #[command(
         after_help = "Keys: ↑ ↓ choose a slot, p pause or resume, d drain, r restart (each asks first), q quit.

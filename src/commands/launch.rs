@@ -57,8 +57,12 @@ async fn serve(
     let raw_lines = (log_format(true) == Format::Json).then_some(telemetry::write_line as RawLines);
     let launching = Launching::guarded(program, &settings.launcher, &stop, raw_lines);
     if let Some(address) = settings.admin.listen {
+        #[cfg(feature = "http")]
         let served = admin::serve(address, launching.board(), stop.clone()).await;
+        #[cfg(feature = "http")]
         served.with_context(|| format!("admin.listen = \"{address}\"")).context(Exit::Config)?;
+        #[cfg(not(feature = "http"))]
+        tracing::info!(%address, "no metrics and no health: this build is without the feature `http`");
     }
     let place = Arc::new(Place {
         host: host.name.clone(),

@@ -20,6 +20,7 @@ mod requests;
 mod run_batch;
 mod spans;
 mod stop;
+#[cfg(feature = "top")]
 mod top;
 mod worker;
 
@@ -50,6 +51,7 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
         Command::Dead(command) => dead::run(&command),
         Command::Stop(arguments) => stop::run(&arguments),
         Command::Ctl(arguments) => ctl::run(&arguments),
+        #[cfg(feature = "top")]
         Command::Top(arguments) => top::run(&arguments),
         Command::Healthcheck(arguments) => healthcheck::run(&arguments),
         Command::RunBatch(arguments) => run_batch::run(&arguments, registry),

@@ -3,6 +3,7 @@
 //!
 //! Constant field names: `slot`, `device`, `task.id`, `batch.size`, `duration_ms`.
 
+#[cfg_attr(not(feature = "otlp"), path = "no_traces.rs")]
 pub mod traces;
 
 use std::io::{self, IsTerminal, Write};

@@ -7,7 +7,7 @@ mod lines;
 mod made_by;
 mod resume;
 
-pub use input::{Change, CountedInput, InputChanged, InputDigest};
-pub use lines::{InputLine, InputLines, MAX_LINE};
-pub use made_by::{MadeBy, MadeByError};
-pub use resume::{ResumeError, ResumePoint, claim};
+pub use input::{CountedInput, InputChanged};
+pub use lines::{InputLine, MAX_LINE};
+pub use made_by::MadeBy;
+pub use resume::{ResumePoint, claim};

@@ -204,7 +204,7 @@ fn same(output_line: usize, answered: Option<String>, request: &InputLine) -> Re
 mod tests {
     use std::io::Write;
 
-    use super::super::InputLines;
+    use super::super::lines::InputLines;
     use super::*;
     use crate::protocol::batch_line::{error_line, response_line};
 

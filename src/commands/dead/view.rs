@@ -103,8 +103,8 @@ pub(super) fn table(last: &str, rows: Vec<[String; 6]>, width: Option<usize>) ->
 
 /// Columns of the terminal, where stdout is one.
 pub(super) fn terminal_width() -> Option<usize> {
-    let size = || ratatui::crossterm::terminal::size().ok();
-    io::stdout().is_terminal().then(size).flatten().map(|(columns, _)| columns.into())
+    let columns = || terminal_size::terminal_size().map(|(width, _)| width.0.into());
+    io::stdout().is_terminal().then(columns).flatten()
 }
 
 /// `1 letter`, `2 letters`.
