@@ -17,7 +17,7 @@ build: ## the program: target/release/sconce
 cuda: ## with CUDA in it, without a toolkit: target/cuda/release/sconce; CUDA_COMPUTE_CAP=80
 	scripts/build-cuda
 
-gpu-check: ## on a machine with a GPU and PyTorch: every promise, and the speed: make gpu-check ARGS=--quick
+gpu-check: ## on a machine with a GPU and PyTorch: what it computes, and how fast: make gpu-check ARGS="--rounds 3"
 	scripts/gpu-check $(ARGS)
 
 models: ## fetch the default model into models/
