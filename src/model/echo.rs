@@ -9,10 +9,14 @@
 //! `panic`, or `exit` (the process aborts; `prepare`: already when it is prepared); the
 //! integer `fits` makes a pass run out of memory that has more inputs than so many. With
 //! `echo?faults=/a/file` the device is broken, and every pass fails, while that file exists; where it holds
-//! `wrong_result` or `too_slow`, the device is not even fit to be given work. A
-//! production pool served by `echo` ignores these fields, so that no message can stop its workers.
+//! `wrong_result` or `too_slow`, the device is not even fit to be given work. Where `[pool.options]` names a
+//! folder as `gates`, a task with `hold = "NAME"` has its forward pass wait there: the pass makes the file
+//! `NAME.held` and goes on once a file `NAME` exists. A production pool served by `echo` ignores all of
+//! these, so that no message can stop its workers.
 
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::Duration;
 
 use serde::Deserialize;
@@ -32,6 +36,8 @@ pub const ECHO_WITH_FAULTS: &str = "echo?faults";
 
 /// Longest `sleep_ms`.
 const MAX_SLEEP_MS: u64 = 600_000;
+/// Between two looks at a closed gate.
+const LOOK: Duration = Duration::from_millis(2);
 
 /// The model that answers with what it was asked.
 #[derive(Debug)]
@@ -44,6 +50,8 @@ pub struct Echo {
 #[derive(Debug)]
 pub struct EchoProcessor {
     faults: bool,
+    /// Where forward passes wait for files.
+    gates: Option<PathBuf>,
     max_inputs: usize,
 }
 
@@ -52,6 +60,8 @@ pub struct EchoProcessor {
 pub struct EchoInput {
     value: Box<RawValue>,
     sleep: Duration,
+    /// The file that its forward pass waits for.
+    hold: Option<PathBuf>,
     fault: Option<Fault>,
     fits: Option<usize>,
 }
@@ -86,6 +96,7 @@ pub struct EchoRequest {
 struct Fields {
     input: Option<Box<RawValue>>,
     sleep_ms: Option<u64>,
+    hold: Option<String>,
     fail: Option<Box<RawValue>>,
     fits: Option<usize>,
 }
@@ -110,7 +121,9 @@ pub fn load(spec: &LoadSpec, _: &Device) -> Result<(EchoProcessor, Echo), LoadEr
         let device = spec.device.clone();
         return Err(LoadError::Unfit { device, why, reason: "as a file says".to_owned() });
     }
-    Ok((EchoProcessor { faults, max_inputs: spec.max_inputs }, Echo { broken }))
+    let gates = spec.options.get("gates").and_then(|gates| gates.as_str()).filter(|_| faults);
+    let gates = gates.map(PathBuf::from);
+    Ok((EchoProcessor { faults, gates, max_inputs: spec.max_inputs }, Echo { broken }))
 }
 
 impl Forward for Echo {
@@ -124,6 +137,7 @@ impl Forward for Echo {
             tracing::debug!(inputs = inputs.len(), sleep_ms = sleep.as_millis() as u64, "forward pass begun");
             clock::pass(sleep);
         }
+        inputs.iter().filter_map(|input| input.hold.as_deref()).for_each(wait_at);
         let said = "as the task asked for".to_owned();
         if self.broken.as_ref().is_some_and(|file| file.exists()) {
             return Err(ForwardError::Failed("the device is broken".into()));
@@ -187,8 +201,10 @@ impl Processor for EchoProcessor {
             return Err(TaskError::new(TaskErrorKind::TooLarge, message).at("input"));
         }
         let sleep = Duration::from_millis(sleep);
+        let hold = self.gates.as_ref().zip(body.hold).map(|(gates, name)| gates.join(name));
         let inputs = values.into_iter();
-        let inputs = inputs.map(|value| SizedInput::new(EchoInput { value, sleep, fault, fits }, 1));
+        let inputs = inputs
+            .map(|value| SizedInput::new(EchoInput { value, sleep, hold: hold.clone(), fault, fits }, 1));
         Ok((EchoRequest { listed }, inputs.collect()))
     }
 
@@ -196,6 +212,15 @@ impl Processor for EchoProcessor {
         let outputs = outputs.iter().map(|value| value.get()).collect::<Vec<_>>().join(",");
         let input = if request.listed { format!("[{outputs}]") } else { outputs };
         Ok(Body::json(format!("{{\"object\":\"echo\",\"input\":{input},\"model\":\"echo\"}}")))
+    }
+}
+
+/// Says that a forward pass is here, and waits until the gate is opened. A file that cannot be made holds up
+/// nobody.
+fn wait_at(gate: &Path) {
+    let here = fs::write(gate.with_extension("held"), "");
+    while here.is_ok() && !gate.exists() {
+        thread::sleep(LOOK);
     }
 }
 

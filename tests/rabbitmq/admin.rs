@@ -118,8 +118,7 @@ async fn what_waits_and_what_computes_is_shown_while_it_does() {
     let sconce = Sconce::launched(&settings).await;
     let admin = sconce.admin().await;
     let client = Client::connect(&rabbit.url()).await;
-    busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0, "sleep_ms": 600_000})).id("long"))
-        .await;
+    busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0})).id("long")).await;
     client.publish_all(&settings.tasks, (0..4).map(|n| Task::new(json!({"input": n})))).await;
     let slot = format!(r#"pool="{0}",slot="{0}/0""#, settings.name);
     metric_becomes(&admin, &format!("sconce_prefetched_tasks{{{slot}}}"), 4.0).await;
@@ -166,7 +165,7 @@ async fn a_worker_that_computes_past_its_bound_is_not_alive_and_is_replaced() {
     let sconce = Sconce::launched(&settings).await;
     let admin = sconce.admin().await;
     let client = Client::connect(&rabbit.url()).await;
-    let task = Task::new(json!({"input": 0, "sleep_ms": 600_000})).id("endless");
+    let task = Task::new(json!({"input": 0})).id("endless");
     busy_with(&sconce, &client, &settings, task).await;
     let stuck = sconce.workers()[0];
     let dead = || async { Some(get(format!("{admin}/livez")).await).filter(|(status, _)| *status == 503) };
@@ -231,7 +230,7 @@ async fn drained_slots_stay_empty_shut_down_ones_end_the_launcher_and_restarted_
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).set("pool[0].devices", r#"["cpu", "cpu"]"#).controlled();
     let mut sconce = Sconce::launch(&settings);
-    sconce.wait_for_log_times("consuming", 2).await;
+    sconce.consumes(2).await;
     let workers = sconce.wait_for_workers(2).await;
     let second = slots(&settings, &["ping"]).await[1]["worker"].as_str().expect("a name").to_owned();
     slots(&settings, &["drain", "--slot", &second]).await;
@@ -256,9 +255,11 @@ async fn bounds_of_batches_and_the_log_filter_change_at_run_time() {
     let mut replies = client.inbox(&settings.replies).await;
     slots(&settings, &["set-batch", "--max-requests", "3", "--all"]).await;
     sconce.wait_for_log("batches have other bounds").await;
-    // Behind one that sleeps, so that the others wait for the device together.
-    busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0, "sleep_ms": 300}))).await;
+    // Behind one that is held, so that the others wait for the device together.
+    let gate = busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0}))).await;
     client.publish_all(&settings.tasks, (0..12).map(|n| Task::new(json!({"input": n})))).await;
+    client.ready_becomes(&settings.tasks, 0).await;
+    gate.open();
     let sizes: Vec<i64> =
         replies.take(13).await.iter().map(|it| it.header("batch_size").parse().expect("an answer")).collect();
     assert_eq!(sizes.iter().max(), Some(&3), "{sizes:?}");
@@ -460,7 +461,7 @@ async fn settings_are_loaded_again_under_load_and_every_task_is_answered_once() 
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).set("pool[0].workers_per_device", 2);
     let sconce = Sconce::launch(&settings);
-    sconce.wait_for_log_times("consuming", 2).await;
+    sconce.consumes(2).await;
     let admin = sconce.admin().await;
     let before = sconce.wait_for_workers(2).await;
     let client = Client::connect(&rabbit.url()).await;
@@ -498,7 +499,7 @@ async fn workers_are_recycled_under_load_and_every_task_is_answered_once() {
     let settings =
         Settings::echo(rabbit.url()).set("pool[0].workers_per_device", 2).set("launcher.recycle_tasks", 200);
     let sconce = Sconce::launch(&settings);
-    sconce.wait_for_log_times("consuming", 2).await;
+    sconce.consumes(2).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
     let mut ids = Vec::new();

@@ -36,7 +36,7 @@ fn number(report: &Value, path: &str) -> f64 {
 async fn a_closed_loop_reports_every_task_and_each_worker() {
     let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].workers_per_device", 2);
     let sconce = Sconce::launch(&settings);
-    sconce.wait_for_log_times("consuming", 2).await;
+    sconce.consumes(2).await;
     let report = report(&settings, "--tasks 600 --warmup 50 --in-flight 64 --inputs 2").await;
     assert_eq!((number(&report, "/tasks"), number(&report, "/succeeded")), (600.0, 600.0), "{report:#}");
     assert_eq!((number(&report, "/warmup"), number(&report, "/duplicates")), (50.0, 0.0));

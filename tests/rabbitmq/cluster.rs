@@ -64,13 +64,13 @@ async fn survives(first: usize, leader: usize, victim: usize) {
     };
     // A queue is led by the node over which it was made.
     let (maker, settings) = launched(&cluster, leader).await;
-    maker.wait_for_log_times("consuming", WORKERS).await;
+    maker.consumes(WORKERS).await;
     assert_eq!(maker.stop().await, 0);
     assert_eq!(cluster.leader_of(&settings.tasks, leader), leader);
     cluster.all_members_are_online(leader, &[&settings.tasks, &settings.replies]).await;
     let settings = settings.over(cluster.url_from(first));
     let sconce = Sconce::launch(&settings);
-    sconce.wait_for_log_times("consuming", WORKERS).await;
+    sconce.consumes(WORKERS).await;
     assert_eq!(sconce.logged(&consuming_from(&cluster, first)), WORKERS, "{}", sconce.log());
 
     let client = Client::connect(&cluster.nodes[witness].url()).await;
@@ -83,7 +83,7 @@ async fn survives(first: usize, leader: usize, victim: usize) {
     eprintln!("connected to {first}, led by {leader}, {victim} killed: no reply for {pause:?}");
     if first == victim {
         sconce.wait_for_log_times("lost the broker", WORKERS).await;
-        sconce.wait_for_log_times("consuming", 2 * WORKERS).await;
+        sconce.consumes(2 * WORKERS).await;
         let elsewhere = [witness, other].map(|node| sconce.logged(&consuming_from(&cluster, node)));
         assert_eq!(elsewhere.iter().sum::<usize>(), WORKERS, "{}", sconce.log());
     }
@@ -117,7 +117,7 @@ async fn the_death_of_a_node_that_is_both_loses_nothing() {
 async fn a_killed_node_that_comes_back_carries_the_work_when_another_dies() {
     let cluster = cluster().await;
     let (sconce, settings) = launched(&cluster, 0).await;
-    sconce.wait_for_log_times("consuming", WORKERS).await;
+    sconce.consumes(WORKERS).await;
     let client = Client::connect(&cluster.nodes[2].url()).await;
     let mut replies = client.inbox(&settings.replies).await;
     let mut answered = BTreeSet::new();

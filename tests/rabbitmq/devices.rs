@@ -7,7 +7,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use super::admin::metrics;
-use super::messages::{busy_with, minilm, serve};
+use super::messages::{are_taken, busy_with, minilm, serve};
 use crate::support::client::Task;
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings, signal};
@@ -71,9 +71,11 @@ async fn after_running_out_of_memory_batches_keep_the_size_that_fits() {
     let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].batch.max_requests", 8);
     let (sconce, client, mut inbox) = serve(&settings).await;
     for round in 0..3 {
-        busy_with(&sconce, &client, &settings, Task::new(json!({"input": "busy", "sleep_ms": 500}))).await;
+        let gate = busy_with(&sconce, &client, &settings, Task::new(json!({"input": "busy"}))).await;
         let task = |n: usize| Task::new(json!({"input": n, "fits": 2})).id(format!("{round} {n}"));
         client.publish_all(&settings.tasks, (0..8).map(task)).await;
+        are_taken(&client, &settings, &mut inbox).await;
+        gate.open();
         for reply in inbox.take(9).await {
             assert_eq!(reply.status_code(), 200, "{reply:?}");
             assert!(round == 0 || reply.headers["batch_size"].as_i64() <= Some(2), "{reply:?}");

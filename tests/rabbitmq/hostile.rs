@@ -61,7 +61,7 @@ async fn deeply_nested_headers_do_not_kill_a_worker_that_was_started_by_hand() {
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url());
     let mut worker = Sconce::run(&settings, &["worker"]);
-    worker.wait_for_log("consuming").await;
+    worker.consumes(1).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut inbox = client.inbox(&settings.replies).await;
     publish(rabbit.address(), &settings.tasks, &nested(DEEP), b"{\"input\":\"deep\"}");

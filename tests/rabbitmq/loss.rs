@@ -69,17 +69,17 @@ async fn a_cut_in_mid_batch_loses_no_task_and_leaves_one_consumer() {
     let sconce = Sconce::launched(&settings).await;
     let client = Client::connect(&rabbit.url()).await;
     // The first keeps the device busy over both cuts.
-    let busy = Task::new(json!({"input": 0, "sleep_ms": 4000})).id("0");
-    busy_with(&sconce, &client, &settings, busy).await;
+    let gate = busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0})).id("0")).await;
     client.publish_all(&settings.tasks, tasks(TASKS, 100).skip(1)).await;
     for cuts in 1..=2 {
         one_prefetch_is_held(&client, &settings, TASKS).await;
         proxy.cut();
         sconce.wait_for_log_times("lost the broker", cuts).await;
-        sconce.wait_for_log_times("consuming", cuts + 1).await;
+        sconce.consumes(cuts + 1).await;
         client.consumers_become(&settings.tasks, 1).await;
     }
     one_prefetch_is_held(&client, &settings, TASKS).await;
+    gate.open();
     let mut replies = client.inbox(&settings.replies).await;
     let mut answered = Answered::default();
     answered.become_all(&mut replies, TASKS).await;
@@ -95,7 +95,7 @@ async fn connections_closed_by_an_operator_are_made_again() {
     let rabbit = Rabbit::shared();
     let settings = slowly(Settings::echo(rabbit.url())).set("pool[0].workers_per_device", 2);
     let sconce = Sconce::launch(&settings);
-    sconce.wait_for_log_times("consuming", 2).await;
+    sconce.consumes(2).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
     client.publish_all(&settings.tasks, tasks(TASKS, 100)).await;

@@ -17,7 +17,7 @@ async fn a_broker_absent_at_the_start_is_waited_for() {
     let sconce = Sconce::launch(&settings);
     sconce.wait_for_log("no broker; trying again").await;
     tokio::task::block_in_place(|| rabbit.start());
-    sconce.wait_for_log("consuming").await;
+    sconce.consumes(1).await;
     answers(sconce, &rabbit, &settings).await;
 }
 
@@ -50,7 +50,7 @@ async fn after_a_broker_is_killed_and_restarted_queued_tasks_are_answered_and_ac
         rabbit.start();
     });
     sconce.wait_for_log("lost the broker").await;
-    sconce.wait_for_log_times("consuming", 2).await;
+    sconce.consumes(2).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
     let mut answered = BTreeSet::new();

@@ -73,10 +73,10 @@ async fn beside_a_slow_worker_a_fast_one_does_all_but_the_slow_ones_prefetch() {
     let settings =
         settings(rabbit.url()).set("pool[0].workers_per_device", 2).set("launcher.shutdown_grace", "500ms");
     let mut sconce = Sconce::launch(&settings);
-    sconce.wait_for_log_times("consuming", 2).await;
+    sconce.consumes(2).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
-    let slow = Task::new(json!({"input": "slow", "sleep_ms": 600_000})).id("slow");
+    let slow = Task::new(json!({"input": "slow"})).id("slow");
     busy_with(&sconce, &client, &settings, slow).await;
     client.publish_all(&settings.tasks, (0..QUICK).map(|n| Task::new(json!({"input": n})))).await;
     // The slow task is one of those that its worker holds.
@@ -102,7 +102,7 @@ async fn the_prefetch_follows_what_messages_carry_and_none_of_them_is_lost() {
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).set("pool[0].batch.max_tokens", 320);
     let mut sconce = Sconce::launch(&settings);
-    sconce.wait_for_log("consuming").await;
+    sconce.consumes(1).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
     assert_eq!(prefetch_at(rabbit, &settings.tasks), 8, "as many of the largest as 64 MiB hold");

@@ -25,12 +25,13 @@ fn fault(kind: &str) -> Task {
 /// Seven tasks and, as their fourth, `culprit`, in one batch if the model takes it: they come while
 /// it is busy.
 async fn among_seven(sconce: &Sconce, client: &Client, settings: &Settings, culprit: Task) {
-    let busy = Task::new(json!({"input": "busy", "sleep_ms": 700})).id("first");
-    busy_with(sconce, client, settings, busy).await;
+    let gate = busy_with(sconce, client, settings, Task::new(json!({"input": "busy"})).id("first")).await;
     let good = |n: usize| Task::new(json!({"input": n})).id(n.to_string());
     let mut tasks: Vec<_> = (0..7).map(good).collect();
     tasks.insert(3, culprit);
     client.publish_all(&settings.tasks, tasks).await;
+    client.ready_becomes(&settings.tasks, 0).await;
+    gate.open();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -38,8 +39,8 @@ async fn when_the_launcher_is_killed_its_workers_are_gone_within_seconds() {
     let settings = settings().set("pool[0].devices", "[\"cpu\", \"cpu\"]");
     let (sconce, client, _inbox) = serve(&settings).await;
     client.consumers_become(&settings.tasks, 2).await;
-    // One of them is busy for longer than anybody waits.
-    busy_with(&sconce, &client, &settings, Task::new(json!({"input": 1, "sleep_ms": 60_000}))).await;
+    // One of them cannot end its batch.
+    busy_with(&sconce, &client, &settings, Task::new(json!({"input": 1}))).await;
     let workers = sconce.workers();
     sconce.signal(Signal::SIGKILL);
     until("no worker lives", || async { workers.iter().all(|pid| !lives(*pid)).then_some(()) }).await;
@@ -57,11 +58,6 @@ async fn are_gone(processes: &[u32]) {
     until(&what, || async { processes.iter().all(|pid| !lives(*pid)).then_some(()) }).await;
 }
 
-/// A task that is longer under way than anybody waits: its worker cannot drain.
-fn endless() -> Task {
-    Task::new(json!({"input": 1, "sleep_ms": 600_000}))
-}
-
 /// The kernel continues a worker that is stopped before its launcher's end, and leaves it stopped for ever
 /// when it is stopped after it.
 #[tokio::test(flavor = "multi_thread")]
@@ -69,7 +65,7 @@ async fn a_worker_that_is_stopped_when_its_launcher_is_killed_is_gone_within_the
     for stopped_first in [false, true] {
         let settings = settings().set("launcher.shutdown_grace", "2s");
         let (sconce, client, _inbox) = serve(&settings).await;
-        busy_with(&sconce, &client, &settings, endless()).await;
+        busy_with(&sconce, &client, &settings, Task::new(json!({"input": 1}))).await;
         let (worker, guard) = (sconce.workers()[0], sconce.guard().expect("a guard"));
         // As a service manager, a terminal or `killall` may.
         for ended_by in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
@@ -109,9 +105,11 @@ async fn the_guard_that_takes_the_place_of_a_killed_one_guards_the_workers_befor
         .set("launcher.shutdown_grace", "2s");
     let (sconce, client, _inbox) = serve(&settings).await;
     client.consumers_become(&settings.tasks, 2).await;
-    client.publish_all(&settings.tasks, (0..4).map(|_| endless())).await;
-    // One each.
-    sconce.wait_for_log_times("forward pass begun", 2).await;
+    let gates: Vec<_> = (0..4).map(|_| sconce.gate()).collect();
+    let held = |gate| Task::new(json!({"input": 1})).held_at(gate);
+    client.publish_all(&settings.tasks, gates.iter().map(held)).await;
+    let one_each = || async { (gates.iter().filter(|gate| gate.is_held()).count() == 2).then_some(()) };
+    until("each worker has one on its device", one_each).await;
     let (before, workers) = (sconce.guard().expect("a guard"), sconce.workers());
     signal(before, Signal::SIGKILL);
     are_gone(&[before]).await;
@@ -135,7 +133,7 @@ async fn a_worker_started_by_hand_works_and_stops_on_sigterm() {
     let settings = settings();
     let mut worker = Sconce::run(&settings, &["worker", "--pool", &settings.name]);
     let client = Client::connect(&Rabbit::shared().url()).await;
-    worker.wait_for_log("consuming").await;
+    worker.consumes(1).await;
     let mut inbox = client.inbox(&settings.replies).await;
     client.publish(&settings.tasks, Task::new(json!({"input": "by hand"}))).await;
     let reply = inbox.next().await;

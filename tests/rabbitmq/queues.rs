@@ -57,7 +57,7 @@ async fn where_nothing_is_declared_a_deleted_task_queue_is_consumed_again_once_i
     let sconce = Sconce::launch(&settings);
     sconce.wait_for_log("no queue").await;
     make().await;
-    sconce.wait_for_log("consuming").await;
+    sconce.consumes(1).await;
     answers(&client, &settings, "before").await;
     client.delete(&settings.tasks).await;
     sconce.wait_for_log("lost the broker").await;

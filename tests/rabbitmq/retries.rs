@@ -102,11 +102,14 @@ async fn where_nothing_was_declared_to_wait_in_the_first_attempt_is_the_last() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_drain_hands_back_has_used_no_attempt() {
     let settings = settings();
-    let (sconce, client, mut inbox) = serve(&settings).await;
-    busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0, "sleep_ms": 1500})).id("0")).await;
+    let (mut sconce, client, mut inbox) = serve(&settings).await;
+    let gate = busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0})).id("0")).await;
     client.publish(&settings.tasks, Task::new(json!({"input": 1})).id("1")).await;
     client.ready_becomes(&settings.tasks, 0).await;
-    assert_eq!(sconce.stop().await, 0);
+    sconce.signal(Signal::SIGTERM);
+    client.ready_becomes(&settings.tasks, 1).await;
+    gate.open();
+    assert_eq!(sconce.exit_code().await, 0);
     assert_eq!(inbox.next().await.correlation_id, "0");
     client.ready_becomes(&settings.tasks, 1).await;
     let _second = Sconce::launched(&settings).await;
@@ -118,10 +121,11 @@ async fn what_a_drain_hands_back_has_used_no_attempt() {
 async fn a_worker_killed_in_the_forward_pass_has_used_one_for_the_tasks_on_its_device_alone() {
     let settings = settings().set("pool[0].batch.max_requests", 1).set("pool[0].prefetch", 2);
     let (sconce, client, mut inbox) = serve(&settings).await;
-    busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0, "sleep_ms": 1500})).id("0")).await;
+    let gate = busy_with(&sconce, &client, &settings, Task::new(json!({"input": 0})).id("0")).await;
     client.publish(&settings.tasks, Task::new(json!({"input": 1})).id("1")).await;
     client.ready_becomes(&settings.tasks, 0).await;
     signal(sconce.workers()[0], Signal::SIGKILL);
+    gate.open();
     for _ in 0..2 {
         let reply = inbox.next().await;
         let attempt = if reply.correlation_id == "0" { "2" } else { "1" };

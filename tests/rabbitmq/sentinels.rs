@@ -58,11 +58,12 @@ async fn as_many_busy_workers_stop_as_there_are_sentinels_and_the_launcher_exits
 async fn a_busy_worker_keeps_one_sentinel_and_hands_the_others_on_at_once() {
     let settings = settings(1);
     let (mut first, client, mut inbox) = serve(&settings).await;
-    busy_with(&first, &client, &settings, slow(1, 6000)).await;
+    let gate = busy_with(&first, &client, &settings, slow(1, 0)).await;
     client.publish_all(&settings.tasks, (0..3).map(|_| Task::sentinel())).await;
     let workers = first.workers();
     client.ready_becomes(&settings.tasks, 2).await;
     assert!(lives(workers[0]), "before its batch ends");
+    gate.open();
     assert_eq!(first.exit_code().await, 0);
     assert_eq!(inbox.next().await.correlation_id, "1");
     client.becomes(&settings.tasks, (2, 0)).await;
@@ -117,8 +118,11 @@ async fn a_sentinel_is_a_type_or_a_null_body_and_nothing_else_is_one() {
 async fn a_sentinel_has_the_batch_in_hand_computed_at_once() {
     let settings = settings(1).set("pool[0].batch.max_delay", "1m");
     let (mut sconce, client, mut inbox) = serve(&settings).await;
-    busy_with(&sconce, &client, &settings, slow(0, 3000)).await;
+    let gate = busy_with(&sconce, &client, &settings, slow(0, 0)).await;
     client.publish_all(&settings.tasks, (1..4).map(|n| slow(n, 0)).chain([Task::sentinel()])).await;
+    // Behind a sentinel nothing more is taken.
+    consumers(&client, &settings, 0).await;
+    gate.open();
     // Not after max_delay: no wait here is so long.
     assert_eq!(sconce.exit_code().await, 0);
     let replies = inbox.take(4).await;

@@ -42,10 +42,10 @@ async fn of_tasks_settled_out_of_order_only_the_unfinished_return_after_a_kill()
     let settings =
         Settings::echo(rabbit.url()).set("pool[0].prefetch", 10).set("pool[0].batch.max_requests", 1);
     let worker = Sconce::run(&settings, &["worker"]);
-    worker.wait_for_log("consuming").await;
+    worker.consumes(1).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
-    let busy = Task::new(json!({"input": 0, "sleep_ms": 600_000})).id("0");
+    let busy = Task::new(json!({"input": 0})).id("0");
     busy_with(&worker, &client, &settings, busy).await;
     // Refused as they are read, while those before and between them wait for the device.
     let task = |n: usize| match n % 2 {

@@ -30,7 +30,7 @@ async fn a_channel_that_the_broker_closes_is_replaced_and_consuming_resumes() {
     let mut replies = client.inbox(&settings.replies).await;
     client.publish(&settings.tasks, Task::new(json!({"input": 1, "sleep_ms": 7000})).id("slow")).await;
     sconce.wait_for_log("406").await;
-    sconce.wait_for_log_times("consuming", 2).await;
+    sconce.consumes(2).await;
     assert_eq!(client.get(&settings.dead).await.correlation_id, "slow");
     client.consumers_become(&settings.tasks, 1).await;
     client.publish(&settings.tasks, Task::new(json!({"input": 2})).id("quick")).await;
@@ -58,7 +58,7 @@ async fn a_batch_longer_than_the_broker_waits_for_an_ack_costs_its_worker_a_chan
         .set("pool[0].prefetch", 1)
         .set("launcher.shutdown_grace", "500ms");
     let mut sconce = Sconce::launch(&settings);
-    sconce.wait_for_log_times("consuming", 2).await;
+    sconce.consumes(2).await;
     let client = Client::connect(&rabbit.url()).await;
     let mut replies = client.inbox(&settings.replies).await;
     let workers = sconce.workers();
@@ -73,7 +73,7 @@ async fn a_batch_longer_than_the_broker_waits_for_an_ack_costs_its_worker_a_chan
             answered.insert(reply.correlation_id);
         }
         sconce.wait_for_log_times("406", half).await;
-        sconce.wait_for_log_times("consuming", 2 + half).await;
+        sconce.consumes(2 + half).await;
     }
     assert_eq!(sconce.workers(), workers, "the same processes");
     sconce.signal(Signal::SIGTERM);

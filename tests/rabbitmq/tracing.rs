@@ -9,7 +9,7 @@ use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
 use serde_json::json;
 
-use super::messages::{busy_with, serve};
+use super::messages::{are_taken, busy_with, serve};
 use crate::support::client::{Received, Task};
 use crate::support::collector::{Collector, attribute, hex};
 use crate::support::rabbit::Rabbit;
@@ -106,9 +106,10 @@ async fn a_batchs_span_links_to_each_of_its_tasks_once() {
     let collector = Collector::start().await;
     let settings = settings(&collector.endpoint());
     let (sconce, client, mut inbox) = serve(&settings).await;
-    let busy = Task::new(json!({"input": "busy", "sleep_ms": 2000})).id("first");
-    busy_with(&sconce, &client, &settings, busy).await;
+    let gate = busy_with(&sconce, &client, &settings, Task::new(json!({"input": "busy"})).id("first")).await;
     client.publish_all(&settings.tasks, ["a", "b"].map(|id| traced(id, "01"))).await;
+    are_taken(&client, &settings, &mut inbox).await;
+    gate.open();
     let replies = inbox.take(3).await;
     let [alone, batch]: [Span; 2] =
         collector.wait_for("batches", 2, is_batch).await.try_into().expect("two batches");
@@ -213,12 +214,14 @@ async fn a_drain_sends_the_last_spans_and_says_which_tasks_were_handed_back() {
     let settings = settings(&collector.endpoint()).set("pool[0].batch.max_requests", 1);
     let settings = settings.set("pool[0].prefetch", 10);
     let (mut sconce, client, mut inbox) = serve(&settings).await;
-    let slow = |id: &str| Task::new(json!({"input": id, "sleep_ms": 3000})).id(id);
-    busy_with(&sconce, &client, &settings, slow("slow")).await;
+    let task = |id: &str| Task::new(json!({"input": id})).id(id);
+    let gate = busy_with(&sconce, &client, &settings, task("slow")).await;
     // What needs no device is answered at once, and shows that the worker has what came before it.
-    client.publish_all(&settings.tasks, [slow("behind"), Task::raw("not JSON").id("refused")]).await;
+    client.publish_all(&settings.tasks, [task("behind"), Task::raw("not JSON").id("refused")]).await;
     assert_eq!(inbox.next().await.correlation_id, "refused");
     sconce.signal(Signal::SIGTERM);
+    client.ready_becomes(&settings.tasks, 1).await;
+    gate.open();
     assert_eq!(sconce.exit_code().await, 0);
     assert_eq!(inbox.next().await.correlation_id, "slow");
     // Not later: nobody is left to send them.

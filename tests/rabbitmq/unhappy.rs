@@ -144,10 +144,12 @@ async fn a_worker_that_is_told_to_stop_hands_back_what_no_queue_takes() {
     let client = Client::connect(&rabbit.url()).await;
     let stuck = format!("{}.stuck", settings.name);
     stuck_queue(rabbit, &client, &stuck).await;
-    let sconce = Sconce::launched(&settings).await;
-    let slow = Task::new(json!({"input": 1, "sleep_ms": 300})).reply_to(&stuck);
-    busy_with(&sconce, &client, &settings, slow).await;
-    assert_eq!(sconce.stop().await, 0, "within its grace");
+    let mut sconce = Sconce::launched(&settings).await;
+    let task = Task::new(json!({"input": 1})).reply_to(&stuck);
+    let gate = busy_with(&sconce, &client, &settings, task).await;
+    sconce.signal(Signal::SIGTERM);
+    gate.open();
+    assert_eq!(sconce.exit_code().await, 0, "within its grace");
     client.becomes(&settings.tasks, (1, 0)).await;
     revive(rabbit, &stuck);
 }
@@ -273,7 +275,7 @@ async fn a_limit_of_connections_at_the_start_is_waited_for() {
     let (status, words) = readiness(&sconce).await;
     assert!(status == 503 && words.contains("limit"), "{words}");
     rabbit.ctl(&["clear_user_limits", "many", "max-connections"]);
-    sconce.wait_for_log("consuming").await;
+    sconce.consumes(1).await;
     assert_eq!(sconce.stop().await, 0);
 }
 
@@ -292,7 +294,7 @@ async fn workers_that_are_started_while_a_password_is_refused_come_back_once_it_
     // Longer than a new service would bear it.
     sconce.wait_for_log_times("403", 8).await;
     rabbit.ctl(&["change_password", "moody", "right"]);
-    sconce.wait_for_log_times("consuming", 2).await;
+    sconce.consumes(2).await;
     assert_eq!(sconce.logged("slot given up"), 0, "{}", sconce.log());
     client.publish(&settings.tasks, Task::new(json!({"input": 1}))).await;
     assert_eq!(client.get(&settings.replies).await.status_code(), 200);

@@ -13,6 +13,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use serde_json::Value;
 
+use super::sconce::Gate;
 use super::wait::{bounded, until};
 
 /// One connection with a confirming channel.
@@ -52,6 +53,14 @@ pub struct Inbox {
 }
 
 impl Task {
+    /// The same, whose forward pass waits at a gate.
+    pub fn held_at(mut self, gate: &Gate) -> Self {
+        let mut body: Value = serde_json::from_slice(&self.body).expect("JSON");
+        body["hold"] = gate.name.as_str().into();
+        self.body = body.to_string().into_bytes();
+        self
+    }
+
     /// A task with this JSON body, and a correlation id of its own.
     pub fn new(body: Value) -> Self {
         Self::raw(body.to_string())

@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -92,14 +92,38 @@ impl Settings {
         self
     }
 
-    fn toml(&self) -> String {
+    fn toml(&self, gates: &Path) -> String {
         let Self { name, tasks, replies, dead, url, control, heartbeat, .. } = self;
         format!(
             "[broker]\nurl = {url:?}\nheartbeat = {heartbeat:?}\n\n[[pool]]\nname = {name:?}\ntask_queue = {tasks:?}\n\
              reply_queue = {replies:?}\ndead_letter_queue = {dead:?}\nmodel = \"echo?faults\"\n\
-             devices = [\"cpu\"]\nthreads = 1\n\n[launcher]\nrestart_delay = \"100ms\"\n\n[admin]\n\
+             devices = [\"cpu\"]\nthreads = 1\noptions = {{ gates = {gates:?} }}\n\n[launcher]\nrestart_delay = \"100ms\"\n\n[admin]\n\
              listen = \"127.0.0.1:0\"\ncontrol_exchange = {control:?}\n"
         )
+    }
+}
+
+/// Where the forward pass of a task waits, which names it as `hold`. Closed at first.
+pub struct Gate {
+    pub name: String,
+    file: PathBuf,
+}
+
+impl Gate {
+    /// A forward pass waits there, or has.
+    pub fn is_held(&self) -> bool {
+        self.file.with_extension("held").exists()
+    }
+
+    /// Waits until one does.
+    pub async fn held(&self) {
+        until(&format!("a forward pass waits at {}", self.name), || async { self.is_held().then_some(()) })
+            .await;
+    }
+
+    /// Lets it go on.
+    pub fn open(&self) {
+        fs::write(&self.file, "").expect("a file");
     }
 }
 
@@ -119,7 +143,7 @@ impl Sconce {
     /// `sconce launch`, once its worker consumes.
     pub async fn launched(settings: &Settings) -> Self {
         let sconce = Self::launch(settings);
-        sconce.wait_for_log("consuming").await;
+        sconce.consumes(1).await;
         sconce
     }
 
@@ -127,7 +151,7 @@ impl Sconce {
     pub fn run(settings: &Settings, arguments: &[&str]) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let file = folder.path().join(FILE);
-        fs::write(&file, settings.toml()).expect("a settings file");
+        fs::write(&file, settings.toml(folder.path())).expect("a settings file");
         let mut command = Command::new(&settings.program);
         command.args(arguments).arg("--config").arg(&file);
         for (path, value) in &settings.set {
@@ -147,7 +171,7 @@ impl Sconce {
 
     /// Writes other settings in the place of those it was started with.
     pub fn rewrite(&self, settings: &Settings) {
-        fs::write(self.folder.path().join(FILE), settings.toml()).expect("a settings file");
+        fs::write(self.folder.path().join(FILE), settings.toml(self.folder.path())).expect("a settings file");
     }
 
     /// Where it serves metrics and health.
@@ -158,6 +182,13 @@ impl Sconce {
             Some(line.split_once("address=")?.1.trim().to_owned())
         });
         format!("http://{}", served.await)
+    }
+
+    /// A gate for a task of its echo pool.
+    pub fn gate(&self) -> Gate {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("gate-{}", COUNT.fetch_add(1, Ordering::Relaxed));
+        Gate { file: self.folder.path().join(&name), name }
     }
 
     /// The process id.
@@ -196,6 +227,11 @@ impl Sconce {
     pub async fn wait_for_log_times(&self, words: &str, times: usize) {
         let what = format!("{times} × {words:?} in the log");
         until(&what, || async { (self.logged(words) >= times).then_some(()) }).await;
+    }
+
+    /// Waits until its workers have begun to consume so many times.
+    pub async fn consumes(&self, times: usize) {
+        self.wait_for_log_times("consuming", times).await;
     }
 
     /// The worker processes, oldest first.
