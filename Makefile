@@ -53,6 +53,7 @@ bench-parts: models ## kernels, forward pass, codec and batcher alone, by criter
 lint: ## formatting, clippy, documentation; warnings are errors
 	$(CARGO) fmt --check
 	$(CARGO) clippy --locked --all-targets -- -D warnings
+	$(CARGO) clippy --locked --no-default-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
 
 check-deploy: ## what deploy/ holds, by promtool, Prometheus, Grafana's and Kubernetes' schemas, systemd

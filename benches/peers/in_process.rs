@@ -79,7 +79,6 @@ fn policy() -> anyhow::Result<Policy> {
     let assignment = Assignment {
         slot: String::new(),
         worker: String::new(),
-        numa_node: None,
         device: "cpu".into(),
         sharers: 1,
         threads: 1,

@@ -17,7 +17,7 @@ use tokio::time::Instant;
 
 use self::gather::Gather;
 use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, Topology, declare, subscribe};
-use crate::broker::{Acker, BrokerError, BrokerSession, Consumer, Event, Published, Publisher};
+use crate::broker::{Acker, BrokerError, BrokerSession, Consumer, Delivery, Event, Published, Publisher};
 use crate::config::Broker;
 use crate::protocol::reply::is_part;
 use crate::protocol::{Headers, JSON, Message, Properties};
@@ -178,9 +178,17 @@ impl Client {
                 }
                 burst = burst(replies.as_mut()) => {
                     heard = Instant::now();
-                    let missing = || ClientError::Lost { missing: gather.missing(), published: gather.begun() };
-                    for reply in burst?.ok_or_else(missing)? {
-                        if let Some(number) = number_of(&reply) && !gather.answer(number, Some(reply), heard) {
+                    let lost = || ClientError::Lost { missing: gather.missing(), published: gather.begun() };
+                    let deliveries = burst?.ok_or_else(lost)?;
+                    // Here, because what is awaited in another arm's place may be dropped half done. Together
+                    // they are few commands.
+                    if let Some(Replies { acker, .. }) = replies {
+                        join_all(deliveries.iter().map(|delivery| acker.ack(delivery.delivery_tag))).await;
+                    }
+                    for reply in deliveries.into_iter().map(|delivery| delivery.message) {
+                        // The reply behind a part says all.
+                        let number = number_of(&reply).filter(|_| !is_part(&reply));
+                        if let Some(number) = number && !gather.answer(number, Some(reply), heard) {
                             sink.duplicate();
                         }
                     }
@@ -243,23 +251,18 @@ impl Replies {
     }
 }
 
-/// The replies that have come, at least one; parts are passed over, because the reply behind them says all.
-/// None: the session is over. Without replies: never. Safe to cancel while nothing has come.
-async fn burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Message>>, ClientError> {
-    let Some(Replies { consumer, acker, .. }) = replies else { return std::future::pending().await };
-    let (mut messages, mut tags) = (Vec::new(), Vec::new());
+/// What has come, at least one; None: the session is over. Without replies: never. Safe to cancel: what has
+/// been taken is returned at once.
+async fn burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery>>, ClientError> {
+    let Some(Replies { consumer, .. }) = replies else { return std::future::pending().await };
+    let mut deliveries = Vec::new();
     let mut event = Some(consumer.next().await?);
     while let Some(came) = event {
         let Event::Delivery(delivery) = came else { return Ok(None) };
-        tags.push(delivery.delivery_tag);
-        if !is_part(&delivery.message) {
-            messages.push(delivery.message);
-        }
-        event = if tags.len() < BURST { consumer.next().now_or_never().transpose()? } else { None };
+        deliveries.push(*delivery);
+        event = if deliveries.len() < BURST { consumer.next().now_or_never().transpose()? } else { None };
     }
-    // Together they are few commands.
-    join_all(tags.into_iter().map(|tag| acker.ack(tag))).await;
-    Ok(Some(messages))
+    Ok(Some(deliveries))
 }
 
 /// The message of the task with this number, which is its correlation id: persistent, published now.
@@ -295,3 +298,6 @@ async fn publish(publisher: &dyn Publisher, queue: &str, message: Message) -> Re
         Published::Refused(words) | Published::Forbidden(words) => refused(words),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -83,10 +83,9 @@ fn devices(out: &mut impl Write, host: &Host) -> anyhow::Result<()> {
 fn in_words(gpu: &Gpu) -> String {
     let capability =
         gpu.compute_capability.map(|(major, minor)| format!("compute capability {major}.{minor}"));
-    let near = gpu.numa_node.map(|node| format!("NUMA node {node}"));
     let fault = gpu.fault.as_ref().map(|fault| format!("OUT OF ORDER: {fault}"));
     let divided = gpu.parts.as_ref().map(|parts| format!("divided by MIG into {}", parts.len()));
-    let words = [Some(gpu.name.clone()), gpu.memory.map(free), capability, near, divided, fault];
+    let words = [Some(gpu.name.clone()), gpu.memory.map(free), capability, divided, fault];
     words.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 

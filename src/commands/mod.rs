@@ -12,7 +12,6 @@ mod devices;
 mod guard;
 mod healthcheck;
 mod launch;
-mod numa;
 mod progress;
 mod publish;
 mod registry;

@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getppid};
 
 use super::registry::Registry;
-use super::{broker_session, load, numa, pool_named, spans, start_logging};
+use super::{broker_session, load, pool_named, spans, start_logging};
 use crate::cli::Worker;
 use crate::config::Assignment;
 use crate::launcher::Host;
@@ -31,7 +31,7 @@ const ORPHANED: Duration = Duration::from_secs(3);
 pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exit> {
     let stop = Stop::default();
     let (crashes, settings) = (CrashRecords::default(), LiveSettings::default());
-    let (mut assignment, patience) = match arguments.launched_by {
+    let (assignment, patience) = match arguments.launched_by {
         Some(launcher) => {
             telemetry::start(std::env::var("SCONCE_LOG").ok().as_deref(), Format::Json);
             tie_to(launcher)?;
@@ -42,12 +42,6 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             (by_hand(arguments)?, Patience::SecondAborts)
         }
     };
-    if let Some(node) = assignment.numa_node {
-        numa::bind_near(node);
-        // The plan has divided the cores of all nodes.
-        let near = thread::available_parallelism().map_or(assignment.threads, usize::from);
-        assignment.threads = assignment.threads.min(near);
-    }
     // One thread: its tasks hand messages to each other, and waking another thread for that costs more
     // than what is done with them. What computes for long has threads of its own. Tasks that are woken
     // together run in turn, so that a batch's replies leave together.
@@ -132,7 +126,6 @@ fn by_hand(arguments: &Worker) -> anyhow::Result<Assignment> {
     Ok(Assignment {
         worker: format!("{}/{slot}", host.name),
         slot,
-        numa_node: host.gpus.gpu_of(&device).and_then(|gpu| gpu.numa_node),
         device,
         sharers: 1,
         threads: pool.threads.unwrap_or(host.cores),

@@ -26,9 +26,6 @@ pub struct Assignment {
     pub worker: String,
     /// `cpu`, or the GPU's UUID.
     pub device: String,
-    /// The memory node that the device is near to, on a host with several.
-    #[serde(default)]
-    pub numa_node: Option<u32>,
     /// Workers of the launcher that may compute on the device at once, this one included. A plan says 1; who
     /// starts a worker says how many there are then.
     #[serde(default = "alone")]

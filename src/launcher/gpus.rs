@@ -42,8 +42,6 @@ pub struct Gpu {
     pub memory: Option<Memory>,
     /// Share of the last moments in which it computed, in percent.
     pub utilization_percent: Option<u32>,
-    /// The memory node of the host that it is near to, where there are several.
-    pub numa_node: Option<u32>,
     /// Who computes on it.
     pub processes: Vec<Process>,
     /// With MIG, its parts, which are what can be used then.

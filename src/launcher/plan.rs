@@ -140,7 +140,6 @@ pub fn plan(settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchE
         assignments.push(Assignment {
             worker: format!("{}/{slot}", host.name),
             slot,
-            numa_node: host.gpus.gpu_of(&device).and_then(|gpu| gpu.numa_node),
             device,
             sharers: 1,
             threads: pool.threads.unwrap_or(threads),
@@ -244,7 +243,7 @@ mod tests {
     fn with_gpus() -> Host {
         let gpu = |uuid: &str| Gpu { uuid: uuid.into(), compute_capability: Some((8, 6)), ..Gpu::default() };
         let gpus = Gpus {
-            gpus: vec![gpu("GPU-a"), Gpu { numa_node: Some(1), ..gpu("GPU-b") }],
+            gpus: vec![gpu("GPU-a"), gpu("GPU-b")],
             driver: Some("580.65.06".into()),
             cuda: Some("13.0".into()),
             unknown: None,
@@ -337,8 +336,6 @@ mod tests {
     fn a_list_is_resolved_to_uuids_and_names_each_gpu_once() {
         let host = with_gpus();
         assert_eq!(devices(&host, "cuda:1,cpu,GPU-a").unwrap(), ["GPU-b", "cpu", "GPU-a"]);
-        let slots = planned_on(&host, &[("pool[0].devices", "cuda:1,cpu,GPU-a")]).unwrap();
-        assert_eq!(slots.iter().map(|slot| slot.numa_node).collect::<Vec<_>>(), [Some(1), None, None]);
         let error = devices(&host, "cuda:0,GPU-a").unwrap_err();
         assert!(error.contains("GPU-a") && error.contains("workers_per_device"), "{error}");
         let error = devices(&host, "cuda:2").unwrap_err();

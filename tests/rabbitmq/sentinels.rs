@@ -120,8 +120,7 @@ async fn a_sentinel_has_the_batch_in_hand_computed_at_once() {
     let (mut sconce, client, mut inbox) = serve(&settings).await;
     let gate = busy_with(&sconce, &client, &settings, slow(0, 0)).await;
     client.publish_all(&settings.tasks, (1..4).map(|n| slow(n, 0)).chain([Task::sentinel()])).await;
-    // Behind a sentinel nothing more is taken.
-    consumers(&client, &settings, 0).await;
+    sconce.wait_for_log("sentinel received").await;
     gate.open();
     // Not after max_delay: no wait here is so long.
     assert_eq!(sconce.exit_code().await, 0);

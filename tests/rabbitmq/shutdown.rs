@@ -58,7 +58,7 @@ async fn a_second_sigterm_does_not_wait_for_the_batch() {
     let (mut sconce, client, _inbox) = serve(&settings).await;
     busy_with(&sconce, &client, &settings, task(1)).await;
     sconce.signal(Signal::SIGTERM);
-    client.consumers_become(&settings.tasks, 0).await;
+    sconce.wait_for_log("worker draining").await;
     sconce.signal(Signal::SIGTERM);
     assert_eq!(sconce.exit_code().await, 84);
     client.ready_becomes(&settings.tasks, 1).await;
@@ -105,8 +105,7 @@ async fn a_sigterm_during_a_sentinels_work_hands_the_sentinel_back() {
     let (mut sconce, client, mut inbox) = serve(&settings).await;
     let gate = busy_with(&sconce, &client, &settings, task(0)).await;
     client.publish_all(&settings.tasks, [task(1), Task::sentinel()]).await;
-    // Behind a sentinel nothing more is taken.
-    client.consumers_become(&settings.tasks, 0).await;
+    sconce.wait_for_log("sentinel received").await;
     sconce.signal(Signal::SIGTERM);
     client.ready_becomes(&settings.tasks, 2).await;
     gate.open();

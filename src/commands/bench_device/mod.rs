@@ -12,7 +12,7 @@ use anyhow::Context;
 use self::measure::measure;
 use self::report::Report;
 use super::bench::{Work, bodies};
-use super::{Registry, load, numa, pool_named, start_logging};
+use super::{Registry, load, pool_named, start_logging};
 use crate::cli::BenchDevice;
 use crate::config::Assignment;
 use crate::launcher::{Host, environment};
@@ -24,9 +24,6 @@ pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Resul
     let slot = slot(arguments, registry)?;
     as_a_worker(&slot)?;
     start_logging(Some(QUIET));
-    if let Some(node) = slot.numa_node {
-        numa::bind_near(node);
-    }
     let tasks: Vec<Work> = bodies(&arguments.texts).context(Exit::Usage)?.take(arguments.tasks).collect();
     let measured = measure(&slot, &registry.starter(&slot.pool), &tasks, arguments.time)?;
     let report = Report::new(&slot, tasks.len(), measured);

@@ -2,8 +2,6 @@
 //! GPU is that GPU's fault and hides no other.
 
 use std::ffi::OsStr;
-use std::fs;
-use std::path::Path;
 
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
@@ -91,7 +89,6 @@ fn gpu(nvml: &Nvml, index: u32) -> Gpu {
     Gpu {
         uuid,
         name: device.name().unwrap_or_default(),
-        numa_node: pci.as_deref().and_then(|pci| near(Path::new("/sys"), pci)),
         pci,
         compute_capability: device.cuda_compute_capability().ok().map(|it| (it.major, it.minor)),
         memory: memory(&device),
@@ -100,15 +97,6 @@ fn gpu(nvml: &Nvml, index: u32) -> Gpu {
         parts: parts(&device),
         fault,
     }
-}
-
-/// The memory node that the kernel names for a PCI device; none on a host with one only. (NVML has a
-/// function of that name, which means GPUs that are nodes themselves.)
-fn near(sys: &Path, pci: &str) -> Option<u32> {
-    // NVML writes the domain with eight digits, the kernel with four.
-    let address = pci.get(pci.len().checked_sub("0000:00:00.0".len())?..)?.to_lowercase();
-    let node = fs::read_to_string(sys.join("bus/pci/devices").join(address).join("numa_node")).ok()?;
-    node.trim().parse().ok()
 }
 
 /// Whether it has fallen off the bus: then the driver still knows its UUID, and little else.
@@ -143,24 +131,4 @@ fn parts(device: &Device<'_>) -> Option<Vec<Part>> {
     // Places without a device answer with an error.
     let found = places.filter_map(|place| device.mig_device_by_index(place).ok());
     Some(found.filter_map(|part| Some(Part { uuid: part.uuid().ok()?, memory: memory(&part) })).collect())
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a folder that cannot be made fails its test")]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_kernel_says_which_memory_is_near() {
-        let sys = tempfile::tempdir().unwrap();
-        for (address, node) in [("0000:17:00.0", "1\n"), ("0000:ca:00.0", "-1\n")] {
-            let folder = sys.path().join("bus/pci/devices").join(address);
-            fs::create_dir_all(&folder).unwrap();
-            fs::write(folder.join("numa_node"), node).unwrap();
-        }
-        assert_eq!(near(sys.path(), "00000000:17:00.0"), Some(1));
-        assert_eq!(near(sys.path(), "00000000:CA:00.0"), None, "a host with one node");
-        assert_eq!(near(sys.path(), "00000000:99:00.0"), None);
-        assert_eq!(near(sys.path(), ""), None);
-    }
 }

@@ -144,7 +144,6 @@ fn assignment(model: &str) -> Assignment {
         slot: "test/0".into(),
         worker: "host/test/0".into(),
         device: "cpu".into(),
-        numa_node: None,
         sharers: 1,
         threads: 1,
         pool,

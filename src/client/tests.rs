@@ -1,0 +1,184 @@
+//! A run over a queue in memory, whose pieces take their time where RabbitMQ's may.
+
+use std::collections::BTreeSet;
+use std::num::NonZeroU16;
+
+use futures_util::future::BoxFuture;
+use futures_util::stream;
+use tokio::sync::mpsc;
+
+use super::*;
+use crate::broker::{Delay, DeliveryTag};
+
+/// Answers each task at once, and the numbers in `twice` again.
+struct Broker {
+    replies: mpsc::UnboundedSender<Message>,
+    twice: BTreeSet<u64>,
+    /// Answers nothing from this number on.
+    deaf_from: u64,
+}
+
+struct Incoming {
+    replies: mpsc::UnboundedReceiver<Message>,
+    tag: u64,
+}
+
+struct SlowAcker;
+
+impl Publisher for Broker {
+    fn publish<'a>(
+        &'a self,
+        _: &'a str,
+        message: Arc<Message>,
+    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+        Box::pin(async move {
+            let number = number_of(&message).expect("a number");
+            if number < self.deaf_from {
+                for _ in 0..1 + usize::from(self.twice.contains(&number)) {
+                    self.replies.send((*message).clone()).expect("a consumer");
+                }
+            }
+            tokio::task::yield_now().await;
+            Ok(Published::Confirmed)
+        })
+    }
+
+    fn publish_later<'a>(
+        &'a self,
+        queue: &'a str,
+        _: Delay,
+        message: Arc<Message>,
+    ) -> BoxFuture<'a, Result<Published, BrokerError>> {
+        self.publish(queue, message)
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+}
+
+impl Consumer for Incoming {
+    fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>> {
+        Box::pin(async {
+            let message = self.replies.recv().await.expect("a broker");
+            self.tag += 1;
+            let delivery_tag = DeliveryTag { session: 1, tag: self.tag };
+            let delivery = Delivery {
+                message,
+                delivery_tag,
+                routing_key: None,
+                redelivered: false,
+                delivery_count: None,
+            };
+            Ok(Event::Delivery(Box::new(delivery)))
+        })
+    }
+
+    fn set_prefetch(&mut self, _: NonZeroU16) -> BoxFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
+    fn cancel(&mut self) -> BoxFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
+    fn close(&mut self) -> BoxFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+}
+
+impl Acker for SlowAcker {
+    fn ack(&self, _: DeliveryTag) -> BoxFuture<'_, bool> {
+        Box::pin(async {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            true
+        })
+    }
+
+    fn requeue(&self, _: DeliveryTag) -> BoxFuture<'_, bool> {
+        Box::pin(std::future::ready(true))
+    }
+
+    fn flush(&self) -> BoxFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
+    fn is_connected(&self) -> bool {
+        true
+    }
+}
+
+#[derive(Default)]
+struct Counts {
+    answered: Vec<u64>,
+    confirmed: usize,
+    duplicates: usize,
+}
+
+impl Sink<u64, ClientError> for Counts {
+    fn confirmed(&mut self, _: u64) {
+        self.confirmed += 1;
+    }
+
+    fn answered(
+        &mut self,
+        number: u64,
+        meta: u64,
+        _: Option<Message>,
+        _: Instant,
+    ) -> Result<(), ClientError> {
+        assert_eq!(number, meta);
+        self.answered.push(number);
+        Ok(())
+    }
+
+    fn duplicate(&mut self) {
+        self.duplicates += 1;
+    }
+}
+
+async fn run(count: u64, twice: &[u64], deaf_from: u64, in_order: bool) -> (Counts, Result<(), ClientError>) {
+    let (replies, incoming) = mpsc::unbounded_channel();
+    let broker = Broker { replies, twice: twice.iter().copied().collect(), deaf_from };
+    let session = BrokerSession {
+        consumer: Box::new(Incoming { replies: incoming, tag: 0 }),
+        acker: Arc::new(SlowAcker),
+        publisher: Arc::new(broker),
+    };
+    let request =
+        || Request { message_id: String::new(), headers: Headers::new(), body: Bytes::new(), expires: None };
+    let tasks = stream::iter((0..count).map(|meta| Ok(Task { meta, request: Some(request()) })));
+    let bounds = Bounds { under_way: 3, timeout: Some(Duration::from_secs(60)), in_order };
+    let mut counts = Counts::default();
+    let ended = Client::over(session, "tasks").run(0, tasks, &bounds, &mut counts).await;
+    (counts, ended)
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_reply_is_lost_while_another_is_acked_or_published() {
+    for in_order in [false, true] {
+        let (mut counts, ended) = run(500, &[], u64::MAX, in_order).await;
+        assert!(ended.is_ok(), "{ended:?}");
+        assert!(!in_order || counts.answered.is_sorted());
+        counts.answered.sort_unstable();
+        assert_eq!(counts.answered, (0..500).collect::<Vec<_>>());
+        assert_eq!((counts.confirmed, counts.duplicates), (500, 0));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reply_that_comes_twice_is_passed_on_once_and_counted() {
+    let (counts, ended) = run(50, &[7, 9], u64::MAX, true).await;
+    assert!(ended.is_ok(), "{ended:?}");
+    assert_eq!((counts.answered.len(), counts.duplicates), (50, 2));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reply_that_does_not_come_ends_the_run_with_what_is_missing() {
+    let (counts, ended) = run(50, &[], 40, false).await;
+    assert_eq!(counts.answered.len(), 40);
+    assert!(
+        matches!(ended, Err(ClientError::NoReply { missing: 3, published: 43, .. })),
+        "no more than the bound is under way: {ended:?}"
+    );
+}
