@@ -11,7 +11,7 @@ use super::tell;
 use super::view::{self, Row};
 use crate::broker::{Delivery, DeliveryTag};
 use crate::cli::DeadPurge;
-use crate::protocol::letter::Letter;
+use crate::protocol::dead_letter::DeadLetter;
 use crate::shutdown::Exit;
 
 /// Letters deleted before they are counted as that.
@@ -84,7 +84,7 @@ async fn delete_these(
     Ok(())
 }
 fn reason_of(delivery: &Delivery) -> String {
-    Letter::of(&delivery.message).reason().to_owned()
+    DeadLetter::of(&delivery.message).reason().to_owned()
 }
 
 /// All at once, when somebody has said yes to just these.

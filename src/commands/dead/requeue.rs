@@ -15,7 +15,7 @@ use crate::broker::amqp::AmqpPublisher;
 use crate::broker::{BrokerError, Delivery, Published, Publisher};
 use crate::cli::DeadRequeue;
 use crate::config::Pool;
-use crate::protocol::letter::{Letter, restored};
+use crate::protocol::dead_letter::{DeadLetter, restored};
 use crate::shutdown::Exit;
 
 /// Letters published at once: what a crash may leave in both queues.
@@ -76,7 +76,7 @@ impl Done {
 }
 
 fn destination(delivery: &Delivery, pool: &Pool, by_name: bool) -> Result<String, String> {
-    let letter = Letter::of(&delivery.message);
+    let letter = DeadLetter::of(&delivery.message);
     let queue = letter.destination(&pool.task_queue, by_name);
     queue.map(str::to_owned)
 }

@@ -9,7 +9,7 @@ use anyhow::bail;
 
 use super::{age, view};
 use crate::cli::DeadFilters;
-use crate::protocol::letter::{Letter, reasons};
+use crate::protocol::dead_letter::{DeadLetter, reasons};
 use crate::protocol::shorten;
 use crate::shutdown::Exit;
 
@@ -72,8 +72,8 @@ impl Selection {
     }
 
     /// Whether this letter is meant.
-    pub(super) fn takes(&mut self, letter: &Letter<'_>) -> bool {
-        let names: Vec<&String> = self.ids.iter().filter(|id| letter.is_named(id)).collect();
+    pub(super) fn takes(&mut self, letter: &DeadLetter<'_>) -> bool {
+        let names: Vec<&String> = self.ids.iter().filter(|id| letter.has_id(id)).collect();
         let named = self.ids.is_empty() || !names.is_empty();
         let of_reason = || self.reasons.is_empty() || self.reasons.iter().any(|it| it == letter.reason());
         if !(named && of_reason() && self.is_of_age(letter)) {
@@ -91,20 +91,20 @@ impl Selection {
         true
     }
 
-    fn is_of_age(&self, letter: &Letter<'_>) -> bool {
+    fn is_of_age(&self, letter: &DeadLetter<'_>) -> bool {
         if (self.older_than, self.newer_than) == (None, None) {
             return true;
         }
-        let Some(age) = letter.died_at().map(|at| age(at, self.now)) else { return false };
+        let Some(age) = letter.dead_lettered_at().map(|at| age(at, self.now)) else { return false };
         self.older_than.is_none_or(|than| age > than) && self.newer_than.is_none_or(|than| age <= than)
     }
 
     /// Whose it is if not ours. What does not say whose it is belongs to whoever asks.
-    fn owner(&self, letter: &Letter<'_>) -> Option<String> {
+    fn owner(&self, letter: &DeadLetter<'_>) -> Option<String> {
         if let Some(pool) = letter.pool() {
             return (pool != self.pool).then(|| format!("pool {}", shorten(pool, NAME_BYTES)));
         }
-        let queue = letter.died_in()?;
+        let queue = letter.source_queue()?;
         let waits = queue.strip_prefix(&self.task_queue).and_then(|rest| rest.strip_prefix(".retry"));
         let ours = queue == self.task_queue || waits.is_some();
         (!ours).then(|| format!("queue {}", shorten(queue, NAME_BYTES)))
@@ -168,14 +168,14 @@ mod tests {
             (selection(&[], &[], None, Some(99)), false),
             (selection(&[], &[], Some(50), Some(150)), true),
         ] {
-            assert_eq!(selection.takes(&Letter::of(&poison)), wanted, "{selection:?}");
+            assert_eq!(selection.takes(&DeadLetter::of(&poison)), wanted, "{selection:?}");
         }
     }
 
     #[test]
     fn what_has_no_time_is_of_no_age() {
         let bare = Message::default();
-        let bare = Letter::of(&bare);
+        let bare = DeadLetter::of(&bare);
         assert!(selection(&[], &["unknown"], None, None).takes(&bare));
         assert!(!selection(&[], &[], Some(1), None).takes(&bare));
         assert!(!selection(&[], &[], None, Some(u64::MAX)).takes(&bare));
@@ -185,7 +185,7 @@ mod tests {
     fn a_clock_that_is_ahead_makes_a_letter_new_and_not_unknown() {
         let mut ahead = letter("a", Reason::Poison, 0);
         ahead.properties.headers.insert("dead_lettered_at".into(), "2999-01-01T00:00:00Z".into());
-        assert!(selection(&[], &[], None, Some(1)).takes(&Letter::of(&ahead)));
+        assert!(selection(&[], &[], None, Some(1)).takes(&DeadLetter::of(&ahead)));
     }
 
     #[test]
@@ -214,7 +214,7 @@ mod tests {
     fn ids_that_no_letter_answers_to_are_named() {
         let mut selection = selection(&["a", "b", "c"], &[], None, None);
         for id in ["x", "b"] {
-            selection.takes(&Letter::of(&letter(id, Reason::Poison, 1)));
+            selection.takes(&DeadLetter::of(&letter(id, Reason::Poison, 1)));
         }
         assert_eq!(selection.missing(), ["a", "c"]);
     }
@@ -232,14 +232,14 @@ mod tests {
         let mut of = |worker: &str| {
             let mut letter = letter("a", Reason::Poison, 1);
             letter.properties.headers.insert("worker".into(), worker.into());
-            selection.takes(&Letter::of(&letter))
+            selection.takes(&DeadLetter::of(&letter))
         };
         assert!(of("host/embed/0") && of("elsewhere/embed/7"));
         assert!(!of("host/rerank/1") && !of("host/rerank/2") && !of("host/embed.old/0"));
-        let mut died = |queue: &str| selection.takes(&Letter::of(&died_in(queue)));
+        let mut died = |queue: &str| selection.takes(&DeadLetter::of(&died_in(queue)));
         assert!(died("tasks") && died("tasks.retry.1000ms"));
         assert!(!died("tasks.other") && !died("rerank.tasks"));
-        assert!(selection.takes(&Letter::of(&Message::default())), "it says of nobody that it is theirs");
+        assert!(selection.takes(&DeadLetter::of(&Message::default())), "it says of nobody that it is theirs");
         assert_eq!(
             selection.foreign().as_deref(),
             Some(
@@ -253,7 +253,7 @@ mod tests {
     fn a_letter_of_another_pool_is_meant_by_its_id_alone() {
         let mut theirs = letter("a", Reason::Poison, 1);
         theirs.properties.headers.insert("worker".into(), "host/rerank/0".into());
-        let theirs = Letter::of(&theirs);
+        let theirs = DeadLetter::of(&theirs);
         let mut by_id = selection(&["a"], &[], None, None);
         assert!(by_id.takes(&theirs) && by_id.missing().is_empty() && by_id.foreign().is_none());
         let mut by_reason = selection(&[], &["poison"], None, None);
@@ -266,7 +266,7 @@ mod tests {
     fn few_owners_are_told_apart() {
         let mut selection = selection(&[], &[], None, None);
         for number in 0..20 {
-            selection.takes(&Letter::of(&died_in(&format!("queue-{number:02}"))));
+            selection.takes(&DeadLetter::of(&died_in(&format!("queue-{number:02}"))));
         }
         let told = selection.foreign().unwrap();
         assert!(told.starts_with("20 letters") && told.contains("12 of further ones"), "{told}");

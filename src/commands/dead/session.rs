@@ -10,7 +10,7 @@ use crate::broker::{BrokerError, Delivery};
 use crate::cli::{DeadFilters, DeadSource};
 use crate::commands::{load, pool_named};
 use crate::config::{Broker, Pool};
-use crate::protocol::letter::Letter;
+use crate::protocol::dead_letter::DeadLetter;
 use crate::shutdown::Exit;
 
 /// A held queue of dead letters, and which of them a command is about.
@@ -75,7 +75,7 @@ impl BrowserSession {
     /// The next letter that is meant; all others stay.
     pub(super) async fn next(&mut self) -> Result<Option<Delivery>, BrokerError> {
         while let Some(delivery) = self.browser.next().await? {
-            if self.selection.takes(&Letter::of(&delivery.message)) {
+            if self.selection.takes(&DeadLetter::of(&delivery.message)) {
                 return Ok(Some(delivery));
             }
             self.browser.leave(delivery).await?;

@@ -13,7 +13,7 @@ use serde_json::{Map, Value as Json, json};
 
 use super::age;
 use crate::broker::Delivery;
-use crate::protocol::letter::Letter;
+use crate::protocol::dead_letter::DeadLetter;
 use crate::protocol::{Headers, Properties, Value, shorten};
 
 /// Longest text of a row: what others wrote has no bound.
@@ -37,15 +37,15 @@ pub(super) struct Row {
 
 impl Row {
     pub(super) fn of(delivery: &Delivery, now: SystemTime) -> Self {
-        let (message, letter) = (&delivery.message, Letter::of(&delivery.message));
+        let (message, letter) = (&delivery.message, DeadLetter::of(&delivery.message));
         let text = |text: Option<&str>| text.map(|text| shorten(text, TEXT_BYTES));
         Self {
             task_id: text(letter.task_id()),
             message_id: message.properties.message_id.clone(),
             correlation_id: message.properties.correlation_id.clone(),
             reason: shorten(letter.reason(), TEXT_BYTES),
-            died_at: letter.died_at(),
-            age: letter.died_at().map(|at| age(at, now)),
+            died_at: letter.dead_lettered_at(),
+            age: letter.dead_lettered_at().map(|at| age(at, now)),
             worker: text(letter.worker()),
             error: text(letter.error()),
             size: message.body.len(),
