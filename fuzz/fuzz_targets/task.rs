@@ -10,9 +10,10 @@ use sconce::model::echo::{self, ECHO_WITH_FAULTS, EchoProcessor};
 use sconce::model::script::{self, SCRIPT, ScriptProcessor};
 use sconce::model::sentence::{self, SentenceProcessor};
 use sconce::model::{Device, LoadSpec, Processor};
-use sconce::protocol::dead_letter::{Cause, Reason, dead_letter, without_foreign_headers};
+use sconce::protocol::dead_letter::{
+    Cause, DeadLetter, Reason, dead_letter, restored, without_producer_headers,
+};
 use sconce::protocol::embeddings::{EmbeddingRequest, Text};
-use sconce::protocol::letter::{Letter, restored};
 use sconce::protocol::reply::{Body, reply};
 use sconce::protocol::{
     Incoming, Message, WorkerInfo, Task, TaskErrorKind, Timings, Value, classify,
@@ -68,10 +69,10 @@ fn check_dead_letter(task: &Task) {
     let sent = &task.message.properties;
     let error = "é".repeat(3_000);
     let cause = Cause { reason: Reason::Undecodable, error: &error, worker: "worker", at: task.received };
-    let letter = dead_letter(task, &cause);
-    check_restored(letter.clone(), task);
-    assert_eq!(letter.body, task.message.body);
-    let kept = &letter.properties;
+    let message = dead_letter(task, &cause);
+    check_restored(message.clone(), task);
+    assert_eq!(message.body, task.message.body);
+    let kept = &message.properties;
     for (ours, theirs) in [
         (&kept.content_type, &sent.content_type),
         (&kept.content_encoding, &sent.content_encoding),
@@ -94,7 +95,7 @@ fn check_dead_letter(task: &Task) {
             assert_eq!(format!("{:?}", kept.headers[name]), format!("{value:?}"), "{name}");
         }
     }
-    let smaller = without_foreign_headers(letter);
+    let smaller = without_producer_headers(message);
     // And those of ours that it came with.
     assert!((6..=10).contains(&smaller.properties.headers.len()));
     let bytes = written(&smaller.properties);
@@ -103,11 +104,11 @@ fn check_dead_letter(task: &Task) {
 
 /// What is put back is what came, but for the headers that say how it died and those of ours that it
 /// came with.
-fn check_restored(letter: Message, task: &Task) {
-    let read = Letter::of(&letter);
+fn check_restored(message: Message, task: &Task) {
+    let read = DeadLetter::of(&message);
     assert_eq!((read.reason(), read.task_id()), ("undecodable", Some(task.id.as_str())));
-    assert!(read.died_at().is_some() && read.is_named(&task.id));
-    let back = restored(letter);
+    assert!(read.dead_lettered_at().is_some() && read.has_id(&task.id));
+    let back = restored(message);
     assert_eq!(back.body, task.message.body);
     for (name, value) in &back.properties.headers {
         assert_eq!(format!("{:?}", task.message.properties.headers[name]), format!("{value:?}"), "{name}");

@@ -1,58 +1,53 @@
-//! The arguments of `sconce dead`: which letters, in words. Parses and bounds them; decides nothing
-//! else.
+//! The arguments of `sconce dead`: which dead letters, and what is done with them. Parses and bounds them;
+//! decides nothing else.
 
 use std::time::Duration;
 
+use clap::builder::PossibleValuesParser;
 use clap::{ArgGroup, Args, Subcommand};
 
 use super::{Settings, duration};
+use crate::protocol::dead_letter::reasons;
 
 pub(super) const EXAMPLES: &str = "Examples:
   sconce dead list                                          what is there, oldest first, and why
   sconce dead list --reason poison --newer-than 2h --json
-  sconce dead show 6f1c…                                    all of one letter
+  sconce dead show 6f1c…                                    all of one dead letter
   sconce dead requeue --reason attempts --older-than 1d --dry-run
   sconce dead requeue 6f1c…
-  sconce dead purge --older-than 30d
+  sconce dead purge --older-than 30d                        shows what `--yes` would delete
 
-A command takes all dead letters out of everybody's sight for as long as it lasts and hands them back in
-their order. On quorum queues it counts as a delivery of each. A letter that is three deliveries off
-the queue's x-delivery-limit (20 where sconce cannot know it) is put into the queue anew, at its end,
-because RabbitMQ would drop it. A limit that a policy sets cannot be seen.
+While a command reads the queue nobody else sees its messages; afterwards a quorum queue has them in
+another order, and has counted a delivery of each. Where sconce did not make the queue it assumes RabbitMQ
+4's delivery limit, 20: set no lower one, neither by x-delivery-limit nor by a policy. A dead letter near
+the limit is put into the queue anew, at its end, because RabbitMQ would drop it.
 
-Letters of other pools in the same queue are counted on stderr and stay, unless asked for by id.
-
-Reasons: undecodable, poison, attempts, unroutable, unconfirmed, unknown_control; RabbitMQ's own
-delivery_limit, expired, rejected, maxlen; unknown where a letter gives none.";
+Dead letters of other pools in the same queue are counted on stderr and stay, unless asked for by id.";
 
 const REQUEUED: &str =
-    "A task goes to the pool's task queue as its producer sent it, a parked reply to the queue it
-was for; each is confirmed there before it is taken out here. A crash in between leaves it in both.
+    "A task goes to the pool's task queue as its producer sent it, and is taken out of the \
+dead-letter queue once the broker has confirmed it there. A crash in between leaves it in both.
 
-Not put back: the task's expiration, because it would expire at once, with an `expires` that may
-come of it (an `expires` of the producer's alone stays: a task past it is answered with 408);
-user_id; CC. A control message is put back only by its id. What cannot be put back stays, with
-the reason on stderr, and the exit code is 1.";
-
-const PURGED: &str =
-    "Letters are held while you are asked, so that what you were told of is what is deleted.";
+Not put back: the task's expiration, because it would expire at once, with an `expires` that may come of
+it (an `expires` of the producer's alone stays: a task past it is answered with 408); user_id; CC. A
+control message is put back only by its id. What cannot be put back stays, with the reason on stderr, and
+the exit code is 1.";
 
 /// `sconce dead`.
 #[derive(Debug, Subcommand)]
 pub enum Dead {
-    /// List letters, oldest first, and count them by reason
+    /// List dead letters, oldest first, and count them by reason
     List(DeadList),
-    /// Show all properties, headers and the body of a letter
+    /// Show all properties, headers and the body of a dead letter
     Show(DeadShow),
-    /// Publish letters to where they belong, and take them out of the dead-letter queue
+    /// Publish dead letters to where they belong, and take them out of the dead-letter queue
     #[command(after_help = REQUEUED)]
     Requeue(DeadRequeue),
-    /// Delete letters
-    #[command(after_help = PURGED)]
+    /// Show which dead letters would be deleted; with --yes, delete them
     Purge(DeadPurge),
 }
 
-/// Whose letters.
+/// Whose dead letters.
 #[derive(Debug, Args)]
 pub struct DeadSource {
     /// Where settings come from.
@@ -66,13 +61,14 @@ pub struct DeadSource {
 /// Which of them. All that is given must hold.
 #[derive(Clone, Debug, Default, Args)]
 pub struct DeadFilters {
-    /// Only letters with this reason; may be repeated, any of them
-    #[arg(long, value_name = "REASON")]
+    /// Only dead letters with this reason; may be repeated, any of them. The last five are RabbitMQ's own, and
+    /// of those that give none
+    #[arg(long, value_name = "REASON", value_parser = PossibleValuesParser::new(reasons()))]
     pub reason: Vec<String>,
-    /// Only letters that died longer ago, such as 90m or 7d. What has no time is of no age
+    /// Only those that have been dead letters for longer, such as 90m or 7d. One without a time has no age
     #[arg(long, value_name = "DURATION", value_parser = age)]
     pub older_than: Option<Duration>,
-    /// Only letters that died since
+    /// Only those that became dead letters since
     #[arg(long, value_name = "DURATION", value_parser = age)]
     pub newer_than: Option<Duration>,
 }
@@ -80,15 +76,15 @@ pub struct DeadFilters {
 /// `sconce dead list`.
 #[derive(Debug, Args)]
 pub struct DeadList {
-    /// Whose letters.
+    /// Whose dead letters.
     #[command(flatten)]
     pub source: DeadSource,
     /// Which of them.
     #[command(flatten)]
     pub filters: DeadFilters,
-    /// Only the oldest N of them; without it all are counted, and the first 10,000 shown
-    #[arg(long, value_name = "N")]
-    pub limit: Option<usize>,
+    /// Print at most N, the oldest; all are counted
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    pub limit: usize,
     /// Print one JSON object a line
     #[arg(long)]
     pub json: bool,
@@ -97,7 +93,7 @@ pub struct DeadList {
 /// `sconce dead show`.
 #[derive(Debug, Args)]
 pub struct DeadShow {
-    /// Whose letters.
+    /// Whose dead letters.
     #[command(flatten)]
     pub source: DeadSource,
     /// The id of a task, or of a message
@@ -109,20 +105,10 @@ pub struct DeadShow {
 
 /// `sconce dead requeue`.
 #[derive(Debug, Args)]
-#[command(group = which())]
 pub struct DeadRequeue {
-    /// Whose letters.
+    /// What it is about.
     #[command(flatten)]
-    pub source: DeadSource,
-    /// Ids of tasks, or of messages
-    #[arg(value_name = "ID")]
-    pub ids: Vec<String>,
-    /// Which of them.
-    #[command(flatten)]
-    pub filters: DeadFilters,
-    /// All letters of the pool, and of nobody
-    #[arg(long, conflicts_with_all = NARROWER)]
-    pub all: bool,
+    pub which: DeadWhich,
     /// Say what would be done, and do nothing
     #[arg(long)]
     pub dry_run: bool,
@@ -130,9 +116,20 @@ pub struct DeadRequeue {
 
 /// `sconce dead purge`.
 #[derive(Debug, Args)]
-#[command(group = which())]
 pub struct DeadPurge {
-    /// Whose letters.
+    /// What it is about.
+    #[command(flatten)]
+    pub which: DeadWhich,
+    /// Delete them
+    #[arg(long)]
+    pub yes: bool,
+}
+
+/// The dead letters that a command is to change: it must be told by ids, filters or `--all`.
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("which").args(NARROWER).arg("all").required(true).multiple(true))]
+pub struct DeadWhich {
+    /// Whose dead letters.
     #[command(flatten)]
     pub source: DeadSource,
     /// Ids of tasks, or of messages
@@ -141,23 +138,12 @@ pub struct DeadPurge {
     /// Which of them.
     #[command(flatten)]
     pub filters: DeadFilters,
-    /// All letters of the pool, and of nobody
+    /// All dead letters of the pool, and those that do not say whose they are
     #[arg(long, conflicts_with_all = NARROWER)]
     pub all: bool,
-    /// Say what would be done, and do nothing
-    #[arg(long)]
-    pub dry_run: bool,
-    /// Do not ask
-    #[arg(long)]
-    pub yes: bool,
 }
 
 const NARROWER: [&str; 4] = ["ids", "reason", "older_than", "newer_than"];
-
-/// What changes the queue is told which letters are meant.
-fn which() -> ArgGroup {
-    ArgGroup::new("which").args(NARROWER).arg("all").required(true).multiple(true)
-}
 
 /// As [`duration`], and in days and weeks.
 fn age(text: &str) -> Result<Duration, String> {
@@ -185,22 +171,22 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_the_queue_wants_to_be_told_which_letters() {
+    fn what_changes_the_queue_must_be_told_which_dead_letters() {
         for command in ["requeue", "purge"] {
-            for too_little in ["", "--dry-run", "--pool embed"] {
-                let error = dead(&format!("{command} {too_little}")).unwrap_err();
-                assert!(error.contains("--all") && error.contains("ID"), "{error}");
+            let dead = |arguments: &str| dead(&format!("{command} {arguments}"));
+            for too_little in ["", "--pool embed"] {
+                assert!(dead(too_little).is_err_and(|it| it.contains("--all") && it.contains("ID")));
             }
-            for enough in
-                ["a b", "--reason poison", "--older-than 1h", "--newer-than 1h", "--all", "a --reason x"]
-            {
-                assert!(dead(&format!("{command} {enough}")).is_ok(), "{command} {enough}");
+            for enough in ["a b", "--older-than 1h", "--newer-than 1h", "--all", "a --reason expired"] {
+                assert!(dead(enough).is_ok(), "{command} {enough}");
             }
             for both in ["--all a", "--all --reason poison", "--older-than 1h --all"] {
-                assert!(dead(&format!("{command} {both}")).unwrap_err().contains("--all"), "{both}");
+                assert!(dead(both).is_err_and(|it| it.contains("--all")), "{command} {both}");
             }
         }
-        assert!(dead("list").is_ok());
+        assert!(dead("list --reason poison").is_ok());
+        let error = dead("list --reason poisson").unwrap_err();
+        assert!(error.contains("poisson") && error.contains("delivery_limit"), "{error}");
         assert!(dead("show").is_err() && dead("show a").is_ok());
     }
 

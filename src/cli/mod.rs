@@ -13,7 +13,7 @@ use crate::shutdown::Exit;
 
 pub use bench::{Bench, BenchDevice, Texts};
 pub use ctl::{Ctl, CtlOrder, Healthcheck, Top};
-pub use dead::{Dead, DeadFilters, DeadList, DeadPurge, DeadRequeue, DeadShow, DeadSource};
+pub use dead::{Dead, DeadFilters, DeadList, DeadPurge, DeadRequeue, DeadShow, DeadSource, DeadWhich};
 
 /// GPU inference behind a message queue: one process per device, fed by RabbitMQ.
 #[derive(Debug, Parser)]

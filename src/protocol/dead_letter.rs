@@ -1,27 +1,28 @@
-//! Writes a dead letter: the message as it came, and headers that say why nobody works on it. How it
-//! is read back is in `letter`. Owns no state.
+//! Dead letters: writes one (the message as it came, and headers that say why nobody works on it), reads one,
+//! whoever made it, a worker or RabbitMQ itself (`x-death`), and restores the message that it was. Pure; owns no
+//! state.
 
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use jiff::Timestamp;
 
 use super::control::CrashRecord;
-use super::message::without_acting_properties;
-use super::task::ATTEMPT;
+use super::message::{ORIGINAL_EXPIRATION, ORIGINALS, without_acting_properties};
+use super::task::{ATTEMPT, EXPIRES, is_control};
 use super::{Headers, Message, Task, Value, shorten};
 
 /// Longest `error` header: all headers must fit one AMQP frame beside the producer's own.
 const ERROR_BYTES: usize = 2_000;
 
-/// Longest of our headers in a letter that was too large: a producer may use their names too.
+/// Longest of our headers in a dead letter that was too large: a producer may use their names too.
 const OUR_BYTES: usize = 8_192;
 
 /// Header with when it became a dead letter, ISO-8601.
-pub const DEAD_LETTERED_AT: &str = "dead_lettered_at";
+const DEAD_LETTERED_AT: &str = "dead_lettered_at";
 /// Header of a parked reply, which earlier versions wrote, with the queue that it was for.
-pub const REPLY_QUEUE: &str = "reply_queue";
-/// All headers that this file writes beside `original_*`.
-pub(super) const OURS: [&str; 10] = [
+const REPLY_QUEUE: &str = "reply_queue";
+/// All headers that a worker writes beside `original_*`; the first four are in each of its dead letters.
+const OURS: [&str; 10] = [
     "reason",
     "error",
     "task_id",
@@ -33,6 +34,13 @@ pub(super) const OURS: [&str; 10] = [
     "last_log",
     "headers_dropped",
 ];
+
+/// Why RabbitMQ dead-letters.
+const BROKERS: [&str; 4] = ["delivery_limit", "expired", "rejected", "maxlen"];
+/// The reason of a dead letter that gives none.
+const UNKNOWN: &str = "unknown";
+/// How RabbitMQ's direct reply-to addresses begin.
+const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to";
 
 /// Why a message is in the dead-letter queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,30 +98,13 @@ pub struct Cause<'a> {
 
 /// The dead letter of `task`. It begins anew when somebody puts it back into the task queue.
 pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
-    let mut message = task.message.clone();
-    message.properties.headers.remove(ATTEMPT);
-    parked(message, &task.id, cause)
-}
-
-/// `letter` with how the workers died that had the task on their device.
-pub fn with_deaths(mut letter: Message, deaths: &CrashRecord) -> Message {
-    let headers = &mut letter.properties.headers;
-    headers.insert("deaths".into(), i64::from(deaths.count).into());
-    if let Some(last) = &deaths.poison {
-        headers.insert("exit".into(), last.exit.as_str().into());
-        headers.insert("last_log".into(), last.log.as_str().into());
-    }
-    letter
-}
-
-/// `message` with the cause in its headers.
-fn parked(message: Message, task_id: &str, cause: &Cause<'_>) -> Message {
-    let mut message = without_acting_properties(message);
+    let mut message = without_acting_properties(task.message.clone());
     let headers = &mut message.properties.headers;
+    headers.remove(ATTEMPT);
     headers.extend(Headers::from([
         ("reason".into(), cause.reason.as_str().into()),
         ("error".into(), shorten(cause.error, ERROR_BYTES).into()),
-        ("task_id".into(), task_id.into()),
+        ("task_id".into(), task.id.as_str().into()),
         ("worker".into(), cause.worker.into()),
     ]));
     if let Ok(at) = Timestamp::try_from(cause.at) {
@@ -122,15 +113,30 @@ fn parked(message: Message, task_id: &str, cause: &Cause<'_>) -> Message {
     message
 }
 
+/// A dead letter with how the workers died that had the task on their device.
+pub fn with_deaths(mut message: Message, deaths: &CrashRecord) -> Message {
+    let headers = &mut message.properties.headers;
+    headers.insert("deaths".into(), i64::from(deaths.count).into());
+    if let Some(last) = &deaths.poison {
+        headers.insert("exit".into(), last.exit.as_str().into());
+        headers.insert("last_log".into(), last.log.as_str().into());
+    }
+    message
+}
+
 /// A dead letter that the broker refuses for its size, with our headers alone: the producer's may be
 /// as large as a whole frame.
-pub fn without_foreign_headers(mut letter: Message) -> Message {
-    let headers = &mut letter.properties.headers;
+pub fn without_producer_headers(mut message: Message) -> Message {
+    let headers = &mut message.properties.headers;
     let before = headers.len();
-    headers.retain(|name, value| OURS.contains(&name.as_str()) && is_small(value));
+    headers.retain(|name, value| is_ours(name) && is_small(value));
     let dropped = (before - headers.len()) as i64;
     headers.insert("headers_dropped".into(), dropped.into());
-    letter
+    message
+}
+
+fn is_ours(header: &str) -> bool {
+    OURS.contains(&header)
 }
 
 fn is_small(value: &Value) -> bool {
@@ -140,54 +146,178 @@ fn is_small(value: &Value) -> bool {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::protocol::Properties;
+/// Every reason that [`DeadLetter::reason`] knows: the workers', the broker's, and `unknown`.
+pub fn reasons() -> impl Iterator<Item = &'static str> {
+    Reason::ALL.into_iter().map(Reason::as_str).chain(BROKERS).chain([UNKNOWN])
+}
 
-    #[test]
-    fn a_dead_letter_keeps_everything_and_acts_on_nothing() {
-        let properties = Properties {
-            correlation_id: Some("c".into()),
-            expiration: Some("100".into()),
-            user_id: Some("someone".into()),
-            content_type: Some("text/x".into()),
-            headers: Headers::from([
-                ("CC".into(), Value::Array(vec!["q".into()])),
-                ("deep".into(), Value::Table(Headers::from([("a".into(), Value::U8(1))]))),
-            ]),
-            ..Properties::default()
-        };
-        let message = Message { properties, body: "\u{0}body".into() };
-        let (error, at) = ("é".repeat(5_000), SystemTime::UNIX_EPOCH);
-        let cause = Cause { reason: Reason::Undecodable, error: &error, worker: "w", at };
-        let letter = parked(message.clone(), "t", &cause);
-        assert_eq!(letter.body, message.body);
-        assert_eq!(letter.properties.correlation_id, message.properties.correlation_id);
-        assert_eq!(letter.properties.content_type, message.properties.content_type);
-        let headers = &letter.properties.headers;
-        assert_eq!(headers["deep"], message.properties.headers["deep"]);
-        assert_eq!((&letter.properties.expiration, &letter.properties.user_id), (&None, &None));
-        assert_eq!(headers["original_expiration"].as_str(), Some("100"));
-        assert_eq!(headers["original_user_id"].as_str(), Some("someone"));
-        assert!(headers.contains_key("original_cc") && !headers.contains_key("CC"));
-        assert_eq!(headers["reason"].as_str(), Some("undecodable"));
-        assert_eq!(headers["dead_lettered_at"].as_str(), Some("1970-01-01T00:00:00.000Z"));
-        assert!(headers["error"].as_str().unwrap().ends_with("… (10000 bytes)"));
+/// A message of a dead-letter queue.
+#[derive(Clone, Copy, Debug)]
+pub struct DeadLetter<'a> {
+    message: &'a Message,
+    /// The reason, where a worker of ours wrote it.
+    ours: Option<Reason>,
+}
+
+impl<'a> DeadLetter<'a> {
+    /// Reads `message`.
+    pub fn of(message: &'a Message) -> Self {
+        Self { message, ours: our_reason(&message.properties.headers) }
     }
 
-    #[test]
-    fn a_letter_that_was_too_large_keeps_our_headers_and_no_large_one_of_their_name() {
-        let large = || Value::from("x".repeat(100_000));
-        let headers = [("mine", large()), ("last_log", large()), ("exit", Value::Array(vec![large()]))];
-        let headers = headers.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-        let message =
-            Message { properties: Properties { headers, ..Properties::default() }, body: "{}".into() };
-        let error = "é".repeat(5_000);
-        let cause = Cause { reason: Reason::Poison, error: &error, worker: "w", at: SystemTime::UNIX_EPOCH };
-        let letter = without_foreign_headers(parked(message, "t", &cause));
-        let kept: Vec<&str> = letter.properties.headers.keys().map(String::as_str).collect();
-        assert_eq!(kept, ["dead_lettered_at", "error", "headers_dropped", "reason", "task_id", "worker"]);
-        assert_eq!(letter.properties.headers["headers_dropped"].as_i64(), Some(3));
+    /// Why it is here: one of [`reasons`], or what a broker that we do not know has written.
+    pub fn reason(&self) -> &'a str {
+        match (self.ours, self.death("reason").and_then(Value::as_str)) {
+            (Some(reason), _) => reason.as_str(),
+            (None, Some(reason)) => reason,
+            (None, None) => UNKNOWN,
+        }
+    }
+
+    /// When it became a dead letter; where nobody wrote that down, when it was published; none where
+    /// it does not say that either.
+    pub fn dead_lettered_at(&self) -> Option<SystemTime> {
+        let written = match self.ours {
+            Some(_) => self.text(DEAD_LETTERED_AT).and_then(|text| text.parse::<Timestamp>().ok()),
+            None => None,
+        };
+        let seconds = match (self.ours, self.death("time")) {
+            (None, Some(Value::Timestamp(seconds))) => Some(*seconds),
+            _ => self.message.properties.timestamp,
+        };
+        let counted = || SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds?));
+        written.map(SystemTime::from).or_else(counted)
+    }
+
+    /// How long it has been one; no time at all where the clock that wrote it is ahead of ours.
+    pub fn age(&self, now: SystemTime) -> Option<Duration> {
+        Some(now.duration_since(self.dead_lettered_at()?).unwrap_or_default())
+    }
+
+    /// The task's id, as its worker had it.
+    pub fn task_id(&self) -> Option<&'a str> {
+        let properties = &self.message.properties;
+        let given = [&properties.message_id, &properties.correlation_id];
+        let given = || given.into_iter().filter_map(|id| id.as_deref()).find(|id| !id.is_empty());
+        self.our_text("task_id").or_else(given)
+    }
+
+    /// Whether this is its id: the task's, or its own `message_id`.
+    pub fn has_id(&self, id: &str) -> bool {
+        self.task_id() == Some(id) || self.message.properties.message_id.as_deref() == Some(id)
+    }
+
+    /// What went wrong, in the worker's words.
+    pub fn error(&self) -> Option<&'a str> {
+        self.our_text("error")
+    }
+
+    /// Who wrote it: host/pool/slot.
+    pub fn worker(&self) -> Option<&'a str> {
+        self.our_text("worker")
+    }
+
+    /// The pool of the worker that wrote it.
+    pub fn pool(&self) -> Option<&'a str> {
+        let (_host, pool_and_slot) = self.worker()?.split_once('/')?;
+        pool_and_slot.rsplit_once('/').map(|(pool, _slot)| pool)
+    }
+
+    /// The queue from which the broker dead-lettered it.
+    pub fn source_queue(&self) -> Option<&'a str> {
+        match self.ours {
+            Some(_) => None,
+            None => self.death("queue").and_then(Value::as_str),
+        }
+    }
+
+    /// The queue that a parked reply was for. Workers of earlier versions dead-lettered a reply that had no
+    /// queue; now they dead-letter its task.
+    fn parked_for(&self) -> Option<&'a str> {
+        let is_reply = self.message.properties.kind.as_deref() == Some("reply");
+        self.text(REPLY_QUEUE).filter(|_| is_reply && self.ours == Some(Reason::Unroutable))
+    }
+
+    /// The queue that it belongs into: a task its pool's, a parked reply the one it was for.
+    ///
+    /// # Errors
+    /// It is a control message that is not asked for by its id (`by_id`), or the requester is gone.
+    pub fn destination(&self, task_queue: &'a str, by_id: bool) -> Result<&'a str, String> {
+        // First: anybody can write the headers of a parked reply.
+        if is_control(self.message) && !by_id {
+            let kind = self.message.properties.kind.as_deref().unwrap_or("null");
+            return Err(format!("it is a control message ({kind}): to put it back, give its id"));
+        }
+        if let Some(queue) = self.parked_for() {
+            if queue.starts_with(DIRECT_REPLY_TO) {
+                return Err("it is a reply by direct reply-to, and who asked is gone".into());
+            }
+            return Ok(queue);
+        }
+        Ok(task_queue)
+    }
+
+    /// A field of the latest entry of `x-death`.
+    fn death(&self, key: &str) -> Option<&'a Value> {
+        match self.message.properties.headers.get("x-death")? {
+            Value::Array(deaths) => match deaths.first()? {
+                Value::Table(death) => death.get(key),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
+    fn text(&self, header: &str) -> Option<&'a str> {
+        self.message.properties.headers.get(header)?.as_str()
+    }
+
+    fn our_text(&self, header: &str) -> Option<&'a str> {
+        self.ours.and_then(|_| self.text(header))
     }
 }
+
+/// The reason, where all is there that a worker writes: a producer may have a `reason` of its own.
+fn our_reason(headers: &Headers) -> Option<Reason> {
+    let written = headers.get("reason")?.as_str()?;
+    let complete = OURS[..4].iter().all(|name| headers.contains_key(*name));
+    Reason::ALL.into_iter().find(|reason| reason.as_str() == written).filter(|_| complete)
+}
+
+/// The message as it was before it became a dead letter, to be published again in its producer's name.
+/// What would act at the broker stays off (see [`super::message::without_acting_properties`]), and so
+/// does a deadline that may have been reckoned from an expiration. An attempt begins anew.
+pub fn restored(mut message: Message) -> Message {
+    let ours = our_reason(&message.properties.headers);
+    let is_reply = DeadLetter::of(&message).parked_for().is_some();
+    (message.properties.expiration, message.properties.user_id) = (None, None);
+    let headers = &mut message.properties.headers;
+    headers.retain(|name, _| name != "CC" && !is_the_brokers(name));
+    let tried = headers.remove(ATTEMPT).is_some();
+    match ours {
+        // The reply's own say which task it answers, and who did.
+        Some(_) if is_reply => {
+            headers.retain(|name, _| matches!(name.as_str(), "task_id" | "worker") || !is_ours(name));
+        }
+        Some(_) => headers.retain(|name, _| name == REPLY_QUEUE || !is_ours(name)),
+        None => {}
+    }
+    if ours.is_some() || tried {
+        if headers.contains_key(ORIGINAL_EXPIRATION) {
+            headers.remove(EXPIRES);
+        }
+        headers.retain(|name, _| !ORIGINALS.contains(&name.as_str()));
+    }
+    message
+}
+
+/// What RabbitMQ writes into a message that it dead-letters or delivers again.
+fn is_the_brokers(header: &str) -> bool {
+    matches!(header, "x-death" | "x-delivery-count" | "x-acquired-count")
+        || header.starts_with("x-first-death-")
+        || header.starts_with("x-last-death-")
+}
+
+#[cfg(test)]
+#[path = "dead_letter_tests.rs"]
+mod tests;

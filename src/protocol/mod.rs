@@ -7,7 +7,6 @@ pub mod batch_line;
 pub mod control;
 pub mod dead_letter;
 pub mod embeddings;
-pub mod letter;
 pub mod message;
 pub mod reply;
 pub mod stats;

@@ -51,7 +51,7 @@ async fn a_dead_letter_with_deeply_nested_headers_is_listed_like_any_other() {
     client.ready_becomes(&settings.dead, 1).await;
     let mut list = Sconce::run(&settings, &["dead", "list"]);
     assert_eq!(list.exit_code().await, 0, "{}", list.log());
-    let told = format!("1 letter in {}", settings.dead);
+    let told = format!("1 dead letter in {}", settings.dead);
     assert!(list.log().contains(&told), "{}", list.log());
     client.ready_becomes(&settings.dead, 1).await;
 }

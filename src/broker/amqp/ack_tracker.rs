@@ -117,16 +117,6 @@ impl AckTracker {
         acks
     }
 
-    /// Whether nobody has settled it, nor is about to.
-    pub(super) fn is_unsettled(&self, tag: u64) -> bool {
-        self.unsettled.contains(&tag) && !self.acked.contains(&tag)
-    }
-
-    /// All that is not settled, in the order of tags; also what is about to be acked.
-    pub(super) fn unsettled(&self) -> impl Iterator<Item = u64> {
-        self.unsettled.iter().copied()
-    }
-
     /// The sender gave up in the middle; the next ack makes a new one.
     pub(super) fn abandon(&mut self) {
         self.sender = Sender::Nobody;

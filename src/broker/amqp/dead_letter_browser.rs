@@ -1,302 +1,243 @@
-//! Browses the messages of a queue, each once, in order, page by page: they are held, unacked, until
-//! they are acked or all handed back to their places. Decides where the pages are, and what is not handed
-//! back because RabbitMQ would drop it. One-off, on connections of its own, which when they are lost leave
-//! all where it was. Owns the messages in hand.
+//! Reads the messages of a dead-letter queue, batch by batch, and holds each unacked until it is acked or, at the end, handed back. Decides which may not be handed back because RabbitMQ would soon drop
+//! them. Owns one connection with one channel: when it is lost, all that was not acked is in the queue again.
 
 use std::collections::VecDeque;
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt;
-use lapin::{Connection, Error, ErrorKind};
+use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicGetOptions, BasicQosOptions};
+use lapin::types::FieldTable;
+use lapin::{Channel, Error, ErrorKind};
+use tokio::time::timeout;
 
 use super::admin::{connect, ready_in};
 use super::connect::{Connector, FAREWELL, OpenConnection, words};
-use super::fetch_size::FetchSize;
-use super::limit::{USUAL_LIMIT, delivery_limit};
-use super::page::Page;
+use super::convert::short;
 use super::publisher::AmqpPublisher;
-use super::session::delivery_from;
+use super::session::{cancel, delivery_from};
+use super::topology::{HIGH_LIMIT, has_high_limit};
 use crate::broker::{BrokerError, Delivery, DeliveryTag, Published, Publisher};
 use crate::protocol::message::without_acting_properties;
 
-/// Without a message for so long, the broker is asked whether there are more.
-const IDLE: Duration = Duration::from_millis(250);
-
-/// Channels of a connection that hold no page: its own, and those of questions.
-const OTHER_CHANNELS: u16 = 4;
-/// Between two questions whether all is back.
-const MOMENT: Duration = Duration::from_millis(20);
-/// So many deliveries before the limit a message is put into the queue anew: this look is one, and
-/// others may look too.
+/// Deliveries after which RabbitMQ 4 drops a message of a quorum queue whose arguments set no limit.
+const ASSUMED_LIMIT: u64 = 20;
+/// A message with so few deliveries left is put into the queue anew: handing it back is one delivery, and
+/// others may read the queue too.
 const MARGIN: u64 = 3;
+/// Acks in a row before a `basic_get` waits until the broker has acted on them.
+///
+/// A channel that has more than 32 acks and returns under way on a quorum queue keeps the further ones to
+/// itself, and when it closes it forgets them: the messages are back in the queue as if nobody had acked them.
+/// The queue answers a `basic_get` behind the acks before it, so none is under way any more when it is answered.
+const ACKS: usize = 16;
+/// Messages read at once. In bytes that is at most as many of the largest.
+const BATCH: u32 = 64;
+/// Without a message for so long, the broker is asked whether others have taken the rest.
+const IDLE: Duration = Duration::from_millis(250);
+/// Between two questions whether all that was handed back is in the queue again.
+const POLL: Duration = Duration::from_millis(20);
 
-/// Messages of one queue, held unacked.
+/// The messages of one dead-letter queue, held unacked.
 pub struct DeadLetterBrowser {
-    connector: Connector,
-    /// One, and another for each time that its channels were not enough.
-    connections: Vec<OpenConnection>,
-    /// How many pages the last of them can still have.
-    pages_left: u16,
+    connection: OpenConnection,
+    channel: Channel,
     broker: String,
     queue: String,
+    /// Longest wait for the next message, or for the answer to a `basic_get`.
+    patience: Duration,
     publisher: AmqpPublisher,
-    /// Deliveries after which the queue drops a message, where that is known.
+    /// Deliveries after which the queue drops a message; none: it is not known.
     limit: Option<u64>,
-    /// How many of those that were there at the start nobody has taken yet.
+    /// How many of the messages that were ready at the start are still to be read.
     left: u32,
-    fetch_size: FetchSize,
-    /// A delivery tag's session is the number of its page, from 0.
-    pages: Vec<Page>,
-    /// Read and not yet asked for. Bound: a turn.
+    /// Read and not yet asked for. Bound: [`BATCH`], and one for each [`ACKS`] acks between two calls of `next`.
     at_hand: VecDeque<Delivery>,
-    /// Page and tag of all that came, in the queue's order.
-    order: Vec<(usize, u64)>,
+    /// How many messages the channel holds unacked.
+    held: u32,
+    /// Acks sent since the last `basic_get`.
+    acks: usize,
     left_behind: LeftBehind,
 }
 
-/// What a browser could not hand back to its place.
+/// Messages near their delivery limit, which could not simply be handed back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LeftBehind {
-    /// Messages put into the queue anew, at its end: it would have dropped them soon.
+    /// Put into the queue anew, at its end.
     pub renewed: usize,
-    /// Messages that it will drop soon and that could not be put into it anew.
+    /// Handed back all the same, because the queue did not take them anew: it will drop them soon.
     pub near_limit: usize,
 }
 
 impl DeadLetterBrowser {
-    /// Begins to look at what `queue` holds now. `publisher` puts messages into it that must not be
-    /// handed back once more.
+    /// Begins to read the messages that are ready in `queue` now.
     ///
     /// # Errors
     /// No address could be reached, or the broker refuses; a queue that does not exist is refused.
-    pub async fn open(
-        connector: Connector,
-        queue: &str,
-        publisher: AmqpPublisher,
-    ) -> Result<Self, BrokerError> {
+    pub async fn open(connector: Connector, queue: &str) -> Result<Self, BrokerError> {
         let (connection, broker) = connect(&connector).await?;
         let refuse = |error| failed(&broker, queue, &error);
         let left = ready_in(&connection, queue).await.map_err(refuse)?;
-        let limit = match connector.settings().declare {
-            true => delivery_limit(&connection, queue).await.map_err(refuse)?,
-            false => None,
-        };
+        let is_known =
+            connector.settings().declare && has_high_limit(&connection, queue).await.map_err(refuse)?;
         Ok(Self {
-            connector,
-            pages_left: pages_on(&connection),
-            connections: vec![connection],
+            channel: connection.create_channel().await.map_err(refuse)?,
+            connection,
             broker,
             queue: queue.to_owned(),
-            publisher,
-            limit,
+            patience: connector.settings().connect_timeout,
+            publisher: AmqpPublisher::new(connector),
+            limit: is_known.then_some(HIGH_LIMIT),
             left,
-            fetch_size: FetchSize::default(),
-            pages: Vec::new(),
             at_hand: VecDeque::new(),
-            order: Vec::new(),
+            held: 0,
+            acks: 0,
             left_behind: LeftBehind::default(),
         })
     }
 
-    /// After how many deliveries the queue drops a message, where that is not known but assumed.
+    /// After how many deliveries the queue is assumed to drop a message, where that is not known.
     pub fn assumed_limit(&self) -> Option<u64> {
-        self.limit.is_none().then_some(USUAL_LIMIT)
+        self.limit.is_none().then_some(ASSUMED_LIMIT)
     }
 
-    /// The next message; none behind the last of those that were there at the start. Each is to be
-    /// given to [`DeadLetterBrowser::ack`] or [`DeadLetterBrowser::leave`].
+    /// Puts messages into any queue, on a connection of its own.
+    pub fn publisher(&self) -> &AmqpPublisher {
+        &self.publisher
+    }
+
+    /// The next message, until all that were ready at the start have been read or taken by others. Each is to
+    /// be given to [`DeadLetterBrowser::ack`] or [`DeadLetterBrowser::leave`].
     ///
     /// # Errors
-    /// The connection is lost, or the broker refuses: all that is in hand is the broker's again.
+    /// The connection is lost, or the broker refuses: all that was not acked is in the queue again.
     pub async fn next(&mut self) -> Result<Option<Delivery>, BrokerError> {
-        if self.at_hand.is_empty() && self.left > 0 {
-            self.turn().await?;
+        if self.left == 0 {
+            return Ok(None);
         }
-        Ok(self.at_hand.pop_front())
+        if self.at_hand.is_empty() {
+            self.fetch().await?;
+        }
+        let next = self.at_hand.pop_front();
+        self.left = if next.is_some() { self.left - 1 } else { 0 };
+        Ok(next)
     }
 
-    /// Takes some.
-    async fn turn(&mut self) -> Result<(), BrokerError> {
-        let number = self.page_with_room().await?;
-        let affordable = self.fetch_size.most().min(self.pages[number].room());
-        let size = u16::try_from(self.left).unwrap_or(u16::MAX).min(affordable);
-        let consumer = self.pages[number].consume(&self.queue, size).await;
-        let mut consumer = consumer.map_err(|error| self.failed(&error))?;
-        let (mut came, mut waited) = (Vec::new(), Duration::ZERO);
-        while came.len() < usize::from(size) {
-            match tokio::time::timeout(IDLE, consumer.next()).await {
+    /// Reads a batch by a consumer of its own, cancelled behind it. Not by `basic_get` alone: a quorum queue
+    /// takes each of those for a consumer, and a message costs the more the more of them are held (on
+    /// RabbitMQ 3.10, 10,000 took 10 s and 30,000 took 70 s).
+    async fn fetch(&mut self) -> Result<(), BrokerError> {
+        let size = self.left.min(BATCH);
+        let failed = |error| failed(&self.broker, &self.queue, &error);
+        self.channel.basic_qos(size as u16, BasicQosOptions::default()).await.map_err(failed)?;
+        let options = BasicConsumeOptions::default();
+        let (queue, tag) = (short(&self.queue), short(""));
+        let consumer = self.channel.basic_consume(queue, tag, options, FieldTable::default()).await;
+        let (mut consumer, mut waited) = (consumer.map_err(failed)?, Duration::ZERO);
+        while self.at_hand.len() < size as usize {
+            match timeout(IDLE, consumer.next()).await {
                 Ok(Some(delivery)) => {
-                    let delivery = delivery.map_err(|error| self.failed(&error))?;
-                    self.pages[number].came(&delivery);
-                    came.push(delivery);
-                    waited = Duration::ZERO;
+                    self.at_hand.push_back(delivery_from(delivery.map_err(failed)?, 0, false));
+                    self.held += 1;
                 }
                 Ok(None) => break,
-                // Others have taken some.
-                Err(_) if self.ready().await? == 0 => break,
-                Err(_) if waited < self.patience() => waited += IDLE,
-                Err(_) => return Err(self.silent()),
+                Err(_) if ready_in(&self.connection, &self.queue).await.map_err(failed)? == 0 => break,
+                Err(_) if waited < self.patience => waited += IDLE,
+                Err(_) => return Err(failed(io::Error::from(io::ErrorKind::TimedOut).into())),
             }
         }
-        let last = self.pages[number].cancel(consumer).await;
-        came.extend(last.map_err(|error| self.failed(&error))?);
-        let over = came.len() < usize::from(size);
-        self.fetch_size.took(came.iter().map(|delivery| delivery.data.len()).max().unwrap_or_default());
-        self.came(number, came);
-        if over {
-            self.left = 0;
+        cancel(&self.channel, consumer.tag()).await;
+        self.acks = 0;
+        Ok(())
+    }
+
+    async fn get(&mut self) -> Result<Option<Delivery>, BrokerError> {
+        let get = self.channel.basic_get(short(&self.queue), BasicGetOptions::default());
+        let late = |_| Error::from(io::Error::from(io::ErrorKind::TimedOut));
+        let got = timeout(self.patience, get).await.map_err(late).flatten();
+        let got = got.map_err(|error| self.failed(&error))?;
+        self.acks = 0;
+        self.held += u32::from(got.is_some());
+        Ok(got.map(|got| delivery_from(got.delivery, 0, false)))
+    }
+
+    /// Takes the message out of the queue. Certain after [`DeadLetterBrowser::flush`].
+    ///
+    /// # Errors
+    /// As [`DeadLetterBrowser::next`].
+    pub async fn ack(&mut self, message: DeliveryTag) -> Result<(), BrokerError> {
+        let acked = self.channel.basic_ack(message.tag, BasicAckOptions::default()).await;
+        acked.map_err(|error| self.failed(&error))?;
+        self.held -= 1;
+        self.acks += 1;
+        if self.acks == ACKS { self.flush().await } else { Ok(()) }
+    }
+
+    /// Waits until the broker has acted on all acks.
+    ///
+    /// # Errors
+    /// As [`DeadLetterBrowser::next`]: messages that were acked may come again.
+    pub async fn flush(&mut self) -> Result<(), BrokerError> {
+        if self.acks > 0 {
+            let brought = self.get().await?;
+            self.at_hand.extend(brought);
         }
         Ok(())
     }
 
-    /// The page that takes the next messages: the last one, or a new one behind it.
-    async fn page_with_room(&mut self) -> Result<usize, BrokerError> {
-        if self.pages.last().is_none_or(|page| page.room() == 0) {
-            if self.pages_left == 0 {
-                let (connection, _) = connect(&self.connector).await?;
-                self.pages_left = pages_on(&connection);
-                self.connections.push(connection);
-            }
-            let page = Page::open(self.connection()?).await.map_err(|error| self.failed(&error))?;
-            self.pages_left -= 1;
-            self.pages.push(page);
-        }
-        Ok(self.pages.len() - 1)
-    }
-
-    fn connection(&self) -> Result<&Connection, BrokerError> {
-        let gone = || BrokerError::Unreachable { seconds: 0, reason: "the browser is closed".into() };
-        self.connections.last().map(|connection| &**connection).ok_or_else(gone)
-    }
-
-    /// What is beyond those that were there at the start is held, for the sake of the order, and shown
-    /// to nobody.
-    fn came(&mut self, page: usize, deliveries: Vec<lapin::message::Delivery>) {
-        for delivery in deliveries {
-            self.order.push((page, delivery.delivery_tag));
-            if self.left > 0 {
-                self.left -= 1;
-                self.at_hand.push_back(delivery_from(delivery, page as u64, false));
-            }
-        }
-    }
-
-    async fn ready(&self) -> Result<u32, BrokerError> {
-        ready_in(self.connection()?, &self.queue).await.map_err(|error| self.failed(&error))
-    }
-
-    fn patience(&self) -> Duration {
-        self.connector.settings().connect_timeout
-    }
-
-    fn silent(&self) -> BrokerError {
-        let (queue, patience) = (&self.queue, self.patience());
-        let reason = format!(
-            "queue {queue:?} holds messages and gives none for {patience:?}: has another consumer all?"
-        );
-        BrokerError::Refused { broker: self.broker.clone(), reason }
-    }
-
-    /// Whether the queue would soon drop the message: its body is needed if it is to stay.
-    pub fn is_worn(&self, delivery: &Delivery) -> bool {
-        delivery.delivery_count.unwrap_or(1).saturating_add(MARGIN) >= self.limit.unwrap_or(USUAL_LIMIT)
-    }
-
-    /// Takes the message out of the queue, with the next [`DeadLetterBrowser::settle`].
-    pub fn ack(&mut self, message: DeliveryTag) {
-        if let Some(page) = self.pages.get_mut(message.session as usize) {
-            page.ack(message.tag);
-        }
-    }
-
-    /// Leaves the message in the queue: at its place, or, where it could be dropped from there, anew at
-    /// the end.
+    /// Leaves the message to be handed back at the end; one near its limit is put into the queue anew, at its
+    /// end, and acked once the broker has confirmed that.
     ///
     /// # Errors
-    /// No broker could be reached to put it into the queue.
-    pub async fn leave(&mut self, mut delivery: Delivery) -> Result<(), BrokerError> {
-        if !self.is_worn(&delivery) {
+    /// As [`DeadLetterBrowser::next`], also where the message cannot be published.
+    pub async fn leave(&mut self, delivery: Delivery) -> Result<(), BrokerError> {
+        let deliveries = delivery.delivery_count.unwrap_or(1);
+        if deliveries.saturating_add(MARGIN) < self.limit.unwrap_or(ASSUMED_LIMIT) {
             return Ok(());
         }
-        let message = without_acting_properties(std::mem::take(&mut delivery.message));
-        let published = self.publisher.publish(&self.queue, Arc::new(message)).await?;
+        let message = Arc::new(without_acting_properties(delivery.message));
+        let published = self.publisher.publish(&self.queue, message).await?;
         if published == Published::Confirmed {
-            self.ack(delivery.delivery_tag);
             self.left_behind.renewed += 1;
-        } else {
-            tracing::debug!(queue = self.queue, ?published, "a near_limit message cannot be renewed");
-            self.left_behind.near_limit += 1;
+            return self.ack(delivery.delivery_tag).await;
         }
+        tracing::debug!(queue = self.queue, ?published, "a message near its limit cannot be put in anew");
+        self.left_behind.near_limit += 1;
         Ok(())
     }
 
-    /// Acks what is to be acked.
+    /// Hands back all that was not acked, by closing the channel, and waits a moment until it is in the queue
+    /// again: a quorum queue takes it back after it has answered, and a command that came at once would miss it.
     ///
     /// # Errors
-    /// The connection is lost: messages that were acked may come again.
-    pub async fn settle(&mut self) -> Result<(), BrokerError> {
-        for number in 0..self.pages.len() {
-            let settled = self.pages[number].settle(&self.queue).await;
-            let brought = settled.map_err(|error| self.failed(&error))?;
-            self.came(number, brought);
+    /// As [`DeadLetterBrowser::next`].
+    pub async fn close(mut self) -> Result<LeftBehind, BrokerError> {
+        self.flush().await?;
+        while let Some(delivery) = self.at_hand.pop_front() {
+            self.leave(delivery).await?;
         }
-        Ok(())
-    }
-
-    /// Settles, hands back all that was left, in order, and closes.
-    ///
-    /// # Errors
-    /// The connection is lost: all that was not acked is the broker's again.
-    pub async fn hand_back(mut self) -> Result<LeftBehind, BrokerError> {
-        // To the last, also where nobody has asked for it: RabbitMQ's quorum queues put what comes back
-        // behind what came back before, and would end in another order.
-        loop {
-            while let Some(delivery) = self.next().await? {
-                self.leave(delivery).await?;
-            }
-            self.settle().await?;
-            if self.at_hand.is_empty() {
-                break;
-            }
-        }
-        let pages = &self.pages;
-        let held: Vec<_> =
-            self.order.iter().filter(|(page, tag)| pages[*page].holds(*tag)).copied().collect();
-        for of_page in held.chunk_by(|(one, _), (other, _)| one == other) {
-            let tags: Vec<u64> = of_page.iter().map(|(_, tag)| *tag).collect();
-            let handed_back = self.pages[of_page[0].0].hand_back(&tags).await;
-            handed_back.map_err(|error| self.failed(&error))?;
-        }
-        self.wait_until_back(held.len()).await;
-        let goodbye = async {
-            for connection in &self.connections {
-                let _ = connection.close(200, "done".into()).await;
-            }
-            self.publisher.close().await;
-        };
-        let _ = tokio::time::timeout(FAREWELL, goodbye).await;
-        Ok(self.left_behind)
-    }
-
-    /// The broker has been told, and a quorum queue acts on it a moment later: who looks next would miss
-    /// what is not yet back. Where others take messages meanwhile, it ends all the same.
-    async fn wait_until_back(&self, held: usize) {
+        let ready = ready_in(&self.connection, &self.queue).await.map_err(|error| self.failed(&error))?;
+        // The flush may bring one of the ready ones, which does not change the sum.
+        let all = ready + self.held;
+        self.flush().await?;
+        self.channel.close(200, "done".into()).await.map_err(|error| self.failed(&error))?;
         let back = async {
-            while self.ready().await.is_ok_and(|ready| (ready as usize) < held) {
-                tokio::time::sleep(MOMENT).await;
+            while ready_in(&self.connection, &self.queue).await.is_ok_and(|ready| ready < all) {
+                tokio::time::sleep(POLL).await;
             }
         };
-        let _ = tokio::time::timeout(FAREWELL, back).await;
+        // Bounded: others may take messages meanwhile.
+        let _ = timeout(FAREWELL, back).await;
+        let goodbye =
+            async { tokio::join!(self.connection.close(200, "done".into()), self.publisher.close()) };
+        let _ = timeout(FAREWELL, goodbye).await;
+        Ok(self.left_behind)
     }
 
     fn failed(&self, error: &Error) -> BrokerError {
         failed(&self.broker, &self.queue, error)
     }
-}
-
-fn pages_on(connection: &Connection) -> u16 {
-    connection.configuration().channel_max().saturating_sub(OTHER_CHANNELS).max(1)
 }
 
 fn failed(broker: &str, queue: &str, error: &Error) -> BrokerError {

@@ -45,7 +45,7 @@ impl Topology {
     /// Makes what is missing.
     pub(super) async fn declare(&self, connection: &Connection) -> Result<(), Error> {
         if !exists(connection, &self.dead_letter_queue).await? {
-            make(connection, &self.dead_letter_queue, patient()).await?;
+            make(connection, &self.dead_letter_queue, with_high_limit()).await?;
             // With the queue went what the broker's own dead-lettering goes by.
             self.backstop(connection).await?;
         }
@@ -53,7 +53,7 @@ impl Topology {
             && !exists(connection, queue).await?
         {
             // Not classic: that lives on one node of a cluster, and with it all replies would be unroutable.
-            make(connection, queue, patient()).await?;
+            make(connection, queue, with_high_limit()).await?;
         }
         if !exists(connection, &self.task_queue).await? {
             let mut arguments = quorum();
@@ -131,15 +131,29 @@ fn quorum() -> FieldTable {
     arguments
 }
 
-/// Deliveries that a queue stands whose messages may be looked at and handed back.
-pub(super) const PATIENCE: u64 = 1_000_000;
+/// Deliveries after which a queue drops a message whose messages may be read and handed back.
+pub(super) const HIGH_LIMIT: u64 = 1_000_000;
 
-/// A quorum queue whose messages may be looked at and handed back. RabbitMQ 4 would drop them after 20
-/// times.
-pub(super) fn patient() -> FieldTable {
+/// Arguments of a quorum queue whose messages may be read and handed back: without a limit of its own
+/// RabbitMQ 4 drops a message after 20 deliveries.
+fn with_high_limit() -> FieldTable {
     let mut arguments = quorum();
-    arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(PATIENCE as i64));
+    arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(HIGH_LIMIT as i64));
     arguments
+}
+
+/// Whether a queue that exists has the arguments that we give to a dead-letter queue. AMQP tells nobody a
+/// queue's arguments, but to declare it again succeeds only with the same ones.
+pub(super) async fn has_high_limit(connection: &Connection, queue: &str) -> Result<bool, Error> {
+    // A channel of its own, because the broker closes it to say no.
+    let channel = connection.create_channel().await?;
+    let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
+    match channel.queue_declare(short(queue), durable, with_high_limit()).await {
+        Ok(_) => channel.close(200, "done".into()).await.map(|()| true),
+        // Other arguments (406), or no permission to declare (403).
+        Err(error) if matches!(code(&error), Some(403 | 406)) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// Messages that are moved on at most.

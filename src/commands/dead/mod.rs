@@ -1,7 +1,5 @@
-//! `sconce dead`: browses the pool's dead letters, and what is done with those that match. One file
-//! a command that changes the queue.
+//! `sconce dead`: lists, shows, requeues or deletes the dead letters of a pool.
 
-mod purge;
 mod requeue;
 mod rows;
 mod selection;
@@ -9,16 +7,16 @@ mod session;
 mod view;
 
 use std::io::{self, Write};
-use std::time::SystemTime;
 
 use anyhow::anyhow;
 
 use self::rows::Rows;
-use self::session::BrowserSession;
+use self::selection::Selection;
+use self::session::{BrowserSession, Fate};
 use self::view::Row;
 use super::start_logging;
 use crate::broker::Delivery;
-use crate::cli::{Dead, DeadList, DeadShow};
+use crate::cli::{Dead, DeadList, DeadPurge, DeadShow};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -34,65 +32,56 @@ pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {
             Dead::List(arguments) => list(arguments).await,
             Dead::Show(arguments) => show(arguments).await,
             Dead::Requeue(arguments) => requeue::run(arguments).await,
-            Dead::Purge(arguments) => purge::run(arguments).await,
+            Dead::Purge(arguments) => purge(arguments).await,
         }
     })
 }
 
-/// What is printed waits until the letters are back: who reads it may take their time.
+/// Prints once the dead letters are back in the queue: a pager may hold up what is printed.
 async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
     let mut session = BrowserSession::open(&arguments.source, &[], &arguments.filters).await?;
-    // `--limit N` prints at most N rows; without it, as many as the table holds.
-    let mut rows = Rows::at_most(arguments.limit.unwrap_or(rows::MOST));
-    while arguments.limit.is_none_or(|limit| rows.count() < limit)
-        && let Some(delivery) = session.next().await?
-    {
-        let row = Row::of(&delivery, session.now());
-        let error = row.error().to_owned();
-        rows.add(row, error);
-        session.leave(delivery).await?;
-    }
-    let closed = session.close().await?;
+    let mut rows = Rows::at_most(arguments.limit);
+    let list = |delivery: &Delivery, selection: &Selection| {
+        rows.add(Row::of(delivery, selection.now));
+        Fate::Leave
+    };
+    session.for_each(list).await?;
+    let queue = session.queue().to_owned();
+    let exit = session.close().await?;
     let mut out = io::stdout().lock();
     if arguments.json {
-        for row in rows.kept() {
-            writeln!(out, "{}", row.json())?;
-        }
+        rows.write_json(&mut out)?;
         if rows.more() > 0 {
-            tell(&format!("and {} more: give --limit to see so many", rows.more()))?;
+            tell(&format!("and {} more: see --limit", rows.more()))?;
         }
-        return Ok(closed.exit());
+    } else {
+        rows.write_table(&mut out, "ERROR")?;
+        writeln!(out, "{}", rows.summary(&format!(" in {queue}")))?;
     }
-    if let Some(table) = rows.table("ERROR", view::terminal_width()) {
-        writeln!(out, "{table}")?;
-    }
-    let cut = if arguments.limit == Some(rows.count()) { "the oldest " } else { "" };
-    let (letters, reasons) = rows.told();
-    writeln!(out, "{cut}{letters} in {}{reasons}", closed.queue)?;
-    Ok(closed.exit())
+    Ok(exit)
 }
 
 async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
-    let mut session =
-        BrowserSession::open(&arguments.source, std::slice::from_ref(&arguments.id), &<_>::default()).await?;
+    let ids = std::slice::from_ref(&arguments.id);
+    let mut session = BrowserSession::open(&arguments.source, ids, &<_>::default()).await?;
     let (mut found, mut bytes, mut more) = (Vec::<Delivery>::new(), 0, 0);
-    while let Some(delivery) = session.next().await? {
+    let show = |delivery: &Delivery, _: &Selection| {
         bytes += delivery.message.body.len();
         match found.is_empty() || bytes <= SHOWN_BYTES {
             true => found.push(delivery.clone()),
             false => more += 1,
         }
-        session.leave(delivery).await?;
-    }
-    let now = session.now();
-    let closed = session.close().await?;
+        Fate::Leave
+    };
+    session.for_each(show).await?;
+    let (now, queue) = (session.selection.now, session.queue().to_owned());
+    let exit = session.close().await?;
     if found.is_empty() {
-        let error = anyhow!("no letter in {} is named {:?}", closed.queue, arguments.id);
-        return Err(error.context(Exit::No));
+        return Err(anyhow!("no dead letter in {queue} has the id {:?}", arguments.id).context(Exit::No));
     }
     if more > 0 {
-        let told = view::letters(more);
-        tell(&format!("{told} more of this name, too large to show beside the others"))?;
+        let told = view::dead_letters(more);
+        tell(&format!("{told} more with this id, too large to show beside the others"))?;
     }
     let mut out = io::stdout().lock();
     for delivery in &found {
@@ -101,30 +90,35 @@ async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
             false => writeln!(out, "{}", view::whole(delivery, now))?,
         }
     }
-    Ok(closed.exit())
+    Ok(exit)
 }
 
-/// A line to whoever runs this, beside the result. Much of it may be words of a letter's.
-fn tell(line: &str) -> io::Result<()> {
-    writeln!(io::stderr(), "{}", told(line))
-}
-
-fn told(line: &str) -> String {
-    format!("sconce: {}", view::printable(line))
-}
-
-/// How long ago; what lies in the future is of now: clocks differ.
-fn age(since: SystemTime, now: SystemTime) -> std::time::Duration {
-    now.duration_since(since).unwrap_or_default()
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn no_line_that_is_told_commands_the_terminal() {
-        assert_eq!(
-            super::told("it is a \u{1b}[2Jcontrol\nmessage\u{9b}"),
-            "sconce: it is a  [2Jcontrol message "
-        );
+/// Deletes with `--yes`; without it, shows what that would delete.
+async fn purge(arguments: &DeadPurge) -> anyhow::Result<Exit> {
+    let mut session = BrowserSession::of(&arguments.which).await?;
+    let mut rows = Rows::at_most(if arguments.yes { 0 } else { rows::MOST });
+    let purge = |delivery: &Delivery, selection: &Selection| {
+        rows.add(Row::of(delivery, selection.now));
+        if arguments.yes { Fate::Delete } else { Fate::Leave }
+    };
+    let ended = session.for_each(purge).await;
+    let queue = session.queue().to_owned();
+    let closed = session.close().await;
+    let mut out = io::stdout().lock();
+    if arguments.yes {
+        // Told also of an end in the middle: what is deleted by then stays deleted.
+        let at_most = if ended.is_err() { "at most " } else { "" };
+        writeln!(out, "deleted from {queue}: {at_most}{}", rows.summary(""))?;
+    } else if ended.is_ok() {
+        rows.write_table(&mut out, "ERROR")?;
+        writeln!(out, "would delete from {queue}: {}", rows.summary(""))?;
+        tell("nothing is deleted: --yes deletes")?;
     }
+    ended?;
+    closed
+}
+
+/// A line to whoever runs this, beside the result. Much of it may be words of a dead letter.
+fn tell(line: &str) -> io::Result<()> {
+    writeln!(io::stderr(), "sconce: {}", view::printable(line))
 }

@@ -1,66 +1,94 @@
-//! The rows of a result: the first of them, and how many there are of which reason. Bounded, since a
-//! queue of dead letters is not.
+//! The rows of a result, the oldest dead letter first, and how many there are of which reason. Bounded, since
+//! a queue of dead letters is not.
 
 use std::collections::BTreeMap;
+use std::io::{self, Write};
 
-use super::view::{self, Row};
+use super::view::{Row, dead_letters, printable};
 
 /// Most rows where nobody says how many are wanted.
 pub(super) const MOST: usize = 10_000;
 
-/// The first `most` rows, and the number of all by reason.
+/// The oldest `most` rows, and the number of all by reason.
 pub(super) struct Rows {
     most: usize,
-    /// With what stands in the last column.
-    kept: Vec<(Row, String)>,
-    count: usize,
+    kept: Vec<Row>,
     reasons: BTreeMap<String, usize>,
 }
 
 impl Rows {
     /// None yet, and never more than so many.
     pub(super) fn at_most(most: usize) -> Self {
-        Self { most, kept: Vec::new(), count: 0, reasons: BTreeMap::new() }
+        Self { most, kept: Vec::new(), reasons: BTreeMap::new() }
     }
 
-    /// One more. `last`: in the last column.
-    pub(super) fn add(&mut self, row: Row, last: String) {
-        self.count += 1;
-        *self.reasons.entry(row.reason().to_owned()).or_default() += 1;
-        if self.kept.len() < self.most {
-            self.kept.push((row, last));
+    /// One more.
+    pub(super) fn add(&mut self, row: Row) {
+        *self.reasons.entry(row.reason.clone()).or_default() += 1;
+        self.kept.push(row);
+        // Now and then, so that adding a row costs little and twice the most are held at most.
+        if self.kept.len() >= self.most.saturating_mul(2) {
+            self.cut();
         }
+    }
+
+    /// Sorts by time, those without one last, and drops what is beyond the most.
+    fn cut(&mut self) {
+        self.kept.sort_by(|one, other| match (&one.dead_lettered_at, &other.dead_lettered_at) {
+            (Some(one), Some(other)) => one.cmp(other),
+            (one, other) => other.is_some().cmp(&one.is_some()),
+        });
+        self.kept.truncate(self.most);
     }
 
     /// How many there were.
-    pub(super) fn count(&self) -> usize {
-        self.count
+    fn count(&self) -> usize {
+        self.reasons.values().sum()
     }
 
-    /// How many of them are not kept.
+    /// How many of them are not shown.
     pub(super) fn more(&self) -> usize {
-        self.count - self.kept.len()
+        self.count().saturating_sub(self.most)
     }
 
-    /// `2 letters: 1 attempts, 1 poison`, of all.
-    pub(super) fn told(&self) -> (String, String) {
-        (view::letters(self.count), view::by_reason(&self.reasons))
+    /// `2 dead letters{place}: 1 attempts, 1 poison`, of all.
+    pub(super) fn summary(&self, place: &str) -> String {
+        let reasons = self.reasons.iter().map(|(reason, count)| format!("{count} {}", printable(reason)));
+        let colon = if self.reasons.is_empty() { "" } else { ": " };
+        format!("{}{place}{colon}{}", dead_letters(self.count()), reasons.collect::<Vec<_>>().join(", "))
     }
 
-    /// Those that are kept.
-    pub(super) fn kept(&self) -> impl Iterator<Item = &Row> {
-        self.kept.iter().map(|(row, _)| row)
+    /// One JSON object a line.
+    pub(super) fn write_json(&mut self, out: &mut impl Write) -> io::Result<()> {
+        self.cut();
+        self.kept.iter().try_for_each(|row| writeln!(out, "{}", serde_json::to_string(row)?))
     }
 
-    /// A table under this head of its last column, with a line for what is not kept; none without rows.
-    pub(super) fn table(&self, last: &str, width: Option<usize>) -> Option<String> {
-        let cells: Vec<_> = self.kept.iter().map(|(row, last)| row.cells(last)).collect();
-        let mut table = (!cells.is_empty()).then(|| view::table(last, cells, width))?;
-        if self.more() > 0 {
-            table.push_str(&format!("\nand {} more", self.more()));
+    /// A table with this head of its last column, and a line for what is not shown; nothing without rows.
+    pub(super) fn write_table(&mut self, out: &mut impl Write, last: &str) -> io::Result<()> {
+        self.cut();
+        if self.kept.is_empty() {
+            return Ok(());
         }
-        Some(table)
+        writeln!(out, "{}", table(last, self.kept.iter().map(Row::cells)))?;
+        match self.more() {
+            0 => Ok(()),
+            more => writeln!(out, "and {more} more"),
+        }
     }
+}
+
+/// Rows under a head, in columns as wide as they need.
+fn table(last: &str, rows: impl Iterator<Item = [String; 6]>) -> String {
+    let head = ["TASK", "REASON", "AGE", "WORKER", "BYTES", last].map(str::to_owned);
+    let rows: Vec<_> = std::iter::once(head).chain(rows).collect();
+    let widest = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let [a, b, c, d, e]: [usize; 5] = std::array::from_fn(widest);
+    let lines = rows.iter().map(|[id, reason, age, worker, size, last]| {
+        let line = format!("{id:a$}  {reason:b$}  {age:>c$}  {worker:d$}  {size:>e$}  {last}");
+        line.trim_end().to_owned()
+    });
+    lines.collect::<Vec<_>>().join("\n")
 }
 
 #[cfg(test)]
@@ -70,22 +98,44 @@ mod tests {
     use super::*;
     use crate::broker::{Delivery, DeliveryTag};
 
-    #[test]
-    fn beyond_the_most_rows_are_counted_and_no_longer_kept() {
+    /// A dead letter that says when it was published.
+    fn row(timestamp: Option<u64>, error: &str) -> Row {
+        let mut message = crate::protocol::Message::default();
+        message.properties.timestamp = timestamp;
+        message.properties.message_id = Some(format!("{timestamp:?}"));
+        let delivery_tag = DeliveryTag { session: 0, tag: 1 };
         let delivery = Delivery {
-            message: <_>::default(),
-            delivery_tag: DeliveryTag { session: 0, tag: 1 },
+            message,
+            delivery_tag,
             routing_key: None,
             redelivered: false,
             delivery_count: Some(0),
         };
-        let mut rows = Rows::at_most(2);
-        assert!(rows.table("ERROR", None).is_none());
-        for _ in 0..5 {
-            rows.add(Row::of(&delivery, SystemTime::UNIX_EPOCH), "it broke".into());
+        Row::of(&delivery, SystemTime::UNIX_EPOCH).to(error.into())
+    }
+
+    #[test]
+    fn the_oldest_rows_are_kept_those_without_a_time_last_and_all_are_counted() {
+        let mut rows = Rows::at_most(3);
+        for timestamp in [None, Some(9), Some(2), None, Some(7), Some(1), Some(8), None] {
+            rows.add(row(timestamp, "it broke"));
         }
-        assert_eq!((rows.kept().count(), rows.more(), rows.count()), (2, 3, 5));
-        assert_eq!(rows.told(), ("5 letters".into(), ": 5 unknown".into()));
-        assert!(rows.table("ERROR", None).unwrap().ends_with("\nand 3 more"));
+        let mut shown = Vec::new();
+        rows.write_table(&mut shown, "ERROR").unwrap();
+        let shown = String::from_utf8(shown).unwrap();
+        let first: Vec<_> = shown.lines().filter_map(|line| line.split_whitespace().next()).collect();
+        assert!(shown.starts_with(
+            "TASK     REASON   AGE  WORKER  BYTES  ERROR\nSome(1)  unknown   0s  -           0  it broke\n"
+        ));
+        assert_eq!(first, ["TASK", "Some(1)", "Some(2)", "Some(7)", "and"]);
+        assert!(
+            shown.ends_with("\nand 5 more\n") && rows.summary("") == "8 dead letters: 8 unknown",
+            "{shown}"
+        );
+        let mut rows = Rows::at_most(2);
+        [None, Some(9)].into_iter().for_each(|timestamp| rows.add(row(timestamp, "")));
+        let mut lines = Vec::new();
+        rows.write_json(&mut lines).unwrap();
+        assert!(lines.starts_with(b"{\"task_id\":\"Some(9)\"") && rows.more() == 0);
     }
 }

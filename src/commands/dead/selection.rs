@@ -1,123 +1,83 @@
-//! Which letters are meant: by id, by reason, by age, and by pool, since several may share a dead-letter
-//! queue and no settings know them all. Pure. Owns the account of which ids have been found, and of whose
-//! letters were passed over.
+//! Which dead letters a command is about: by id, by reason, by age, and by pool, since several may share a
+//! dead-letter queue and no settings know them all. Pure. Owns the account of which ids have been found, and of
+//! how many dead letters of other pools were left out.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, SystemTime};
+use std::collections::BTreeSet;
+use std::time::SystemTime;
 
-use anyhow::bail;
-
-use super::{age, view};
+use crate::broker::Delivery;
 use crate::cli::DeadFilters;
-use crate::protocol::letter::{Letter, reasons};
-use crate::protocol::shorten;
-use crate::shutdown::Exit;
+use crate::protocol::dead_letter::DeadLetter;
 
-/// Most owners of other letters that are told apart.
-const OWNERS: usize = 8;
-/// Longest name of one.
-const NAME_BYTES: usize = 100;
-
-/// The conditions that a letter must meet, and what has met them so far.
+/// The conditions that a dead letter must meet, and what has met them so far.
 #[derive(Debug)]
 pub(super) struct Selection {
     ids: Vec<String>,
-    reasons: Vec<String>,
-    older_than: Option<Duration>,
-    newer_than: Option<Duration>,
-    now: SystemTime,
+    filters: DeadFilters,
     pool: String,
     task_queue: String,
+    /// The time by which ages are reckoned.
+    pub(super) now: SystemTime,
     found: BTreeSet<String>,
-    /// Whose letters were passed over, and how many of each.
-    foreign: BTreeMap<String, usize>,
+    /// How many met them but for their pool.
+    pub(super) others: usize,
 }
 
 impl Selection {
-    /// Without ids and filters, all.
-    pub(super) fn new(ids: &[String], filters: &DeadFilters, now: SystemTime) -> anyhow::Result<Self> {
-        if let Some(wrong) = filters.reason.iter().find(|wanted| !reasons().any(|known| known == **wanted)) {
-            let known = reasons().collect::<Vec<_>>().join(", ");
-            bail!(
-                anyhow::anyhow!("no letter has the reason {wrong:?}; there are: {known}")
-                    .context(Exit::Usage)
-            );
-        }
-        Ok(Self {
+    /// Without ids and filters, all of this pool, and those that do not say whose they are.
+    pub(super) fn new(ids: &[String], filters: &DeadFilters, pool: &str, task_queue: &str) -> Self {
+        Self {
             ids: ids.to_vec(),
-            reasons: filters.reason.clone(),
-            older_than: filters.older_than,
-            newer_than: filters.newer_than,
-            now,
-            pool: String::new(),
-            task_queue: String::new(),
+            filters: filters.clone(),
+            pool: pool.to_owned(),
+            task_queue: task_queue.to_owned(),
+            now: SystemTime::now(),
             found: BTreeSet::new(),
-            foreign: BTreeMap::new(),
-        })
+            others: 0,
+        }
     }
 
-    /// Only those of this pool, and of nobody.
-    pub(super) fn of(self, pool: &str, task_queue: &str) -> Self {
-        Self { pool: pool.to_owned(), task_queue: task_queue.to_owned(), ..self }
-    }
-
-    /// See [`super::session::BrowserSession::now`].
-    pub(super) fn now(&self) -> SystemTime {
-        self.now
-    }
-
-    /// See [`super::session::BrowserSession::by_name`].
-    pub(super) fn by_name(&self) -> bool {
-        !self.ids.is_empty()
-    }
-
-    /// Whether this letter is meant.
-    pub(super) fn takes(&mut self, letter: &Letter<'_>) -> bool {
-        let names: Vec<&String> = self.ids.iter().filter(|id| letter.is_named(id)).collect();
-        let named = self.ids.is_empty() || !names.is_empty();
-        let of_reason = || self.reasons.is_empty() || self.reasons.iter().any(|it| it == letter.reason());
-        if !(named && of_reason() && self.is_of_age(letter)) {
+    /// Whether the command is about this one.
+    pub(super) fn matches(&mut self, dead_letter: &DeadLetter<'_>) -> bool {
+        let ids: Vec<&String> = self.ids.iter().filter(|id| dead_letter.has_id(id)).collect();
+        let DeadFilters { reason, older_than, newer_than } = &self.filters;
+        let is_wanted = (self.ids.is_empty() || !ids.is_empty())
+            && (reason.is_empty() || reason.iter().any(|it| it == dead_letter.reason()))
+            && match dead_letter.age(self.now) {
+                Some(age) => {
+                    older_than.is_none_or(|than| age > than) && newer_than.is_none_or(|than| age <= than)
+                }
+                None => older_than.is_none() && newer_than.is_none(),
+            };
+        if !is_wanted {
             return false;
         }
-        // Who gives an id means that letter, whosever it is: a pool may have had another name.
-        if names.is_empty()
-            && let Some(owner) = self.owner(letter)
-        {
-            let is_known = self.foreign.contains_key(&owner) || self.foreign.len() < OWNERS;
-            *self.foreign.entry(if is_known { owner } else { "further ones".into() }).or_default() += 1;
+        // An id means that very dead letter, whosever it is: the pool may have had another name.
+        if ids.is_empty() && self.is_of_another_pool(dead_letter) {
+            self.others += 1;
             return false;
         }
-        self.found.extend(names.into_iter().cloned());
+        self.found.extend(ids.into_iter().cloned());
         true
     }
 
-    fn is_of_age(&self, letter: &Letter<'_>) -> bool {
-        if (self.older_than, self.newer_than) == (None, None) {
-            return true;
+    /// The queue that a matching dead letter is to be requeued to, or why it may not be.
+    pub(super) fn destination(&self, delivery: &Delivery) -> Result<String, String> {
+        let dead_letter = DeadLetter::of(&delivery.message);
+        dead_letter.destination(&self.task_queue, !self.ids.is_empty()).map(str::to_owned)
+    }
+
+    /// What does not say whose it is counts as ours.
+    fn is_of_another_pool(&self, dead_letter: &DeadLetter<'_>) -> bool {
+        if let Some(pool) = dead_letter.pool() {
+            return pool != self.pool;
         }
-        let Some(age) = letter.died_at().map(|at| age(at, self.now)) else { return false };
-        self.older_than.is_none_or(|than| age > than) && self.newer_than.is_none_or(|than| age <= than)
+        let Some(queue) = dead_letter.source_queue() else { return false };
+        let behind = queue.strip_prefix(&self.task_queue);
+        !behind.is_some_and(|behind| behind.is_empty() || behind.starts_with(".retry"))
     }
 
-    /// Whose it is if not ours. What does not say whose it is belongs to whoever asks.
-    fn owner(&self, letter: &Letter<'_>) -> Option<String> {
-        if let Some(pool) = letter.pool() {
-            return (pool != self.pool).then(|| format!("pool {}", shorten(pool, NAME_BYTES)));
-        }
-        let queue = letter.died_in()?;
-        let waits = queue.strip_prefix(&self.task_queue).and_then(|rest| rest.strip_prefix(".retry"));
-        let ours = queue == self.task_queue || waits.is_some();
-        (!ours).then(|| format!("queue {}", shorten(queue, NAME_BYTES)))
-    }
-
-    /// How many letters were passed over because they are another's, and whose; none: none were.
-    pub(super) fn foreign(&self) -> Option<String> {
-        let count: usize = self.foreign.values().sum();
-        let whose: Vec<_> = self.foreign.iter().map(|(owner, count)| format!("{count} of {owner}")).collect();
-        (count > 0).then(|| format!("{} left out: {}", view::letters(count), whose.join(", ")))
-    }
-
-    /// The ids that no letter answered to.
+    /// The ids that no dead letter has.
     pub(super) fn missing(&self) -> Vec<&str> {
         self.ids.iter().filter(|id| !self.found.contains(*id)).map(String::as_str).collect()
     }
@@ -125,22 +85,25 @@ impl Selection {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
-    use crate::protocol::dead_letter::{Cause, Reason, dead_letter};
-    use crate::protocol::{Headers, Incoming, Message, Properties, Value, classify};
+    use crate::protocol::{Headers, Message, Properties, Value};
 
     const NOW: u64 = 1_000_000;
 
-    fn at(seconds: u64) -> SystemTime {
-        SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)
-    }
-
-    /// A letter of this task and reason that died so many seconds ago.
-    fn letter(id: &str, reason: Reason, ago: u64) -> Message {
-        let properties = Properties { message_id: Some(id.into()), ..Properties::default() };
-        let message = Message { properties, body: "{}".into() };
-        let Incoming::Task(task) = classify(message, at(0), String::new) else { panic!("a task") };
-        dead_letter(&task, &Cause { reason, error: "", worker: "host/embed/0", at: at(NOW - ago) })
+    /// A poison dead letter of this worker, from so many seconds ago.
+    fn dead(id: &str, worker: &str, ago: i64) -> Message {
+        let at = jiff::Timestamp::from_second(NOW as i64 - ago).unwrap().to_string();
+        let of = [
+            ("reason", "poison"),
+            ("error", ""),
+            ("task_id", id),
+            ("worker", worker),
+            ("dead_lettered_at", &at),
+        ];
+        let headers = of.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect();
+        Message { properties: Properties { headers, ..Properties::default() }, body: "{}".into() }
     }
 
     fn selection(ids: &[&str], reason: &[&str], older: Option<u64>, newer: Option<u64>) -> Selection {
@@ -150,12 +113,13 @@ mod tests {
             older_than: older.map(Duration::from_secs),
             newer_than: newer.map(Duration::from_secs),
         };
-        Selection::new(&ids, &filters, at(NOW)).unwrap().of("embed", "tasks")
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(NOW);
+        Selection { now, ..Selection::new(&ids, &filters, "embed", "tasks") }
     }
 
     #[test]
     fn all_that_is_asked_for_must_hold() {
-        let poison = letter("a", Reason::Poison, 100);
+        let poison = dead("a", "host/embed/0", 100);
         for (mut selection, wanted) in [
             (selection(&[], &[], None, None), true),
             (selection(&["b", "a"], &[], None, None), true),
@@ -168,107 +132,59 @@ mod tests {
             (selection(&[], &[], None, Some(99)), false),
             (selection(&[], &[], Some(50), Some(150)), true),
         ] {
-            assert_eq!(selection.takes(&Letter::of(&poison)), wanted, "{selection:?}");
+            assert_eq!(selection.matches(&DeadLetter::of(&poison)), wanted, "{selection:?}");
         }
     }
 
     #[test]
-    fn what_has_no_time_is_of_no_age() {
+    fn what_has_no_time_has_no_age_and_a_clock_that_is_ahead_makes_it_new() {
         let bare = Message::default();
-        let bare = Letter::of(&bare);
-        assert!(selection(&[], &["unknown"], None, None).takes(&bare));
-        assert!(!selection(&[], &[], Some(1), None).takes(&bare));
-        assert!(!selection(&[], &[], None, Some(u64::MAX)).takes(&bare));
+        let bare = DeadLetter::of(&bare);
+        assert!(selection(&[], &["unknown"], None, None).matches(&bare));
+        assert!(!selection(&[], &[], Some(1), None).matches(&bare));
+        assert!(!selection(&[], &[], None, Some(u64::MAX)).matches(&bare));
+        let ahead = dead("a", "host/embed/0", -1_000);
+        assert!(selection(&[], &[], None, Some(1)).matches(&DeadLetter::of(&ahead)));
     }
 
     #[test]
-    fn a_clock_that_is_ahead_makes_a_letter_new_and_not_unknown() {
-        let mut ahead = letter("a", Reason::Poison, 0);
-        ahead.properties.headers.insert("dead_lettered_at".into(), "2999-01-01T00:00:00Z".into());
-        assert!(selection(&[], &[], None, Some(1)).takes(&Letter::of(&ahead)));
-    }
-
-    #[test]
-    fn an_unknown_reason_is_an_error_that_lists_those_there_are() {
-        let filters = DeadFilters { reason: vec!["poisson".into()], ..DeadFilters::default() };
-        let error = Selection::new(&[], &filters, at(NOW)).unwrap_err();
-        assert_eq!(error.downcast_ref(), Some(&Exit::Usage));
-        let words = format!("{error:#}");
-        for part in ["\"poisson\"", "poison", "delivery_limit"] {
-            assert!(words.contains(part), "no {part} in {words}");
-        }
-    }
-
-    #[test]
-    fn the_help_teaches_every_reason() {
-        use clap::CommandFactory as _;
-        let program = crate::cli::Cli::command();
-        let help =
-            program.find_subcommand("dead").and_then(|dead| dead.get_after_help()).unwrap().to_string();
-        for reason in reasons() {
-            assert!(help.contains(reason), "{reason}");
-        }
-    }
-
-    #[test]
-    fn ids_that_no_letter_answers_to_are_named() {
+    fn ids_that_no_dead_letter_has_are_named() {
         let mut selection = selection(&["a", "b", "c"], &[], None, None);
         for id in ["x", "b"] {
-            selection.takes(&Letter::of(&letter(id, Reason::Poison, 1)));
+            selection.matches(&DeadLetter::of(&dead(id, "host/embed/0", 1)));
         }
         assert_eq!(selection.missing(), ["a", "c"]);
     }
 
-    /// As RabbitMQ writes it.
-    fn died_in(queue: &str) -> Message {
+    /// Dead-lettered by RabbitMQ.
+    fn dropped_from(queue: &str) -> Message {
         let death = Headers::from([("reason".into(), "expired".into()), ("queue".into(), queue.into())]);
         let headers = Headers::from([("x-death".into(), Value::Array(vec![Value::Table(death)]))]);
         Message { properties: Properties { headers, ..Properties::default() }, body: "{}".into() }
     }
 
     #[test]
-    fn letters_of_other_pools_are_left_alone_also_of_those_that_nobody_knows_here() {
+    fn dead_letters_of_other_pools_are_left_out_and_counted() {
         let mut selection = selection(&[], &[], None, None);
-        let mut of = |worker: &str| {
-            let mut letter = letter("a", Reason::Poison, 1);
-            letter.properties.headers.insert("worker".into(), worker.into());
-            selection.takes(&Letter::of(&letter))
-        };
+        let mut of = |worker: &str| selection.matches(&DeadLetter::of(&dead("a", worker, 1)));
         assert!(of("host/embed/0") && of("elsewhere/embed/7"));
         assert!(!of("host/rerank/1") && !of("host/rerank/2") && !of("host/embed.old/0"));
-        let mut died = |queue: &str| selection.takes(&Letter::of(&died_in(queue)));
-        assert!(died("tasks") && died("tasks.retry.1000ms"));
-        assert!(!died("tasks.other") && !died("rerank.tasks"));
-        assert!(selection.takes(&Letter::of(&Message::default())), "it says of nobody that it is theirs");
-        assert_eq!(
-            selection.foreign().as_deref(),
-            Some(
-                "5 letters left out: 1 of pool embed.old, 2 of pool rerank, 1 of queue rerank.tasks, \
-                 1 of queue tasks.other"
-            )
-        );
+        let mut from = |queue: &str| selection.matches(&DeadLetter::of(&dropped_from(queue)));
+        assert!(from("tasks") && from("tasks.retry-1000ms"));
+        assert!(!from("tasks.other") && !from("rerank.tasks"));
+        assert!(selection.matches(&DeadLetter::of(&Message::default())), "it does not say whose it is");
+        assert_eq!(selection.others, 5);
     }
 
     #[test]
-    fn a_letter_of_another_pool_is_meant_by_its_id_alone() {
-        let mut theirs = letter("a", Reason::Poison, 1);
-        theirs.properties.headers.insert("worker".into(), "host/rerank/0".into());
-        let theirs = Letter::of(&theirs);
+    fn a_dead_letter_of_another_pool_is_matched_by_its_id_alone() {
+        let theirs = dead("a", "host/rerank/0", 1);
+        let theirs = DeadLetter::of(&theirs);
         let mut by_id = selection(&["a"], &[], None, None);
-        assert!(by_id.takes(&theirs) && by_id.missing().is_empty() && by_id.foreign().is_none());
+        assert!(by_id.matches(&theirs) && by_id.missing().is_empty() && by_id.others == 0);
         let mut by_reason = selection(&[], &["poison"], None, None);
-        assert!(!by_reason.takes(&theirs) && by_reason.foreign().is_some());
+        assert!(!by_reason.matches(&theirs) && by_reason.others == 1);
         let mut by_another = selection(&[], &["attempts"], None, None);
-        assert!(!by_another.takes(&theirs) && by_another.foreign().is_none(), "nobody asked for it");
-    }
-
-    #[test]
-    fn few_owners_are_told_apart() {
-        let mut selection = selection(&[], &[], None, None);
-        for number in 0..20 {
-            selection.takes(&Letter::of(&died_in(&format!("queue-{number:02}"))));
-        }
-        let told = selection.foreign().unwrap();
-        assert!(told.starts_with("20 letters") && told.contains("12 of further ones"), "{told}");
+        assert!(!by_another.matches(&theirs) && by_another.others == 0, "nobody asked for it");
     }
 }

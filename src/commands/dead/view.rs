@@ -1,132 +1,95 @@
-//! How letters are shown: a row of a table, a JSON line, or all of one. Pure, but for the terminal's
-//! width. What others wrote into a letter never reaches the terminal as a command to it.
+//! How dead letters are shown: a row of a table, a JSON line, or all of one. Pure. What others wrote into a dead
+//! letter never reaches the terminal as a command to it.
 
-use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io::{self, IsTerminal};
 use std::time::{Duration, SystemTime};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use jiff::Timestamp;
+use serde::Serialize;
 use serde_json::{Map, Value as Json, json};
 
-use super::age;
 use crate::broker::Delivery;
-use crate::protocol::letter::Letter;
+use crate::protocol::dead_letter::DeadLetter;
 use crate::protocol::{Headers, Properties, Value, shorten};
 
 /// Longest text of a row: what others wrote has no bound.
 const TEXT_BYTES: usize = 2_100;
-/// The narrowest that the last column of a table gets.
-const NARROW: usize = 16;
+/// And in the last column of a table.
+const LAST_BYTES: usize = 100;
 
-/// What a list says of a letter.
-#[derive(Debug)]
+/// What a list says of a dead letter, and its line of JSON.
+#[derive(Debug, Serialize)]
 pub(super) struct Row {
     task_id: Option<String>,
     message_id: Option<String>,
     correlation_id: Option<String>,
-    reason: String,
-    died_at: Option<SystemTime>,
-    age: Option<Duration>,
+    pub(super) reason: String,
+    /// ISO-8601, and so in the order of time.
+    pub(super) dead_lettered_at: Option<String>,
+    age_s: Option<u64>,
     worker: Option<String>,
     error: Option<String>,
     size: usize,
+    /// Where it goes, in the place of the error.
+    #[serde(skip)]
+    to: Option<String>,
 }
 
 impl Row {
     pub(super) fn of(delivery: &Delivery, now: SystemTime) -> Self {
-        let (message, letter) = (&delivery.message, Letter::of(&delivery.message));
+        let (message, dead_letter) = (&delivery.message, DeadLetter::of(&delivery.message));
         let text = |text: Option<&str>| text.map(|text| shorten(text, TEXT_BYTES));
         Self {
-            task_id: text(letter.task_id()),
+            task_id: text(dead_letter.task_id()),
             message_id: message.properties.message_id.clone(),
             correlation_id: message.properties.correlation_id.clone(),
-            reason: shorten(letter.reason(), TEXT_BYTES),
-            died_at: letter.died_at(),
-            age: letter.died_at().map(|at| age(at, now)),
-            worker: text(letter.worker()),
-            error: text(letter.error()),
+            reason: shorten(dead_letter.reason(), TEXT_BYTES),
+            dead_lettered_at: dead_letter.dead_lettered_at().and_then(iso),
+            age_s: dead_letter.age(now).map(|age| age.as_secs()),
+            worker: text(dead_letter.worker()),
+            error: text(dead_letter.error()),
             size: message.body.len(),
+            to: None,
         }
     }
 
-    pub(super) fn reason(&self) -> &str {
-        &self.reason
+    /// With this in its last column.
+    pub(super) fn to(self, to: String) -> Self {
+        Self { to: Some(to), ..self }
     }
 
-    pub(super) fn error(&self) -> &str {
-        self.error.as_deref().unwrap_or_default()
-    }
-
-    /// The row of a table whose last column is `last`.
-    pub(super) fn cells(&self, last: &str) -> [String; 6] {
-        let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".into());
-        let age = self.age.map_or_else(|| "-".into(), in_words);
-        let cells = [or_dash(&self.task_id), self.reason.clone(), age, or_dash(&self.worker)];
-        let [id, reason, age, worker] = cells.map(|cell| printable(&cell));
-        [id, reason, age, worker, self.size.to_string(), printable(last)]
-    }
-
-    pub(super) fn json(&self) -> Json {
-        json!({
-            "task_id": self.task_id,
-            "message_id": self.message_id,
-            "correlation_id": self.correlation_id,
-            "reason": self.reason,
-            "dead_lettered_at": self.died_at.and_then(iso),
-            "age_s": self.age.map(|age| age.as_secs()),
-            "worker": self.worker,
-            "error": self.error,
-            "size": self.size,
-        })
+    /// The row of a table: id, reason, age, worker, size, and where it goes or the error.
+    pub(super) fn cells(&self) -> [String; 6] {
+        let dash = || "-".to_owned();
+        [
+            self.task_id.clone().unwrap_or_else(dash),
+            self.reason.clone(),
+            self.age_s.map_or_else(dash, in_words),
+            self.worker.clone().unwrap_or_else(dash),
+            self.size.to_string(),
+            shorten(self.to.as_ref().or(self.error.as_ref()).map_or("", String::as_str), LAST_BYTES),
+        ]
+        .map(|cell| printable(&cell))
     }
 }
 
-/// Rows under a head, in columns as wide as they need; the last is cut where the terminal ends.
-pub(super) fn table(last: &str, rows: Vec<[String; 6]>, width: Option<usize>) -> String {
-    let head = ["TASK", "REASON", "AGE", "WORKER", "BYTES", last].map(str::to_owned);
-    let rows: Vec<_> = std::iter::once(head).chain(rows).collect();
-    let widest = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: [usize; 5] = std::array::from_fn(widest);
-    let before = widths.iter().map(|width| width + 2).sum();
-    let room = width.map_or(usize::MAX, |width| width.saturating_sub(before).max(NARROW));
-    let lines = rows.iter().map(|[id, reason, age, worker, size, last]| {
-        let [a, b, c, d, e] = widths;
-        let last = cut(last, room);
-        let line = format!("{id:a$}  {reason:b$}  {age:>c$}  {worker:d$}  {size:>e$}  {last}");
-        line.trim_end().to_owned()
-    });
-    lines.collect::<Vec<_>>().join("\n")
+/// `1 dead letter`, `2 dead letters`.
+pub(super) fn dead_letters(count: usize) -> String {
+    format!("{count} dead {}", if count == 1 { "letter" } else { "letters" })
 }
 
-/// Columns of the terminal, where stdout is one.
-pub(super) fn terminal_width() -> Option<usize> {
-    let columns = || terminal_size::terminal_size().map(|(width, _)| width.0.into());
-    io::stdout().is_terminal().then(columns).flatten()
-}
-
-/// `1 letter`, `2 letters`.
-pub(super) fn letters(count: usize) -> String {
-    format!("{count} {}", if count == 1 { "letter" } else { "letters" })
-}
-
-/// `: 2 attempts, 1 poison`; nothing of nothing.
-pub(super) fn by_reason(counts: &BTreeMap<String, usize>) -> String {
-    let counts = counts.iter().map(|(reason, count)| format!("{count} {}", printable(reason)));
-    let counts = counts.collect::<Vec<_>>().join(", ");
-    if counts.is_empty() { counts } else { format!(": {counts}") }
-}
-
-/// All of a letter, for a person.
+/// All of a dead letter, for a person.
 pub(super) fn whole(delivery: &Delivery, now: SystemTime) -> String {
     let (message, row) = (&delivery.message, Row::of(delivery, now));
-    let [id, reason, age, worker, size, error] = row.cells(row.error());
-    let died =
-        row.died_at.and_then(iso).map_or_else(|| "nobody knows when".into(), |at| format!("{at}, {age} ago"));
+    let [id, reason, age, worker, size, _] = row.cells();
+    let error = printable(row.error.as_deref().unwrap_or_default());
+    let since =
+        row.dead_lettered_at.map_or_else(|| "nobody knows when".into(), |at| format!("{at}, {age} ago"));
     let mut text = format!("task    {id}\nreason  {reason}\nerror   {error}\nworker  {worker}\n");
-    let _ = writeln!(text, "died    {died}; delivered {} times before", times_delivered(delivery));
+    let _ =
+        writeln!(text, "since   {since}; delivered {} times before", delivery.delivery_count.unwrap_or(1));
     text.push_str("\nproperties\n");
     fields(&mut text, properties(&message.properties));
     text.push_str("\nheaders\n");
@@ -149,11 +112,11 @@ fn fields(text: &mut String, fields: Map<String, Json>) {
     }
 }
 
-/// All of a letter, for a program: bodies and texts that are no UTF-8 in base64.
+/// All of a dead letter, for a program: bodies and texts that are no UTF-8 in base64.
 pub(super) fn whole_json(delivery: &Delivery, now: SystemTime) -> Json {
-    let mut whole = Row::of(delivery, now).json();
+    let mut whole = json!(Row::of(delivery, now));
     let message = &delivery.message;
-    whole["delivery_count"] = json!(times_delivered(delivery));
+    whole["delivery_count"] = json!(delivery.delivery_count.unwrap_or(1));
     whole["properties"] = properties(&message.properties).into();
     whole["headers"] = headers(&message.properties.headers).into();
     match std::str::from_utf8(&message.body) {
@@ -163,25 +126,16 @@ pub(super) fn whole_json(delivery: &Delivery, now: SystemTime) -> Json {
     whole
 }
 
+/// Those that are set, by their names in AMQP.
 fn properties(properties: &Properties) -> Map<String, Json> {
-    let text = |text: &Option<String>| text.clone().map(Json::from);
-    let timestamp = properties.timestamp.map(|at| json!(at));
-    let all = [
-        ("app_id", text(&properties.app_id)),
-        ("cluster_id", text(&properties.cluster_id)),
-        ("content_encoding", text(&properties.content_encoding)),
-        ("content_type", text(&properties.content_type)),
-        ("correlation_id", text(&properties.correlation_id)),
-        ("delivery_mode", properties.delivery_mode.map(Json::from)),
-        ("expiration", text(&properties.expiration)),
-        ("message_id", text(&properties.message_id)),
-        ("priority", properties.priority.map(Json::from)),
-        ("reply_to", text(&properties.reply_to)),
-        ("timestamp", timestamp),
-        ("type", text(&properties.kind)),
-        ("user_id", text(&properties.user_id)),
-    ];
-    all.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
+    let Json::Object(mut all) = json!(Properties { headers: Headers::new(), ..properties.clone() }) else {
+        return Map::new();
+    };
+    all.retain(|name, value| name != "headers" && !value.is_null());
+    if let Some(kind) = all.remove("kind") {
+        all.insert("type".into(), kind);
+    }
+    all
 }
 
 fn headers(headers: &Headers) -> Map<String, Json> {
@@ -213,8 +167,7 @@ fn iso(at: SystemTime) -> Option<String> {
 }
 
 /// The two largest units: `3d 4h`.
-fn in_words(age: Duration) -> String {
-    let seconds = age.as_secs();
+fn in_words(seconds: u64) -> String {
     let (days, hours, minutes) = (seconds / 86_400, seconds / 3_600 % 24, seconds / 60 % 60);
     match (days, hours, minutes) {
         (0, 0, 0) => format!("{seconds}s"),
@@ -231,18 +184,6 @@ pub(super) fn printable(text: &str) -> String {
 
 fn tame(character: char) -> char {
     if character.is_control() { ' ' } else { character }
-}
-
-fn cut(text: &str, room: usize) -> String {
-    if text.chars().count() <= room {
-        return text.to_owned();
-    }
-    text.chars().take(room.saturating_sub(1)).chain(['…']).collect()
-}
-
-/// Earlier deliveries, as far as they are known.
-fn times_delivered(delivery: &Delivery) -> u64 {
-    delivery.delivery_count.unwrap_or(1)
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ use crate::backoff::Backoff;
 use crate::broker::{Acker, Delay, DeliveryTag as DeliveryReceipt, Published, Publisher};
 use crate::config::Retry;
 use crate::protocol::control::CrashRecord;
-use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths, without_foreign_headers};
+use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths, without_producer_headers};
 use crate::protocol::reply::reply;
 use crate::protocol::stats::{Stage, Stats};
 use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, WorkerInfo};
@@ -419,7 +419,7 @@ impl Settlement {
         }
     }
 
-    /// Puts a letter into the dead-letter queue, however long that takes: acking without it would lose the
+    /// Puts a dead letter into its queue, however long that takes: acking without it would lose the
     /// message, and requeueing would loop. Others go on meanwhile, as long as there is room for them.
     async fn park(&self, mut letter: Message, reason: Reason) -> Result<(), WorkerError> {
         let queue = &self.queues.dead_letter;
@@ -450,7 +450,7 @@ impl Settlement {
                         error = words,
                         "dead letter refused; dropping its producer's headers"
                     );
-                    (letter, is_bare) = (without_foreign_headers(letter), true);
+                    (letter, is_bare) = (without_producer_headers(letter), true);
                     continue;
                 }
                 Sent::Unroutable => match self.publisher.restore().await {
