@@ -289,7 +289,7 @@ fn a_device_that_is_far_slower_than_its_clock_says_takes_no_work_unless_that_is_
 }
 
 #[test]
-fn a_worker_is_killed_when_the_driver_condemns_its_device_and_none_is_started_on_it() {
+fn a_worker_is_killed_when_the_driver_says_that_its_device_has_failed_and_none_is_started_on_it() {
     let folder = tempfile::tempdir().unwrap();
     let story = folder.path().join("story");
     fs::write(&story, format!("wants {GPU} 1\nxid {GPU} 95\n")).unwrap();

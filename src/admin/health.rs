@@ -30,15 +30,15 @@ impl Check {
 
 /// The answer: whether it is so, and what is to be said of it, a line each. `stopping`: the launcher is
 /// told to.
-pub(super) fn answer(check: Check, sheet: &SlotStatus, stopping: bool) -> (bool, Vec<String>) {
+pub(super) fn answer(check: Check, status: &SlotStatus, stopping: bool) -> (bool, Vec<String>) {
     let wrong = match check {
-        Check::Live => stuck(sheet),
+        Check::Live => stuck(status),
         Check::Ready if stopping => vec!["the launcher is stopping".to_owned()],
-        Check::Ready => without(sheet, takes_tasks, "takes tasks"),
-        Check::Startup if sheet.has_started => Vec::new(),
-        Check::Startup => without(sheet, |entry| entry.was_ready, "has been ready yet"),
+        Check::Ready => without(status, takes_tasks, "takes tasks"),
+        Check::Startup if status.has_started => Vec::new(),
+        Check::Startup => without(status, |entry| entry.was_ready, "has been ready yet"),
     };
-    let slots = sheet.slots.values().map(slot_line);
+    let slots = status.slots.values().map(slot_line);
     (wrong.is_empty(), wrong.iter().cloned().chain(slots).collect())
 }
 
@@ -59,8 +59,8 @@ fn takes_tasks(entry: &Entry) -> bool {
     entry.report.state.works() && entry.report.stats.as_ref().is_some_and(|stats| stats.now.connected)
 }
 
-fn stuck(sheet: &SlotStatus) -> Vec<String> {
-    let stuck = sheet.slots.values().filter_map(|entry| Some((entry, entry.stuck_since?)));
+fn stuck(status: &SlotStatus) -> Vec<String> {
+    let stuck = status.slots.values().filter_map(|entry| Some((entry, entry.stuck_since?)));
     let words = stuck.map(|(entry, since)| {
         let (slot, seconds) = (&entry.report.slot, since.elapsed().as_secs());
         match entry.computing_since {
@@ -72,9 +72,9 @@ fn stuck(sheet: &SlotStatus) -> Vec<String> {
 }
 
 /// The pools of which no slot is so.
-fn without(sheet: &SlotStatus, so: impl Fn(&Entry) -> bool, words: &str) -> Vec<String> {
+fn without(status: &SlotStatus, so: impl Fn(&Entry) -> bool, words: &str) -> Vec<String> {
     let mut pools: BTreeMap<&str, bool> = BTreeMap::new();
-    for entry in sheet.slots.values() {
+    for entry in status.slots.values() {
         *pools.entry(&entry.report.pool).or_default() |= so(entry);
     }
     if pools.is_empty() {
@@ -95,7 +95,7 @@ mod tests {
     use crate::protocol::admin::{SlotReport, State};
     use crate::protocol::stats::Stats;
 
-    fn sheet(slots: &[(&str, State, bool)]) -> SlotStatus {
+    fn status(slots: &[(&str, State, bool)]) -> SlotStatus {
         let settings = config::load(&[], [], &[("pool[0].devices".into(), "cpu".into())]).unwrap().settings;
         let host = Host { name: "h".into(), cores: 1, gpus: Gpus::default(), visible: None, cuda: None };
         let assignment = plan(&settings, &host).unwrap().remove(0);
@@ -118,20 +118,20 @@ mod tests {
 
     #[test]
     fn a_launcher_is_ready_while_every_pool_has_a_worker_that_takes_tasks() {
-        let ready = |slots: &[(&str, State, bool)]| answer(Check::Ready, &sheet(slots), false).0;
+        let ready = |slots: &[(&str, State, bool)]| answer(Check::Ready, &status(slots), false).0;
         let (busy, loading) = (("a", State::Busy, true), ("a", State::Loading, false));
         assert!(ready(&[busy, loading]) && !ready(&[loading]) && !ready(&[]));
         assert!(!ready(&[busy, ("b", State::Paused, true)]));
-        let (is, lines) = answer(Check::Ready, &sheet(&[busy]), true);
+        let (is, lines) = answer(Check::Ready, &status(&[busy]), true);
         assert!(!is && lines[0].contains("stopping") && lines[1].starts_with("a/0 busy"), "{lines:?}");
-        let mut lost = sheet(&[busy]);
+        let mut lost = status(&[busy]);
         lost.slots.get_mut("a/0").unwrap().report.stats = None;
         assert!(!answer(Check::Ready, &lost, false).0, "without a broker");
     }
 
     #[test]
     fn what_hinders_a_worker_is_said_where_it_stands() {
-        let mut hindered = sheet(&[("a", State::Ready, true)]);
+        let mut hindered = status(&[("a", State::Ready, true)]);
         let mut hinder = |connected, problem: &str| {
             let entry = hindered.slots.get_mut("a/0").unwrap();
             let now = &mut entry.report.stats.as_mut().unwrap().now;
@@ -148,20 +148,20 @@ mod tests {
 
     #[test]
     fn a_start_is_over_once_and_for_all() {
-        let started = |slots: &[(&str, State, bool)]| answer(Check::Startup, &sheet(slots), false).0;
+        let started = |slots: &[(&str, State, bool)]| answer(Check::Startup, &status(slots), false).0;
         assert!(!started(&[("a", State::Loading, false)]));
         assert!(started(&[("a", State::Failed, true), ("a", State::Quarantined, false)]));
-        let once = SlotStatus { has_started: true, ..sheet(&[("new", State::Loading, false)]) };
+        let once = SlotStatus { has_started: true, ..status(&[("new", State::Loading, false)]) };
         assert!(answer(Check::Startup, &once, false).0);
     }
 
     #[test]
     fn a_launcher_with_a_stuck_worker_is_not_alive_and_says_which() {
-        let mut sheet = sheet(&[("a", State::Busy, true), ("a", State::Ready, true)]);
-        assert!(answer(Check::Live, &sheet, true).0, "one that stops lives");
-        let entry = sheet.slots.get_mut("a/0").unwrap();
+        let mut status = status(&[("a", State::Busy, true), ("a", State::Ready, true)]);
+        assert!(answer(Check::Live, &status, true).0, "one that stops lives");
+        let entry = status.slots.get_mut("a/0").unwrap();
         (entry.stuck_since, entry.computing_since) = (Some(Instant::now()), Some(Instant::now()));
-        let (lives, lines) = answer(Check::Live, &sheet, false);
+        let (lives, lines) = answer(Check::Live, &status, false);
         assert!(!lives && lines[0].starts_with("a/0: a forward pass has lasted"), "{lines:?}");
     }
 }

@@ -139,14 +139,14 @@ impl Connection {
 
 async fn scrape(State(served): State<Served>) -> impl IntoResponse {
     // The driver is asked only where a slot is on a GPU.
-    let is_on_gpu = |sheet: &SlotStatus| sheet.slots.values().any(|entry| entry.report.device != "cpu");
+    let is_on_gpu = |status: &SlotStatus| status.slots.values().any(|entry| entry.report.device != "cpu");
     let gpus = if served.board.read(is_on_gpu) { served.devices.look().await } else { Default::default() };
     ([(header::CONTENT_TYPE, OPEN_METRICS)], metrics::render(served.board, gpus))
 }
 
 async fn health(check: Check, State(served): State<Served>) -> impl IntoResponse {
     let stopping = served.stop.phase() > Phase::Running;
-    let (is_so, lines) = served.board.read(|sheet| answer(check, sheet, stopping));
+    let (is_so, lines) = served.board.read(|status| answer(check, status, stopping));
     let status = if is_so { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, lines.join("\n") + "\n")
 }

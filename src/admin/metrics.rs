@@ -36,12 +36,12 @@ struct Page {
 
 impl Collector for Page {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
-        self.board.read(|sheet| {
+        self.board.read(|status| {
             let mut out = Out { encoder: &mut encoder };
-            of_the_launcher(&mut out, sheet)?;
-            of_tasks(&mut out, sheet)?;
-            of_batches(&mut out, sheet)?;
-            of_workers(&mut out, sheet)?;
+            of_the_launcher(&mut out, status)?;
+            of_tasks(&mut out, status)?;
+            of_batches(&mut out, status)?;
+            of_workers(&mut out, status)?;
             of_devices(&mut out, &self.gpus)
         })
     }
@@ -120,28 +120,28 @@ fn with<'a>(entry: &'a Entry, name: &'static str, value: &'a str) -> Labels<'a> 
 }
 
 /// What was counted of each slot.
-fn counted(sheet: &SlotStatus) -> impl Iterator<Item = (&Entry, &Stats)> {
-    sheet.slots.values().filter_map(|entry| Some((entry, &**entry.report.stats.as_ref()?)))
+fn counted(status: &SlotStatus) -> impl Iterator<Item = (&Entry, &Stats)> {
+    status.slots.values().filter_map(|entry| Some((entry, &**entry.report.stats.as_ref()?)))
 }
 
 fn sums<'a>(
-    sheet: &'a SlotStatus,
+    status: &'a SlotStatus,
     of: impl Fn(&Stats) -> f64 + 'a,
 ) -> impl Iterator<Item = (Labels<'a>, f64)> {
-    counted(sheet).map(move |(entry, stats)| (slot(entry), of(stats)))
+    counted(status).map(move |(entry, stats)| (slot(entry), of(stats)))
 }
 
-fn of_the_launcher(out: &mut Out<'_, '_>, sheet: &SlotStatus) -> fmt::Result {
+fn of_the_launcher(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     let version = vec![("version", env!("CARGO_PKG_VERSION"))];
     out.gauge("build_info", "What is running", [(version, 1.0)])?;
-    let results = [("applied", sheet.reloads_applied), ("refused", sheet.reloads_refused)];
+    let results = [("applied", status.reloads_applied), ("refused", status.reloads_refused)];
     let values = results.map(|(result, count)| (vec![("result", result)], count as f64));
     out.counter("reloads", "Settings that were loaded again", values)
 }
 
-fn of_tasks(out: &mut Out<'_, '_>, sheet: &SlotStatus) -> fmt::Result {
+fn of_tasks(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     let kinds = known_answers();
-    let answers = counted(sheet).flat_map(|(entry, stats)| {
+    let answers = counted(status).flat_map(|(entry, stats)| {
         kinds.iter().map(move |(status, reason)| {
             let of_kind = stats.answers.iter().find(|it| it.status == *status && it.reason == *reason);
             let mut labels = with(entry, "status", status);
@@ -150,19 +150,19 @@ fn of_tasks(out: &mut Out<'_, '_>, sheet: &SlotStatus) -> fmt::Result {
         })
     });
     out.counter("tasks", "Tasks answered, by the reply's status and the error's code", answers)?;
-    out.counter("inputs", "Inputs computed", sums(sheet, |stats| stats.inputs as f64))?;
-    out.counter("tokens", "Tokens computed", sums(sheet, |stats| stats.tokens as f64))?;
-    out.counter("redelivered", "Deliveries made before", sums(sheet, |stats| stats.redelivered as f64))?;
-    out.counter("retried", "Tasks put off to be tried again", sums(sheet, |stats| stats.retried as f64))?;
-    out.counter("requeued", "Deliveries handed back", sums(sheet, |stats| stats.requeued as f64))?;
-    let letters = counted(sheet).flat_map(|(entry, stats)| {
+    out.counter("inputs", "Inputs computed", sums(status, |stats| stats.inputs as f64))?;
+    out.counter("tokens", "Tokens computed", sums(status, |stats| stats.tokens as f64))?;
+    out.counter("redelivered", "Deliveries made before", sums(status, |stats| stats.redelivered as f64))?;
+    out.counter("retried", "Tasks put off to be tried again", sums(status, |stats| stats.retried as f64))?;
+    out.counter("requeued", "Deliveries handed back", sums(status, |stats| stats.requeued as f64))?;
+    let dead_letters = counted(status).flat_map(|(entry, stats)| {
         Reason::ALL.iter().map(move |reason| {
             let count = stats.dead_lettered.get(reason.as_str()).copied().unwrap_or(0);
             (with(entry, "reason", reason.as_str()), count as f64)
         })
     });
-    out.counter("dead_lettered", "Messages dead-lettered", letters)?;
-    let stages = counted(sheet).flat_map(|(entry, stats)| {
+    out.counter("dead_lettered", "Messages dead-lettered", dead_letters)?;
+    let stages = counted(status).flat_map(|(entry, stats)| {
         Stage::ALL
             .iter()
             .map(move |(stage, name)| (with(entry, "stage", name), &stats.stages[*stage as usize]))
@@ -181,44 +181,44 @@ fn known_answers() -> BTreeSet<(&'static str, &'static str)> {
     errors.into_iter().chain([("succeeded", "")]).collect()
 }
 
-fn of_batches(out: &mut Out<'_, '_>, sheet: &SlotStatus) -> fmt::Result {
-    let durations = counted(sheet).map(|(entry, stats)| (slot(entry), &stats.batch_seconds));
+fn of_batches(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
+    let durations = counted(status).map(|(entry, stats)| (slot(entry), &stats.batch_seconds));
     out.histogram("batch_duration_seconds", "How long a forward pass took", (&SECONDS, durations))?;
-    let inputs = counted(sheet).map(|(entry, stats)| (slot(entry), &stats.batch_inputs));
+    let inputs = counted(status).map(|(entry, stats)| (slot(entry), &stats.batch_inputs));
     out.histogram("batch_inputs", "Inputs of a forward pass", (&INPUTS, inputs))?;
-    let tokens = counted(sheet).map(|(entry, stats)| (slot(entry), &stats.batch_tokens));
+    let tokens = counted(status).map(|(entry, stats)| (slot(entry), &stats.batch_tokens));
     out.histogram("batch_tokens", "Tokens of a forward pass", (&TOKENS, tokens))?;
-    let busy = sums(sheet, |stats| stats.busy_us as f64 / 1e6);
+    let busy = sums(status, |stats| stats.busy_us as f64 / 1e6);
     out.counter("device_busy_seconds", "Time that the device computed", busy)
 }
 
-fn of_workers(out: &mut Out<'_, '_>, sheet: &SlotStatus) -> fmt::Result {
-    let states = sheet.slots.values().flat_map(|entry| {
+fn of_workers(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
+    let states = status.slots.values().flat_map(|entry| {
         let is = move |state| f64::from(u8::from(entry.report.state == state));
         State::ALL.iter().map(move |(state, name)| (with(entry, "state", name), is(*state)))
     });
     out.gauge("worker_state", "1 for the state that a slot is in", states)?;
-    let restarts = sheet.slots.values().flat_map(|entry| {
+    let restarts = status.slots.values().flat_map(|entry| {
         let count = |reason: &str| entry.report.restarts.get(reason).copied().unwrap_or(0) as f64;
         REASONS.iter().map(move |reason| (with(entry, "reason", reason), count(reason)))
     });
     out.counter("worker_restarts", "Workers started in the place of another", restarts)?;
     let stuck =
-        sheet.slots.values().map(|entry| (slot(entry), f64::from(u8::from(entry.stuck_since.is_some()))));
+        status.slots.values().map(|entry| (slot(entry), f64::from(u8::from(entry.stuck_since.is_some()))));
     out.gauge("worker_stuck", "1 while the worker is past its bound, and /livez fails", stuck)?;
-    let resident = sums(sheet, |stats| stats.now.resident as f64);
+    let resident = sums(status, |stats| stats.now.resident as f64);
     out.gauge("worker_resident_memory_bytes", "Memory that is the worker's own, in use", resident)?;
-    let started = sheet
+    let started = status
         .slots
         .values()
         .filter_map(|entry| entry.report.ready_at_ms.map(|at| (slot(entry), at as f64 / 1e3)));
     out.gauge("worker_start_time_seconds", "When the worker was ready, since 1970", started)?;
-    let connected = sums(sheet, |stats| f64::from(u8::from(stats.now.connected)));
+    let connected = sums(status, |stats| f64::from(u8::from(stats.now.connected)));
     out.gauge("broker_connected", "1 while the worker has a session with the broker", connected)?;
-    let prefetched = counted(sheet)
+    let prefetched = counted(status)
         .map(|(entry, stats)| (slot(entry), stats.now.held.saturating_sub(entry.report.in_flight) as f64));
     out.gauge("prefetched_tasks", "Tasks in hand that are not on the device", prefetched)?;
-    let in_flight = sheet.slots.values().map(|entry| (slot(entry), entry.report.in_flight as f64));
+    let in_flight = status.slots.values().map(|entry| (slot(entry), entry.report.in_flight as f64));
     out.gauge("in_flight_tasks", "Tasks on the device", in_flight)
 }
 

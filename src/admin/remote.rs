@@ -84,7 +84,7 @@ impl Place {
             return Some(self.refusal(format!("{key:?} addresses nobody: all, host.…, pool.… or slot.…")));
         };
         let meant = |report: &SlotReport| target.means(&self.host, &report.pool, &report.worker);
-        if !self.board.read(|sheet| sheet.slots.values().any(|entry| meant(&entry.report))) {
+        if !self.board.read(|status| status.slots.values().any(|entry| meant(&entry.report))) {
             return None;
         }
         let body = &delivery.message.body;
@@ -133,8 +133,8 @@ impl Place {
     }
 
     fn answer(&self, request: &Request, target: &Target, outcomes: &BTreeMap<String, Outcome>) -> Answer {
-        let slots = self.board.read(|sheet| {
-            let reports = sheet.slots.values().map(|entry| entry.report());
+        let slots = self.board.read(|status| {
+            let reports = status.slots.values().map(|entry| entry.report());
             reports.filter(|it| target.means(&self.host, &it.pool, &it.worker)).collect::<Vec<_>>()
         });
         let told = slots.into_iter().map(|mut report| {

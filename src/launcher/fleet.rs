@@ -254,7 +254,7 @@ impl Fleet {
         match rolled {
             Ok(replaced) => reload.replaced += replaced,
             Err(words) => {
-                self.launch.board.write(|sheet| sheet.reloads_refused += 1);
+                self.launch.board.write(|status| status.reloads_refused += 1);
                 let _ = reload.answer.send(Err(words));
                 return;
             }
@@ -267,7 +267,7 @@ impl Fleet {
         }
         let ended = self.end_all_but(&reload.slots);
         let started = self.start_missing(reload.slots);
-        self.launch.board.write(|sheet| sheet.reloads_applied += 1);
+        self.launch.board.write(|status| status.reloads_applied += 1);
         let done = format!("{} workers replaced, {started} slots started, {ended} ended", reload.replaced);
         let _ = reload.answer.send(Ok(done));
     }

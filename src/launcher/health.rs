@@ -1,6 +1,6 @@
 //! What the driver has said of the devices since the launcher began: which are out of order, and what
 //! happened on them lately. Decides whether a worker is started on a device, and tells those that run
-//! that theirs is condemned. Owns the thread that listens to the driver, which begins with the first
+//! that theirs has failed. Owns the thread that listens to the driver, which begins with the first
 //! worker on a GPU and ends with the launcher; without a driver nothing is known, and nothing hindered.
 
 use std::collections::BTreeMap;
@@ -25,9 +25,9 @@ pub(super) struct Health {
     /// The driver is listened to, or cannot be.
     begun: AtomicBool,
     /// Held for reading or writing a few values.
-    sheet: Mutex<SlotStatus>,
-    /// Devices that were condemned, each with how often and why. Written by the listening thread, read by
-    /// the workers' vigils.
+    status: Mutex<SlotStatus>,
+    /// Devices that have failed, each with how often and why. Written by the listening thread, read by
+    /// the device watches of the workers.
     failed_devices: watch::Sender<BTreeMap<String, (u64, DeviceFault)>>,
 }
 
@@ -36,7 +36,7 @@ struct SlotStatus {
     /// When the driver last answered; none: it never has.
     heard: Option<Instant>,
     /// What hinders the use of a device now.
-    ailing: BTreeMap<String, DeviceFault>,
+    faults: BTreeMap<String, DeviceFault>,
     /// The last event on a device that could end a worker.
     events: BTreeMap<String, (Instant, DeviceFault)>,
 }
@@ -45,7 +45,7 @@ struct SlotStatus {
 pub(super) struct DeviceWatch {
     device: String,
     failed_devices: watch::Receiver<BTreeMap<String, (u64, DeviceFault)>>,
-    /// How often its device had been condemned when this was last looked at.
+    /// How often its device had failed when this was last looked at.
     seen: u64,
 }
 
@@ -66,18 +66,18 @@ impl Health {
     /// Takes in what the driver says. True: it is to say more.
     fn hear(&self, word: Word) -> bool {
         let now = Instant::now();
-        let mut sheet = self.sheet();
-        sheet.heard = Some(now);
+        let mut status = self.status();
+        status.heard = Some(now);
         let failed_devices = match word {
             Word::Event { weight: Weight::Nothing, .. } => Vec::new(),
             Word::Event { devices, device_fault, weight } => {
                 for device in &devices {
-                    sheet.events.insert(device.clone(), (now, device_fault.clone()));
+                    status.events.insert(device.clone(), (now, device_fault.clone()));
                 }
-                let failed_devices = if weight == Weight::Condemning { devices } else { Vec::new() };
+                let failed_devices = if weight == Weight::DeviceFailed { devices } else { Vec::new() };
                 // Until the next look, which follows at once.
                 for device in &failed_devices {
-                    sheet.ailing.insert(device.clone(), device_fault.clone());
+                    status.faults.insert(device.clone(), device_fault.clone());
                 }
                 failed_devices.into_iter().map(|device| (device, device_fault.clone())).collect()
             }
@@ -86,7 +86,7 @@ impl Health {
                 for (device, state) in states {
                     match state {
                         Some(device_fault) => {
-                            if sheet.ailing.insert(device.clone(), device_fault.clone()).is_none() {
+                            if status.faults.insert(device.clone(), device_fault.clone()).is_none() {
                                 tracing::info!(
                                     device,
                                     fault = device_fault.words,
@@ -96,7 +96,7 @@ impl Health {
                             }
                         }
                         None => {
-                            if sheet.ailing.remove(&device).is_some() {
+                            if status.faults.remove(&device).is_some() {
                                 tracing::info!(device, "the driver says that the device can be used");
                             }
                         }
@@ -105,7 +105,7 @@ impl Health {
                 failed_devices
             }
         };
-        drop(sheet);
+        drop(status);
         self.failed_devices.send_if_modified(|all| {
             for (device, device_fault) in &failed_devices {
                 let times = all.get(device).map_or(0, |(times, _)| *times);
@@ -121,19 +121,19 @@ impl Health {
         if device == "cpu" {
             return None;
         }
-        let sheet = self.sheet();
-        let silence = sheet.heard.map_or(Duration::ZERO, |at| at.elapsed());
+        let status = self.status();
+        let silence = status.heard.map_or(Duration::ZERO, |at| at.elapsed());
         if silence > MUTE {
             let words = format!("the driver has not answered for {} s", silence.as_secs());
             return Some(DeviceFault { kind: Kind::Mute, words });
         }
-        sheet.ailing.get(device).cloned()
+        status.faults.get(device).cloned()
     }
 
     /// What happened on a device a moment ago.
     pub(super) fn lately(&self, device: &str) -> Option<DeviceFault> {
-        let sheet = self.sheet();
-        let (at, device_fault) = sheet.events.get(device)?;
+        let status = self.status();
+        let (at, device_fault) = status.events.get(device)?;
         (at.elapsed() <= LATELY).then(|| device_fault.clone())
     }
 
@@ -144,13 +144,13 @@ impl Health {
         DeviceWatch { device: device.to_owned(), failed_devices, seen }
     }
 
-    fn sheet(&self) -> MutexGuard<'_, SlotStatus> {
-        self.sheet.lock().unwrap_or_else(PoisonError::into_inner)
+    fn status(&self) -> MutexGuard<'_, SlotStatus> {
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl DeviceWatch {
-    /// Waits until the device is condemned, or was since this was last asked. Safe to cancel.
+    /// Waits until the device has failed, or did since this was last asked. Safe to cancel.
     pub(super) async fn failed_devices(&mut self) -> DeviceFault {
         loop {
             if let Some((times, device_fault)) = self.failed_devices.borrow_and_update().get(&self.device)
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_is_condemned_takes_no_worker_until_the_driver_says_it_can() {
+    fn a_device_that_has_failed_takes_no_worker_until_the_driver_says_it_can() {
         let health = Health::default();
         assert_eq!(health.refuses("GPU-a"), None, "nothing is known yet");
         health.hear(look(Some(device_fault(Kind::OffTheBus, LOST))));
@@ -199,19 +199,19 @@ mod tests {
         assert_eq!((health.refuses("GPU-b"), health.refuses("cpu")), (None, None));
         health.hear(look(None));
         assert_eq!(health.refuses("GPU-a"), None);
-        health.hear(event(Weight::Condemning));
+        health.hear(event(Weight::DeviceFailed));
         assert_eq!(health.refuses("GPU-a"), Some(device_fault(Kind::Xid, "Xid")), "until the next look");
         health.hear(look(None));
         assert_eq!(health.refuses("GPU-a"), None);
     }
 
     #[test]
-    fn those_who_were_there_hear_once_that_a_device_is_condemned_and_those_who_come_after_do_not() {
+    fn those_who_were_there_hear_once_that_a_device_has_failed_and_those_who_come_after_do_not() {
         let health = Health::default();
         let (mut eye, mut beside) = (health.device_watch("GPU-a"), health.device_watch("GPU-b"));
         health.hear(event(Weight::Passing));
         assert_eq!(eye.failed_devices().now_or_never(), None, "that is no reason to kill anybody");
-        health.hear(event(Weight::Condemning));
+        health.hear(event(Weight::DeviceFailed));
         assert_eq!(eye.failed_devices().now_or_never(), Some(device_fault(Kind::Xid, "Xid")));
         assert_eq!(eye.failed_devices().now_or_never(), None);
         let mut next = health.device_watch("GPU-a");
@@ -231,7 +231,7 @@ mod tests {
         health.hear(event(Weight::Passing));
         assert_eq!(health.lately("GPU-a"), Some(device_fault(Kind::Xid, "Xid")));
         assert_eq!(health.lately("GPU-b"), None);
-        if let Some((at, _)) = health.sheet().events.get_mut("GPU-a") {
+        if let Some((at, _)) = health.status().events.get_mut("GPU-a") {
             *at -= LATELY;
         }
         assert_eq!(health.lately("GPU-a"), None);
@@ -242,7 +242,7 @@ mod tests {
         let health = Health::default();
         health.hear(look(None));
         let silent = Instant::now().checked_sub(MUTE + Duration::from_secs(1));
-        health.sheet().heard = silent;
+        health.status().heard = silent;
         let refused = health.refuses("GPU-b").map(|it| (it.kind, it.words));
         assert_eq!(refused, Some((Kind::Mute, "the driver has not answered for 31 s".to_owned())));
         assert_eq!(health.refuses("cpu"), None);

@@ -66,7 +66,7 @@ impl Handle {
 
     /// Settings were loaded again, and are none that could be put in force.
     pub fn refuse_reload(&self) {
-        self.board.write(|sheet| sheet.reloads_refused += 1);
+        self.board.write(|status| status.reloads_refused += 1);
     }
 
     /// Gives an order to the slots that `target` means; what became of it, by slot. Orders that take

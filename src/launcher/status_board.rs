@@ -16,7 +16,7 @@ use crate::protocol::stats::Standing;
 #[derive(Debug)]
 pub struct StatusBoard {
     /// Held for reading or writing a few values; never across an await.
-    sheet: Mutex<SlotStatus>,
+    status: Mutex<SlotStatus>,
     started: Instant,
 }
 
@@ -60,7 +60,7 @@ impl SlotStatus {
 
 impl Default for StatusBoard {
     fn default() -> Self {
-        Self { sheet: Mutex::default(), started: Instant::now() }
+        Self { status: Mutex::default(), started: Instant::now() }
     }
 }
 
@@ -82,8 +82,8 @@ impl StatusBoard {
 
     /// Puts a slot on it, or what is new of one.
     pub(crate) fn assign(&self, assignment: &Assignment) {
-        let mut sheet = self.lock();
-        let entry = sheet.slots.entry(assignment.slot.clone()).or_insert_with(|| Entry {
+        let mut status = self.lock();
+        let entry = status.slots.entry(assignment.slot.clone()).or_insert_with(|| Entry {
             report: SlotReport { stats: Some(Box::default()), ..SlotReport::default() },
             since: Instant::now(),
             computing_since: None,
@@ -104,30 +104,30 @@ impl StatusBoard {
 
     /// Changes what is known of a slot.
     pub(crate) fn change(&self, slot: &str, change: impl FnOnce(&mut Entry)) {
-        let mut sheet = self.lock();
-        if let Some(entry) = sheet.slots.get_mut(slot) {
+        let mut status = self.lock();
+        if let Some(entry) = status.slots.get_mut(slot) {
             change(entry);
         }
-        sheet.has_started = sheet.has_started || sheet.started();
+        status.has_started = status.has_started || status.started();
     }
 
     /// By what a slot works.
     pub(super) fn assignment(&self, slot: &str) -> Option<Assignment> {
-        self.read(|sheet| sheet.slots.get(slot).map(|entry| entry.assignment.clone()))
+        self.read(|status| status.slots.get(slot).map(|entry| entry.assignment.clone()))
     }
 
     /// How many slots work on a device.
     pub(super) fn slots_on(&self, device: &str) -> usize {
-        self.read(|sheet| sheet.slots.values().filter(|entry| entry.assignment.device == device).count())
+        self.read(|status| status.slots.values().filter(|entry| entry.assignment.device == device).count())
     }
 
     /// Takes a slot off it.
     pub(super) fn remove(&self, slot: &str) {
-        self.write(|sheet| drop(sheet.slots.remove(slot)));
+        self.write(|status| drop(status.slots.remove(slot)));
     }
 
     fn lock(&self) -> MutexGuard<'_, SlotStatus> {
-        self.sheet.lock().unwrap_or_else(PoisonError::into_inner)
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

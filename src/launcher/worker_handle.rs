@@ -62,7 +62,7 @@ pub(super) enum WorkerEvent {
     /// It says nothing, or computes, for longer than it may.
     Overdue,
     /// Its device is out of order.
-    Condemned(DeviceFault),
+    DeviceFailed(DeviceFault),
     /// Nobody can see it any more.
     Lost(io::Error),
 }
@@ -135,7 +135,7 @@ impl WorkerHandle {
         tokio::select! {
             sign = self.worker.next() => sign.map_or_else(WorkerEvent::Lost, WorkerEvent::Child),
             () = self.step.is_due(&launch.stop) => WorkerEvent::Step,
-            device_fault = self.device_watch.failed_devices() => WorkerEvent::Condemned(device_fault),
+            device_fault = self.device_watch.failed_devices() => WorkerEvent::DeviceFailed(device_fault),
             () = sleep_until(bound.unwrap_or_else(Instant::now).into()), if bound.is_some() => WorkerEvent::Overdue,
         }
     }
@@ -151,8 +151,8 @@ impl WorkerHandle {
             WorkerEvent::Child(ChildEvent::Ended(status)) => return Some(Some(status)),
             WorkerEvent::Step => self.step = self.step.take(&mut self.worker, grace).await,
             WorkerEvent::Overdue => self.be_overdue(launch),
-            WorkerEvent::Condemned(device_fault) => {
-                self.monitor.condemn(device_fault, (launch, &self.assignment.slot), self.shown);
+            WorkerEvent::DeviceFailed(device_fault) => {
+                self.monitor.device_failed(device_fault, (launch, &self.assignment.slot), self.shown);
                 self.kill();
             }
             WorkerEvent::Lost(error) => {

@@ -207,7 +207,7 @@ impl WorkerMonitor {
 
     /// Its device is out of order: it is killed for that. One that the driver does not let go of may take
     /// its time to end, and those who watch are to see why.
-    pub(super) fn condemn(
+    pub(super) fn device_failed(
         &mut self,
         device_fault: DeviceFault,
         (launch, slot): (&Launch, &str),

@@ -75,7 +75,7 @@ impl Driver {
 }
 
 fn restarts(board: &StatusBoard, slot: usize) -> Vec<(String, u64)> {
-    let of = |slot: &str| board.read(|sheet| sheet.slots[slot].report.restarts.clone());
+    let of = |slot: &str| board.read(|status| status.slots[slot].report.restarts.clone());
     of(&format!("embed/{slot}")).into_iter().collect()
 }
 
@@ -90,7 +90,7 @@ async fn is_counted(board: &StatusBoard, slot: usize, reason: &str, least: u64) 
 
 fn last_failure(board: &StatusBoard, slot: usize) -> String {
     let slot = format!("embed/{slot}");
-    board.read(|sheet| sheet.slots[&slot].report.last_failure.clone()).unwrap_or_default()
+    board.read(|status| status.slots[&slot].report.last_failure.clone()).unwrap_or_default()
 }
 
 async fn all_ready(board: &StatusBoard) {
@@ -201,7 +201,7 @@ async fn a_slot_whose_gpu_is_to_be_reset_is_given_up_and_tried_again_on_order() 
         driver.tells(&format!("wants {WHOLE} 0"));
         let slot = || Target::Slot("host/embed/0".into());
         until("another worker is started", || async {
-            let state = board.read(|sheet| sheet.slots["embed/0"].report.state);
+            let state = board.read(|status| status.slots["embed/0"].report.state);
             if state == State::Quarantined {
                 handle.order(slot(), Order::Restart).await;
             }

@@ -115,7 +115,7 @@ async fn restarts_are_counted_by_their_reason() {
         stage.kill(0);
         stage.wait_for_lines("born-0", 4).await;
         slot_is(&board, "embed/0", State::Ready).await;
-        let report = board.read(|sheet| sheet.slots["embed/0"].report());
+        let report = board.read(|status| status.slots["embed/0"].report());
         let counted: Vec<_> =
             report.restarts.iter().map(|(reason, count)| (reason.as_str(), *count)).collect();
         assert_eq!(counted, [("broker_lost", 1), ("killed", 1), ("requested", 1)]);

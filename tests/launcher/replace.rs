@@ -22,7 +22,7 @@ fn with_model(assignments: &[Assignment], model: &str) -> Vec<Assignment> {
 }
 
 fn restarts(board: &StatusBoard, slot: &str, reason: &str) -> u64 {
-    board.read(|sheet| sheet.slots[slot].report.restarts.get(reason).copied().unwrap_or(0))
+    board.read(|status| status.slots[slot].report.restarts.get(reason).copied().unwrap_or(0))
 }
 
 async fn all_ready(board: &StatusBoard, slots: usize) {
@@ -44,9 +44,9 @@ async fn other_settings_go_through_the_slots_one_by_one_and_each_new_worker_is_r
         let done = handle.reload(with_model(&stage.assignments, "other"), stage.policy.clone()).await;
         assert_eq!(done.as_deref(), Ok("2 workers replaced, 0 slots started, 0 ended"));
         stage.wait_for_lines("story", 12).await;
-        let applied = board.read(|sheet| (sheet.reloads_applied, sheet.reloads_refused));
+        let applied = board.read(|status| (status.reloads_applied, status.reloads_refused));
         assert_eq!((applied, restarts(&board, "embed/1", "reloaded")), ((1, 0), 1));
-        assert_eq!(board.read(|sheet| sheet.slots["embed/0"].report.model.clone()), "other");
+        assert_eq!(board.read(|status| status.slots["embed/0"].report.model.clone()), "other");
         stage.drain();
     });
     assert_eq!(exit.await, Exit::Done);
@@ -71,12 +71,12 @@ async fn settings_by_which_no_worker_gets_ready_leave_the_old_ones_and_say_why()
         let done = handle.reload(with_model(&stage.assignments, "missing"), stage.policy.clone()).await;
         let words = done.unwrap_err();
         assert!(words.contains("embed/0") && words.contains("the model failed to load"), "{words}");
-        assert_eq!(board.read(|sheet| sheet.reloads_refused), 1);
+        assert_eq!(board.read(|status| status.reloads_refused), 1);
         assert_eq!((stage.lines("born-0").len(), stage.lines("born-1").len()), (2, 1));
         all_ready(&board, 2).await;
         assert!(stage.lines("trace-0").is_empty(), "the old worker was told something");
         // Whoever starts from now on starts with the settings that are in force.
-        assert_ne!(board.read(|sheet| sheet.slots["embed/0"].report.model.clone()), "missing");
+        assert_ne!(board.read(|status| status.slots["embed/0"].report.model.clone()), "missing");
         stage.drain();
     });
     assert_eq!(exit.await, Exit::Done);
@@ -94,7 +94,7 @@ async fn slots_that_are_new_are_started_and_those_that_are_gone_finish() {
         let done = handle.reload(slots, stage.policy.clone()).await;
         assert_eq!(done.as_deref(), Ok("0 workers replaced, 1 slots started, 1 ended"));
         slot_is(&board, "embed/2", State::Ready).await;
-        let gone = || async { board.read(|sheet| !sheet.slots.contains_key("embed/1")).then_some(()) };
+        let gone = || async { board.read(|status| !status.slots.contains_key("embed/1")).then_some(()) };
         until("embed/1 is forgotten", gone).await;
         stage.drain();
     });
@@ -143,7 +143,7 @@ async fn a_worker_that_has_done_its_share_is_recycled_one_slot_after_the_other()
             (restarts(&board, "embed/0", "recycled"), restarts(&board, "embed/1", "recycled")),
             (1, 1)
         );
-        let tasks = board.read(|sheet| sheet.slots["embed/0"].report.stats.as_ref().unwrap().tasks());
+        let tasks = board.read(|status| status.slots["embed/0"].report.stats.as_ref().unwrap().tasks());
         assert!(tasks >= 180, "all lives of a slot count: {tasks}");
         stage.drain();
     });
@@ -191,7 +191,7 @@ async fn in_turn_the_old_worker_ends_before_the_new_one_starts_and_bad_settings_
         let refused = handle.reload(with_model(&stage.assignments, "missing"), stage.policy.clone()).await;
         assert!(refused.is_err_and(|words| words.contains("the model failed to load")));
         all_ready(&board, 2).await;
-        let models = |slot: &str| board.read(|sheet| sheet.slots[slot].report.model.clone());
+        let models = |slot: &str| board.read(|status| status.slots[slot].report.model.clone());
         assert_eq!((models("embed/0").as_str(), models("embed/1").as_str()), ("other", "other"));
         assert_eq!(restarts(&board, "embed/0", "reloaded"), 1);
         stage.drain();
@@ -240,8 +240,9 @@ async fn after_a_roll_that_was_called_off_the_settings_before_can_be_put_back_ev
     let stage = Stage::new(2, &script);
     let exit = stage.run_asked(async |handle, board| {
         all_ready(&board, 2).await;
-        let models =
-            || board.read(|sheet| sheet.slots.values().map(|it| it.report.model.clone()).collect::<Vec<_>>());
+        let models = || {
+            board.read(|status| status.slots.values().map(|it| it.report.model.clone()).collect::<Vec<_>>())
+        };
         let first = models();
         let refused = handle.reload(with_model(&stage.assignments, "other"), stage.policy.clone()).await;
         assert!(refused.is_err_and(|words| words.contains("embed/1")));
@@ -261,7 +262,7 @@ async fn slots_that_settings_have_no_more_are_forgotten_and_may_come_again() {
         all_ready(&board, 2).await;
         for _ in 0..2 {
             handle.reload(stage.assignments[..1].to_vec(), stage.policy.clone()).await.unwrap();
-            let gone = || async { board.read(|sheet| sheet.slots.len() == 1).then_some(()) };
+            let gone = || async { board.read(|status| status.slots.len() == 1).then_some(()) };
             until("embed/1 is forgotten", gone).await;
             assert_eq!(handle.order(Target::All, Order::Resume).await.len(), 1);
             handle.reload(stage.assignments.clone(), stage.policy.clone()).await.unwrap();
@@ -281,7 +282,7 @@ async fn a_successor_that_takes_over_from_a_dead_worker_and_does_not_get_ready_t
     let exit = stage.run_asked(async |handle, board| {
         all_ready(&board, 1).await;
         let first = stage.lines("pid-0")[0].clone();
-        let before = board.read(|sheet| sheet.slots["embed/0"].report.model.clone());
+        let before = board.read(|status| status.slots["embed/0"].report.model.clone());
         let reload = handle.reload(with_model(&stage.assignments, "missing"), stage.policy.clone());
         let meanwhile = async {
             stage.wait_for_lines("start-0", 2).await;
@@ -291,7 +292,7 @@ async fn a_successor_that_takes_over_from_a_dead_worker_and_does_not_get_ready_t
         };
         assert!(tokio::join!(reload, meanwhile).0.is_err_and(|words| words.contains("failed to load")));
         all_ready(&board, 1).await;
-        assert_eq!(board.read(|sheet| sheet.slots["embed/0"].report.model.clone()), before);
+        assert_eq!(board.read(|status| status.slots["embed/0"].report.model.clone()), before);
         stage.drain();
     });
     assert_eq!(exit.await, Exit::Done);

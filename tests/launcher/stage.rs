@@ -25,7 +25,7 @@ pub const OBEY: &str =
 /// Waits until a slot is in this state.
 pub async fn slot_is(board: &StatusBoard, slot: &str, state: State) {
     let what = format!("{slot} is {}", state.name());
-    let is = || board.read(|sheet| sheet.slots.get(slot).is_some_and(|entry| entry.report.state == state));
+    let is = || board.read(|status| status.slots.get(slot).is_some_and(|entry| entry.report.state == state));
     until(&what, || async { is().then_some(()) }).await;
 }
 

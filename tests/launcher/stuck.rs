@@ -11,7 +11,7 @@ use crate::stage::{OBEY, READY, Stage, slot_is};
 use crate::wait::until;
 
 fn is_stuck(board: &StatusBoard) -> bool {
-    board.read(|sheet| sheet.slots["embed/0"].stuck_since.is_some())
+    board.read(|status| status.slots["embed/0"].stuck_since.is_some())
 }
 
 #[tokio::test]
@@ -25,7 +25,7 @@ async fn a_worker_whose_forward_pass_does_not_end_is_shown_as_stuck_and_then_kil
         assert!(stage.lives(0), "those who watch are to see it");
         stage.wait_for_lines("born-0", 2).await;
         slot_is(&board, "embed/0", State::Ready).await;
-        let restarts = board.read(|sheet| sheet.slots["embed/0"].report.restarts.clone());
+        let restarts = board.read(|status| status.slots["embed/0"].report.restarts.clone());
         assert_eq!((restarts.get("stuck"), is_stuck(&board)), (Some(&1), false));
         stage.drain();
     });

@@ -44,7 +44,7 @@ pub(crate) enum Weight {
     /// The driver ends whoever it concerns; if a worker ends now, this is why.
     Passing,
     /// Nobody can go on computing on it.
-    Condemning,
+    DeviceFailed,
 }
 
 /// A number, what it means, and NVIDIA's words in short.
@@ -61,33 +61,33 @@ const XIDS: [Row; 35] = [
     (43, Weight::Passing, Kind::Xid, "GPU stopped processing"),
     // It follows the end of a process, whatever that was: no reason for one.
     (45, Weight::Nothing, Kind::Xid, "preemptive cleanup, due to previous errors"),
-    (46, Weight::Condemning, Kind::Xid, "GPU stopped processing"),
-    (48, Weight::Condemning, Kind::Ecc, "double bit ECC error"),
-    (61, Weight::Condemning, Kind::Xid, "internal micro-controller breakpoint"),
-    (62, Weight::Condemning, Kind::Xid, "internal micro-controller halt"),
+    (46, Weight::DeviceFailed, Kind::Xid, "GPU stopped processing"),
+    (48, Weight::DeviceFailed, Kind::Ecc, "double bit ECC error"),
+    (61, Weight::DeviceFailed, Kind::Xid, "internal micro-controller breakpoint"),
+    (62, Weight::DeviceFailed, Kind::Xid, "internal micro-controller halt"),
     (63, Weight::Nothing, Kind::Ecc, "page retirement or row remapping recorded"),
-    (64, Weight::Condemning, Kind::Ecc, "page retirement or row remapping failed"),
+    (64, Weight::DeviceFailed, Kind::Ecc, "page retirement or row remapping failed"),
     (68, Weight::Passing, Kind::Xid, "video processor exception"),
     (69, Weight::Passing, Kind::Xid, "graphics engine class error"),
-    (74, Weight::Condemning, Kind::Xid, "NVLink error"),
-    (79, Weight::Condemning, Kind::OffTheBus, "GPU has fallen off the bus"),
+    (74, Weight::DeviceFailed, Kind::Xid, "NVLink error"),
+    (79, Weight::DeviceFailed, Kind::OffTheBus, "GPU has fallen off the bus"),
     (92, Weight::Nothing, Kind::Ecc, "high single-bit ECC error rate"),
     (94, Weight::Passing, Kind::Ecc, "contained memory error"),
-    (95, Weight::Condemning, Kind::Ecc, "uncontained memory error"),
+    (95, Weight::DeviceFailed, Kind::Ecc, "uncontained memory error"),
     (109, Weight::Passing, Kind::Xid, "context switch timeout"),
-    (110, Weight::Condemning, Kind::Xid, "security fault"),
-    (119, Weight::Condemning, Kind::Xid, "GSP RPC timeout"),
-    (120, Weight::Condemning, Kind::Xid, "GSP error"),
+    (110, Weight::DeviceFailed, Kind::Xid, "security fault"),
+    (119, Weight::DeviceFailed, Kind::Xid, "GSP RPC timeout"),
+    (120, Weight::DeviceFailed, Kind::Xid, "GSP error"),
     (121, Weight::Nothing, Kind::Xid, "corrected C2C link error"),
-    (136, Weight::Condemning, Kind::Xid, "link training failed"),
+    (136, Weight::DeviceFailed, Kind::Xid, "link training failed"),
     (137, Weight::Passing, Kind::Xid, "NVLink privilege error"),
-    (140, Weight::Condemning, Kind::Ecc, "unrecovered ECC error"),
-    (143, Weight::Condemning, Kind::Xid, "GPU initialisation error"),
+    (140, Weight::DeviceFailed, Kind::Ecc, "unrecovered ECC error"),
+    (143, Weight::DeviceFailed, Kind::Xid, "GPU initialisation error"),
     // The poll behind every event reads that action itself.
     (154, Weight::Nothing, Kind::Xid, "GPU recovery action changed"),
-    (155, Weight::Condemning, Kind::Xid, "NVLink error defined by software"),
-    (156, Weight::Condemning, Kind::Ecc, "resource retirement"),
-    (158, Weight::Condemning, Kind::Xid, "GPU fatal timeout"),
+    (155, Weight::DeviceFailed, Kind::Xid, "NVLink error defined by software"),
+    (156, Weight::DeviceFailed, Kind::Ecc, "resource retirement"),
+    (158, Weight::DeviceFailed, Kind::Xid, "GPU fatal timeout"),
     (171, Weight::Nothing, Kind::Ecc, "uncorrectable DRAM error"),
     (172, Weight::Nothing, Kind::Ecc, "uncorrectable SRAM error"),
 ];
@@ -120,11 +120,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_an_application_did_condemns_no_device_and_what_the_hardware_did_does() {
+    fn what_an_application_did_fails_no_device_and_what_the_hardware_did_does() {
         let weight = |number| xid(number).1;
         assert!([13, 31, 43, 68, 69, 94, 109].iter().all(|it| weight(*it) == Weight::Passing));
         assert!([45, 63, 92, 154, 9_999].iter().all(|it| weight(*it) == Weight::Nothing));
-        assert!([48, 62, 64, 74, 79, 95, 119, 120].iter().all(|it| weight(*it) == Weight::Condemning));
+        assert!([48, 62, 64, 74, 79, 95, 119, 120].iter().all(|it| weight(*it) == Weight::DeviceFailed));
     }
 
     #[test]
@@ -141,7 +141,7 @@ mod tests {
     fn the_documentation_lists_them_as_they_are() {
         let page = include_str!("../../../docs/gpu.md");
         for (weight, behind) in [
-            (Weight::Condemning, " | mean that the device has failed |"),
+            (Weight::DeviceFailed, " | mean that the device has failed |"),
             (Weight::Passing, " | concern one process"),
             (Weight::Nothing, ", and all others | are logged"),
         ] {

@@ -36,7 +36,7 @@ pub(crate) enum Word {
 struct Card {
     /// Its MIG devices by UUID, with their places.
     parts: BTreeMap<String, Option<Place>>,
-    /// The last event that condemned it.
+    /// The last event that said that it failed.
     last: Option<DeviceFault>,
 }
 
@@ -177,7 +177,9 @@ fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
     let card = cards.get_mut(&uuid)?;
     let (device_fault, weight) = match event.kind {
         kind if kind.contains(EventTypes::CRITICAL_XID_ERROR) => xid(event.data),
-        _ => (DeviceFault { kind: Kind::Ecc, words: "double bit ECC error".to_owned() }, Weight::Condemning),
+        _ => {
+            (DeviceFault { kind: Kind::Ecc, words: "double bit ECC error".to_owned() }, Weight::DeviceFailed)
+        }
     };
     let meant: Vec<String> = match event.place {
         Some(place) => {
@@ -186,7 +188,7 @@ fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
         }
         None => card.parts.keys().chain([&uuid]).cloned().collect(),
     };
-    if weight == Weight::Condemning && event.place.is_none() {
+    if weight == Weight::DeviceFailed && event.place.is_none() {
         card.last = Some(device_fault.clone());
     }
     tracing::warn!(device = uuid, ?meant, ?weight, fault = device_fault.words, "the driver reports");

@@ -256,12 +256,12 @@ impl Settlement {
         accepted.traced.dead_lettered(reason);
         let worker = &self.worker_info.worker;
         let cause = Cause { reason, error: &error.message, worker, at: SystemTime::now() };
-        let letter = accepted.traced.passed_on(dead_letter(&accepted.task, &cause));
-        let letter = match &accepted.deaths {
-            Some(deaths) => with_deaths(letter, deaths),
-            None => letter,
+        let message = accepted.traced.passed_on(dead_letter(&accepted.task, &cause));
+        let message = match &accepted.deaths {
+            Some(deaths) => with_deaths(message, deaths),
+            None => message,
         };
-        self.park(letter, reason).await
+        self.park(message, reason).await
     }
 
     /// Answers the task, and counts it.
@@ -421,12 +421,12 @@ impl Settlement {
 
     /// Puts a dead letter into its queue, however long that takes: acking without it would lose the
     /// message, and requeueing would loop. Others go on meanwhile, as long as there is room for them.
-    async fn park(&self, mut letter: Message, reason: Reason) -> Result<(), WorkerError> {
+    async fn park(&self, mut dead_letter: Message, reason: Reason) -> Result<(), WorkerError> {
         let queue = &self.queues.dead_letter;
         let (mut failures, mut is_bare) = (0, false);
         let mut waits = None;
         loop {
-            let message = Arc::new(letter.clone());
+            let message = Arc::new(dead_letter.clone());
             let publish = self.publish((queue, None), &message);
             tokio::pin!(publish);
             let sent = tokio::select! {
@@ -450,7 +450,7 @@ impl Settlement {
                         error = words,
                         "dead letter refused; dropping its producer's headers"
                     );
-                    (letter, is_bare) = (without_producer_headers(letter), true);
+                    (dead_letter, is_bare) = (without_producer_headers(dead_letter), true);
                     continue;
                 }
                 Sent::Unroutable => match self.publisher.restore().await {
