@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn every_name_is_one_that_is_counted() {
-        let kinds = [Kind::Xid, Kind::Ecc, Kind::OffTheBus, Kind::Mute].map(Kind::name);
+        let kinds = [Kind::Xid, Kind::Ecc, Kind::OffTheBus, Kind::Unresponsive].map(Kind::name);
         let faults = [Fault::WrongDevice, Fault::Stuck, Fault::Silent].map(|it| it.name());
         let unfit = [Unfit::WrongResult, Unfit::TooSlow].map(Unfit::name);
         let all = kinds.iter().chain(&faults).chain(&unfit);

@@ -125,7 +125,7 @@ impl Health {
         let silence = status.heard.map_or(Duration::ZERO, |at| at.elapsed());
         if silence > MUTE {
             let words = format!("the driver has not answered for {} s", silence.as_secs());
-            return Some(DeviceFault { kind: Kind::Mute, words });
+            return Some(DeviceFault { kind: Kind::Unresponsive, words });
         }
         status.faults.get(device).cloned()
     }
@@ -244,7 +244,7 @@ mod tests {
         let silent = Instant::now().checked_sub(MUTE + Duration::from_secs(1));
         health.status().heard = silent;
         let refused = health.refuses("GPU-b").map(|it| (it.kind, it.words));
-        assert_eq!(refused, Some((Kind::Mute, "the driver has not answered for 31 s".to_owned())));
+        assert_eq!(refused, Some((Kind::Unresponsive, "the driver has not answered for 31 s".to_owned())));
         assert_eq!(health.refuses("cpu"), None);
     }
 }

@@ -107,7 +107,7 @@ impl Open {
     }
 }
 
-/// See [`Acker`].
+/// Settles deliveries of the current session on its channel; shared by all who finish tasks.
 pub struct AmqpAcker {
     current: Current,
     /// Returns since the last pause. Written by every return.

@@ -29,7 +29,7 @@ const BRIEF: Duration = Duration::from_millis(300);
 /// that this message alone uses up its deliveries, and not those that are received with it.
 const ONE_BY_ONE: Duration = Duration::from_secs(60);
 
-/// See [`Consumer`].
+/// Receives deliveries of one queue, over as many sessions as that takes.
 pub struct AmqpConsumer {
     /// Written by the supervisor. Bound: the first prefetch, or [`EVENTS`]; what more the broker sends
     /// ahead waits in lapin's buffer.

@@ -24,7 +24,7 @@ const RESTORED: Duration = Duration::from_secs(1);
 /// Bodies above this go alone, where no pool says otherwise: the broker may refuse them.
 const LARGE: usize = 1 << 20;
 
-/// See [`Publisher`].
+/// Publishes over connections of its own: one for messages with plain headers, one for all others.
 pub struct AmqpPublisher {
     connector: Arc<Connector>,
     /// Of the pool, to be made again where it is missing; none: nothing is made.

@@ -57,7 +57,7 @@ struct Live {
     /// Channels that messages were alone on, and may be again.
     spare: Vec<Channel>,
     broker: String,
-    /// See [`watch_alarms`].
+    /// An alarm of the broker holds up what is published. Written by [`watch_alarms`].
     blocked: watch::Receiver<bool>,
     /// The channel by which the broker is asked whether it answers.
     pulse: Option<Channel>,

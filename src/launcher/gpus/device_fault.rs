@@ -22,7 +22,7 @@ pub(crate) enum Kind {
     /// The driver does not find the device any more.
     OffTheBus,
     /// The driver does not answer.
-    Mute,
+    Unresponsive,
 }
 
 impl Kind {
@@ -31,7 +31,7 @@ impl Kind {
             Self::Xid => "xid",
             Self::Ecc => "ecc",
             Self::OffTheBus => "off_the_bus",
-            Self::Mute => "device_failed",
+            Self::Unresponsive => "device_failed",
         }
     }
 }

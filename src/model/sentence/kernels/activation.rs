@@ -41,11 +41,11 @@ pub trait Lanes {
     fn apply<S: Simd>(simd: S, x: S::f32s) -> S::f32s;
 }
 
-/// See [`Activation`].
+/// x·Φ(x), by the error function.
 pub struct Gelu;
-/// See [`Activation`].
+/// The same, approximated by a hyperbolic tangent.
 pub struct GeluTanh;
-/// See [`Activation`].
+/// The larger of x and 0.
 pub struct Relu;
 
 /// max(x, 0) - ½|x|·erfc(|x|/√2): the form without cancellation on either side of zero.
