@@ -11,7 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::join_all;
 use futures_util::stream::FuturesUnordered;
-use futures_util::{FutureExt as _, Stream, StreamExt as _};
+use futures_util::{FutureExt as _, Stream, StreamExt as _, TryFutureExt as _};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -68,8 +68,8 @@ pub(crate) trait Sink<M, E> {
     /// Ends the run.
     fn answered(&mut self, number: u64, meta: M, reply: Option<Message>, at: Instant) -> Result<(), E>;
 
-    /// A reply came again.
-    fn duplicate(&mut self) {}
+    /// So many replies came again.
+    fn duplicates(&mut self, _count: usize) {}
 }
 
 /// Why a run ended before its tasks were answered.
@@ -154,6 +154,7 @@ impl Client {
     ) -> Result<(), E> {
         let Self { publisher, task_queue, replies } = self;
         let reply_to = replies.as_ref().and_then(|replies| replies.queue.clone());
+        let acker = replies.as_ref().map(|replies| replies.acker.clone());
         let mut tasks = pin!(tasks);
         let mut all_taken = false;
         let mut under_way = FuturesUnordered::new();
@@ -178,20 +179,11 @@ impl Client {
                 }
                 burst = burst(replies.as_mut()) => {
                     heard = Instant::now();
-                    let lost = || ClientError::Lost { missing: gather.missing(), published: gather.begun() };
-                    let deliveries = burst?.ok_or_else(lost)?;
-                    // Here, because what is awaited in another arm's place may be dropped half done. Together
-                    // they are few commands.
-                    if let Some(Replies { acker, .. }) = replies {
-                        join_all(deliveries.iter().map(|delivery| acker.ack(delivery.delivery_tag))).await;
-                    }
-                    for reply in deliveries.into_iter().map(|delivery| delivery.message) {
-                        // The reply behind a part says all.
-                        let number = number_of(&reply).filter(|_| !is_part(&reply));
-                        if let Some(number) = number && !gather.answer(number, Some(reply), heard) {
-                            sink.duplicate();
-                        }
-                    }
+                    let deliveries = burst?.ok_or_else(|| gather.lost())?;
+                    // Here, because what is awaited in another arm's place may be dropped half done.
+                    acked(acker.as_deref(), &deliveries).await;
+                    let again = deliveries.into_iter().filter_map(|it| gather.reply(it.message, heard));
+                    sink.duplicates(again.filter(|again| *again).count());
                 }
                 task = tasks.next(), if !all_taken
                     && gather.held() < bounds.under_way
@@ -205,23 +197,16 @@ impl Client {
                     let number = gather.begun() + first;
                     sink.begun(number, &meta);
                     gather.begin(meta, Instant::now());
-                    match request {
-                        Some(request) => {
-                            let message = message(number, request, reply_to.clone());
-                            let (publisher, queue) = (publisher.clone(), task_queue.as_str());
-                            under_way.push(async move {
-                                publish(&*publisher, queue, message).await.map(|()| number)
-                            });
-                        }
-                        None => {
-                            gather.answer(number, None, Instant::now());
-                        }
-                    }
+                    let Some(request) = request else {
+                        gather.answer(number, None, Instant::now());
+                        continue;
+                    };
+                    let message = message(number, request, reply_to.clone());
+                    let sent = publish(&**publisher, task_queue, message);
+                    under_way.push(sent.map_ok(move |()| number));
                 }
                 () = tokio::time::sleep_until(late.unwrap_or(heard)), if late.is_some() && replies.is_some() => {
-                    let timeout = bounds.timeout.unwrap_or_default();
-                    let (missing, published) = (gather.missing(), gather.begun());
-                    return Err(ClientError::NoReply { timeout, missing, published }.into());
+                    return Err(gather.late(bounds.timeout.unwrap_or_default()).into());
                 }
             }
         }
@@ -282,6 +267,30 @@ fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
         ..Properties::default()
     };
     Message { properties, body }
+}
+
+/// Acks them together, which is few commands.
+async fn acked(acker: Option<&dyn Acker>, deliveries: &[Delivery]) {
+    if let Some(acker) = acker {
+        join_all(deliveries.iter().map(|delivery| acker.ack(delivery.delivery_tag))).await;
+    }
+}
+
+impl<M> Gather<M> {
+    /// A message came to the reply queue. True: the reply came before; none: it is no reply, or a part, and the
+    /// reply behind it says all.
+    fn reply(&mut self, message: Message, at: Instant) -> Option<bool> {
+        let number = number_of(&message).filter(|_| !is_part(&message))?;
+        Some(!self.answer(number, Some(message), at))
+    }
+
+    fn lost(&self) -> ClientError {
+        ClientError::Lost { missing: self.missing(), published: self.begun() }
+    }
+
+    fn late(&self, timeout: Duration) -> ClientError {
+        ClientError::NoReply { timeout, missing: self.missing(), published: self.begun() }
+    }
 }
 
 fn number_of(reply: &Message) -> Option<u64> {

@@ -12,14 +12,14 @@ use crate::broker::{Delay, DeliveryTag};
 
 /// Answers each task at once, and the numbers in `twice` again.
 struct Broker {
-    replies: mpsc::UnboundedSender<Message>,
+    replies: mpsc::Sender<Message>,
     twice: BTreeSet<u64>,
     /// Answers nothing from this number on.
     deaf_from: u64,
 }
 
 struct Incoming {
-    replies: mpsc::UnboundedReceiver<Message>,
+    replies: mpsc::Receiver<Message>,
     tag: u64,
 }
 
@@ -35,7 +35,7 @@ impl Publisher for Broker {
             let number = number_of(&message).expect("a number");
             if number < self.deaf_from {
                 for _ in 0..1 + usize::from(self.twice.contains(&number)) {
-                    self.replies.send((*message).clone()).expect("a consumer");
+                    self.replies.send((*message).clone()).await.expect("a consumer");
                 }
             }
             tokio::task::yield_now().await;
@@ -132,13 +132,13 @@ impl Sink<u64, ClientError> for Counts {
         Ok(())
     }
 
-    fn duplicate(&mut self) {
-        self.duplicates += 1;
+    fn duplicates(&mut self, count: usize) {
+        self.duplicates += count;
     }
 }
 
 async fn run(count: u64, twice: &[u64], deaf_from: u64, in_order: bool) -> (Counts, Result<(), ClientError>) {
-    let (replies, incoming) = mpsc::unbounded_channel();
+    let (replies, incoming) = mpsc::channel(1_000);
     let broker = Broker { replies, twice: twice.iter().copied().collect(), deaf_from };
     let session = BrokerSession {
         consumer: Box::new(Incoming { replies: incoming, tag: 0 }),

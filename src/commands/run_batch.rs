@@ -17,6 +17,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use futures_util::{StreamExt as _, stream};
 use indicatif::ProgressBar;
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use self::report::Tally;
@@ -84,17 +85,33 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         output: output.clone(),
         stop: stop.clone(),
     };
-    let mut feed = queues.spawn(run.run(input));
-    let mut fed = false;
+    let fed = queues.spawn(run.run(input));
+    let launched = launcher::run(&program, &assignments, &settings.launcher, &stop);
+    let exit = launched_and_fed(launched, fed, (total, &output), &broker, &stop)?;
+    queues.block_on(broker.shutdown());
+    let mut output = lock(&output);
+    output.bar.finish_and_clear();
+    conclude(&mut output, &pool, exit, &point)
+}
+
+/// Runs the launcher until it ends, beside what feeds it; whose failure ends the launcher.
+fn launched_and_fed(
+    launched: impl Future<Output = Exit>,
+    mut fed: JoinHandle<anyhow::Result<()>>,
+    (total, output): (usize, &Mutex<Output>),
+    broker: &EmbeddedBroker,
+    stop: &Stop,
+) -> anyhow::Result<Exit> {
     let launch = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let exit = launch.block_on(async {
+    launch.block_on(async {
         listen(stop.clone(), Patience::SecondAborts)?;
-        let mut launched = pin!(launcher::run(&program, &assignments, &settings.launcher, &stop));
+        let mut launched = pin!(launched);
+        let mut is_fed = false;
         let exit = loop {
             tokio::select! {
                 exit = &mut launched => break exit,
-                ended = &mut feed, if !fed => match ended? {
-                    Ok(()) => fed = true,
+                ended = &mut fed, if !is_fed => match ended? {
+                    Ok(()) => is_fed = true,
                     Err(error) => {
                         // A full disk, say: nothing that the workers compute could be kept.
                         stop.advance(Phase::Returning, "the run failed");
@@ -105,13 +122,9 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
             }
         };
         // The workers' last replies are in the queue; they only have to be written.
-        written_up_to(total, &output, &broker, (exit, &stop)).await;
+        written_up_to(total, output, broker, (exit, stop)).await;
         Ok(exit)
-    })?;
-    queues.block_on(broker.shutdown());
-    let mut output = lock(&output);
-    output.bar.finish_and_clear();
-    conclude(&mut output, &pool, exit, &point)
+    })
 }
 
 fn nothing_left(arguments: &RunBatch, pool: &Pool, lines: usize) -> anyhow::Result<Exit> {

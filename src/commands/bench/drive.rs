@@ -131,7 +131,7 @@ impl Sink<Due, ClientError> for Counts<'_> {
         Ok(())
     }
 
-    fn duplicate(&mut self) {
-        self.tally.duplicate();
+    fn duplicates(&mut self, count: usize) {
+        self.tally.duplicates(count as u64);
     }
 }

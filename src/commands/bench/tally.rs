@@ -75,9 +75,9 @@ impl Tally {
         (self.warmup..self.warmup + self.tasks).contains(&number)
     }
 
-    /// A reply came again.
-    pub(super) fn duplicate(&mut self) {
-        self.duplicates += 1;
+    /// So many replies came again.
+    pub(super) fn duplicates(&mut self, count: u64) {
+        self.duplicates += count;
     }
 
     /// A task's reply came.

@@ -96,7 +96,7 @@ fn errors_count_by_their_code_and_in_no_rate_latency_or_batch() {
 fn a_duplicate_is_counted_apart_and_what_is_missing_too() {
     let mut tally = tally(0, 2, 2);
     tally.reply(0, ms(1), &good("w"));
-    tally.duplicate();
+    tally.duplicates(1);
     let measured = tally.measured();
     assert_eq!((measured.duplicates, measured.succeeded, measured.unanswered), (1, 1, 1));
 }
