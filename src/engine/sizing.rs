@@ -1,5 +1,4 @@
 //! Decides how many tokens a batch may have to fit in the device's memory, by which batches failed. Pure.
-//! that failed. Pure.
 
 /// Batches of a reduced size before a larger one is tried.
 const TRIED: u32 = 256;
