@@ -16,6 +16,7 @@ const WORDS: usize = 500;
 pub(super) enum Fault {
     /// The worker reported another device than its own.
     WrongDevice,
+    /// A forward pass exceeds `batch.timeout`.
     Stuck,
     /// The worker sends nothing any more.
     Silent,
