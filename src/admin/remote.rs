@@ -62,7 +62,7 @@ async fn answer(link: &BrokerSession, place: &Place, delivery: &Delivery) {
     let answered = Arc::new(answered(&delivery.message, &answer));
     let published = tokio::time::timeout(ANSWERING, link.publisher.publish(reply_to, answered)).await;
     if !matches!(published, Ok(Ok(Published::Confirmed))) {
-        tracing::debug!(?published, reply_to, "remote control: nobody took the answer");
+        tracing::debug!(?published, reply_to, "remote control: the answer was not delivered");
     }
 }
 

@@ -67,7 +67,7 @@ impl Register {
         convicted
     }
 
-    /// An isolated task was finished and its worker lives: the task is not to blame, and its record is removed.
+    /// An isolated task was finished and its worker lives: removes its record, unless it is poison.
     pub(super) fn survived(&self, task: &TaskName) {
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
         tasks.retain(|deaths| deaths.task != task.fingerprint || deaths.poison.is_some());

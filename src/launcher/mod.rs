@@ -7,7 +7,7 @@
 //! | `gpus` | which GPUs there are, and what a `devices` entry means |
 //! | `plan` | which slots there are |
 //! | `fit` | whether they fit their devices' memory |
-//! | `fleet` | which of them run, and who is meant by an order |
+//! | `fleet` | which slots run, and which slots an order addresses |
 //! | `slot` | what happens in one slot over time (`slot_state` holds its state) |
 //! | `shown` | what the status board shows of a slot |
 //! | `replace` | when its worker is replaced by a new one |

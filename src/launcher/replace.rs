@@ -172,7 +172,7 @@ impl Slot {
             slot = self.assignment.slot,
             reason = why.reason,
             error = words,
-            "it cannot be replaced: the settings before stay"
+            "the worker cannot be replaced; the old settings stay"
         );
         self.next_turn = Some(Instant::now() + ANOTHER_TURN);
         why.say(Err(words.to_owned()));

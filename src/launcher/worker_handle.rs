@@ -154,7 +154,7 @@ impl WorkerHandle {
                 self.kill();
             }
             WorkerEvent::Lost(error) => {
-                tracing::error!(slot = self.assignment.slot, %error, "lost monitor of the worker");
+                tracing::error!(slot = self.assignment.slot, %error, "cannot watch the worker process any more");
                 return Some(None);
             }
         }

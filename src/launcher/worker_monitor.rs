@@ -140,7 +140,7 @@ impl WorkerMonitor {
             Event::Ready { device, .. } => {
                 let own = &assignment.device;
                 if device != own {
-                    tracing::error!(slot, device, own, "not its device; killing it");
+                    tracing::error!(slot, device, own, "the worker reports another device; killing it");
                     self.why.fault = Some(Fault::WrongDevice);
                     return Err(Fault::WrongDevice);
                 }
@@ -232,7 +232,7 @@ impl WorkerMonitor {
         }
         let moves = self.bound(assignment).is_none_or(|(at, _)| at > Instant::now());
         if moves {
-            tracing::warn!(slot = assignment.slot, "the worker moves again");
+            tracing::warn!(slot = assignment.slot, "the worker makes progress again");
             self.why.fault = None;
             if shown {
                 launch.board.change(&assignment.slot, |entry| entry.stuck_since = None);
@@ -321,7 +321,7 @@ fn blame(suspects: &SuspectTasks, launch: &Launch, slot: &str) -> bool {
         isolated,
         ?ids,
         exit = last.exit,
-        "at its end it had these tasks"
+        "the worker died with these tasks"
     );
     launch.deaths.died(tasks, *isolated, last)
 }

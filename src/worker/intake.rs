@@ -120,7 +120,7 @@ impl<'a> Intake<'a> {
                 Some(ended) = self.runs.join_next() => self.on_exit(ended)?,
                 error = fault.recv() => {
                     self.finish_settling().await;
-                    let ended = || WorkerError::Internal("the model thread is not heard any more".into());
+                    let ended = || WorkerError::Internal("the channel from the model thread is closed".into());
                     return Err(error.unwrap_or_else(ended));
                 }
                 () = self.settings.paused(), if self.phase == Phase::Running => self.finish("pause").await,
@@ -199,7 +199,7 @@ impl<'a> Intake<'a> {
 
     async fn obey(&mut self, sentinel: &Message, delivery_tag: DeliveryTag, now: SystemTime) {
         if sentinel_is_expired(sentinel, now) {
-            tracing::info!("an expired sentinel stops nobody");
+            tracing::info!("ignoring an expired sentinel");
             self.shared.settlement.acker.ack(delivery_tag).await;
             return;
         }

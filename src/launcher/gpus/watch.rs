@@ -81,7 +81,7 @@ enum Over {
 fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) -> Result<Over, NvmlError> {
     get_to_know(nvml, cards)?;
     let set = register(nvml, cards)
-        .inspect_err(|error| tracing::info!(%error, "the driver tells of no events; it is asked instead"))
+        .inspect_err(|error| tracing::info!(%error, "the driver reports no events; polling it instead"))
         .ok();
     let mut known = look(nvml, cards);
     if !hear(Word::Look(known.clone())) {
@@ -154,14 +154,14 @@ fn register<'a>(nvml: &'a Nvml, cards: &Cards) -> Result<EventSet<'a>, NvmlError
             let Ok(device) = nvml.device_by_uuid(uuid.as_str()) else { continue };
             let has = device.supported_event_types().unwrap_or(EventTypes::empty()) & wanted;
             if has.is_empty() {
-                tracing::info!(device = uuid, "the driver tells of no Xid and no ECC error of this device");
+                tracing::info!(device = uuid, "the driver reports no Xid or ECC events of this device");
                 continue;
             }
             match device.register_events(has, set) {
                 Ok(registered) => set = registered,
-                // On failure NVML consumes the set.
+                // `register_events` consumes the set, also on failure.
                 Err(error) => {
-                    tracing::warn!(device = uuid, %error, "the driver does not tell of its errors");
+                    tracing::warn!(device = uuid, %error, "cannot register for the events of this device");
                     deaf.push(uuid);
                     continue 'anew;
                 }
@@ -191,7 +191,7 @@ fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
     if weight == Weight::DeviceFailed && event.place.is_none() {
         card.last = Some(device_fault.clone());
     }
-    tracing::warn!(device = uuid, ?meant, ?weight, fault = device_fault.words, "the driver reports");
+    tracing::warn!(device = uuid, ?meant, ?weight, fault = device_fault.words, "the driver reports an event");
     Some(Word::Event { devices: meant, device_fault, weight })
 }
 
