@@ -47,7 +47,6 @@ impl Collector for Page {
     }
 }
 
-/// The labels of one value.
 type Labels<'a> = Vec<(&'static str, &'a str)>;
 
 struct Out<'a, 'b> {

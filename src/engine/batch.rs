@@ -76,7 +76,6 @@ where
         guarded(|| self.network.submit(&inputs))
     }
 
-    /// Waits for a submitted batch of `inputs` inputs.
     pub(super) fn wait(&mut self, pending: F::Pending, inputs: usize) -> Outcome<R> {
         counted(guarded(|| self.network.wait(pending))?, inputs)
     }

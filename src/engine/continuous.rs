@@ -23,7 +23,6 @@ use crate::model::{
 };
 use crate::protocol::control::TaskName;
 
-/// The most steps that a probe may take.
 const PROBE_STEPS: usize = 10_000;
 /// How often the loop checks waiting sequences for passed deadlines while nothing runs.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -171,7 +170,6 @@ fn run_to_end<G: Generate>(network: &mut G, slot: Slot, prompt: usize) -> Result
     Err(known_input_fails(&"it does not end"))
 }
 
-/// One sequence, waiting or running.
 struct Sequence<R: Processor> {
     item: Item<R>,
     /// None while it waits.
@@ -194,7 +192,6 @@ pub(super) struct Continuous<R: Processor, G: Generate> {
     scheduler: Scheduler<Key>,
     sizing: Sizing,
     sequences: BTreeMap<Key, Sequence<R>>,
-    /// The key of the newest sequence.
     last: Key,
     /// The probe; none where the model has none.
     probe: Option<SizedInput<R::Input>>,
@@ -278,7 +275,6 @@ where
         self.compute_probe(Slot(slot)).map(drop).map_err(|failure| format!("{failure} (after: {error})"))
     }
 
-    /// Applies new bounds.
     fn follow(&mut self, policy: Policy) {
         let Capacity { sequences, tokens, .. } = self.queue.capacity;
         self.sizing = Sizing::new(policy.max_tokens);
@@ -521,7 +517,6 @@ where
         Ok(())
     }
 
-    /// The tasks of these rows, each listed once.
     fn tasks(&self, rows: &[Row<Key>]) -> Vec<Arc<TaskState>> {
         let of = |row: &Row<Key>| self.sequences.get(&row.key).map(|it| it.item.task().clone());
         let mut tasks: Vec<Arc<TaskState>> = Vec::with_capacity(rows.len());

@@ -106,7 +106,6 @@ struct Sizes {
     tokens: usize,
 }
 
-/// A job of one model type.
 struct Task<R: Processor> {
     processor: Arc<R>,
     queue: Arc<dyn Queue<R>>,
@@ -247,7 +246,6 @@ impl<R: Processor> Outputs<R> {
         computed.started.get_or_insert(began);
     }
 
-    /// Stores a piece of a sequence.
     pub(super) fn piece(&self, input: usize, piece: R::Piece, now: Instant) {
         let mut gathered = self.lock();
         gathered.computed.first_piece.get_or_insert(now);

@@ -208,7 +208,6 @@ impl<R: Processor> Queue<R> for Waiting<R> {
 pub(super) struct OneShot<R: Processor, F: Forward> {
     network: Network<R, F>,
     waiting: Arc<Waiting<R>>,
-    /// Number of the last batch.
     number: u64,
     /// The batch that an asynchronous device is computing.
     ahead: Option<UnderWay<R, F>>,
@@ -217,7 +216,6 @@ pub(super) struct OneShot<R: Processor, F: Forward> {
     idle: Idle,
 }
 
-/// A batch that was submitted.
 struct UnderWay<R: Processor, F: Forward> {
     batch: Batch<Item<R>>,
     begun: Begun,
@@ -351,7 +349,6 @@ where
     }
 }
 
-/// The tasks of a batch, each listed once.
 fn tasks_of<R: Processor>(items: &[Item<R>]) -> Vec<Arc<TaskState>> {
     let mut tasks: Vec<Arc<TaskState>> = Vec::new();
     for item in items {

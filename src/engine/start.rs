@@ -104,7 +104,6 @@ impl Starter {
     }
 }
 
-/// Loads the model, and runs its loop to its end.
 fn live(assemble: &Assemble, setup: Setup, done: answer::Sender<Result<Loaded, LoadError>>) {
     let this = thread::current();
     match assemble(setup, Waker::new(move || this.unpark())) {

@@ -8,18 +8,15 @@ use super::now;
 
 /// A loop that runs on its thread, turn by turn.
 pub(super) trait Loop {
-    /// Does one piece of work.
     fn turn(&mut self) -> Next;
 }
 
-/// What a loop does after a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
     /// There may be more to do now.
     Again,
     /// Nothing to do before this time, or before the loop is woken.
     Sleep(Option<Instant>),
-    /// The loop has ended.
     End,
 }
 
@@ -44,7 +41,6 @@ impl Waker {
     }
 }
 
-/// Runs a loop on this thread, to its end.
 pub(super) fn run(work: &mut dyn Loop) {
     loop {
         match work.turn() {

@@ -28,7 +28,6 @@ const HEARING: Duration = Duration::from_secs(10);
 /// How long the output of an ended worker is read if another process holds its pipes open.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// A running worker.
 pub(super) struct Worker {
     child: Child,
     stdin: Option<ChildStdin>,
@@ -40,13 +39,9 @@ pub(super) struct Worker {
     guarded: Option<Guarded>,
 }
 
-/// An event of a worker process.
 pub(super) enum ChildEvent {
-    /// It wrote a control line.
     Event(String),
-    /// It wrote to its stderr.
     Log(String),
-    /// It ended.
     Ended(ExitStatus),
 }
 

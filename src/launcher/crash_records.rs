@@ -26,12 +26,10 @@ pub(super) struct Register {
 }
 
 impl Register {
-    /// A register without records.
     pub(super) fn new(limit: u32) -> Self {
         Self { limit: limit.into(), tasks: Mutex::default(), known: watch::Sender::new(Vec::new()) }
     }
 
-    /// Changes the limit.
     pub(super) fn set_limit(&self, limit: u32) {
         self.limit.store(limit, Ordering::Relaxed);
     }

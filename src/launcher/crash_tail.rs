@@ -8,7 +8,6 @@ use crate::protocol::control::CrashTail;
 use crate::protocol::shorten;
 use crate::shutdown::Exit;
 
-/// Lines kept.
 const LINES: usize = 5;
 /// The most bytes of a line.
 const LINE: usize = 200;
@@ -18,7 +17,6 @@ const LINE: usize = 200;
 pub(super) struct LogTail(VecDeque<String>);
 
 impl LogTail {
-    /// Adds a line.
     pub(super) fn push(&mut self, line: &str) {
         if self.0.len() >= LINES {
             self.0.pop_front();

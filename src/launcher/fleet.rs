@@ -22,7 +22,6 @@ use crate::shutdown::Exit;
 const WAITING: usize = 16;
 /// How long a slot may take to answer an order; it takes long if its worker does not read.
 const OBEYING: Duration = Duration::from_secs(4);
-/// The most rounds of a reload through the slots.
 const ROUNDS: u32 = 3;
 
 /// All slots of a launcher.
@@ -53,7 +52,6 @@ enum After {
     Anew(Box<Assignment>),
 }
 
-/// A reload in progress.
 struct Reload {
     /// Resolves to the number of slots whose workers were replaced, or to the reason why the reload stopped.
     rolling: BoxFuture<'static, Result<usize, String>>,
@@ -97,7 +95,6 @@ impl Fleet {
         self.slots.insert(name, Member { orders: Some(orders), end: None, after: After::Known });
     }
 
-    /// A slot has ended.
     fn on_exit(&mut self, name: String, end: SlotEnd) {
         let Some(member) = self.slots.get_mut(&name) else { return };
         match std::mem::replace(&mut member.after, After::Known) {
@@ -112,7 +109,6 @@ impl Fleet {
         self.launch.board.remove(name);
     }
 
-    /// Runs until every slot has ended.
     pub(super) async fn run(mut self, mut asks: mpsc::Receiver<Ask>) -> Exit {
         let mut answers: FuturesUnordered<BoxFuture<'static, ()>> = FuturesUnordered::new();
         loop {

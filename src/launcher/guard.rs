@@ -193,7 +193,6 @@ impl Process {
     }
 }
 
-/// The state and the start time of a process.
 fn state_and_start(pid: i32) -> Option<(char, u64)> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     parse_stat(&String::from_utf8_lossy(&stat))
@@ -208,7 +207,6 @@ fn parse_stat(stat: &str) -> Option<(char, u64)> {
     Some((state, fields.nth(18)?.parse().ok()?))
 }
 
-/// What the guard has been told.
 #[derive(Default)]
 struct Roll {
     workers: BTreeSet<Process>,

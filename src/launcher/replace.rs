@@ -96,7 +96,6 @@ impl Slot {
         NextAction::Start
     }
 
-    /// Spawns the successor.
     pub(super) async fn prepare_successor(
         &mut self,
         assignment: Assignment,

@@ -18,7 +18,6 @@ use crate::protocol::control::Command;
 use crate::shutdown::{Exit, Phase};
 
 impl Slot {
-    /// Keeps the slot filled until the slot ends.
     pub(super) async fn keep(mut self) -> SlotEnd {
         let mut suspects = None;
         let end = loop {

@@ -74,7 +74,6 @@ impl StatusBoard {
         self.started.elapsed()
     }
 
-    /// Changes the whole status.
     pub(super) fn write(&self, write: impl FnOnce(&mut SlotStatus)) {
         write(&mut self.lock());
     }
@@ -101,7 +100,6 @@ impl StatusBoard {
         report.batch = bounds(assignment);
     }
 
-    /// Changes the entry of a slot.
     pub(crate) fn change(&self, slot: &str, change: impl FnOnce(&mut Entry)) {
         let mut status = self.lock();
         if let Some(entry) = status.slots.get_mut(slot) {
@@ -110,17 +108,14 @@ impl StatusBoard {
         status.has_started = status.has_started || status.started();
     }
 
-    /// The assignment of a slot.
     pub(super) fn assignment(&self, slot: &str) -> Option<Assignment> {
         self.read(|status| status.slots.get(slot).map(|entry| entry.assignment.clone()))
     }
 
-    /// The number of slots on a device.
     pub(super) fn slots_on(&self, device: &str) -> usize {
         self.read(|status| status.slots.values().filter(|entry| entry.assignment.device == device).count())
     }
 
-    /// Removes a slot.
     pub(super) fn remove(&self, slot: &str) {
         self.write(|status| drop(status.slots.remove(slot)));
     }
@@ -131,7 +126,6 @@ impl StatusBoard {
 }
 
 impl Entry {
-    /// Enters a state.
     pub(crate) fn turn(&mut self, state: State) {
         if self.report.state != state {
             (self.report.state, self.since) = (state, Instant::now());
@@ -149,7 +143,6 @@ impl Entry {
         }
     }
 
-    /// Marks its worker as ready.
     pub(super) fn is_ready(&mut self) {
         self.was_ready = true;
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -166,7 +159,6 @@ impl Entry {
     }
 }
 
-/// The bounds of batches in an assignment.
 fn bounds(assignment: &Assignment) -> BatchChange {
     let batch = &assignment.pool.batch;
     BatchChange {

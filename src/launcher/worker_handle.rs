@@ -21,11 +21,8 @@ use crate::shutdown::Phase;
 /// What a new worker is told in addition to its assignment.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Overrides {
-    /// Do not consume.
     pub(super) paused: bool,
-    /// Other bounds of batches.
     pub(super) batch: BatchChange,
-    /// Another log filter.
     pub(super) log: Option<String>,
 }
 
@@ -47,14 +44,12 @@ pub(super) struct WorkerHandle {
     step: Step,
     /// When a stuck worker is killed, or killed again if it has not ended.
     kill_at: Option<Instant>,
-    /// Watches its device.
     device_watch: DeviceWatch,
     pub(super) assignment: Assignment,
     /// Whether the board shows this worker.
     pub(super) shown: bool,
 }
 
-/// An event of a worker.
 pub(super) enum WorkerEvent {
     Child(ChildEvent),
     /// The next step in ending it is due.

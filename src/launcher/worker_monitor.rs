@@ -64,14 +64,12 @@ pub(super) struct WorkerMonitor {
     born: Instant,
     /// It must show that settings are good, and has [`LOADING`] to get ready.
     on_probation: bool,
-    /// Tasks it has answered.
     answered: u64,
     /// Bytes of memory when it got ready, and now.
     resident: Option<(u64, u64)>,
     pub(super) log: LogTail,
 }
 
-/// What remains of an ended worker.
 pub(super) struct WorkerExit {
     pub(super) death: Death,
     /// Its death showed that a task is poison.

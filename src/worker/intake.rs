@@ -36,7 +36,6 @@ pub enum Ended {
     Aborted,
 }
 
-/// How a session ended.
 pub(super) enum SessionEnd {
     /// The worker ends too.
     Worker(Ended),

@@ -37,7 +37,6 @@ impl CrashRecords {
         *self.0.write().unwrap_or_else(PoisonError::into_inner) = tasks;
     }
 
-    /// The record of one task.
     pub(super) fn of(&self, fingerprint: &str) -> Option<CrashRecord> {
         self.0.read().unwrap_or_else(PoisonError::into_inner).get(fingerprint).cloned()
     }

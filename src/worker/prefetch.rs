@@ -19,14 +19,11 @@ const GROWTH: f64 = 4.0;
 /// The least time between two changes: each makes a new consumer.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// The bounds of the prefetch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     /// Batches that may be submitted or in preparation.
     pub(super) batches: usize,
-    /// The most tokens in a batch.
     pub(super) tokens: usize,
-    /// The most inputs in a batch.
     pub(super) requests: usize,
     /// The most bytes of bodies in hand, if these have the average size.
     pub(super) bytes: u64,
@@ -70,19 +67,16 @@ impl Prefetch {
         Self { limits, current: first, usual, seen: 0, changed: now, came: 0, tokens, inputs, bytes }
     }
 
-    /// Changes the bounds.
     pub(super) fn limit(&mut self, limits: Limits) {
         self.limits = limits;
     }
 
-    /// Records a message.
     pub(super) fn came(&mut self, bytes: usize) {
         self.bytes.add(bytes as f64, REMEMBERED_BYTES);
         self.came += 1;
         self.seen = self.seen.saturating_add(1);
     }
 
-    /// Records that a message became `inputs` inputs.
     pub(super) fn prepared(&mut self, inputs: usize, tokens: usize) {
         self.inputs.add(inputs as f64, REMEMBERED);
         self.tokens.add(tokens as f64, REMEMBERED);
@@ -127,7 +121,6 @@ impl Live {
         Self(prefetch.map(|prefetch| Arc::new(Mutex::new(prefetch))))
     }
 
-    /// Changes the bounds.
     pub(super) fn limit(&self, limits: Limits) {
         if let Some(mut prefetch) = self.lock() {
             prefetch.limit(limits);
@@ -141,7 +134,6 @@ impl Live {
         prefetch.change(Instant::now())
     }
 
-    /// Records that a message became `inputs` inputs.
     pub(super) fn prepared(&self, inputs: usize, tokens: usize) {
         if let Some(mut prefetch) = self.lock() {
             prefetch.prepared(inputs, tokens);

@@ -9,7 +9,6 @@ use tokio::time::Instant;
 use super::*;
 use crate::model::{TaskErrorKind, script};
 
-/// An engine in paused time.
 struct Rig {
     loaded_engine: Arc<dyn Engine>,
     log: Log,

@@ -15,7 +15,6 @@ pub(super) fn policy(max_tokens: usize) -> Policy {
     Policy { max_tokens, max_requests: 64, max_delay: Duration::from_millis(2) }
 }
 
-/// A call of the observer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Said {
     OnDevice(Vec<String>),
@@ -32,7 +31,6 @@ impl Log {
         self.0.lock().unwrap().push(said);
     }
 
-    /// Waits until `count` passes have ended.
     pub(super) async fn passes(&self, count: usize) {
         self.1.subscribe().wait_for(|passes| *passes >= count).await.unwrap();
     }

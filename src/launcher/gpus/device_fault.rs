@@ -4,7 +4,6 @@
 //! Sources: NVIDIA's catalogue ("Analyzing Xid Errors with the Xid Catalog", the immediate action), and the
 //! list of Xids that its device plugin for Kubernetes ascribes to the application.
 
-/// What is wrong with a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DeviceFault {
     pub(crate) kind: Kind,
@@ -92,7 +91,6 @@ const XIDS: [Row; 35] = [
     (172, Weight::Nothing, Kind::Ecc, "uncorrectable SRAM error"),
 ];
 
-/// What an Xid means.
 pub(super) fn xid(number: u64) -> (DeviceFault, Weight) {
     match XIDS.iter().find(|(known, ..)| *known == number) {
         Some((_, weight, kind, meaning)) => {

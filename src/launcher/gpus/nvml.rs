@@ -12,7 +12,6 @@ use super::{Gpu, Gpus, Memory, Part, Process};
 /// The first is installed with every driver, the second only with the development files.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
-/// What the driver says.
 pub(super) fn ask() -> Gpus {
     let nvml = match open() {
         Ok(nvml) => nvml,

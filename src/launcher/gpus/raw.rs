@@ -27,7 +27,6 @@ impl Place {
     }
 }
 
-/// What happened on a GPU.
 pub(super) struct Event<'a> {
     pub(super) device: Device<'a>,
     pub(super) kind: EventTypes,

@@ -25,7 +25,7 @@ const WAIT: Duration = Duration::from_millis(500);
 /// A report about devices.
 #[derive(Debug)]
 pub(crate) enum Word {
-    /// Something happened on these devices.
+    /// An event that concerns these devices.
     Event { devices: Vec<String>, device_fault: DeviceFault, weight: Weight },
     /// All devices, each with the fault that prevents its use now.
     Look(BTreeMap<String, Option<DeviceFault>>),
@@ -77,7 +77,6 @@ enum Over {
     Changed,
 }
 
-/// One session with the driver.
 fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) -> Result<Over, NvmlError> {
     get_to_know(nvml, cards)?;
     let set = register(nvml, cards)

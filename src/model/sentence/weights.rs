@@ -111,7 +111,6 @@ impl Weights {
     }
 }
 
-/// One weights file.
 struct Shard {
     path: PathBuf,
     bytes: Arc<Mmap>,

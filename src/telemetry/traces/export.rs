@@ -18,7 +18,6 @@ use opentelemetry_sdk::trace::{
 
 /// The most finished spans in the queue: a few seconds of a busy worker, about 10 MiB.
 const WAITING: usize = 4_096;
-/// The most spans in one request.
 const REQUEST: usize = 512;
 /// The longest wait of a span for others to send with it.
 const DELAY: Duration = Duration::from_secs(1);
@@ -52,7 +51,6 @@ pub(super) fn span_queue(endpoint: &str) -> Result<impl SpanProcessor + 'static,
 /// thread, which alone logs it.
 #[derive(Debug, Default)]
 struct Losses {
-    /// Spans in the queue.
     waiting: AtomicUsize,
     /// Spans lost since the last log line.
     lost: AtomicU64,
@@ -96,7 +94,6 @@ struct SpanQueue {
 }
 
 impl SpanQueue {
-    /// Starts the thread.
     fn before(exporter: Watched<impl SpanExporter + 'static>) -> Self {
         let losses = exporter.losses.clone();
         let sizes = BatchConfigBuilder::default()

@@ -273,7 +273,6 @@ impl Default for Span {
 }
 
 impl Counters {
-    /// Counts something.
     pub(super) fn count(&self, count: impl FnOnce(&mut Stats)) {
         count(&mut self.lock().stats);
     }

@@ -37,12 +37,10 @@ impl Drop for Begun {
 }
 
 impl Traced {
-    /// No span.
     pub(in crate::worker) fn not() -> Self {
         Self(None)
     }
 
-    /// Begins the span of `task`.
     pub(in crate::worker) fn begin(traces: &Traces, task: &Task, redeliveries: i64) -> Self {
         let header = |name| task.message.properties.headers.get(name).and_then(|value| value.as_str());
         let span = traces.task(|| Came {
@@ -92,7 +90,6 @@ impl Traced {
         }
     }
 
-    /// The task will be tried again.
     pub(in crate::worker) fn retried(&self, error: &TaskError) {
         let Some(span) = self.recorded() else { return };
         span.tell("sconce.status", "retried");

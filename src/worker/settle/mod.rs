@@ -58,7 +58,6 @@ pub(super) struct Settlement {
     /// Tasks whose reply queue accepts nothing.
     pub(super) stalled: Stalled,
     pub(super) counters: Arc<Counters>,
-    /// The phase of the worker's stop.
     pub(super) stop: Stop,
     /// The number of the latest session that is over. Written by the intake, read before a reply is published:
     /// the task will be delivered again, and should be answered only once.
@@ -83,7 +82,6 @@ pub(super) struct Waits {
     pub(super) own: Duration,
 }
 
-/// A task with its delivery.
 pub(super) struct Accepted {
     pub(super) task: Arc<Task>,
     pub(super) delivery: DeliveryReceipt,
@@ -243,7 +241,6 @@ impl Settlement {
         self.answer(accepted, Err(&error), (timings, Parked::Already)).await
     }
 
-    /// Publishes the task to the dead-letter queue.
     async fn dead_letter(
         &self,
         accepted: &Accepted,
@@ -262,7 +259,6 @@ impl Settlement {
         self.park(message, reason).await
     }
 
-    /// Answers the task, and counts it.
     async fn answer(
         &self,
         accepted: &Accepted,

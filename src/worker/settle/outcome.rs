@@ -9,7 +9,6 @@ use crate::config::Retry;
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::{Body, TaskError, TaskErrorKind};
 
-/// What happened to a task.
 #[derive(Debug)]
 pub(in crate::worker) enum Outcome {
     /// The model's answer: the reply's body.
@@ -29,7 +28,6 @@ pub(in crate::worker) enum Outcome {
 /// How a task may be tried again.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::worker) struct Tries<'a> {
-    /// The pool's rules.
     pub(in crate::worker) retry: &'a Retry,
     /// Which attempt this was, counting from 1.
     pub(in crate::worker) attempt: u32,
@@ -42,9 +40,7 @@ pub(in crate::worker) struct Tries<'a> {
 /// What becomes of the task's message.
 #[derive(Debug)]
 pub(in crate::worker) enum Disposition {
-    /// Reply, then ack.
     ReplyAndAck(Body),
-    /// Error reply, then ack.
     ReplyErrorAndAck(TaskError),
     /// Publish the task again with this delay, then ack.
     Retry(Delay, TaskError),

@@ -50,7 +50,6 @@ impl<'a> Parts<'a> {
         Some(Self { settlement, task, queue, place, sending: None, not_before, reaches_nobody: false })
     }
 
-    /// The next part may be sent.
     pub(in crate::worker) fn is_ready(&self) -> bool {
         self.sending.is_none() && !self.reaches_nobody && self.not_before <= Instant::now()
     }

@@ -36,7 +36,6 @@ pub(in crate::worker) struct Place<'a> {
 }
 
 impl Stalled {
-    /// For a worker that holds `prefetch` messages.
     pub(in crate::worker) fn new(prefetch: u16, most_bytes: u64) -> Self {
         let most_bytes = usize::try_from(most_bytes).unwrap_or(usize::MAX);
         let tasks = VecDeque::new();
@@ -45,7 +44,6 @@ impl Stalled {
         stalled
     }
 
-    /// The prefetch has changed.
     pub(in crate::worker) fn set_prefetch(&self, prefetch: u16) {
         let mut waiting = self.lock();
         waiting.most = usize::from(prefetch) / 2;

@@ -21,7 +21,6 @@ pub(super) enum Settled {
     Requeued(u64),
 }
 
-/// What a queue does with messages.
 #[derive(Clone, Debug)]
 pub(super) enum Does {
     Answer(Published),
@@ -30,7 +29,6 @@ pub(super) enum Does {
     Nothing,
 }
 
-/// The queue. Clones share it.
 #[derive(Clone, Default)]
 pub(super) struct Memory(Arc<Shared>);
 
@@ -87,12 +85,10 @@ impl Memory {
         }
     }
 
-    /// Whether a worker consumes.
     pub(super) fn has_session(&self) -> bool {
         self.lock().deliveries.is_some()
     }
 
-    /// Sets what a queue does with messages.
     pub(super) fn queue(&self, name: &str, does: Does) {
         self.lock().queues.insert(name.to_owned(), does);
     }
@@ -101,7 +97,6 @@ impl Memory {
         self.lock().settled.clone()
     }
 
-    /// The messages published to a queue.
     pub(super) fn published(&self, queue: &str) -> Vec<Message> {
         let state = self.lock();
         state.published.iter().filter(|(to, _)| to == queue).map(|(_, message)| message.clone()).collect()

@@ -49,7 +49,6 @@ impl Lines {
     }
 }
 
-/// A running worker and its queue.
 struct Rig {
     memory: Memory,
     stop: Stop,
@@ -102,7 +101,6 @@ impl Rig {
         }
     }
 
-    /// Waits until a task is on the device.
     async fn computes(&self, id: &str) {
         let is_there = |event: &Event| match event {
             Event::Forward { tasks } => tasks.iter().any(|task| task.id == id),
@@ -111,7 +109,6 @@ impl Rig {
         self.hears(is_there).await;
     }
 
-    /// Waits for the worker's end.
     async fn end(self) -> (Result<Ended, WorkerError>, Vec<Event>) {
         let ended = self.worker.await.unwrap();
         self.control.reporter.flush().await;
