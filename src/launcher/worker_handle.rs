@@ -149,7 +149,7 @@ impl WorkerHandle {
                 self.kill();
             }
             WorkerEvent::Lost(error) => {
-                tracing::error!(slot = self.assignment.slot, %error, "cannot watch the worker process any more");
+                tracing::error!(slot = self.assignment.slot, %error, "cannot watch the worker any more");
                 return Some(None);
             }
         }
