@@ -1,5 +1,5 @@
-//! What the devices themselves say (memory, use), for the metrics. Asks the driver on a thread of its
-//! own, since a broken one may not answer; while it does not, the last answer stands.
+//! The devices' own values (memory, use), for the metrics. Asks the driver on a thread of its own, since a
+//! broken driver may not answer; until it does, its last answer is used.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug)]
 pub(super) struct Devices {
     last: Arc<Mutex<Gpus>>,
-    /// One question at a time: those behind it read the last answer.
+    /// One query at a time: others use the last answer.
     asking: Arc<Semaphore>,
 }
 
@@ -26,7 +26,7 @@ impl Default for Devices {
 }
 
 impl Devices {
-    /// What they say now, or said last.
+    /// The driver's answer, or its last one if it takes too long.
     pub(super) async fn look(&self) -> Gpus {
         if let Ok(permit) = self.asking.clone().try_acquire_owned() {
             let last = self.last.clone();

@@ -1,15 +1,14 @@
-//! Whether a launcher lives, is ready, has started: by what stands on its board. Alive means progress:
-//! a worker that is stuck in a forward pass, or says nothing any more, is not alive, though its
-//! process is. Pure.
+//! Whether a launcher is live, ready, and started, by its status board. Live means progress: a worker that is
+//! stuck in a forward pass or sends nothing is not live, though its process runs. Pure.
 
 use std::collections::BTreeMap;
 
 use crate::launcher::status_board::{Entry, SlotStatus};
 
-/// What is asked.
+/// A health check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Check {
-    /// Nothing is stuck.
+    /// No worker is stuck.
     Live,
     /// Every pool has a worker that takes tasks.
     Ready,
@@ -18,7 +17,7 @@ pub enum Check {
 }
 
 impl Check {
-    /// Under which path it is served.
+    /// The URL path of the check.
     pub fn path(self) -> &'static str {
         match self {
             Self::Live => "/livez",
@@ -28,8 +27,7 @@ impl Check {
     }
 }
 
-/// The answer: whether it is so, and what is to be said of it, a line each. `stopping`: the launcher is
-/// told to.
+/// The result of a check, with lines that explain it. `stopping`: the launcher has been told to stop.
 pub(super) fn answer(check: Check, status: &SlotStatus, stopping: bool) -> (bool, Vec<String>) {
     let wrong = match check {
         Check::Live => stuck(status),
@@ -42,7 +40,7 @@ pub(super) fn answer(check: Check, status: &SlotStatus, stopping: bool) -> (bool
     (wrong.is_empty(), wrong.iter().cloned().chain(slots).collect())
 }
 
-/// Where a slot stands, and what hinders its worker.
+/// The state of a slot, and the problem of its worker.
 fn slot_line(entry: &Entry) -> String {
     let (slot, state) = (&entry.report.slot, entry.report.state.name());
     let now = entry.report.stats.as_ref().map(|stats| &stats.now);
@@ -54,7 +52,7 @@ fn slot_line(entry: &Entry) -> String {
     }
 }
 
-/// It waits for tasks or computes, and has a broker to take more from.
+/// Whether the slot waits for tasks or computes, and has a session with the broker.
 fn takes_tasks(entry: &Entry) -> bool {
     entry.report.state.works() && entry.report.stats.as_ref().is_some_and(|stats| stats.now.connected)
 }
@@ -71,7 +69,7 @@ fn stuck(status: &SlotStatus) -> Vec<String> {
     words.collect()
 }
 
-/// The pools of which no slot is so.
+/// The pools without a slot that satisfies `so`.
 fn without(status: &SlotStatus, so: impl Fn(&Entry) -> bool, words: &str) -> Vec<String> {
     let mut pools: BTreeMap<&str, bool> = BTreeMap::new();
     for entry in status.slots.values() {

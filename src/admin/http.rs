@@ -1,7 +1,7 @@
-//! What is served over HTTP: metrics for Prometheus, health for probes. Without a password, hence on
-//! the loopback address unless the settings say otherwise. Owns the listening socket and the connections.
-//! Each connection is accepted at once, so that a probe never waits for strangers; where as many are open as
-//! there may be, one that has not sent its request yet makes room.
+//! Serves metrics for Prometheus and health for probes over HTTP. There is no password, hence the loopback
+//! address unless the settings say otherwise. Owns the listening socket and the connections. Every connection
+//! is accepted at once, so that a probe never waits for other clients; beyond the limit, a connection that has
+//! not sent its request yet is closed.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -28,22 +28,22 @@ use super::metrics;
 use crate::launcher::status_board::{SlotStatus, StatusBoard};
 use crate::shutdown::{Phase, Stop};
 
-/// OpenMetrics, as the metrics are written.
+/// The content type of the metrics.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Connections open at once: a bound of the sockets, and of the requests being answered.
+/// The most open connections: limits the sockets, and the requests being answered.
 const CONNECTIONS: usize = 64;
 
 /// How long a connection may last, counted from its acceptance.
 #[derive(Clone, Copy)]
 struct Limits {
-    /// Until the whole head of its request has come.
+    /// Until the whole request head has arrived.
     head: Duration,
     /// In all.
     whole: Duration,
 }
 
-/// Those of the service. A probe sends its head in one packet; 2 s leave room for a lost one.
+/// A probe sends its head in one packet; 2 s leave time for a lost packet.
 const LIMITS: Limits = Limits { head: Duration::from_secs(2), whole: Duration::from_secs(10) };
 
 #[derive(Clone)]
@@ -53,10 +53,10 @@ struct Served {
     devices: Devices,
 }
 
-/// Serves until the runtime ends. Where another process listens already, it says so and serves nothing.
+/// Serves until the runtime ends. If another process listens on the address, logs that and serves nothing.
 ///
 /// # Errors
-/// The address is none of this host's, or not ours to use.
+/// The address is not of this host, or may not be used by this process.
 pub async fn serve(address: SocketAddr, board: Arc<StatusBoard>, stop: Stop) -> std::io::Result<()> {
     let listener = match TcpListener::bind(address).await {
         Ok(listener) => listener,
@@ -69,7 +69,7 @@ pub async fn serve(address: SocketAddr, board: Arc<StatusBoard>, stop: Stop) -> 
         }
         Err(error) => return Err(error),
     };
-    // The real one, where the settings say port 0.
+    // The actual address, if the settings say port 0.
     let address = listener.local_addr()?;
     tracing::info!(%address, "serving /metrics, /livez, /readyz and /startupz");
     tokio::spawn(accept(listener, router(board, stop), LIMITS));
@@ -85,14 +85,14 @@ fn router(board: Arc<StatusBoard>, stop: Stop) -> Router {
     router.with_state(served)
 }
 
-/// Accepts each connection at once. Where it is one too many, the oldest of those that have not sent their
-/// whole request head is closed; where all have, the oldest.
+/// Accepts each connection at once. If there are too many, closes the oldest one that has not sent its whole
+/// request head; if all have, the oldest.
 async fn accept(listener: TcpListener, router: Router, limits: Limits) {
-    // In the order in which they came.
+    // In order of acceptance.
     let mut open: Vec<Connection> = Vec::new();
     loop {
         let Ok((stream, _)) = listener.accept().await else {
-            // Out of descriptors, most likely.
+            // Most likely out of file descriptors.
             tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         };
@@ -105,9 +105,9 @@ async fn accept(listener: TcpListener, router: Router, limits: Limits) {
     }
 }
 
-/// An open connection: one request, one answer. Owned by [`accept`].
+/// An open connection, for one request and one answer. Owned by [`accept`].
 struct Connection {
-    /// Whether the whole head of its request has come. Set by the connection's task, read by [`accept`].
+    /// Whether the whole request head has arrived. Set by the connection's task, read by [`accept`].
     has_asked: Arc<AtomicBool>,
     task: JoinHandle<()>,
 }
@@ -116,7 +116,7 @@ impl Connection {
     fn start(stream: TcpStream, router: Router, limits: Limits) -> Self {
         let has_asked = Arc::new(AtomicBool::new(false));
         let (asked, routes) = (Arc::clone(&has_asked), TowerToHyperService::new(router));
-        // hyper calls it when it has read the whole head.
+        // hyper calls the service once it has read the whole head.
         let service = service_fn(move |request: Request<Incoming>| {
             asked.store(true, Ordering::Relaxed);
             routes.call(request)
@@ -164,12 +164,12 @@ mod tests {
 
     const PROBE: &str = "GET /livez HTTP/1.1\r\nhost: x\r\n\r\n";
     const SLOW: &str = "GET /slow HTTP/1.1\r\nhost: x\r\n\r\n";
-    /// Long enough for anything that happens at all, on a busy machine.
+    /// Longer than anything takes, even on a busy machine.
     const PATIENCE: Duration = Duration::from_secs(40);
-    /// Longer than any test: nothing is closed because its time is over.
+    /// Longer than any test: no connection is closed for its age.
     const NEVER: Limits = Limits { head: Duration::from_secs(3_600), whole: Duration::from_secs(3_600) };
 
-    /// Serves within these limits; where.
+    /// Starts a server with these limits; returns its address.
     async fn served(router: Router, limits: Limits) -> SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -177,12 +177,12 @@ mod tests {
         address
     }
 
-    /// The health of a launcher without slots.
+    /// The routes of a launcher without slots.
     fn of_nothing() -> Router {
         router(Arc::new(StatusBoard::default()), Stop::default())
     }
 
-    /// `/livez`, and `/slow`, which counts who has asked in `asked` and answers once `go` has permits.
+    /// `/livez`, and `/slow`, which counts its requests in `asked` and answers once `go` has permits.
     fn slow(asked: &Arc<Semaphore>, go: &Arc<Semaphore>) -> Router {
         let (asked, go) = (Arc::clone(asked), Arc::clone(go));
         let answer = move || async move {
@@ -193,17 +193,17 @@ mod tests {
         Router::new().route("/slow", get(answer)).route("/livez", get(|| async { "lives" }))
     }
 
-    /// A connection that has sent this.
+    /// A connection on which `sent` has been sent.
     async fn connection(address: SocketAddr, sent: &str) -> TcpStream {
         let mut stream = TcpStream::connect(address).await.unwrap();
         stream.write_all(sent.as_bytes()).await.unwrap();
         stream
     }
 
-    /// What comes until the server closes the connection.
+    /// What the server sends until it closes the connection.
     async fn answer(mut stream: TcpStream) -> String {
         let mut text = Vec::new();
-        // The server resets a connection of which it has not read all: that is an end too.
+        // The server resets a connection that it has not read completely; that counts as closed too.
         let _ = timeout(PATIENCE, stream.read_to_end(&mut text)).await.expect("the server closes it");
         String::from_utf8(text).unwrap()
     }
@@ -213,13 +213,13 @@ mod tests {
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     }
 
-    /// How long the server leaves a connection open that sends this, and then `more` ten times a second.
+    /// How long the server keeps a connection open on which `sent`, then ten times a second `more`, is sent.
     async fn lasts(address: SocketAddr, sent: &str, more: &str) -> Duration {
         let begun = Instant::now();
         let mut stream = connection(address, sent).await;
         while timeout(Duration::from_millis(100), stream.read(&mut [0])).await.is_err() {
             assert!(begun.elapsed() < PATIENCE, "the server does not close it");
-            // Where it has been closed meanwhile, the next read says so.
+            // If the connection is closed meanwhile, the next read shows that.
             let _ = stream.write_all(more.as_bytes()).await;
         }
         begun.elapsed()

@@ -1,5 +1,5 @@
-//! The board as Prometheus reads it: names, units and labels. `docs/metrics.md` lists them. Counts are
-//! of a slot through all the lives of its workers, since the launcher started.
+//! The board as Prometheus metrics: names, units and labels, listed in `docs/metrics.md`. Counts belong to a
+//! slot and continue from one worker to the next, since the launcher started.
 
 use std::collections::BTreeSet;
 use std::fmt::{self, Debug};
@@ -23,7 +23,7 @@ pub(super) fn render(board: Arc<StatusBoard>, gpus: Gpus) -> String {
     let mut registry = Registry::with_prefix("sconce");
     registry.register_collector(Box::new(Page { board, gpus }));
     let mut page = String::new();
-    // Writing to a string does not fail.
+    // Writing to a string never fails.
     let _ = prometheus_client::encoding::text::encode(&mut page, &registry);
     page
 }
@@ -47,7 +47,6 @@ impl Collector for Page {
     }
 }
 
-/// Labels of one value, and what it is.
 type Labels<'a> = Vec<(&'static str, &'a str)>;
 
 struct Out<'a, 'b> {
@@ -64,7 +63,7 @@ impl Out<'_, '_> {
         self.encoder.encode_descriptor(name, help, None, kind)
     }
 
-    /// A sum that only grows; its name is written with `_total`.
+    /// A sum that only grows; the library appends `_total` to its name.
     fn counter<'v>(
         &mut self,
         name: &'static str,
@@ -108,7 +107,7 @@ impl Out<'_, '_> {
     }
 }
 
-/// The labels that every value of a slot has.
+/// The labels of every value of a slot.
 fn slot(entry: &Entry) -> Labels<'_> {
     vec![("pool", &entry.report.pool), ("slot", &entry.report.slot)]
 }
@@ -119,7 +118,7 @@ fn with<'a>(entry: &'a Entry, name: &'static str, value: &'a str) -> Labels<'a> 
     labels
 }
 
-/// What was counted of each slot.
+/// The counts of each slot that has any.
 fn counted(status: &SlotStatus) -> impl Iterator<Item = (&Entry, &Stats)> {
     status.slots.values().filter_map(|entry| Some((entry, &**entry.report.stats.as_ref()?)))
 }
@@ -171,8 +170,8 @@ fn of_tasks(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     out.histogram("task_stage_duration_seconds", help, (&SECONDS, stages))
 }
 
-/// Every status with every reason that goes with it. All have a series from the start on: one that began
-/// with its first event would hide that from `increase()`.
+/// Every status with every reason that goes with it. All series exist from the start: `increase()` would miss
+/// the first event of a series that began with it.
 fn known_answers() -> BTreeSet<(&'static str, &'static str)> {
     let errors = TaskErrorKind::ALL.map(|kind| {
         let (status, _, _, code) = kind.wire();

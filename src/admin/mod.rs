@@ -1,13 +1,13 @@
-//! The operator's side of a running launcher: metrics and health over HTTP, remote control over the
-//! broker. Reads the launcher's board, and asks the launcher by its handle; owns neither.
+//! The operator's access to a running launcher: metrics and health over HTTP, remote control over the broker.
+//! Reads the launcher's board and uses its handle; owns neither.
 //!
 //! | file | decides |
 //! |---|---|
 //! | `http` | what is served under which path |
 //! | `health` | whether the launcher lives, is ready, has started |
-//! | `metrics` | names, units and labels of what is counted |
-//! | `devices` | what the devices themselves say, and how often they are asked |
-//! | `remote` | what a request does, and what its answer says |
+//! | `metrics` | names, units and labels of the metrics |
+//! | `devices` | how often the driver is asked for the devices' values |
+//! | `remote` | what a request does, and what its answer contains |
 
 #[cfg(feature = "http")]
 mod devices;

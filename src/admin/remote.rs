@@ -1,6 +1,6 @@
-//! Remote control at a launcher: takes requests from the control exchange one by one, has the
-//! launcher obey, answers with the slots that were meant. Decides what a request does; who is meant,
-//! its routing key says, which the broker's topic permissions can restrict. Owns the link.
+//! Remote control of a launcher: takes requests from the control exchange one by one, has the launcher carry
+//! them out, and answers for the addressed slots. Decides what a request does; its routing key says which slots
+//! are addressed, so that the broker's topic permissions can restrict it. Owns the connection.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,39 +14,39 @@ use crate::launcher::status_board::StatusBoard;
 use crate::protocol::admin::{Answer, Request, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
 
-/// Longest wait for slots to take an order: they obey at once, or their worker does not read.
+/// The longest wait for slots to take an order: they do so at once, unless their worker does not read.
 const OBEYING: Duration = Duration::from_secs(5);
-/// Longest wait for the broker to take an answer.
+/// The longest wait for the broker to accept an answer.
 const ANSWERING: Duration = Duration::from_secs(5);
-/// Largest request.
+/// The largest request in bytes.
 const LONGEST: usize = 64 << 10;
 
 /// The launcher that is controlled.
 pub struct Place {
     /// Its host's name.
     pub host: String,
-    /// What is known of its slots.
+    /// The board with the state of its slots.
     pub board: Arc<StatusBoard>,
-    /// By which it is asked.
+    /// The handle that takes orders.
     pub handle: Handle,
-    /// Sets its own log filter, or says what is wrong with one.
+    /// Sets the launcher's own log filter, or returns what is wrong with it.
     pub log_filter: fn(&str) -> Result<(), String>,
-    /// Its one permit is held while a request is being answered.
+    /// One permit, held while a request is being answered.
     pub answering: Semaphore,
 }
 
-/// Serves requests until the broker refuses us or is gone for too long.
+/// Serves requests until the broker refuses the connection or is away for too long.
 ///
 /// # Errors
-/// It refuses, or is gone.
+/// The broker refuses the connection, or is away.
 pub async fn control(mut link: BrokerSession, place: &Place) -> Result<(), BrokerError> {
     loop {
         match link.consumer.next().await? {
             Event::Delivery(delivery) => {
-                // Held until the answer is out: a launcher that ends by this request waits for it.
+                // Held until the answer is sent: a launcher that ends by this request waits for that.
                 let _answering = place.answering.acquire().await;
                 answer(&link, place, &delivery).await;
-                // Not before: with one request in hand at a time, those behind it expire at the broker.
+                // Acked last: with a prefetch of one, further requests can still expire at the broker.
                 link.acker.ack(delivery.delivery_tag).await;
             }
             Event::Lost { .. } => {}
@@ -58,11 +58,11 @@ pub async fn control(mut link: BrokerSession, place: &Place) -> Result<(), Broke
 async fn answer(link: &BrokerSession, place: &Place, delivery: &Delivery) {
     let Some(answer) = place.serve(delivery).await else { return };
     let Some(reply_to) = &delivery.message.properties.reply_to else { return };
-    // Whoever asked may be gone: then nobody misses the answer.
+    // If the requester is gone, an unroutable answer is not an error.
     let answered = Arc::new(answered(&delivery.message, &answer));
     let published = tokio::time::timeout(ANSWERING, link.publisher.publish(reply_to, answered)).await;
     if !matches!(published, Ok(Ok(Published::Confirmed))) {
-        tracing::debug!(?published, reply_to, "remote control: nobody took the answer");
+        tracing::debug!(?published, reply_to, "remote control: the answer was not delivered");
     }
 }
 
@@ -77,7 +77,7 @@ fn answered(request: &Message, answer: &Answer) -> Message {
 }
 
 impl Place {
-    /// Does what is asked. None: nobody here is meant, and others may be.
+    /// Carries out a request. None: it addresses no slot here, but may address others elsewhere.
     async fn serve(&self, delivery: &Delivery) -> Option<Answer> {
         let key = delivery.routing_key.as_deref().unwrap_or_default();
         let Some(target) = Target::of_routing_key(key) else {
@@ -109,7 +109,7 @@ impl Place {
         Some(self.answer(&request, &target, &outcomes))
     }
 
-    /// Has the slots obey; nothing for a question.
+    /// Has the slots carry out the order; does nothing for a query.
     async fn obey(&self, request: &Request, target: &Target) -> Result<BTreeMap<String, Outcome>, String> {
         let order = match request {
             Request::Ping | Request::Stats | Request::Active => return Ok(BTreeMap::new()),

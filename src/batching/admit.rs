@@ -1,28 +1,28 @@
-//! Which sequences run, and which rows a step computes. Owns the sequences that wait, in their order, and of
-//! those that run how much of their prompts is left and how many tokens are reserved for them.
+//! Decides which sequences run, and which rows a step computes. Owns the waiting sequences in their order, and
+//! for each running one the tokens left of its prompt and the tokens reserved for it.
 //!
-//! - A sequence is admitted when a slot is free and all the tokens that its prompt and answer may have can be
-//!   reserved: none runs out half way.
-//! - Sequences are admitted strictly in order, so that a large one is not overtaken for ever by small ones.
-//!   The order is the time of arrival; a level of priority counts as [`AGEING`] of waiting.
-//! - A step has first a row for each sequence whose prompt is fed (1 token), then chunks of prompts, in the
-//!   order of admission, within the step's tokens. No more sequences run than a step has tokens, so that a
-//!   prompt always goes on.
+//! - A sequence is admitted when a slot is free and all tokens of its prompt and its longest answer can be
+//!   reserved. So no sequence runs out of room half way.
+//! - Sequences are admitted strictly in order, so that small ones never starve a large one. The order is the
+//!   time of arrival; one level of priority counts as [`AGEING`] of waiting.
+//! - A step first has a row (1 token) for each sequence whose prompt is fed, then chunks of prompts in the
+//!   order of admission, within the step's tokens. No more sequences run than a step has tokens, so that every
+//!   prompt makes progress.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// What one level of priority is worth, in waiting time.
+/// The waiting time that one level of priority is worth.
 pub const AGEING: Duration = Duration::from_secs(5);
 
-/// The bounds.
+/// The scheduler's bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Sequences that run at once.
     pub sequences: usize,
-    /// Tokens that may be reserved for all that run.
+    /// Tokens that may be reserved for all running sequences.
     pub reserved_tokens: usize,
-    /// Tokens of one step.
+    /// Tokens in one step.
     pub step_tokens: usize,
 }
 
@@ -31,11 +31,11 @@ pub struct Limits {
 pub struct Request {
     /// Tokens of its prompt, 1 at least.
     pub prompt: usize,
-    /// Tokens that its answer may have.
+    /// The most tokens that its answer may have.
     pub answer: usize,
-    /// The higher, the sooner.
+    /// A higher number runs sooner.
     pub priority: u8,
-    /// It runs with other isolated ones alone.
+    /// It runs only with other isolated sequences.
     pub isolated: bool,
 }
 
@@ -45,18 +45,18 @@ impl Request {
     }
 }
 
-/// A row of a step: so many tokens of the sequence `key` in `slot`.
+/// A row of a step: `take` tokens of the sequence `key` in `slot`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Row<K> {
-    /// Whose.
+    /// The sequence.
     pub key: K,
-    /// Where it runs.
+    /// The slot in which it runs.
     pub slot: usize,
-    /// Tokens that it is fed.
+    /// Tokens that the sequence is fed.
     pub take: usize,
 }
 
-/// Where a sequence stands among those that wait.
+/// The sort key of waiting sequences.
 type Order = (Instant, u64);
 
 #[derive(Clone, Copy)]
@@ -66,19 +66,19 @@ struct Running<K> {
     order: Order,
     /// Tokens of its prompt that are not fed yet.
     prompt_left: usize,
-    /// The step that it was in last.
+    /// The last step that had this sequence.
     step: u64,
-    /// Counts admissions.
+    /// Number of its admission, counting up.
     admitted: u64,
 }
 
 /// The sequences of one device.
 pub struct Scheduler<K> {
     limits: Limits,
-    /// As they were set, without what the device's memory has shown since.
+    /// The limits as they were set, before memory failures reduced them.
     asked: Limits,
     waiting: BTreeMap<Order, (K, Request)>,
-    /// By slot.
+    /// Indexed by slot.
     running: Vec<Option<Running<K>>>,
     reserved: usize,
     arrivals: u64,
@@ -87,7 +87,7 @@ pub struct Scheduler<K> {
 }
 
 impl<K: Copy + PartialEq> Scheduler<K> {
-    /// Without sequences.
+    /// A scheduler without sequences.
     pub fn new(limits: Limits) -> Self {
         let mut scheduler = Self {
             limits,
@@ -103,7 +103,7 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         scheduler
     }
 
-    /// From now on. What runs beyond them goes on to its end.
+    /// Changes the limits. Running sequences beyond them continue to their end.
     pub fn set_limits(&mut self, limits: Limits) {
         let step_tokens = limits.step_tokens.max(1);
         let sequences = limits.sequences.min(step_tokens);
@@ -113,22 +113,21 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         self.running.resize(most, None);
     }
 
-    /// From now on, steps of at most so many tokens, and no more sequences than that. Those that run beyond
-    /// take turns.
+    /// Limits steps to `tokens` tokens, and to as many sequences. If more are running, they take turns.
     pub fn limit_step(&mut self, tokens: usize) {
         self.limits.step_tokens = tokens.clamp(1, self.asked.step_tokens);
         self.limits.sequences = self.asked.sequences.min(self.limits.step_tokens);
     }
 
-    /// Takes a sequence, to run when its turn has come. One of more tokens than may be reserved would wait for
-    /// ever, and others behind it.
+    /// Enqueues a sequence. The caller must refuse one that needs more tokens than may be reserved: it would
+    /// never run, and would block those after it.
     pub fn enqueue(&mut self, key: K, request: Request, now: Instant) {
         let later = AGEING * u32::from(u8::MAX - request.priority);
         self.arrivals += 1;
         self.waiting.insert((now + later, self.arrivals), (key, request));
     }
 
-    /// The sequence is at its end, or is not wanted any more. Returns its slot, if it has one.
+    /// Removes a sequence that has ended or is not wanted any more. Returns its slot, if it has one.
     pub fn leave(&mut self, key: K) -> Option<usize> {
         if let Some(order) = self.waiting.iter().find(|(_, (of, _))| *of == key).map(|(order, _)| *order) {
             self.waiting.remove(&order);
@@ -145,7 +144,7 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         Some(running)
     }
 
-    /// Admits what may run now, `isolated` ones alone or any. Returns keys and slots.
+    /// Admits the sequences that may run now; only isolated ones if `isolated`. Returns keys and slots.
     pub fn admit(&mut self, isolated: bool) -> Vec<(K, usize)> {
         let mut admitted = Vec::new();
         while let Some((order, key, request)) = self.next(isolated) {
@@ -161,8 +160,8 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         admitted
     }
 
-    /// Where only isolated sequences may run and the next of them finds no room: the ordinary one that was
-    /// admitted last makes room. It waits again, at its old place, and begins anew.
+    /// When only isolated sequences may run and the next one finds no room: stops the ordinary sequence that
+    /// was admitted last. That one waits again at its old place, and begins anew.
     pub fn preempt(&mut self) -> Option<(K, usize)> {
         let (_, _, request) = self.next(true)?;
         if self.room_for(&request).is_some() {
@@ -176,7 +175,7 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         Some((key, slot))
     }
 
-    /// The rows of the next step, of `isolated` sequences alone or of all.
+    /// The rows of the next step; only of isolated sequences if `isolated`.
     pub fn rows(&self, isolated: bool) -> Vec<Row<K>> {
         let runs = |running: &Running<K>| running.request.isolated || !isolated;
         let slots = self.running.iter().enumerate();
@@ -202,7 +201,7 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         rows
     }
 
-    /// A row was computed.
+    /// Records that a row was computed.
     pub fn advance(&mut self, row: &Row<K>) {
         self.steps += 1;
         if let Some(running) = self.running.get_mut(row.slot).and_then(Option::as_mut) {
@@ -211,17 +210,17 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         }
     }
 
-    /// Those that run.
+    /// The running sequences.
     pub fn running(&self) -> impl Iterator<Item = K> {
         self.running.iter().flatten().map(|it| it.key)
     }
 
-    /// How many wait.
+    /// The number of waiting sequences.
     pub fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Tokens that are reserved.
+    /// The number of reserved tokens.
     pub fn reserved(&self) -> usize {
         self.reserved
     }
@@ -231,7 +230,7 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         waiting.find(|(.., request)| request.isolated || !isolated)
     }
 
-    /// The first free slot, if the sequence's tokens can be reserved too.
+    /// A free slot for the sequence, if its tokens can be reserved too.
     fn room_for(&self, request: &Request) -> Option<usize> {
         let fits = self.reserved.saturating_add(request.tokens()) <= self.limits.reserved_tokens;
         let runs = self.running.iter().flatten().count();
@@ -362,7 +361,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes: bounds hold at each step, and each sequence ends.
+        /// For any input the bounds hold at each step, and each sequence ends.
         #[test]
         fn bounds_hold_and_nobody_starves(
             limits in (1_usize..6, 20_usize..200, 1_usize..40),
@@ -398,7 +397,7 @@ mod tests {
                 prop_assert!(rows.iter().map(|row| row.take).sum::<usize>() <= step_tokens);
                 prop_assert!(rows.len() <= sequences);
                 if steps == shrinks {
-                    // The device's memory takes less from now on.
+                    // The device's memory takes less from here on.
                     scheduler.limit_step(step_tokens / 2);
                 }
                 let idle = scheduler.waiting() == 0 && scheduler.running().next().is_none();

@@ -1,4 +1,4 @@
-//! When a batch of one pass is full, due or flushed. Owns the inputs that wait, in order of arrival.
+//! Decides when a batch of one-pass inputs is full or due. Owns the waiting inputs, in order of arrival.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -6,21 +6,21 @@ use std::time::{Duration, Instant};
 /// The bounds of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
-    /// Most tokens, except that an input over it goes alone.
+    /// The most tokens; an input larger than this goes alone.
     pub max_tokens: usize,
-    /// Most inputs.
+    /// The most inputs.
     pub max_requests: usize,
-    /// Longest wait of the oldest input for others that are on their way.
+    /// The longest time that the oldest input waits for others that are on their way.
     pub max_delay: Duration,
 }
 
-/// What the device could do with a batch.
+/// Whether the device can use a batch now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
-    /// Computes nothing: any batch is welcome.
+    /// It computes nothing: any batch is useful.
     Idle,
-    /// Computes, and has room for one batch behind: only a full one is worth handing over, since a
-    /// partial one may still grow.
+    /// It computes, and can queue one more batch. Only a full batch is submitted, since a partial one may still
+    /// grow.
     Busy,
 }
 
@@ -39,7 +39,7 @@ struct Waiting<T> {
     since: Instant,
 }
 
-/// Inputs that wait for a batch.
+/// The inputs that wait for a batch.
 pub struct Batcher<T> {
     policy: Policy,
     waiting: VecDeque<Waiting<T>>,
@@ -47,39 +47,39 @@ pub struct Batcher<T> {
 }
 
 impl<T> Batcher<T> {
-    /// An empty one.
+    /// A batcher without inputs.
     pub fn new(policy: Policy) -> Self {
         Self { policy, waiting: VecDeque::new(), tokens: 0 }
     }
 
-    /// From now on, batches of at most so many tokens.
+    /// Limits further batches to `most` tokens.
     pub fn limit_tokens(&mut self, most: usize) {
         self.policy.max_tokens = most;
     }
 
-    /// From now on, batches within these bounds.
+    /// Changes the bounds of further batches.
     pub fn set_policy(&mut self, policy: Policy) {
         self.policy = policy;
     }
 
-    /// Inputs that wait.
+    /// The number of waiting inputs.
     pub fn len(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Nothing waits.
+    /// Whether no input waits.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// Adds an input behind those that wait.
+    /// Adds an input after those that wait.
     pub fn push(&mut self, input: T, tokens: usize, now: Instant) {
         self.tokens += tokens;
         self.waiting.push_back(Waiting { input, tokens, since: now });
     }
 
-    /// The next batch, if one is ready. `expecting`: further inputs are on their way, so that an
-    /// idle device may wait for them up to `max_delay`; without, it never waits.
+    /// The next batch, if one is ready. `expecting`: further inputs are on their way, so an idle device may
+    /// wait for them up to `max_delay`. Otherwise it does not wait.
     pub fn take(&mut self, now: Instant, device: Device, expecting: bool) -> Option<Batch<T>> {
         self.is_ready(now, device, expecting).then(|| self.cut())
     }
@@ -93,7 +93,7 @@ impl<T> Batcher<T> {
         ready && !self.is_empty()
     }
 
-    /// When the oldest input has waited long enough.
+    /// When the oldest input will have waited for `max_delay`.
     pub fn due(&self) -> Option<Instant> {
         self.waiting.front().map(|oldest| oldest.since + self.policy.max_delay)
     }

@@ -1,9 +1,9 @@
-//! What goes through the device together. Pure state machines: time is passed in; they know neither what a
-//! task is nor any clock or channel.
+//! Decides what the device computes together. Pure state machines: time is passed in; they know no task, clock
+//! or channel.
 //!
 //! | file | decides |
 //! |---|---|
-//! | `fill` | when a batch of one pass is full, due or flushed |
+//! | `fill` | when a batch of one-pass inputs is full or due |
 //! | `admit` | which sequences run, and which rows a step computes |
 
 pub mod admit;

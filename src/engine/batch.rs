@@ -1,6 +1,6 @@
-//! One batch through a model of one pass, and what a failure means. A batch that fails is halved until the
-//! culprit is alone. Before that one is blamed, and before the worker takes any work at all, the probe has to
-//! pass: where it does not, the device is broken, and no task is answered for it. Owns the network.
+//! One batch of a one-pass model, and what its failure means. A failed batch is halved until the failing input
+//! is alone. Before that input is blamed, and before the worker takes any work, the probe must pass: if the
+//! probe fails, the device is broken and no task is answered. Owns the network.
 
 use std::time::Instant;
 
@@ -10,15 +10,15 @@ use super::{Notices, Observer, Pass, now};
 use crate::model::{Forward, ForwardError, Processor, TaskError, TaskErrorKind};
 use crate::protocol::control::TaskName;
 
-/// What a forward pass gave: one entry an input, or nothing.
+/// The result of a forward pass: one entry for each input, or one error for the batch.
 pub(super) type Outcome<R> = Result<Vec<Result<<R as Processor>::Output, TaskError>>, ForwardError>;
 
-/// A network of one pass, at work.
+/// The loaded network of a one-pass model, with its probe.
 pub(super) struct Network<R: Processor, F> {
     network: F,
-    /// The probe's inputs; none where the model has no probe.
+    /// The probe's inputs; empty if the model has no probe.
     probe: Vec<R::Input>,
-    /// Tokens of the smallest batch that has found no memory since this was last asked for.
+    /// Tokens of the smallest batch that ran out of memory since the last call of `too_large`.
     too_large: Option<usize>,
     pub(super) notices: Notices,
     pub(super) observer: Box<dyn Observer>,
@@ -33,7 +33,7 @@ where
         Self { network, probe: Vec::new(), too_large: None, notices, observer }
     }
 
-    /// Computes the probe of `processor`, which is kept.
+    /// Computes the probe of `processor`, and keeps its inputs for later checks.
     ///
     /// # Errors
     /// Why the device cannot be trusted.
@@ -53,7 +53,7 @@ where
         outputs.into_iter().collect::<Result<_, _>>().map_err(|error| format!("a known input fails: {error}"))
     }
 
-    /// Whether the device is well, after something failed with this `error`.
+    /// After a failure with this `error`: computes the probe again, to check the device.
     fn check_device(&mut self, error: &str) -> Result<(), String> {
         if self.probe.is_empty() {
             return Ok(());
@@ -65,7 +65,7 @@ where
         self.network.is_asynchronous()
     }
 
-    /// Gives `items` to the device; `beside` are those that it computes meanwhile.
+    /// Submits `items` to the device. `beside`: the items that the device is still computing.
     pub(super) fn submit(
         &mut self,
         items: &[Item<R>],
@@ -76,12 +76,11 @@ where
         guarded(|| self.network.submit(&inputs))
     }
 
-    /// Waits for what was submitted with so many inputs.
     pub(super) fn wait(&mut self, pending: F::Pending, inputs: usize) -> Outcome<R> {
         counted(guarded(|| self.network.wait(pending))?, inputs)
     }
 
-    /// Gives each task of `items` its outputs, or finds the cause of the failure. Fails when the device did.
+    /// Delivers the outputs of `items`, or finds the input at fault. Fails if the device is broken.
     pub(super) fn settle(
         &mut self,
         items: &[Item<R>],
@@ -114,7 +113,7 @@ where
             let outcome = pending.and_then(|pending| self.wait(pending, half.len()));
             self.observer.mark_idle();
             self.settle(half, outcome, began, pass)?;
-            // At once: the other half may end this process.
+            // Told now, because computing the other half may end this process.
             self.notices.tell();
         }
         Ok(())
@@ -127,8 +126,8 @@ where
         began: Instant,
         pass: Pass,
     ) -> Result<(), String> {
-        // A model that blames itself for an input (a result that is no number, say) may stand on a broken
-        // device.
+        // The device may be broken when a model reports its own fault on an input (e.g. a result that is not a
+        // number).
         let own_fault = |output: &Result<_, TaskError>| {
             let error = output.as_ref().err()?;
             error.kind.blames_the_model().then(|| error.message.clone())
@@ -144,11 +143,11 @@ where
         Ok(())
     }
 
-    /// Tells the launcher which tasks are on the device, before they are.
+    /// Before a pass: tells the launcher which tasks will be on the device.
     pub(super) fn announce(&self, there: &[Item<R>], items: &[Item<R>]) {
         let mut tasks: Vec<TaskName> = Vec::with_capacity(there.len() + items.len());
         for item in there.iter().chain(items) {
-            // The inputs of a task stand together.
+            // The inputs of one task are adjacent.
             if tasks.last() != Some(&item.task().name) {
                 tasks.push(item.task().name.clone());
             }
@@ -156,13 +155,13 @@ where
         self.observer.on_device(tasks);
     }
 
-    /// Tokens of the smallest batch that has found no memory since the last call.
+    /// Tokens of the smallest batch that ran out of memory since the last call.
     pub(super) fn too_large(&mut self) -> Option<usize> {
         self.too_large.take()
     }
 }
 
-/// The outputs, if there is one for each input.
+/// The outputs, if their number is that of the inputs.
 fn counted<O>(outputs: Vec<O>, inputs: usize) -> Result<Vec<O>, ForwardError> {
     if outputs.len() == inputs {
         return Ok(outputs);

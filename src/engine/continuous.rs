@@ -1,9 +1,9 @@
-//! The loop of models whose sequences join and leave. Each turn takes in what has come, ends what is not
-//! wanted any more, admits sequences by the rules in `batching::admit`, and makes one step. Owns the network
-//! and the sequences; nothing of their state leaves this thread, and no reader of pieces holds up a step.
+//! The loop of models whose sequences join and leave. Each turn takes in new sequences, ends those that are no
+//! longer wanted, admits sequences by the rules in `batching::admit`, and computes one step. Owns the network
+//! and the sequences; their state never leaves this thread. A slow reader of pieces does not delay a step.
 //!
-//! A step that fails is made again with halves of its rows until the culprit is alone. Before that one is
-//! blamed the probe has to pass, as in `batch`. A device fault ends the loop.
+//! A step that fails is repeated with halves of its rows until the failing row is alone. Before that row is
+//! blamed, the probe must pass, as in `batch`. A device fault ends the loop.
 
 use std::collections::BTreeMap;
 use std::mem;
@@ -23,17 +23,16 @@ use crate::model::{
 };
 use crate::protocol::control::TaskName;
 
-/// Steps that a probe may take.
 const PROBE_STEPS: usize = 10_000;
-/// How often sequences that wait while nothing runs are looked at: their deadlines may pass.
+/// How often the loop checks waiting sequences for passed deadlines while nothing runs.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// How often the launcher is told what is on the device though that has not changed: it takes a worker that
-/// says nothing for long to be stuck.
+/// How often the launcher is told what is on the device even if that has not changed: the launcher takes a
+/// worker that sends nothing for long to be stuck.
 const ANNOUNCE_EVERY: Duration = Duration::from_secs(1);
 
-/// The sequences that have come and are not taken in yet.
+/// The queue of sequences that the loop has not taken in yet.
 pub(super) struct Sequences<R: Processor> {
-    /// Without what is kept for the probe.
+    /// The network's capacity, less what is reserved for the probe.
     capacity: Capacity,
     state: Mutex<State<R>>,
     waker: Waker,
@@ -42,9 +41,9 @@ pub(super) struct Sequences<R: Processor> {
 struct State<R: Processor> {
     arrived: Vec<(Item<R>, bool)>,
     is_isolated: bool,
-    /// As the loop knows it.
+    /// The value of isolation that the loop has read.
     known_isolated: bool,
-    /// Bounds that the loop does not go by yet.
+    /// New bounds that the loop has not read yet.
     policy: Option<Policy>,
     is_asleep: bool,
     is_closed: bool,
@@ -71,7 +70,7 @@ impl<R: Processor> Sequences<R> {
         }
     }
 
-    /// The loop is about to sleep. False: something has come.
+    /// Called before the loop sleeps. False: something new is in the queue.
     fn sleep(&self) -> bool {
         let mut state = self.lock();
         let is_unchanged = state.policy.is_none() && state.is_isolated == state.known_isolated;
@@ -85,7 +84,7 @@ impl<R: Processor> Queue<R> for Sequences<R> {
         self.change(|state| state.arrived.extend(items.into_iter().map(|item| (item, isolated))));
     }
 
-    /// A sequence joins when it comes: nothing is waited for.
+    /// Nothing to do: this loop never waits for further sequences.
     fn expect(&self, _: Expect) {}
 
     fn set_policy(&self, policy: Policy) {
@@ -124,17 +123,17 @@ impl<R: Processor> Queue<R> for Sequences<R> {
     }
 }
 
-/// A task that the model must be able to answer, preprocessed.
+/// The probe: a task that the model must be able to answer, preprocessed.
 pub(super) struct Probe<R: Processor> {
     context: R::Context,
     input: SizedInput<R::Input>,
 }
 
 impl<R: Processor> Probe<R> {
-    /// That of `processor`, if it has one.
+    /// The probe of `processor`, if it has one.
     ///
     /// # Errors
-    /// It is not one sequence.
+    /// The probe is not exactly one sequence.
     pub(super) fn of(processor: &R) -> Result<Option<Self>, String> {
         let Some(message) = processor.probe() else { return Ok(None) };
         let (context, mut inputs) =
@@ -145,7 +144,7 @@ impl<R: Processor> Probe<R> {
         }
     }
 
-    /// What is left of `capacity`: where a sequence fails, the probe runs in its place, and must find room.
+    /// `capacity` less the probe's tokens: when a sequence fails, the probe runs in its slot, and needs room.
     pub(super) fn beside(&self, capacity: Capacity) -> Capacity {
         let kept = self.input.tokens + self.input.answer_tokens;
         Capacity { tokens: capacity.tokens.saturating_sub(kept), ..capacity }
@@ -156,7 +155,7 @@ fn known_input_fails(error: &dyn std::fmt::Display) -> String {
     format!("a known input fails: {error}")
 }
 
-/// Feeds a sequence that is open so many tokens of its prompt, and makes steps until it is done.
+/// Feeds an open sequence `prompt` tokens, then makes steps until the sequence is done.
 fn run_to_end<G: Generate>(network: &mut G, slot: Slot, prompt: usize) -> Result<G::Output, String> {
     let mut take = prompt;
     for _ in 0..PROBE_STEPS {
@@ -171,35 +170,32 @@ fn run_to_end<G: Generate>(network: &mut G, slot: Slot, prompt: usize) -> Result
     Err(known_input_fails(&"it does not end"))
 }
 
-/// One sequence, waiting or running.
 struct Sequence<R: Processor> {
     item: Item<R>,
     /// None while it waits.
     slot: Option<Slot>,
-    /// Pieces that it has given in this run.
+    /// Pieces given in this run.
     given: usize,
-    /// Pieces that it gave before it had to make room, and gives again: the job has them.
+    /// Pieces that the job has already, from before this sequence was preempted. They are computed again.
     known: usize,
 }
 
-/// Names a sequence to the scheduler.
+/// Identifies a sequence to the scheduler.
 type Key = u64;
 
 type Results<G> =
     Vec<(Row<Key>, Result<Advance<<G as Generate>::Piece, <G as Generate>::Output>, TaskError>)>;
 
-/// The loop.
 pub(super) struct Continuous<R: Processor, G: Generate> {
     network: G,
     queue: Arc<Sequences<R>>,
     scheduler: Scheduler<Key>,
     sizing: Sizing,
     sequences: BTreeMap<Key, Sequence<R>>,
-    /// Of the sequence that came last.
     last: Key,
     /// The probe; none where the model has none.
     probe: Option<SizedInput<R::Input>>,
-    /// A step that was made, and what it gave.
+    /// A finished step that is not settled yet.
     made: Option<Made<G>>,
     /// Steps so far.
     number: u64,
@@ -232,7 +228,7 @@ where
         Self {
             network,
             queue,
-            // Until the first turn reads the policy.
+            // Placeholders until the first turn reads the policy.
             scheduler: Scheduler::new(Limits { sequences: 1, reserved_tokens: 0, step_tokens: 1 }),
             sizing: Sizing::new(1),
             sequences: BTreeMap::new(),
@@ -248,7 +244,7 @@ where
         }
     }
 
-    /// Computes the probe, which is kept.
+    /// Computes the probe, and keeps it for later checks.
     ///
     /// # Errors
     /// Why the device cannot be trusted.
@@ -271,7 +267,7 @@ where
         output
     }
 
-    /// Whether the device is well, after something failed with this `error` in a slot that is free now.
+    /// After a failure with this `error`: computes the probe in this slot, which is free now.
     fn check_device(&mut self, slot: usize, error: &str) -> Result<(), String> {
         if self.probe.is_none() {
             return Ok(());
@@ -279,7 +275,6 @@ where
         self.compute_probe(Slot(slot)).map(drop).map_err(|failure| format!("{failure} (after: {error})"))
     }
 
-    /// Goes by bounds.
     fn follow(&mut self, policy: Policy) {
         let Capacity { sequences, tokens, .. } = self.queue.capacity;
         self.sizing = Sizing::new(policy.max_tokens);
@@ -290,7 +285,7 @@ where
         });
     }
 
-    /// Takes in what has come. Returns whether only isolated sequences may run.
+    /// Takes in new sequences and settings. Returns whether only isolated sequences may run.
     fn take_in(&mut self) -> bool {
         let queue = self.queue.clone();
         let mut state = queue.lock();
@@ -317,7 +312,7 @@ where
         is_isolated
     }
 
-    /// Ends the sequences that nobody waits for any more.
+    /// Ends the sequences that are cancelled, expired or withdrawn.
     fn end_unwanted(&mut self) {
         let time = now();
         let of = |sequence: &Sequence<R>| {
@@ -336,7 +331,7 @@ where
         }
     }
 
-    /// Takes a sequence out. Its slot is free.
+    /// Removes a sequence. Its slot is free afterwards.
     fn remove(&mut self, key: Key) -> Option<Item<R>> {
         self.scheduler.leave(key);
         let Sequence { item, slot, .. } = self.sequences.remove(&key)?;
@@ -346,10 +341,10 @@ where
         Some(item)
     }
 
-    /// Admits sequences, and opens them.
+    /// Admits sequences, and opens them in the network.
     ///
     /// # Errors
-    /// The device is gone.
+    /// The device has failed.
     fn admit(&mut self, isolated: bool) -> Result<(), String> {
         while isolated && let Some((key, slot)) = self.scheduler.preempt() {
             self.network.close(Slot(slot));
@@ -369,7 +364,7 @@ where
                 }
                 Ok(Err(error)) => error,
                 Err(error) => {
-                    // It may have got half way.
+                    // `open` may have failed half way.
                     network.close(slot);
                     TaskError::new(TaskErrorKind::Fault, error.to_string())
                 }
@@ -381,18 +376,18 @@ where
         Ok(())
     }
 
-    /// A model that blames itself for an input may stand on a broken device. The slot is free.
+    /// When a model reports its own fault on an input, checks the device in this slot, which is free.
     fn check_own_fault(&mut self, slot: usize, error: &TaskError) -> Result<(), String> {
         if error.kind.blames_the_model() { self.check_device(slot, &error.message) } else { Ok(()) }
     }
 
-    /// Makes a step. False: nothing runs.
+    /// Computes a step. False: there is no row to compute.
     fn step(&mut self, isolated: bool) -> bool {
         let rows = self.scheduler.rows(isolated);
         if rows.is_empty() {
             return false;
         }
-        // Joins and leaves, not every step.
+        // The launcher is told when sequences join or leave, not at every step.
         let keys: Vec<Key> = rows.iter().map(|row| row.key).collect();
         let (began, wall) = (now(), SystemTime::now());
         if keys != self.announced || began >= self.announced_at + ANNOUNCE_EVERY {
@@ -426,10 +421,10 @@ where
         (self.announced, self.announced_at) = (keys.to_vec(), now());
     }
 
-    /// Gives out what a step gave.
+    /// Delivers the results of a step.
     ///
     /// # Errors
-    /// The device is gone.
+    /// The device has failed.
     fn settle(&mut self, made: Made<G>) -> Result<(), String> {
         let Made { rows, outcome, began, wall } = made;
         self.number += 1;
@@ -467,7 +462,7 @@ where
         }
         if let [alone] = rows[..] {
             if no_memory && alone.take > 1 {
-                // Its next steps take the rest.
+                // The sequence's next steps feed the rest.
                 let half = vec![Row { take: alone.take / 2, ..alone }];
                 let outcome = self.compute(&half);
                 return self.settle_rows(half, outcome, (began, pass), too_large);
@@ -483,7 +478,7 @@ where
         tracing::warn!(rows = rows.len(), error, "a step failed; trying its halves");
         let (first, second) = rows.split_at(rows.len() / 2);
         for half in [first, second] {
-            // The other half may end this process.
+            // Told first, because computing this half may end the process.
             let keys: Vec<Key> = half.iter().map(|row| row.key).collect();
             self.announce(&keys);
             let outcome = self.compute(half);
@@ -522,7 +517,6 @@ where
         Ok(())
     }
 
-    /// The tasks of these rows, each once.
     fn tasks(&self, rows: &[Row<Key>]) -> Vec<Arc<TaskState>> {
         let of = |row: &Row<Key>| self.sequences.get(&row.key).map(|it| it.item.task().clone());
         let mut tasks: Vec<Arc<TaskState>> = Vec::with_capacity(rows.len());

@@ -1,5 +1,5 @@
 //! One task in the engine. The worker holds the [`Job`]: what the reply needs beside the outputs. The loop
-//! holds [`Item`]s: the inputs. Both share an [`Outputs`], which the loop writes and the job reads.
+//! holds the [`Item`]s: the inputs. Both share an [`Outputs`], which the loop writes and the job reads.
 
 use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,12 +14,12 @@ use super::{Computed, Expect, Job, JobEvent, Pass, TaskState, Told};
 use crate::batching::Policy;
 use crate::model::{Body, Message, Processor, Route, SizedInput, TaskError, TaskErrorKind};
 
-/// One input on its way through the device.
+/// One input of a task, on its way through the device.
 pub(super) struct Item<R: Processor> {
     pub(super) input: R::Input,
     pub(super) tokens: usize,
     pub(super) answer_tokens: usize,
-    /// Its place among the inputs of its task.
+    /// Index of the input within its task.
     pub(super) index: usize,
     pub(super) outputs: Arc<Outputs<R>>,
 }
@@ -30,9 +30,9 @@ impl<R: Processor> Item<R> {
     }
 }
 
-/// Where items wait for their loop. Written by jobs on the worker's thread, read by the loop.
+/// The queue of items for a loop. Written by jobs on the worker's thread, read by the loop.
 pub(super) trait Queue<R: Processor>: Send + Sync {
-    /// Takes the items of one task; they stay together.
+    /// Enqueues the items of one task; they stay adjacent.
     fn enqueue(&self, items: Vec<Item<R>>, isolated: bool);
     /// As [`Engine::expect`](super::Engine::expect).
     fn expect(&self, one: Expect);
@@ -40,13 +40,13 @@ pub(super) trait Queue<R: Processor>: Send + Sync {
     fn set_policy(&self, policy: Policy);
     /// As [`Engine::isolate`](super::Engine::isolate).
     fn isolate(&self, isolated: bool);
-    /// Refuses inputs that can never be computed.
+    /// Refuses inputs that this model can never compute.
     fn check(&self, inputs: &[SizedInput<R::Input>]) -> Result<(), TaskError>;
     /// As [`Engine::depth`](super::Engine::depth).
     fn depth(&self) -> usize;
     /// As [`Engine::sequences`](super::Engine::sequences).
     fn sequences(&self) -> Option<usize>;
-    /// Nobody enqueues any more.
+    /// Nothing is enqueued any more; the loop may end.
     fn close(&self);
 }
 
@@ -106,20 +106,19 @@ struct Sizes {
     tokens: usize,
 }
 
-/// A job of one model type.
 struct Task<R: Processor> {
     processor: Arc<R>,
     queue: Arc<dyn Queue<R>>,
     context: R::Context,
     sizes: Sizes,
     is_streamed: bool,
-    /// Empty once it is enqueued.
+    /// Empty once the job is enqueued.
     inputs: Vec<SizedInput<R::Input>>,
-    /// None until it is enqueued.
+    /// None until the job is enqueued.
     outputs: Option<Waiting<R>>,
 }
 
-/// A job's hold on its outputs: while it exists, somebody waits for them.
+/// The job's reference to its outputs. Dropping it abandons the task.
 struct Waiting<R: Processor>(Arc<Outputs<R>>);
 
 impl<R: Processor> Drop for Waiting<R> {
@@ -154,17 +153,17 @@ impl<R: Processor> Job for Task<R> {
 
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent> {
         let Some(Waiting(outputs)) = &self.outputs else { return Poll::Pending };
-        // Before the state is looked at: what changes behind that wakes us.
+        // Registered before the state is read, so that a change after the read wakes this task.
         outputs.waker.register(context.waker());
         let is_told = outputs.told.load(Ordering::Acquire);
         let mut gathered = outputs.lock();
         if parts || is_told {
             let pieces = mem::take(&mut gathered.pieces);
-            // Written without the lock, which the model thread takes for each piece.
+            // The lock is released first: the model thread takes it for each piece.
             drop(gathered);
             let part = |(input, pieces)| {
                 let written = caught(|| self.processor.part(&mut self.context, input, pieces));
-                // The reply says it all.
+                // If a part fails, the final reply still holds everything.
                 written.unwrap_or_else(|panic| {
                     tracing::error!(task.id = outputs.task.name.id, panic, "a part of a reply is left out");
                     None
@@ -181,7 +180,7 @@ impl<R: Processor> Job for Task<R> {
             return Poll::Ready(JobEvent::Done(gathered.computed));
         }
         outputs.part_wanted.store(parts, Ordering::Release);
-        // A piece that came before that was written wakes nobody.
+        // A piece that arrived before `part_wanted` was set has woken nobody.
         if parts && !gathered.pieces.is_empty() {
             context.waker().wake_by_ref();
         }
@@ -198,17 +197,17 @@ impl<R: Processor> Job for Task<R> {
     }
 }
 
-/// What the loop gives a task. Written by the model thread, read by the job.
+/// What the loop gives a task: pieces and outputs. Written by the model thread, read by the job.
 pub(super) struct Outputs<R: Processor> {
     pub(super) task: Arc<TaskState>,
     is_streamed: bool,
-    /// The job may be told. Written by the worker once a whole batch is done.
+    /// The job may report that it is done. Written by the worker once a whole batch is done.
     told: AtomicBool,
-    /// The job waits for a piece. Written by the job, and by the model thread when there is one.
+    /// The job waits for a piece. Set by the job, cleared by the model thread when a piece arrives.
     part_wanted: AtomicBool,
-    /// Wakes the job: it was told, or there is a piece and it waits for one.
+    /// Wakes the job when it is told, or when it waits for a piece and one arrives.
     waker: AtomicWaker,
-    /// Held for the few instructions of storing an output; never across an await.
+    /// Locked for the few instructions of storing an output; never across an await.
     gathered: Mutex<Gathered<R>>,
 }
 
@@ -217,7 +216,7 @@ struct Gathered<R: Processor> {
     left: usize,
     error: Option<TaskError>,
     computed: Computed,
-    /// Pieces that no part has yet, by input. Bound: the tokens that the task's answers may have.
+    /// Pieces that are in no part yet, by input. Bound: the tokens that the task's answers may have.
     pieces: Vec<(usize, Vec<R::Piece>)>,
     is_complete: bool,
 }
@@ -236,10 +235,10 @@ impl<R: Processor> Outputs<R> {
         Self { task, is_streamed, told, part_wanted, waker, gathered: Mutex::new(gathered) }
     }
 
-    /// One of its inputs has been in a pass.
+    /// Records a pass that computed one of the task's inputs.
     pub(super) fn passed(&self, began: Instant, took: Duration, pass: Pass) {
         let computed = &mut self.lock().computed;
-        // Several of its inputs may have been in the same.
+        // One pass may compute several inputs of the task; it counts once.
         if computed.last.number != pass.number {
             computed.compute += took;
             computed.last = pass;
@@ -247,7 +246,6 @@ impl<R: Processor> Outputs<R> {
         computed.started.get_or_insert(began);
     }
 
-    /// A sequence has given a piece.
     pub(super) fn piece(&self, input: usize, piece: R::Piece, now: Instant) {
         let mut gathered = self.lock();
         gathered.computed.first_piece.get_or_insert(now);
@@ -258,13 +256,13 @@ impl<R: Processor> Outputs<R> {
             Some((_, pieces)) => pieces.push(piece),
             None => gathered.pieces.push((input, vec![piece])),
         }
-        // Under the lock, as it is asked for.
+        // Swapped under the lock, as the job sets it under the lock.
         if self.part_wanted.swap(false, Ordering::AcqRel) {
             self.waker.wake();
         }
     }
 
-    /// One of its inputs has its output, or fails the task. True: the task is done by that.
+    /// Stores the output of one input, or fails the task. True: the task is done now.
     #[must_use]
     pub(super) fn deliver(&self, index: usize, output: Result<R::Output, TaskError>) -> bool {
         let mut guard = self.lock();
@@ -283,7 +281,7 @@ impl<R: Processor> Outputs<R> {
         is_complete && !mem::replace(&mut gathered.is_complete, true)
     }
 
-    /// The task is done: the rest of its inputs need not be computed.
+    /// Whether the task is done, so that its other inputs need not be computed.
     pub(super) fn is_complete(&self) -> bool {
         self.lock().is_complete
     }

@@ -1,6 +1,6 @@
-//! The engine: runs a model on a thread of its own. Tasks come in as [`Job`]s, and what became of them goes
-//! out as [`Notice`]s; what tells launcher and metrics of it is an [`Observer`]. Nothing outside this room
-//! knows a model's types or the steps of a computation. Knows neither broker nor acks.
+//! The engine runs a model on a thread of its own. Tasks come in as [`Job`]s and finished ones go out as
+//! [`Notice`]s; an [`Observer`] reports to the launcher and the metrics. No other room knows a model's types or
+//! the steps of a computation. This room knows neither broker nor acks.
 //!
 //! | file | decides |
 //! |---|---|
@@ -10,8 +10,8 @@
 //! | `sizing` | how large a batch the device's memory takes |
 //! | `job` | one task's inputs, pieces and outputs, between the worker and the loop |
 //! | `task_state` | whether a task is answered or handed back |
-//! | `start` | the model thread: opening the device, loading, the probe; what runs a loop |
-//! | `turns` | what runs a loop, and what it sleeps on |
+//! | `start` | the model thread: opens the device, loads, computes the probe, runs the loop |
+//! | `turns` | how a loop runs turn by turn, and how it is woken |
 //! | `idle` | when the launcher is told that the device is idle |
 //! | `panics` | the one boundary where a panic of a model is caught |
 
@@ -44,60 +44,60 @@ pub use panics::caught;
 pub use start::{Starter, continuous, oneshot};
 pub use task_state::TaskState;
 
-/// A loaded model at work. Shared by all tasks of a worker.
+/// A loaded model and its thread. Shared by all tasks of a worker.
 pub trait Engine: Send + Sync {
-    /// What the model answers.
+    /// The URLs that the model answers.
     fn routes(&self) -> &[Route];
 
-    /// Decodes a message and makes its inputs. Blocks for as long as that takes.
+    /// Decodes a message and makes its inputs. Blocks until that is done.
     ///
     /// # Errors
     /// What is wrong with the task.
     fn preprocess(&self, message: &Message) -> Result<Box<dyn Job>, TaskError>;
 
-    /// One more task is on its way (or one less): an idle device waits for it, for `max_delay` at most.
+    /// Announces one more task on its way (or one less): an idle device waits for it, `max_delay` at most.
     fn expect(&self, one: Expect);
 
-    /// Forms batches by other bounds from now on, also of what waits.
+    /// Changes the bounds of batches, also for the inputs that wait already.
     fn set_policy(&self, policy: Policy);
 
-    /// While isolated, only jobs that are isolated themselves are computed.
+    /// While isolated, only isolated jobs are computed.
     fn isolate(&self, isolated: bool);
 
-    /// Batches that may be under way or about to be: what a worker should have tasks for.
+    /// Batches that may be submitted or in preparation: a worker should hold tasks for this many.
     fn depth(&self) -> usize;
 
-    /// Sequences that run at once; none for models of one pass.
+    /// Sequences that run at once; none for one-pass models.
     fn sequences(&self) -> Option<usize>;
 }
 
-/// Whether a task that is on its way has been begun, or has arrived or failed.
+/// Whether a task is on its way to the engine, or is no longer (it has arrived or failed).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expect {
-    /// It is on its way.
+    /// The task is on its way.
     More,
-    /// It is not, any more.
+    /// The task is no longer on its way.
     Less,
 }
 
-/// One task in the engine: preprocessed, then enqueued, then done. Dropping it takes it out.
+/// One task in the engine: preprocessed, then enqueued, then done. Dropping the job abandons the task.
 pub trait Job: Send {
-    /// Its inputs.
+    /// The number of inputs.
     fn inputs(&self) -> usize;
 
-    /// Tokens of its inputs.
+    /// Tokens of all inputs.
     fn tokens(&self) -> usize;
 
-    /// It asked for its reply in parts.
+    /// Whether the task asked for its reply in parts.
     fn is_streamed(&self) -> bool;
 
-    /// Hands its inputs to the model thread. `isolated`: it is computed with other isolated jobs alone.
+    /// Hands the inputs to the model thread. `isolated`: they are computed with other isolated jobs only.
     fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool);
 
-    /// What happens to it next, after it was enqueued. Parts are given out only while `parts` are asked for.
+    /// Waits for the next event after `enqueue`. Parts are given out only while `parts` is true.
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent>;
 
-    /// Writes the reply, once it is done. Blocks for as long as that takes.
+    /// Writes the reply, once the job is done. Blocks until that is done.
     ///
     /// # Errors
     /// Why there is no reply with a result.
@@ -107,16 +107,16 @@ pub trait Job: Send {
 /// What happens to a job.
 #[derive(Debug)]
 pub enum JobEvent {
-    /// Parts of its reply, one for each of its sequences at most.
+    /// Parts of the reply, at most one for each of the task's sequences.
     Parts(Vec<Body>),
-    /// It is done, with a result or an error: [`Job::finish`] tells which.
+    /// The job is done, with a result or an error: [`Job::finish`] returns it.
     Done(Computed),
 }
 
-/// Where a job's time on the device went.
+/// The time that a job spent on the device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Computed {
-    /// When its first pass began; none: it never was on the device.
+    /// When its first pass began; none: the job never was on the device.
     pub started: Option<Instant>,
     /// When it gave its first piece.
     pub first_piece: Option<Instant>,
@@ -124,14 +124,14 @@ pub struct Computed {
     pub compute: Duration,
     /// Its last pass.
     pub last: Pass,
-    /// It has no result.
+    /// The job has no result.
     pub failed: bool,
 }
 
-/// One forward pass, or one step of sequences, as each of its inputs sees it.
+/// One forward pass, or one step of sequences.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pass {
-    /// Its number, counting from 1.
+    /// The number of the pass, counting from 1.
     pub number: u64,
     /// Inputs in it.
     pub size: usize,
@@ -141,27 +141,27 @@ pub struct Pass {
 
 /// What the model thread says to the worker.
 pub enum Notice {
-    /// The jobs of these are done. They are told together: told one by one, the first would take the model
-    /// thread's core and answer alone.
+    /// These jobs are done. They are told together: if they were told one by one, the first would take the
+    /// model thread's core and be answered alone.
     Done(Vec<Arc<dyn Told>>),
-    /// The device is gone, in words. Unanswered jobs stay so. The thread's last notice.
+    /// The device has failed, with the reason. Unanswered jobs stay unanswered. The thread's last notice.
     Fault(String),
 }
 
-/// A job that is to be told that it is done.
+/// A job that can be told that it is done.
 pub trait Told: Send + Sync {
-    /// Tells it.
+    /// Tells the job.
     fn tell(&self);
 }
 
-/// Hears, on the model thread, what that does. Each call holds up the device.
+/// Called by the model thread about its work. Each call delays the device.
 pub trait Observer: Send {
-    /// These tasks are on the device from now on: written down when this returns, since the process may not
-    /// live to do it later.
+    /// These tasks will be on the device. The implementation writes this down before it returns, since the
+    /// process may die during the pass.
     fn on_device(&self, tasks: Vec<TaskName>);
-    /// Nothing is on the device any more. May be told later, with whatever is told next.
+    /// Nothing is on the device any more. The launcher may be told later, with the next line.
     fn mark_idle(&self);
-    /// Nothing has been on the device for a while.
+    /// Nothing has been on the device for a while: the launcher is told now.
     fn tell_idle(&self);
     /// A pass has ended.
     fn passed(&self, pass: &Passed<'_>);
@@ -175,9 +175,9 @@ pub struct Passed<'a> {
     pub took: Duration,
     /// Its number, inputs and tokens.
     pub pass: Pass,
-    /// The tasks of its inputs, each once.
+    /// The tasks of its inputs, each listed once.
     pub tasks: &'a [Arc<TaskState>],
-    /// The device failed with it.
+    /// Why the device failed in this pass, if it did.
     pub fault: Option<&'a str>,
 }
 
@@ -185,11 +185,11 @@ pub struct Passed<'a> {
 pub struct Setup {
     /// What to load.
     pub spec: LoadSpec,
-    /// The share of its possible speed that the device has to reach.
+    /// The least speed of the device, as a share of its possible speed.
     pub min_speed: f64,
     /// The bounds of batches.
     pub policy: Policy,
-    /// Hears what the model thread does.
+    /// Called by the model thread about its work.
     pub observer: Box<dyn Observer>,
 }
 
@@ -197,19 +197,19 @@ pub struct Setup {
 pub struct Loaded {
     /// The engine.
     pub engine: Arc<dyn Engine>,
-    /// Written by the model thread, which waits where it is full; read by the worker, which passes on at once.
+    /// Written by the model thread, which waits while it is full; read by the worker, which never blocks on it.
     pub notices: mpsc::Receiver<Notice>,
-    /// The device that was really opened: `cpu`, or the GPU's UUID.
+    /// The device that was opened: `cpu`, or the GPU's UUID.
     pub device: String,
 }
 
-/// The end of loading a model.
+/// Resolves once the model is loaded, or could not be.
 pub type Loading = tokio::sync::oneshot::Receiver<Result<Loaded, LoadError>>;
 
-/// Notices that may wait for the worker.
+/// The most notices that may wait for the worker.
 const NOTICES: usize = 64;
 
-/// The model thread's end of the notices, with the jobs that are done and not told yet.
+/// The model thread's end of the notices, with the done jobs that are not told yet.
 struct Notices {
     sender: mpsc::Sender<Notice>,
     done: Vec<Arc<dyn Told>>,
@@ -221,14 +221,14 @@ impl Notices {
         (Self { sender, done: Vec::new() }, receiver)
     }
 
-    /// An input has come to its end.
+    /// Delivers the output of one input.
     fn deliver<R: Processor>(&mut self, item: &Item<R>, output: Result<R::Output, TaskError>) {
         if item.outputs.deliver(item.index, output) {
             self.done.push(item.outputs.clone());
         }
     }
 
-    /// Has the jobs told that are done.
+    /// Sends the done jobs to the worker, which tells them.
     fn tell(&mut self) {
         if !self.done.is_empty() {
             let done = std::mem::take(&mut self.done);
@@ -243,7 +243,7 @@ impl Notices {
     }
 }
 
-/// The time, which tests may have stopped.
+/// The current time, which tests may pause.
 pub fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }

@@ -1,7 +1,6 @@
-//! The loop of models that answer in one pass: forms the next batch when it is full, due, or wanted by an
-//! idle device, and computes it. Where the device computes beside this thread, it is given the next batch
-//! before the last is waited for. Owns the inputs that wait, and the network; what happens to a batch is in
-//! `batch`. A device fault ends the loop.
+//! The loop of one-pass models: forms the next batch when it is full, due, or the device is idle, and computes
+//! it. If the device computes asynchronously, the next batch is submitted before the last is waited for. Owns
+//! the waiting inputs and the network; `batch` decides what a failure means. A device fault ends the loop.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
@@ -15,24 +14,24 @@ use super::{Expect, Notice, Pass, Passed, TaskState, now};
 use crate::batching::{Batch, Batcher, Device, Policy};
 use crate::model::{Forward, Processor, SizedInput, TaskError};
 
-/// The inputs that wait for a batch.
+/// The queue of inputs that wait for a batch.
 pub(super) struct Waiting<R: Processor> {
     state: Mutex<State<R>>,
     waker: Waker,
-    /// Batches that may be under way, and the one at hand.
+    /// Batches that may be submitted, plus the one being formed.
     depth: usize,
 }
 
 struct State<R: Processor> {
     ordinary: Batcher<Item<R>>,
-    /// Of tasks that are isolated. They go first, one batch at a time.
+    /// Inputs of isolated tasks. They go first, one batch at a time.
     isolated: Batcher<Item<R>>,
-    /// Nothing ordinary goes to the device.
+    /// No ordinary input goes to the device.
     is_isolated: bool,
     sizing: Sizing,
     /// Tasks that are on their way.
     expected: usize,
-    /// Until when the loop sleeps, unless it is woken.
+    /// Whether the loop sleeps, and until when unless it is woken.
     asleep: Option<Asleep>,
     is_closed: bool,
 }
@@ -43,12 +42,12 @@ enum Asleep {
     Until(Instant),
 }
 
-/// What there is for the loop.
+/// What the loop finds in the queue.
 enum Take<R: Processor> {
     Batch(Batch<Item<R>>),
-    /// Nothing before this time, or before something comes.
+    /// No batch before this time, or before something is enqueued.
     Nothing(Option<Instant>),
-    /// Nothing, and nothing will come.
+    /// No batch, and nothing will be enqueued any more.
     Closed,
 }
 
@@ -70,14 +69,14 @@ impl<R: Processor> Waiting<R> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes something, and wakes the loop where that is worth it.
+    /// Changes the state, and wakes the loop if that makes a batch due earlier than the loop will wake.
     fn change(&self, change: impl FnOnce(&mut State<R>)) {
         let mut state = self.lock();
         change(&mut state);
         let Some(asleep) = state.asleep else { return };
         let is_due = match (state.peek(now()), asleep) {
             (Ok(()), _) => true,
-            // It sleeps without knowing when the first input is due.
+            // The loop sleeps without a time; it must be woken to learn when the first input is due.
             (Err(due), Asleep::UntilWoken) => due.is_some(),
             (Err(due), Asleep::Until(time)) => due.is_some_and(|due| due < time),
         };
@@ -88,7 +87,7 @@ impl<R: Processor> Waiting<R> {
         }
     }
 
-    /// What the device, which is `busy` or not, is to compute next.
+    /// Returns the next batch for the device, which is `busy` or not.
     fn take(&self, busy: bool, now: Instant) -> Take<R> {
         let mut state = self.lock();
         state.asleep = None;
@@ -99,12 +98,12 @@ impl<R: Processor> Waiting<R> {
         }
     }
 
-    /// The loop is about to sleep. False: there is something to do.
+    /// Called before the loop sleeps. False: there is something to do.
     pub(super) fn sleep(&self, until: Option<Instant>, now: Instant) -> bool {
         let mut state = self.lock();
         let is_due = match state.peek(now) {
             Ok(()) => true,
-            // Something has come since it was looked at.
+            // Something may have been enqueued since the loop looked.
             Err(due) => due.is_some_and(|due| until.is_none_or(|until| due < until)),
         };
         if state.is_closed || is_due {
@@ -114,7 +113,7 @@ impl<R: Processor> Waiting<R> {
         true
     }
 
-    /// A batch is done, of which so many tokens found no memory.
+    /// Called after each batch. `too_large`: tokens of its smallest part that ran out of memory.
     fn learn(&self, too_large: Option<usize>) {
         let mut state = self.lock();
         if let Some(most) = state.sizing.learn(too_large) {
@@ -128,7 +127,7 @@ impl<R: Processor> State<R> {
     /// The next batch for a device that is `busy` or not.
     fn cut(&mut self, busy: bool, now: Instant) -> Option<Batch<Item<R>>> {
         if !self.isolated.is_empty() {
-            // Nothing beside them: a death is to have its cause among few.
+            // An isolated batch runs alone, so that a crash has its cause among few tasks.
             return if busy { None } else { self.isolated.take(now, Device::Idle, false) };
         }
         if self.is_isolated {
@@ -138,7 +137,7 @@ impl<R: Processor> State<R> {
         self.ordinary.take(now, device, self.expected > 0)
     }
 
-    /// Whether an idle device would be given a batch now, or else when.
+    /// Whether an idle device would get a batch now; otherwise when.
     fn peek(&self, now: Instant) -> Result<(), Option<Instant>> {
         if !self.isolated.is_empty() {
             return Ok(());
@@ -168,7 +167,7 @@ impl<R: Processor> Queue<R> for Waiting<R> {
 
     fn expect(&self, one: Expect) {
         match one {
-            // More to wait for wakes nobody.
+            // One more expected task never makes a batch due, so the loop is not woken.
             Expect::More => self.lock().expected += 1,
             Expect::Less => self.change(|state| state.expected -= 1),
         }
@@ -188,7 +187,7 @@ impl<R: Processor> Queue<R> for Waiting<R> {
         self.change(|state| state.is_isolated = isolated);
     }
 
-    /// An input that is larger than a batch goes alone.
+    /// An input larger than a batch is computed alone.
     fn check(&self, _: &[SizedInput<R::Input>]) -> Result<(), TaskError> {
         Ok(())
     }
@@ -206,20 +205,17 @@ impl<R: Processor> Queue<R> for Waiting<R> {
     }
 }
 
-/// The loop.
 pub(super) struct OneShot<R: Processor, F: Forward> {
     network: Network<R, F>,
     waiting: Arc<Waiting<R>>,
-    /// Batches so far.
     number: u64,
-    /// On the device, which computes it beside this thread.
+    /// The batch that an asynchronous device is computing.
     ahead: Option<UnderWay<R, F>>,
-    /// When the last batch was done.
+    /// When the device finished the last batch.
     freed: Instant,
     idle: Idle,
 }
 
-/// A batch that was submitted.
 struct UnderWay<R: Processor, F: Forward> {
     batch: Batch<Item<R>>,
     begun: Begun,
@@ -230,7 +226,7 @@ struct UnderWay<R: Processor, F: Forward> {
 struct Begun {
     number: u64,
     at: Instant,
-    /// The same for spans.
+    /// The same time as wall clock, for spans.
     wall: SystemTime,
 }
 
@@ -243,11 +239,11 @@ where
         Self { network, waiting, number: 0, ahead: None, freed: now(), idle: Idle::default() }
     }
 
-    /// Gives the device a batch, and ends the one before it. False: the device is gone.
+    /// Submits a batch, and ends the one before it. False: the device has failed.
     fn submit(&mut self, batch: Batch<Item<R>>) -> bool {
-        // Not before: what waits for the device can still be handed back.
+        // Committed only now: tasks that wait for the device can still be handed back.
         let wanted = self.still_wanted(batch);
-        // Those that are not wanted need not wait for the others.
+        // Tasks that are not wanted need not wait for the others.
         self.network.notices.tell();
         let Some(batch) = wanted else { return true };
         self.number += 1;
@@ -272,7 +268,7 @@ where
         self.ahead.take().is_none_or(|ahead| self.finish(ahead, idle))
     }
 
-    /// Ends a batch that was submitted. Behind it the device is `idle`, or has another.
+    /// Waits for a submitted batch and ends it. `idle`: the device has no other batch afterwards.
     fn finish(&mut self, under_way: UnderWay<R, F>, idle: bool) -> bool {
         let UnderWay { batch, begun, pending } = under_way;
         let outcome = self.network.wait(pending, batch.inputs.len());
@@ -282,10 +278,10 @@ where
         self.end(&batch, outcome, begun)
     }
 
-    /// Gives out what became of a batch. False: the device is gone.
+    /// Delivers the result of a batch. False: the device has failed.
     fn end(&mut self, batch: &Batch<Item<R>>, outcome: Outcome<R>, begun: Begun) -> bool {
         let pass = Pass { number: begun.number, size: batch.inputs.len(), tokens: batch.tokens };
-        // From when on the device had nothing else to do.
+        // The time from which the device had nothing else to do.
         let at = begun.at.max(self.freed);
         let settled = self.network.settle(&batch.inputs, outcome, at, pass);
         self.freed = now();
@@ -301,7 +297,7 @@ where
                 true
             }
             Err(fault) => {
-                // The launcher has heard, or is about to, that the device is idle.
+                // The launcher may think that the device is idle; it must know which tasks were on it.
                 self.network.announce(&[], &batch.inputs);
                 self.network.notices.send(Notice::Fault(fault));
                 false
@@ -309,8 +305,8 @@ where
         }
     }
 
-    /// The batch without what nobody waits for any more; none when nothing is left. What is in it can no
-    /// longer be handed back.
+    /// Drops from a batch the inputs that are no longer wanted, and commits the tasks of the rest: they can no
+    /// longer be handed back. None: nothing is left.
     fn still_wanted(&mut self, mut batch: Batch<Item<R>>) -> Option<Batch<Item<R>>> {
         let now = now();
         batch.inputs.retain(|item| {
@@ -353,11 +349,10 @@ where
     }
 }
 
-/// The tasks of a batch, each once.
 fn tasks_of<R: Processor>(items: &[Item<R>]) -> Vec<Arc<TaskState>> {
     let mut tasks: Vec<Arc<TaskState>> = Vec::new();
     for item in items {
-        // A task's inputs are side by side.
+        // The inputs of one task are adjacent.
         if tasks.last().is_none_or(|last| !Arc::ptr_eq(last, item.task())) {
             tasks.push(item.task().clone());
         }

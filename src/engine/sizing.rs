@@ -1,10 +1,10 @@
-//! How many tokens a batch may have so that the device's memory takes it, as batches show. Pure.
+//! Decides how many tokens a batch may have to fit in the device's memory, by which batches failed. Pure.
 
-/// Batches of a reduced size until a larger one is tried.
+/// Batches of a reduced size before a larger one is tried.
 const TRIED: u32 = 256;
 
-/// Half of what did not fit; and twice as much again after every [`TRIED`] batches that did, since others may
-/// use the device too.
+/// The bound is half of what did not fit. It doubles after every [`TRIED`] batches that fit, since the memory
+/// may have been taken by another process for a while.
 pub(super) struct Sizing {
     /// The policy's bound.
     most: usize,
@@ -13,13 +13,13 @@ pub(super) struct Sizing {
 }
 
 impl Sizing {
-    /// Without experience, batches of `most` tokens.
+    /// Starts with batches of `most` tokens.
     pub(super) fn new(most: usize) -> Self {
         Self { most, now: most, fitted: 0 }
     }
 
-    /// After a batch. `too_large`: tokens of the smallest part of it that found no memory. Returns the new
-    /// bound, if there is one.
+    /// Called after each batch. `too_large`: tokens of its smallest part that ran out of memory. Returns the
+    /// new bound if it changed.
     pub(super) fn learn(&mut self, too_large: Option<usize>) -> Option<usize> {
         let before = self.now;
         if let Some(tokens) = too_large {

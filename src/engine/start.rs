@@ -1,5 +1,5 @@
-//! The model thread: opens the device (`device-or-fail`), has it prove itself, loads the model, has it
-//! compute its probe, and runs its loop. Decides what the loop sleeps on. Owns the thread.
+//! The model thread: opens the device (`device-or-fail`), checks that it computes rightly and fast enough,
+//! loads the model, computes the probe, and runs the loop. Owns the thread.
 
 use std::io;
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use super::turns::{Loop, Waker, run};
 use super::{Loaded, Loading, Notices, Setup};
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, device};
 
-/// Starts engines of one model type.
+/// Starts engines of one type of model.
 #[derive(Clone)]
 pub struct Starter(Arc<Assemble>);
 
 type Assemble = dyn Fn(Setup, Waker) -> Result<(Loaded, Box<dyn Loop>), LoadError> + Send + Sync;
 
-/// Engines of a model that answers in one pass. `load` is called once for each, on its model thread, with
-/// the device that was opened for it.
+/// An engine for a one-pass model. `load` is called once for each engine, on its model thread, with the opened
+/// device.
 pub fn oneshot<R, F>(
     load: impl Fn(&LoadSpec, &Device) -> Result<(R, F), LoadError> + Send + Sync + 'static,
 ) -> Starter
@@ -43,7 +43,7 @@ where
     }))
 }
 
-/// Engines of a model whose sequences join and leave. As [`oneshot`].
+/// An engine for a model whose sequences join and leave. `load` as in [`oneshot`].
 pub fn continuous<R, G>(
     load: impl Fn(&LoadSpec, &Device) -> Result<(R, G), LoadError> + Send + Sync + 'static,
 ) -> Starter
@@ -68,7 +68,7 @@ where
     }))
 }
 
-/// Opens the device and has it prove itself. While the proof is kept, opening it again is cheap.
+/// Checks the device and opens it. While `Proven` is kept, opening the device again is cheap.
 fn opened(spec: &LoadSpec, min_speed: f64) -> Result<(Device, String, device::Proven), LoadError> {
     let proven = device::prove(&spec.device, spec.dtype, min_speed)?;
     let (device, name) = device::open(&spec.device)?;
@@ -90,10 +90,10 @@ fn loaded<R: Processor>(
 }
 
 impl Starter {
-    /// Starts the model thread, which loads the model and then computes for life.
+    /// Starts the model thread, which loads the model and computes until the process ends.
     ///
     /// # Errors
-    /// The system has no thread for us.
+    /// The system cannot start a thread.
     pub fn start(&self, setup: Setup) -> io::Result<Loading> {
         let (done, loading) = answer::channel();
         let assemble = self.0.clone();
@@ -104,22 +104,21 @@ impl Starter {
     }
 }
 
-/// Loads the model, and runs its loop to its end.
 fn live(assemble: &Assemble, setup: Setup, done: answer::Sender<Result<Loaded, LoadError>>) {
     let this = thread::current();
     match assemble(setup, Waker::new(move || this.unpark())) {
         Ok((loaded, mut work)) => {
             drop(done.send(Ok(loaded)));
             run(&mut *work);
-            // The process is about to end, and a driver takes back all it had. To give it back here, while the
-            // process and with it the driver may be ending already, would be a race with a crash.
+            // Not dropped: the process is about to end, and the driver frees everything then. Freeing it here
+            // could race with the driver's own shutdown and crash.
             std::mem::forget(work);
         }
         Err(error) => drop(done.send(Err(error))),
     }
 }
 
-/// The loop as a task of the caller's, whose time may be paused: for tests.
+/// Runs the loop as a task of the caller's runtime, whose time may be paused. For tests.
 #[cfg(test)]
 pub(crate) mod paused {
     use tokio::sync::Notify;

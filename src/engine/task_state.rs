@@ -1,5 +1,5 @@
 //! The state of one accepted task, from its acceptance to its ack: whether it is answered, handed back or
-//! cancelled. Whoever moves it first decides. Owns nothing but flags.
+//! cancelled. The first change wins. Owns only flags.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::Instant;
@@ -14,24 +14,24 @@ const WITHDRAWN: u8 = 2;
 
 /// One accepted task.
 pub struct TaskState {
-    /// What the task is called.
+    /// The task's id and fingerprint.
     pub name: TaskName,
-    /// Until when its answer is wanted.
+    /// The time after which nobody wants the answer.
     pub deadline: Option<Instant>,
     /// The broker's priority.
     pub priority: u8,
-    /// Its span, where it is recorded, for the spans of its batches.
+    /// Reference to the task's span, for the spans of its batches; none if it is not recorded.
     pub link: Option<Box<TaskLink>>,
-    /// Moved by the worker (withdraw, commit) and by the loop of one-pass models (commit).
+    /// Changed by the worker (withdraw, commit) and by the loop of one-pass models (commit).
     stage: AtomicU8,
-    /// Written by the worker, read by the model thread between steps.
+    /// Set by the worker, read by the model thread between steps.
     cancelled: AtomicBool,
-    /// The job was dropped: nobody waits for its outputs.
+    /// The job was dropped: its outputs are not needed.
     abandoned: AtomicBool,
 }
 
 impl TaskState {
-    /// A task that was just accepted.
+    /// The state of a task that was just accepted.
     pub fn new(name: TaskName, deadline: Option<Instant>) -> Self {
         Self {
             name,
@@ -44,25 +44,25 @@ impl TaskState {
         }
     }
 
-    /// The task will be answered by this worker. False: it has been withdrawn.
+    /// This worker will answer the task. False: the task has been withdrawn.
     pub fn commit(&self) -> bool {
         let moved = self.stage.compare_exchange(ENQUEUED, COMMITTED, Ordering::AcqRel, Ordering::Acquire);
         moved.is_ok() || moved == Err(COMMITTED)
     }
 
-    /// The task goes back to the broker. False: it is committed, or withdrawn already. A task of one pass is
-    /// committed when its batch begins; one with sequences when they have ended.
+    /// The task goes back to the broker. False: it is committed or withdrawn already. A one-pass task is
+    /// committed when its batch begins; a task with sequences when they have ended.
     pub fn withdraw(&self) -> bool {
         self.stage.compare_exchange(ENQUEUED, WITHDRAWN, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Nobody wants its answer any more: what waits for the device does not begin, and its sequences end
-    /// between two steps. It is answered with an error.
+    /// The answer is not wanted any more: inputs that wait for the device are dropped, sequences end between
+    /// two steps, and the task is answered with an error.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
     }
 
-    /// Why its answer is not wanted any more, if it is not.
+    /// Why the answer is not wanted any more; none if it is.
     pub fn unwanted(&self, now: Instant) -> Option<TaskError> {
         let is_late = self.deadline.is_some_and(|deadline| deadline <= now);
         let message = "the task's deadline passed before it was computed to its end";
@@ -80,7 +80,7 @@ impl TaskState {
         self.abandoned.store(true, Ordering::Release);
     }
 
-    /// Nobody waits for its outputs: it is withdrawn, or its job was dropped.
+    /// The outputs are not needed: the task is withdrawn, or its job was dropped.
     pub(super) fn is_over(&self) -> bool {
         self.stage.load(Ordering::Acquire) == WITHDRAWN || self.abandoned.load(Ordering::Acquire)
     }

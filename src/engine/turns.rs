@@ -1,4 +1,4 @@
-//! What a loop is: something that does the next thing, turn by turn, and sleeps between. Owns no state.
+//! Runs a loop turn by turn on its thread; between turns the loop may sleep. Owns no state.
 
 use std::sync::Arc;
 use std::thread;
@@ -6,31 +6,28 @@ use std::time::Instant;
 
 use super::now;
 
-/// Runs on its thread, turn by turn.
+/// A loop that runs on its thread, turn by turn.
 pub(super) trait Loop {
-    /// Does the next thing.
     fn turn(&mut self) -> Next;
 }
 
-/// What a loop does after a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
-    /// There may be more to do.
+    /// There may be more to do now.
     Again,
-    /// Nothing before this time, or before it is woken.
+    /// Nothing to do before this time, or before the loop is woken.
     Sleep(Option<Instant>),
-    /// Nothing, for good.
     End,
 }
 
 impl Next {
-    /// Again, unless the device is gone.
+    /// `Again`, or `End` if the device has failed.
     pub(super) fn go_on(goes_on: bool) -> Self {
         if goes_on { Self::Again } else { Self::End }
     }
 }
 
-/// Wakes a loop that sleeps. Called by those who write to its queue.
+/// Wakes a sleeping loop. Called by those who write to its queue.
 #[derive(Clone)]
 pub(super) struct Waker(Arc<dyn Fn() + Send + Sync>);
 
@@ -44,7 +41,6 @@ impl Waker {
     }
 }
 
-/// Runs a loop on this thread, to its end.
 pub(super) fn run(work: &mut dyn Loop) {
     loop {
         match work.turn() {

@@ -1,7 +1,7 @@
-//! One worker process: how it is spawned, spoken to, listened to and killed. Owns its pipes. The
-//! spawning thread must live as long as the launcher, because the kernel ties the child to that
-//! thread (`PR_SET_PDEATHSIG`): hence the launcher's runtime has one thread, the one that `app::main`
-//! runs every command on. A worker that this signal cannot end is the guard's matter.
+//! One worker process: spawns it, sends it commands, reads its pipes, kills it. Owns its pipes. The spawning
+//! thread must live as long as the launcher, because the kernel kills the child when that thread ends
+//! (`PR_SET_PDEATHSIG`): hence the launcher's runtime has one thread, on which `app::main` runs every command.
+//! The guard ends a worker that this signal cannot end.
 
 use std::io;
 use std::path::Path;
@@ -25,34 +25,28 @@ type Lines<R> = FramedRead<R, AnyDelimiterCodec>;
 
 /// How long a worker may take to read a command.
 const HEARING: Duration = Duration::from_secs(10);
-/// How long what an ended worker wrote is read, should others hold its pipes open.
+/// How long the output of an ended worker is read if another process holds its pipes open.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// A running worker.
 pub(super) struct Worker {
     child: Child,
     stdin: Option<ChildStdin>,
     events: Option<Lines<ChildStdout>>,
     logs: Option<Lines<ChildStderr>>,
-    /// Its end, with the time until which the rest of its log is read.
+    /// How it ended, and the time until which the rest of its log is read.
     ended: Option<(ExitStatus, Instant)>,
-    /// Until it has been reaped. None: the guard does not know of it.
+    /// Tells the guard of this worker until it is reaped. None: the guard does not know of it.
     guarded: Option<Guarded>,
 }
 
-/// What a worker process does.
 pub(super) enum ChildEvent {
-    /// It wrote a control line.
     Event(String),
-    /// It wrote to its stderr.
     Log(String),
-    /// It ended.
     Ended(ExitStatus),
 }
 
 impl Worker {
-    /// Spawns `program worker …`, tells the guard of it, and it its assignment, and which tasks workers
-    /// died of.
+    /// Spawns `program worker …`, tells the guard, and sends the worker its assignment and the crash records.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -69,7 +63,7 @@ impl Worker {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            // A group of its own: the terminal's Ctrl-C reaches the launcher alone, and counts once.
+            // Its own process group: the terminal's Ctrl-C then reaches only the launcher, and counts once.
             .process_group(0)
             .kill_on_drop(true)
             .spawn()?;
@@ -86,13 +80,13 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Its process id, while it lives.
+    /// The process id, until the worker is reaped.
     pub(super) fn pid(&self) -> Option<u32> {
         self.child.id()
     }
 
-    /// Sends a command. A worker whose pipe has ended is about to end too, which `next` will show; one
-    /// that does not read is killed.
+    /// Sends a command. A worker that does not read is killed; one whose pipe is closed is about to end, which
+    /// `next` will return.
     pub(super) async fn tell(&mut self, command: &control::Command) {
         let Some(stdin) = &mut self.stdin else { return };
         let line = encode(command);
@@ -110,7 +104,7 @@ impl Worker {
         }
     }
 
-    /// The next thing it does; its end comes after all it had written. Safe to cancel.
+    /// The next event; the worker's end comes after all it had written. Safe to cancel.
     pub(super) async fn next(&mut self) -> io::Result<ChildEvent> {
         loop {
             let (events, logs) = (&mut self.events, &mut self.logs);
@@ -129,10 +123,10 @@ impl Worker {
                     Some(line) => return Ok(ChildEvent::Log(line)),
                     None => self.logs = None,
                 },
-                // Not when its pipes end: a process that it started may hold them open.
+                // The end of its pipes would not do: a process that it started may hold them open.
                 status = self.child.wait(), if until.is_none() => {
                     self.ended = Some((status?, Instant::now() + LAST_WORDS));
-                    // From now on its process id may be another's.
+                    // From now on another process may get this process id.
                     drop(self.guarded.take());
                 }
                 () = sleep_until(until.unwrap_or_else(Instant::now)), if until.is_some() => {}
@@ -140,21 +134,20 @@ impl Worker {
         }
     }
 
-    /// SIGKILL.
     pub(super) fn kill(&mut self) {
         let _ = self.child.start_kill();
     }
 }
 
-/// What a worker finds in its environment: its threads, and its device.
+/// The worker's environment: its number of threads, and its device.
 pub fn environment(assignment: &Assignment) -> [(&'static str, String); 4] {
     let threads = assignment.threads.to_string();
     let device = if assignment.device == "cpu" { "" } else { &assignment.device };
     [
         ("RAYON_NUM_THREADS", threads.clone()),
         ("CANDLE_NUM_THREADS", threads),
-        // All that CUDA shows it is its own device, as number 0; a CPU worker sees none. By UUID: an index
-        // that is not there would hide every later one, and no error.
+        // CUDA shows the worker only its own device, as number 0; a CPU worker sees none. By UUID, because an
+        // index that does not exist would silently hide every later one.
         ("CUDA_VISIBLE_DEVICES", device.to_owned()),
         ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".to_owned()),
     ]
@@ -169,7 +162,7 @@ async fn read<R: AsyncRead + Unpin>(lines: &mut Option<Lines<R>>) -> Option<Stri
     let lines = lines.as_mut()?;
     loop {
         match lines.next().await? {
-            // Lossy: a library may print anything, and the pipe must be read on.
+            // Lossy: a library may print any bytes, and the pipe must be read on.
             Ok(line) => return Some(String::from_utf8_lossy(&line).into_owned()),
             Err(AnyDelimiterCodecError::MaxChunkLengthExceeded) => {}
             Err(AnyDelimiterCodecError::Io(_)) => return None,

@@ -1,7 +1,6 @@
-//! Which tasks were on a device when their worker died, and among how many. Calls a task poison when the
-//! worker had no other at so many deaths that chance, or somebody's SIGKILL, is no longer likely. Owns
-//! the counts of one launcher, which end with it; tells every slot, whose workers come to know by
-//! control lines.
+//! Records which tasks were on a device when their worker died, and how many there were. A task is poison when
+//! enough workers died with this task alone that chance, or somebody's SIGKILL, is unlikely. Owns the records
+//! of one launcher, which are lost when it ends; every slot sends them to its workers.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,34 +10,32 @@ use tokio::sync::watch;
 
 use crate::protocol::control::{CrashRecord, CrashTail, TaskName};
 
-/// Tasks remembered, the latest: with their crash tails they fit the `start` line.
+/// Tasks remembered, the latest ones: with their crash tails they fit into the `start` line.
 const REMEMBERED: usize = 2_000;
-/// Of these, poison ones: only they carry crash tails.
+/// Of these, the most poison tasks: only they carry crash tails.
 const POISON: usize = 200;
 
-/// The deaths that each task has been part of. Shared by all slots.
+/// The crash records of all tasks. Shared by all slots.
 pub(super) struct Register {
-    /// Deaths with the task alone that make it poison.
+    /// The number of deaths with the task alone that makes it poison.
     limit: AtomicU32,
-    /// Oldest death first. Written here, held for a pass over it.
+    /// Oldest death first. Locked for one pass over the records.
     tasks: Mutex<VecDeque<CrashRecord>>,
-    /// The same for the workers. Written here, read by the slots.
+    /// The records that workers are told. Written here, read by the slots.
     known: watch::Sender<Vec<CrashRecord>>,
 }
 
 impl Register {
-    /// An empty one.
     pub(super) fn new(limit: u32) -> Self {
         Self { limit: limit.into(), tasks: Mutex::default(), known: watch::Sender::new(Vec::new()) }
     }
 
-    /// From now on, so many deaths.
     pub(super) fn set_limit(&self, limit: u32) {
         self.limit.store(limit, Ordering::Relaxed);
     }
 
-    /// A worker died with these tasks; `isolated`: they were all that it was working on. True: that makes
-    /// one of them poison.
+    /// A worker died with these tasks; `isolated`: they were all that it worked on. True: one of them is poison
+    /// now.
     pub(super) fn died(&self, with: &[TaskName], isolated: bool, last: &CrashTail) -> bool {
         let among = u32::try_from(with.len()).unwrap_or(u32::MAX);
         let alone = isolated && among == 1;
@@ -53,7 +50,7 @@ impl Register {
                 among,
                 poison: None,
             });
-            // The deaths of a group only narrow down which of it is to blame.
+            // Deaths of a group do not count: they only narrow down which of its tasks is to blame.
             deaths.count += u32::from(!isolated || alone);
             deaths.alone += u32::from(alone);
             deaths.among = deaths.among.min(among);
@@ -68,19 +65,19 @@ impl Register {
         convicted
     }
 
-    /// A task was isolated, and its worker lives: whatever they died of, it was not this.
+    /// An isolated task was finished and its worker lives: removes its record, unless it is poison.
     pub(super) fn survived(&self, task: &TaskName) {
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
         tasks.retain(|deaths| deaths.task != task.fingerprint || deaths.poison.is_some());
     }
 
-    /// What is known, now and from now on.
+    /// The records, with later changes.
     pub(super) fn known(&self) -> watch::Receiver<Vec<CrashRecord>> {
         self.known.subscribe()
     }
 }
 
-/// Keeps the latest `most` of a kind.
+/// Removes the oldest records of a kind, beyond `most`.
 fn forget(tasks: &mut VecDeque<CrashRecord>, most: usize, kind: impl Fn(&CrashRecord) -> bool) {
     let mut surplus = tasks.iter().filter(|entry| kind(entry)).count().saturating_sub(most);
     tasks.retain(|entry| {

@@ -1,5 +1,5 @@
-//! What is kept of a worker's log for the case that it dies of a task: the last few lines, short
-//! enough for a message's headers. Owns these lines.
+//! The last few lines of a worker's log, kept in case it dies of a task, and short enough for a message's
+//! headers. Owns these lines.
 
 use std::collections::VecDeque;
 use std::process::ExitStatus;
@@ -8,9 +8,8 @@ use crate::protocol::control::CrashTail;
 use crate::protocol::shorten;
 use crate::shutdown::Exit;
 
-/// Lines kept.
 const LINES: usize = 5;
-/// Bytes of one.
+/// The most bytes of a line.
 const LINE: usize = 200;
 
 /// The last lines of one worker's log.
@@ -18,17 +17,16 @@ const LINE: usize = 200;
 pub(super) struct LogTail(VecDeque<String>);
 
 impl LogTail {
-    /// Adds a line.
     pub(super) fn push(&mut self, line: &str) {
         if self.0.len() >= LINES {
             self.0.pop_front();
         }
-        // Each would be six bytes in a control line.
+        // In a control line each control character would take six bytes.
         let plain: String = line.chars().map(|it| if it.is_control() { ' ' } else { it }).collect();
         self.0.push_back(shorten(&plain, LINE));
     }
 
-    /// These, and how the process ended.
+    /// The crash tail: these lines, and how the process ended.
     pub(super) fn at_the_end(self, status: Option<ExitStatus>) -> CrashTail {
         let exit = status.map_or_else(|| "unknown".to_owned(), |status| status.to_string());
         let meaning = status.and_then(|status| status.code()).and_then(Exit::from_code);

@@ -1,4 +1,4 @@
-//! What a worker ended of, as a name for counting and in words. Pure.
+//! The reason for which a worker ended: a name for counting, and words. Pure.
 
 use std::process::ExitStatus;
 
@@ -8,19 +8,19 @@ use crate::protocol::control::Unfit;
 use crate::protocol::shorten;
 use crate::shutdown::Exit;
 
-/// Bytes of a worker's own words that are kept.
+/// Bytes that are kept of an error text of the worker.
 const WORDS: usize = 500;
 
-/// Why the launcher ends a worker.
+/// The reason for which the launcher kills a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Fault {
-    /// It reported another device than its own.
+    /// The worker reported another device than its own.
     WrongDevice,
-    /// A forward pass lasts longer than it may.
+    /// A forward pass exceeds `batch.timeout`.
     Stuck,
-    /// It says nothing any more.
+    /// The worker sends nothing any more.
     Silent,
-    /// The driver says that its device is out of order.
+    /// The driver reports that the worker's device has failed.
     Device(DeviceFault),
 }
 
@@ -34,24 +34,24 @@ impl Fault {
         }
     }
 
-    /// The device was at fault, and no task.
+    /// Whether the device is to blame, and no task.
     pub(super) fn is_the_devices(&self) -> bool {
         matches!(self, Self::WrongDevice | Self::Device(_))
     }
 }
 
-/// What is known of a worker's end beside its status.
+/// What is known of a worker's end beside its exit status.
 #[derive(Debug, Default)]
 pub(super) struct Circumstances {
-    /// Why it was killed.
+    /// The reason for which the launcher killed it.
     pub(super) fault: Option<Fault>,
-    /// What it found wrong with its device.
+    /// What it reported as wrong with its device.
     pub(super) unfit: Option<(Unfit, String)>,
 }
 
 impl Circumstances {
-    /// The end's name; with its words, where the status does not say it all. `lately`: what happened on the
-    /// device just before.
+    /// The name of the reason, and words if the exit status does not say it all. `lately`: the last event on
+    /// the device before the end.
     pub(super) fn name(
         &self,
         death: &Death,
@@ -82,7 +82,7 @@ impl Circumstances {
     }
 }
 
-/// What a worker died of, by its status.
+/// The name of the reason, by the exit status.
 fn of_status(death: &Death, status: Option<ExitStatus>) -> &'static str {
     match death.exit {
         Some(Exit::BrokerLost) => "broker_lost",

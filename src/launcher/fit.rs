@@ -1,5 +1,5 @@
-//! Whether the planned workers fit their devices' memory, before any is started: too many copies of a
-//! model would otherwise show one after the other, as failures to load or as batches that find no room.
+//! Checks before the start whether the planned workers fit their devices' memory. Otherwise too many copies of
+//! a model would show one by one, as failures to load or as batches without memory.
 
 use std::collections::BTreeMap;
 
@@ -7,16 +7,16 @@ use super::LaunchError;
 use super::gpus::Gpus;
 use crate::config::Assignment;
 
-/// What CUDA itself takes for a process, in bytes: its context, the compiled kernels, the workspace of
-/// cuBLAS. By what is common; it differs between cards and drivers.
+/// Bytes that CUDA itself takes for each process: its context, the compiled kernels, the workspace of cuBLAS. A
+/// common value; it differs between cards and drivers.
 const CONTEXT: u64 = 600 << 20;
 
-/// What one worker takes, in bytes.
+/// The memory that one worker needs, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Needs {
-    /// Its copy of the model.
+    /// For its copy of the model.
     pub weights: u64,
-    /// What its largest forward pass works with.
+    /// For its largest forward pass.
     pub working: u64,
 }
 
@@ -26,8 +26,8 @@ impl Needs {
     }
 }
 
-/// Sums up what the workers of each GPU need. Those of which nothing is known count with the context
-/// alone; devices of which the driver does not say what is free are passed over.
+/// Sums up what the workers of each GPU need. A worker of unknown size counts with the context alone; a device
+/// whose free memory is unknown is skipped.
 ///
 /// # Errors
 /// [`LaunchError::Memory`] with the numbers of the first device that is too small.
@@ -83,7 +83,7 @@ mod tests {
 
     const NEEDS: Needs = Needs { weights: 3 << 30, working: 1 << 30 };
 
-    /// Plans on one GPU with so much free, and looks whether it fits.
+    /// Plans workers on one GPU with `free` bytes, and checks whether they fit.
     fn fits(free: u64, workers: &str) -> Result<(), String> {
         let memory = Some(Memory { total: 24 << 30, free });
         let gpu = Gpu { uuid: "GPU-a".into(), memory, ..Gpu::default() };

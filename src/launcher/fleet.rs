@@ -1,5 +1,5 @@
-//! All slots of a launcher: starts them, hands orders to those that are meant, puts other settings in
-//! force slot by slot. Owns which slots there are, and how those ended that have.
+//! All slots of a launcher: starts them, passes orders to the slots that are addressed, applies reloaded
+//! settings slot by slot. Owns the set of slots, and how each ended.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,11 +18,10 @@ use crate::config::{Assignment, Launcher};
 use crate::protocol::admin::Target;
 use crate::shutdown::Exit;
 
-/// Orders to one slot that may wait.
+/// The most orders that may wait for one slot.
 const WAITING: usize = 16;
-/// How long a slot may take to take an order: one whose worker does not read is busy with that.
+/// How long a slot may take to answer an order; it takes long if its worker does not read.
 const OBEYING: Duration = Duration::from_secs(4);
-/// Rounds of a reload through the slots.
 const ROUNDS: u32 = 3;
 
 /// All slots of a launcher.
@@ -36,32 +35,30 @@ pub(super) struct Fleet {
 }
 
 struct Member {
-    /// Written here, read by the slot; none once that has ended.
+    /// Written here, read by the slot; none once the slot has ended.
     orders: Option<mpsc::Sender<Ordered>>,
     end: Option<SlotEnd>,
-    /// What comes after its end, where settings have said so.
+    /// What follows the slot's end, if a reload has decided that.
     after: After,
 }
 
-/// What comes after a slot's end.
+/// What follows a slot's end.
 enum After {
-    /// It stays known, and may be started again.
+    /// The slot stays known, and may be started again.
     Known,
-    /// No settings have it any more.
+    /// The settings do not have the slot any more.
     Gone,
-    /// Settings that came while it ended want it again.
+    /// Settings that were loaded while the slot ended have it again.
     Anew(Box<Assignment>),
 }
 
-/// Settings that are being put in force.
 struct Reload {
-    /// Which slots' workers have been replaced, or why no more will be.
+    /// Resolves to the number of slots whose workers were replaced, or to the reason why the reload stopped.
     rolling: BoxFuture<'static, Result<usize, String>>,
     slots: Vec<Assignment>,
-    /// Workers replaced in the rounds before.
+    /// Workers replaced in earlier rounds.
     replaced: usize,
-    /// Rounds through the slots that are left: one that was ended or started by hand meanwhile may have
-    /// been missed.
+    /// Rounds left: a slot that was ended or started by an order meanwhile may have been missed.
     rounds: u32,
     answer: oneshot::Sender<Result<String, String>>,
 }
@@ -98,7 +95,6 @@ impl Fleet {
         self.slots.insert(name, Member { orders: Some(orders), end: None, after: After::Known });
     }
 
-    /// A slot has ended.
     fn on_exit(&mut self, name: String, end: SlotEnd) {
         let Some(member) = self.slots.get_mut(&name) else { return };
         match std::mem::replace(&mut member.after, After::Known) {
@@ -113,7 +109,6 @@ impl Fleet {
         self.launch.board.remove(name);
     }
 
-    /// Runs until every slot has ended.
     pub(super) async fn run(mut self, mut asks: mpsc::Receiver<Ask>) -> Exit {
         let mut answers: FuturesUnordered<BoxFuture<'static, ()>> = FuturesUnordered::new();
         loop {
@@ -132,12 +127,11 @@ impl Fleet {
                 Some(()) = answers.next() => {}
             }
         }
-        // Who ordered that end is to hear of it.
+        // Those who ordered the end still get their answers.
         while answers.next().await.is_some() {}
         self.exit()
     }
 
-    /// What the launcher's end is.
     fn exit(&self) -> Exit {
         let ends = || self.slots.values().filter_map(|member| member.end);
         let given_up = ends().find_map(|end| match end {
@@ -151,7 +145,7 @@ impl Fleet {
         }
     }
 
-    /// Hands an order to the slots that are meant; what is returned waits for what became of it.
+    /// Passes an order to the slots that are addressed; the returned future waits for the outcomes.
     fn order(
         &mut self,
         target: &Target,
@@ -199,7 +193,7 @@ impl Fleet {
         })
     }
 
-    /// Begins to put other settings in force: first in the slots that there are, one after the other.
+    /// Begins a reload: first the existing slots take the new settings, one after the other.
     fn reload(
         &mut self,
         slots: Vec<Assignment>,
@@ -216,7 +210,7 @@ impl Fleet {
         self.reload = Some(Reload { rolling, slots, replaced: 0, rounds: ROUNDS, answer });
     }
 
-    /// The slots that work by other settings than these, with their new ones.
+    /// The slots whose settings differ, with their new ones.
     fn differing(&self, slots: &[Assignment]) -> Vec<(mpsc::Sender<Ordered>, Assignment)> {
         let differing = slots.iter().filter_map(|new| {
             let member = self.slots.get(&new.slot).filter(|member| matches!(member.after, After::Known))?;
@@ -227,7 +221,7 @@ impl Fleet {
         differing.collect()
     }
 
-    /// Has the slots that work by others take these settings, one after the other: how many have.
+    /// Gives slots their new settings, one after the other; returns how many took them.
     fn roll(&self, slots: &[Assignment]) -> BoxFuture<'static, Result<usize, String>> {
         let (turn, differing) = (self.launch.turn.clone(), self.differing(slots));
         Box::pin(async move {
@@ -240,7 +234,7 @@ impl Fleet {
                 match outcome.await {
                     Ok(Err(words)) => return Err(format!("slot {slot}: {words}")),
                     Ok(Ok(())) => replaced += 1,
-                    // It has ended meanwhile, and needs no other worker.
+                    // The slot has ended meanwhile, and needs no new worker.
                     Err(_) => drop(sent),
                 }
             }
@@ -248,7 +242,7 @@ impl Fleet {
         })
     }
 
-    /// The slots that there were have taken the settings, or one could not: then the rest stay.
+    /// All existing slots have taken the settings, or one could not: then the others keep the old ones.
     fn finish_reload(&mut self, rolled: Result<usize, String>) {
         let Some(mut reload) = self.reload.take() else { return };
         match rolled {
@@ -272,7 +266,7 @@ impl Fleet {
         let _ = reload.answer.send(Ok(done));
     }
 
-    /// Ends the slots that settings have no more: how many.
+    /// Ends the slots that are not in the settings any more; returns how many.
     fn end_all_but(&mut self, slots: &[Assignment]) -> usize {
         let is_gone = |name: &String| !slots.iter().any(|slot| slot.slot == *name);
         let gone: Vec<String> = self.slots.keys().filter(|name| is_gone(name)).cloned().collect();
@@ -290,8 +284,8 @@ impl Fleet {
         gone.len()
     }
 
-    /// Starts the slots that are new: how many. One that was given up gets another chance; one that was
-    /// stopped stays so.
+    /// Starts the new slots; returns how many. A slot that was given up is started again; one that was stopped
+    /// is not.
     fn start_missing(&mut self, slots: Vec<Assignment>) -> usize {
         let mut started = 0;
         for slot in slots {
@@ -315,7 +309,7 @@ impl Fleet {
     }
 }
 
-/// When the reload that is under way has gone through the slots; never, when there is none.
+/// Waits for the current round of a reload; for ever if there is no reload.
 async fn roll_of(reload: &mut Option<Reload>) -> Result<usize, String> {
     match reload {
         Some(reload) => (&mut reload.rolling).await,

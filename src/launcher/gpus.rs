@@ -1,6 +1,6 @@
-//! The GPUs of this host, as NVML shows them: what a `devices` entry means, and which GPU can take a
-//! worker. Pure but for `nvml` and `watch`, which ask the driver. Never opens CUDA: a process that has may
-//! hold a context on each device.
+//! The GPUs of this host, as NVML shows them: resolves a `devices` entry, and decides which GPU can take a
+//! worker. Pure, except `nvml` and `watch`, which ask the driver. Never opens CUDA: that may create a context
+//! on each device.
 
 pub(super) mod device_fault;
 mod nvml;
@@ -9,7 +9,7 @@ pub(super) mod watch;
 
 use serde::Serialize;
 
-/// A GPU on which MIG is switched on, and no part made.
+/// The fault of a GPU with MIG switched on but without MIG devices.
 const WITHOUT_PARTS: &str = "MIG is on and it has no parts";
 
 /// What NVML says of this host.
@@ -21,9 +21,9 @@ pub struct Gpus {
     pub driver: Option<String>,
     /// The newest CUDA that the driver knows, such as 13.0.
     pub cuda: Option<String>,
-    /// Why nothing is known, where NVML could not be asked.
+    /// Why NVML could not be asked; none if it answered.
     pub unknown: Option<String>,
-    /// A driver is installed, though it may not answer.
+    /// A driver is installed, even if it does not answer.
     pub installed: bool,
 }
 
@@ -36,17 +36,17 @@ pub struct Gpu {
     pub name: String,
     /// Such as 00000000:17:00.0.
     pub pci: Option<String>,
-    /// Major and minor.
+    /// Major and minor number.
     pub compute_capability: Option<(i32, i32)>,
     /// In bytes.
     pub memory: Option<Memory>,
-    /// Share of the last moments in which it computed, in percent.
+    /// Percent of the driver's last sample period in which the GPU computed.
     pub utilization_percent: Option<u32>,
-    /// Who computes on it.
+    /// The processes that use it.
     pub processes: Vec<Process>,
-    /// With MIG, its parts, which are what can be used then.
+    /// Its MIG devices if MIG is on; only these can be used then.
     pub parts: Option<Vec<Part>>,
-    /// Why it cannot be used, in the driver's words.
+    /// Why the GPU cannot be used, in the driver's words.
     pub fault: Option<String>,
 }
 
@@ -62,28 +62,28 @@ pub struct Part {
 /// A device's memory, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Memory {
-    /// In all.
+    /// All of it.
     pub total: u64,
-    /// That nobody holds.
+    /// Bytes that no process holds.
     pub free: u64,
 }
 
 /// A process on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Process {
-    /// Its id, as the host counts them: in a container it may be another.
+    /// The process id on the host: inside a container it may differ.
     pub pid: u32,
-    /// What it holds, in bytes, where the driver says so.
+    /// The bytes that it holds, if the driver says so.
     pub memory: Option<u64>,
 }
 
 impl Gpus {
-    /// Asks NVML; without a driver there are none, and `unknown` says why.
+    /// Asks NVML. Without a driver there are no GPUs, and `unknown` says why.
     pub fn here() -> Self {
         nvml::ask()
     }
 
-    /// UUIDs of all that can be used: GPUs, or their parts where they are divided.
+    /// The UUIDs of all devices that can be used: GPUs, or their MIG devices.
     pub fn usable(&self) -> Vec<&str> {
         let well = self.gpus.iter().filter(|gpu| gpu.fault.is_none());
         well.flat_map(|gpu| match &gpu.parts {
@@ -93,10 +93,10 @@ impl Gpus {
         .collect()
     }
 
-    /// The UUID that a `devices` entry means: `cuda:1`, or a UUID or its beginning.
+    /// The UUID of a `devices` entry: `cuda:1`, a UUID, or the beginning of one.
     ///
     /// # Errors
-    /// Why it means none, in words.
+    /// Why the entry names no usable device, in words.
     pub fn resolve(&self, entry: &str) -> Result<&str, String> {
         let known = || self.unknown.as_ref().map_or(Ok(()), |why| Err(why.clone()));
         let uuid = if let Some(index) = entry.strip_prefix("cuda:") {
@@ -133,12 +133,12 @@ impl Gpus {
         })
     }
 
-    /// The GPU that a device is, or is a part of.
+    /// The GPU that this device is, or is a part of.
     pub fn gpu_of(&self, uuid: &str) -> Option<&Gpu> {
         self.gpus.iter().find(|gpu| gpu.uuid == uuid || gpu.has_part(uuid))
     }
 
-    /// What there is, for an error message: entries that would do.
+    /// The devices of this host with their entries, for an error message.
     pub fn in_words(&self) -> String {
         let gpu = |(index, gpu): (usize, &Gpu)| match (&gpu.fault, &gpu.parts) {
             (Some(fault), _) => format!("cuda:{index} = {} (out of order: {fault})", gpu.uuid),

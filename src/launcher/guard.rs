@@ -1,8 +1,8 @@
-//! The guard: a small process beside the launcher, which outlives it and ends the workers that would
-//! outlive it too: those that are stopped, or whose driver hangs. Both sides are here: the launcher's,
-//! which starts the guard and tells it of every worker, and the guard's own ([`guard_workers`]). Decides
-//! when such a worker is killed: once the launcher's end of their socket is closed and the shutdown grace
-//! is over. Never signals another process than the one it was told of, though that has the same id.
+//! The guard: a small process beside the launcher that outlives it, and kills workers that outlive it too
+//! because they are stopped or their driver hangs. This file has both sides: the launcher's, which starts the
+//! guard and tells it of every worker, and the guard's own ([`guard_workers`]). A worker is killed when the
+//! launcher's end of their socket is closed and the shutdown grace is over. Never signals another process that
+//! has the same id by now.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -22,42 +22,41 @@ use tokio::sync::watch;
 
 use crate::config::Launcher;
 
-/// The command by which sconce is its own guard.
+/// The command with which sconce runs as its own guard.
 const COMMAND: &str = "guard";
-/// How often the guard looks which workers still live, once the launcher is gone.
+/// How often the guard checks which workers still live, once the launcher is gone.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// How the launcher's lines to the guard begin: a worker was spawned; it has been reaped.
+/// The first words of the launcher's lines to the guard: a worker was spawned; a worker was reaped.
 const SPAWNED: &str = "spawned";
 const REAPED: &str = "reaped";
 
 /// The launcher's side, shared by all slots.
 pub(super) struct Guard {
-    /// Sconce itself; none: nobody guards the workers.
+    /// The program, which is sconce itself; none: there is no guard.
     program: Option<PathBuf>,
-    /// For the grace. Written when settings are loaded again.
+    /// For the grace. Written when settings are reloaded.
     policy: watch::Receiver<Launcher>,
-    /// Held for a few short writes; never across an await.
+    /// Locked for a few short writes; never across an await.
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// None before the first worker, and from the loss of one guard to the next spawn of a worker.
+    /// None before the first worker, and between the loss of a guard and the next spawn of a worker.
     running: Option<GuardProcess>,
-    /// Spawned and not reaped: what a new guard is told.
+    /// Workers spawned and not reaped: a new guard is told of them.
     workers: BTreeSet<Process>,
 }
 
 /// A guard process, as the launcher sees it.
 struct GuardProcess {
     child: Child,
-    /// The guard's stdin. Written here alone, and does not block: a guard that does not read until it is
-    /// full is replaced.
+    /// The guard's stdin. Written only here and never blocks: a guard that reads too slowly is replaced.
     lines: UnixStream,
 }
 
-/// A worker that the guard knows of, until this is dropped.
+/// A worker that the guard watches until this is dropped.
 pub(super) struct Guarded {
     guard: Arc<Guard>,
     worker: Process,
@@ -72,13 +71,13 @@ impl Drop for Guarded {
 }
 
 impl Guard {
-    /// `program` is sconce, or there will be no guard.
+    /// `program` is sconce; none: there will be no guard.
     pub(super) fn new(program: Option<PathBuf>, policy: watch::Receiver<Launcher>) -> Self {
         Self { program, policy, state: Mutex::default() }
     }
 
-    /// Starts a guard where none runs. To be called before each spawn of a worker, inside the runtime.
-    /// Where it cannot be started, the launcher says so and goes on.
+    /// Starts a guard if none runs. Call it inside the runtime, before each spawn of a worker. If that fails, a
+    /// warning is logged.
     pub(super) fn start_if_missing(&self) {
         let Some(program) = &self.program else { return };
         let grace = self.grace();
@@ -98,7 +97,7 @@ impl Guard {
         }
     }
 
-    /// Tells the guard of a worker that has just been spawned and not been reaped.
+    /// Tells the guard of a worker that was just spawned and is not reaped yet.
     pub(super) fn watch_over(self: &Arc<Self>, worker: Option<u32>) -> Option<Guarded> {
         self.program.as_ref()?;
         let Some(worker) = worker.and_then(|pid| Process::of(i32::try_from(pid).ok()?)) else {
@@ -122,7 +121,7 @@ impl Guard {
 }
 
 impl State {
-    /// Writes a line to the guard, if there is one. One that cannot take it is ended.
+    /// Writes a line to the guard, if there is one. A guard that cannot take it is ended.
     fn tell(&mut self, line: &str) {
         let Some(running) = &mut self.running else { return };
         if let Err(error) = running.lines.write_all(line.as_bytes()) {
@@ -136,14 +135,14 @@ impl State {
 
 impl GuardProcess {
     fn start(program: &Path) -> io::Result<Self> {
-        // Both ends are closed on exec: no worker holds the launcher's end open.
+        // Both ends are closed on exec, so no worker holds the launcher's end open.
         let (lines, stdin) = UnixStream::pair()?;
         lines.set_nonblocking(true)?;
         let child = Command::new(program)
             .arg(COMMAND)
             .stdin(Stdio::from(OwnedFd::from(stdin)))
             .stdout(Stdio::null())
-            // Its stderr is ours. A group of its own: the terminal's Ctrl-C is not for it.
+            // Its stderr is ours. Its own process group: it must not get the terminal's Ctrl-C.
             .process_group(0)
             .spawn()?;
         tracing::debug!(pid = child.id(), "guard started");
@@ -154,7 +153,7 @@ impl GuardProcess {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Ends it, and then its stdin: one that lived would take that for the launcher's end.
+    /// Kills the guard before its stdin closes: a living guard would take that for the launcher's end.
     fn end(mut self) {
         let _ = self.child.start_kill();
     }
@@ -164,11 +163,11 @@ fn spawned(worker: Process, grace: Duration) -> String {
     format!("{SPAWNED} {} {}\n", worker.written(), grace.as_millis())
 }
 
-/// One process, told from a later one of the same id by the time of its start.
+/// A process, told apart from a later one with the same id by its start time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Process {
     pid: i32,
-    /// In clock ticks since the system's start.
+    /// Start time in clock ticks since boot.
     started: u64,
 }
 
@@ -178,7 +177,7 @@ impl Process {
         Some(Self { pid, started })
     }
 
-    /// Whether it runs or is stopped; a zombie does not live.
+    /// Whether the process runs or is stopped. A zombie does not count.
     fn lives(&self) -> bool {
         state_and_start(self.pid)
             .is_some_and(|(state, started)| started == self.started && !matches!(state, 'Z' | 'X'))
@@ -188,28 +187,26 @@ impl Process {
         self.lives() && kill(Pid::from_raw(self.pid), Signal::SIGKILL).is_ok()
     }
 
-    /// As it stands in a line.
+    /// The process as written in a line.
     fn written(&self) -> String {
         format!("{} {}", self.pid, self.started)
     }
 }
 
-/// Of a process: its state, and when it was started.
 fn state_and_start(pid: i32) -> Option<(char, u64)> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     parse_stat(&String::from_utf8_lossy(&stat))
 }
 
-/// Fields 3 and 22 of `/proc/PID/stat`. The program's name, in parentheses before them, may hold anything.
+/// Fields 3 and 22 of `/proc/PID/stat`. The name in parentheses before them may contain anything.
 fn parse_stat(stat: &str) -> Option<(char, u64)> {
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_ascii_whitespace();
     let state = fields.next()?.chars().next()?;
-    // The third field is taken: the next is the fourth, and 18 further on stands the 22nd.
+    // Field 3 is taken; field 22 is the 19th after it.
     Some((state, fields.nth(18)?.parse().ok()?))
 }
 
-/// What the guard has been told.
 #[derive(Default)]
 struct Roll {
     workers: BTreeSet<Process>,
@@ -217,7 +214,7 @@ struct Roll {
 }
 
 impl Roll {
-    /// Takes one line; none: it is not one of the launcher's.
+    /// Reads one line; none: not a line of the launcher's.
     fn hear(&mut self, line: &str) -> Option<()> {
         let mut words = line.split(' ');
         let verb = words.next()?;
@@ -234,21 +231,20 @@ impl Roll {
     }
 }
 
-/// Is the guard: hears of workers until the end of `launcher`, which is the launcher's own, then kills
-/// those that live after the grace. Returns as soon as none is left. Blocks its thread.
+/// Runs as the guard: reads of workers until the launcher's end of the socket closes, then kills those that
+/// still live after the grace. Returns as soon as none is left. Blocks its thread.
 ///
 /// # Errors
-/// The signals that end a service cannot be ignored; nobody is guarded then.
+/// The signals that end a service cannot be ignored; then there is no guard.
 pub fn guard_workers(launcher: impl BufRead) -> io::Result<()> {
-    // A service manager signals every process of a service; this one ends with the launcher, whenever
-    // that is.
+    // A service manager signals every process of a service; the guard must end after the launcher.
     for ignored in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
         ignore(ignored)?;
     }
     let killed = outlive(launcher);
     if !killed.is_empty() {
-        // Not before they are: nobody may be reading the log any more.
-        tracing::warn!(workers = ?killed, "the launcher is gone, and these outlived it by the grace: killed");
+        // Logged after the kills: nobody may be reading the log any more.
+        tracing::warn!(workers = ?killed, "the launcher is gone; killed the workers left after the grace");
     }
     Ok(())
 }
@@ -260,10 +256,10 @@ fn ignore(ignored: Signal) -> io::Result<()> {
     before.map(drop).map_err(io::Error::from)
 }
 
-/// Returns the process ids of those that were killed.
+/// Returns the process ids of the killed workers.
 fn outlive(launcher: impl BufRead) -> Vec<i32> {
     let mut roll = Roll::default();
-    // A failure to read is an end too: nobody can tell us anything any more.
+    // A read error ends the loop too: the launcher cannot be heard any more.
     for line in launcher.lines().map_while(Result::ok) {
         if roll.hear(&line).is_none() {
             tracing::warn!(line, "not a line of the launcher's");
@@ -323,7 +319,7 @@ mod tests {
     fn once_all_workers_are_gone_nothing_is_waited_for() {
         let ((mut gone, one), (mut lives, other)) = (sleeper(), sleeper());
         let hour = Duration::from_secs(3_600);
-        // A zombie: it has been killed, and not been reaped.
+        // A zombie: killed, but not reaped.
         kill(Pid::from_raw(one.pid), Signal::SIGKILL).unwrap();
         let told = spawned(one, hour) + &spawned(other, hour) + &reaped(other);
         assert!(outlive(told.as_bytes()).is_empty());

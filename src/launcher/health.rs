@@ -1,7 +1,7 @@
-//! What the driver has said of the devices since the launcher began: which are out of order, and what
-//! happened on them lately. Decides whether a worker is started on a device, and tells those that run
-//! that theirs has failed. Owns the thread that listens to the driver, which begins with the first
-//! worker on a GPU and ends with the launcher; without a driver nothing is known, and nothing hindered.
+//! What the driver has reported of the devices since the launcher started: which have failed, and recent
+//! events. Decides whether a worker is started on a device, and tells running workers' watches when their
+//! device fails. Owns the thread that listens to the driver, which starts with the first worker on a GPU and
+//! ends with the launcher. Without a driver, no worker is refused.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,44 +14,44 @@ use tokio::sync::watch;
 use super::gpus::device_fault::{DeviceFault, Kind, Weight};
 use super::gpus::watch::{Word, listen};
 
-/// A worker that ends within this time after an event on its device has ended for that.
+/// If a worker ends within this time after an event on its device, the event is the reason.
 const LATELY: Duration = Duration::from_secs(10);
-/// A driver that has said nothing for so long does not answer: it is asked every other second.
+/// After this time without a report the driver counts as unresponsive: it is asked every two seconds.
 const MUTE: Duration = Duration::from_secs(30);
 
-/// What the driver said of each device. Shared by all slots.
+/// What the driver has reported of each device. Shared by all slots.
 #[derive(Default)]
 pub(super) struct Health {
-    /// The driver is listened to, or cannot be.
+    /// Listening has been started, or cannot be.
     begun: AtomicBool,
-    /// Held for reading or writing a few values.
+    /// Locked for reading or writing a few values.
     status: Mutex<SlotStatus>,
-    /// Devices that have failed, each with how often and why. Written by the listening thread, read by
-    /// the device watches of the workers.
+    /// Devices that have failed, each with how often and the last fault. Written by the listening thread, read
+    /// by the device watches of the workers.
     failed_devices: watch::Sender<BTreeMap<String, (u64, DeviceFault)>>,
 }
 
 #[derive(Default)]
 struct SlotStatus {
-    /// When the driver last answered; none: it never has.
+    /// When the driver last reported; none: never.
     heard: Option<Instant>,
-    /// What hinders the use of a device now.
+    /// The fault that prevents the use of a device now.
     faults: BTreeMap<String, DeviceFault>,
-    /// The last event on a device that could end a worker.
+    /// The last event on a device that could have ended a worker.
     events: BTreeMap<String, (Instant, DeviceFault)>,
 }
 
-/// One worker's eye on its device.
+/// Tells one worker whether its device fails.
 pub(super) struct DeviceWatch {
     device: String,
     failed_devices: watch::Receiver<BTreeMap<String, (u64, DeviceFault)>>,
-    /// How often its device had failed when this was last looked at.
+    /// How often the device had failed when this was last read.
     seen: u64,
 }
 
 impl Health {
-    /// Begins to listen to the driver, unless `device` is no GPU or that has been done. The thread ends when
-    /// nobody else holds this.
+    /// Starts to listen to the driver, unless that is done or `device` is no GPU. The thread ends when nobody
+    /// else holds this `Health`.
     pub(super) fn watch_over(self: &Arc<Self>, device: &str) {
         if device == "cpu" || self.begun.swap(true, Ordering::Relaxed) {
             return;
@@ -63,7 +63,7 @@ impl Health {
         }
     }
 
-    /// Takes in what the driver says. True: it is to say more.
+    /// Takes in a report of the driver. True: continue to listen.
     fn hear(&self, word: Word) -> bool {
         let now = Instant::now();
         let mut status = self.status();
@@ -75,7 +75,7 @@ impl Health {
                     status.events.insert(device.clone(), (now, device_fault.clone()));
                 }
                 let failed_devices = if weight == Weight::DeviceFailed { devices } else { Vec::new() };
-                // Until the next look, which follows at once.
+                // Valid until the next check of all devices, which follows at once.
                 for device in &failed_devices {
                     status.faults.insert(device.clone(), device_fault.clone());
                 }
@@ -116,7 +116,7 @@ impl Health {
         true
     }
 
-    /// Why no worker can be started on a device now, if so.
+    /// The fault for which no worker can be started on a device now.
     pub(super) fn refuses(&self, device: &str) -> Option<DeviceFault> {
         if device == "cpu" {
             return None;
@@ -130,14 +130,14 @@ impl Health {
         status.faults.get(device).cloned()
     }
 
-    /// What happened on a device a moment ago.
+    /// The last event on a device, if it is recent.
     pub(super) fn lately(&self, device: &str) -> Option<DeviceFault> {
         let status = self.status();
         let (at, device_fault) = status.events.get(device)?;
         (at.elapsed() <= LATELY).then(|| device_fault.clone())
     }
 
-    /// An eye on a device, from now on.
+    /// Watches a device from now on.
     pub(super) fn device_watch(&self, device: &str) -> DeviceWatch {
         let failed_devices = self.failed_devices.subscribe();
         let seen = failed_devices.borrow().get(device).map_or(0, |(times, _)| *times);
@@ -150,7 +150,7 @@ impl Health {
 }
 
 impl DeviceWatch {
-    /// Waits until the device has failed, or did since this was last asked. Safe to cancel.
+    /// Waits until the device fails, or returns at once if it failed since the last call. Safe to cancel.
     pub(super) async fn failed_devices(&mut self) -> DeviceFault {
         loop {
             if let Some((times, device_fault)) = self.failed_devices.borrow_and_update().get(&self.device)

@@ -1,5 +1,5 @@
-//! How one worker is brought to its end: asked to finish, then to drain, then to abort, then killed,
-//! each within a time. Owns how far that has gone.
+//! How one worker is ended: told to finish, then to drain, then to abort, then killed, each after a time limit.
+//! Owns how far this has gone.
 
 use std::time::{Duration, Instant};
 
@@ -9,31 +9,31 @@ use super::child::Worker;
 use crate::protocol::control::Command;
 use crate::shutdown::{Phase, Stop};
 
-/// From the abort command to the kill.
+/// The time from the abort command to the kill.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// What is done next to end a worker.
+/// The next step in ending a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Nothing has been asked of it. Tell it to drain, when the launcher's stop says so.
+    /// The end has not been requested. Tell the worker to drain when the launcher stops.
     Drain,
-    /// It was told to finish. Tell it to drain, if it has not ended by then or the launcher stops.
+    /// It was told to finish. Tell it to drain at this time, or when the launcher stops.
     DrainAt(Instant),
-    /// Tell it to abort: when the grace is over, or the stop is pressed.
+    /// Tell it to abort when the grace is over, or when the launcher's stop becomes an abort.
     Abort(Instant),
-    /// Kill it, if it has not ended by then.
+    /// Kill it at this time.
     Kill(Instant),
-    /// Wait for its end.
+    /// It was killed: wait for its end.
     Wait,
 }
 
 impl Step {
-    /// Whether its end has been asked for.
+    /// Whether the worker's end has been requested.
     pub(super) fn is_begun(self) -> bool {
         self != Self::Drain
     }
 
-    /// Whether it has been told to leave what it has.
+    /// Whether the worker has been told to abort.
     pub(super) fn is_forced(self) -> bool {
         matches!(self, Self::Kill(_) | Self::Wait)
     }
@@ -62,7 +62,7 @@ impl Step {
         }
     }
 
-    /// Does it; returns the next.
+    /// Carries out the step; returns the next.
     pub(super) async fn take(self, worker: &mut Worker, grace: Duration) -> Self {
         match self {
             Self::Drain | Self::DrainAt(_) => {

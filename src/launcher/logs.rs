@@ -1,13 +1,13 @@
-//! Re-emits what a worker logs (JSON lines on its stderr) under the slot's name: as an event of the
-//! launcher's own with the worker's level, for a person; or, for a collector of logs, as the line that
-//! it is, with its fields. What is no such line (a panic's words, a library's print) is a warning.
+//! Logs again what a worker logs (JSON lines on its stderr), with the slot's name: for a person as an event of
+//! the launcher with the worker's level; for a log collector as the same JSON line with its fields. A line of
+//! another form (a panic message, a library's print) is a warning.
 
 use serde_json::{Map, Value};
 
-/// Writes a line that is JSON already, as it is.
+/// Writes a JSON line unchanged.
 pub type RawLines = fn(&str);
 
-/// Re-emits one line, by `raw` where there is one; returns its words.
+/// Logs one line again, by `raw` if given; returns its text.
 pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>) -> String {
     let parsed =
         serde_json::from_str::<Map<String, Value>>(line).ok().filter(|log| log.contains_key("fields"));
@@ -27,7 +27,7 @@ pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>) -> String {
     words
 }
 
-/// The same line, with the slot among its fields.
+/// The same line, with the slot added to its fields.
 fn with_slot(mut log: Map<String, Value>, slot: &str) -> Value {
     if let Some(fields) = log.get_mut("fields").and_then(Value::as_object_mut) {
         fields.insert("slot".to_owned(), slot.into());

@@ -1,5 +1,5 @@
-//! The launcher: discovers what the host has, plans slots, spawns a worker for each, watches,
-//! restarts, stops. Knows workers as processes and control lines; never a broker, a model or a
+//! The launcher: discovers the host's devices, plans slots, spawns a worker for each, watches, restarts and
+//! stops them. It knows workers as processes and control lines, and no broker or model. It never opens a
 //! device.
 //!
 //! | file | decides |
@@ -7,21 +7,21 @@
 //! | `gpus` | which GPUs there are, and what a `devices` entry means |
 //! | `plan` | which slots there are |
 //! | `fit` | whether they fit their devices' memory |
-//! | `fleet` | which of them run, and who is meant by an order |
-//! | `slot` | what happens with one of them over time |
-//! | `shown` | what the board shows of it |
+//! | `fleet` | which slots run, and which slots an order addresses |
+//! | `slot` | what happens in one slot over time (`slot_state` holds its state) |
+//! | `shown` | what the status board shows of a slot |
 //! | `replace` | when its worker is replaced by a new one |
-//! | `running` | one worker process, from its spawn to its end |
-//! | `monitor` | what is seen of it, and what its death means |
-//! | `fault` | what it ended of, by name |
-//! | `health` | which devices are out of order, by the driver |
-//! | `leave` | how it is brought to its end |
+//! | `worker_handle` | one worker process, from its spawn to its end |
+//! | `worker_monitor` | what a worker reports, and what its death means |
+//! | `fault` | the reason for a worker's end, by name |
+//! | `health` | which devices have failed, by the driver |
+//! | `leave` | how a worker is ended, step by step |
 //! | `child` | how a worker process is spawned and spoken to |
 //! | `guard` | which workers are killed once the launcher is gone |
-//! | `board` | what is known of every slot |
+//! | `status_board` | what is known of every slot |
 //! | `order` | what a running launcher can be asked |
-//! | `deaths` | which tasks kill workers |
-//! | `last_words` | what is kept of a worker's log |
+//! | `crash_records` | which tasks kill workers |
+//! | `crash_tail` | the lines kept of a worker's log |
 //! | `restart` | what follows a worker's end |
 //! | `logs` | how a worker's log lines appear in ours |
 
@@ -69,19 +69,19 @@ pub use restart::{Death, REASONS, Verdict, judge};
 /// Why nothing was launched.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    /// A device that is not here. There is no fall-back to another.
+    /// A device that does not exist or cannot be used. No other device is taken instead.
     #[error("pool {pool:?}: device {device:?} cannot be used: {reason}; devices here: {here}")]
     Device {
         /// The pool.
         pool: String,
         /// Its `devices` entry.
         device: String,
-        /// Why not, and what to do.
+        /// Why it cannot be used, and what to do.
         reason: String,
-        /// What there is.
+        /// The devices of this host.
         here: String,
     },
-    /// Its workers would not fit.
+    /// The device's memory is too small for its workers.
     #[error(
         "device {device:?}: too many copies: {workers} need {needed} together, and {free} of {total} are \
          free; lower workers_per_device or batch.max_tokens, take pool.dtype = \"f16\", or see `sconce \
@@ -92,11 +92,11 @@ pub enum LaunchError {
         device: String,
         /// What each worker needs.
         workers: String,
-        /// All of them.
+        /// What all workers need together.
         needed: String,
-        /// What nobody holds.
+        /// The memory that no process holds.
         free: String,
-        /// What the device has.
+        /// The memory of the device.
         total: String,
     },
 }
@@ -104,19 +104,19 @@ pub enum LaunchError {
 /// What all slots share.
 struct Launch {
     program: PathBuf,
-    /// Written when settings are loaded again, read by every slot.
+    /// Written when settings are reloaded, read by every slot.
     policy: watch::Receiver<Launcher>,
     stop: Stop,
     deaths: crash_records::Register,
     health: Arc<health::Health>,
     board: Arc<StatusBoard>,
-    /// One slot at a time changes its worker for a new one.
+    /// A permit, so that only one slot at a time replaces its worker.
     turn: Arc<Semaphore>,
-    /// Takes workers' log lines as they are, where ours are JSON too.
+    /// Writes workers' log lines unchanged, if our log is JSON too.
     raw_lines: Option<RawLines>,
-    /// Told of every worker.
+    /// Is told of every worker.
     guard: Arc<Guard>,
-    /// The broker that has taken a worker. Written by what is seen of workers, read when one is started.
+    /// The broker that has accepted a worker. Written by worker monitors, read when a worker ends or starts.
     reached: Mutex<Option<Broker>>,
 }
 
@@ -129,13 +129,13 @@ impl Launch {
         }
     }
 
-    /// Whether one has: then a refusal is no matter of settings.
+    /// Whether a worker has reached this broker: then a refusal is not a mistake in the settings.
     fn has_reached(&self, broker: &Broker) -> bool {
         self.reached.lock().unwrap_or_else(PoisonError::into_inner).as_ref() == Some(broker)
     }
 }
 
-/// A launcher that has not begun: what shows it, and by which it is asked, are there already.
+/// A launcher that is not running yet, though its board and its handle can be used.
 pub struct Launching {
     launch: Arc<Launch>,
     policy: watch::Sender<Launcher>,
@@ -144,15 +144,15 @@ pub struct Launching {
 }
 
 impl Launching {
-    /// One that spawns `program`, treats its workers by `policy`, and ends with `stop`. Without a guard:
+    /// A launcher that spawns `program` as workers, by `policy`, and ends with `stop`. It has no guard, so
     /// `program` need not be sconce.
     pub fn new(program: &Path, policy: &Launcher, stop: &Stop) -> Self {
         Self::over((program, None), policy, stop, None)
     }
 
-    /// The same, where `program` is sconce, which is started as the guard too: no worker outlives the
-    /// launcher by more than the shutdown grace, though that is killed and the worker is stopped.
-    /// Workers' log lines are written by `raw_lines` as they are, where it is given.
+    /// The same with a guard, for which `program` must be sconce: if the launcher is killed, a worker outlives
+    /// it by the shutdown grace at most, even a stopped one. `raw_lines`, if given, writes workers' log lines
+    /// unchanged.
     pub fn guarded(program: &Path, policy: &Launcher, stop: &Stop, raw_lines: Option<RawLines>) -> Self {
         Self::over((program, Some(program)), policy, stop, raw_lines)
     }
@@ -185,21 +185,21 @@ impl Launching {
         Self { launch: Arc::new(launch), policy: sender, asks, handle }
     }
 
-    /// What is known of its slots.
+    /// The board with the state of its slots.
     pub fn board(&self) -> Arc<StatusBoard> {
         self.launch.board.clone()
     }
 
-    /// By which it is asked.
+    /// The handle by which it takes orders.
     pub fn handle(&self) -> Handle {
         self.handle.clone()
     }
 
-    /// Runs one worker for each assignment until all have ended. Call it on a runtime whose thread
-    /// lives as long as the process: see `child`.
+    /// Runs one worker for each assignment until all have ended. Call it on a runtime whose thread lives as
+    /// long as the process: `child` explains why.
     pub async fn run(self, assignments: &[Assignment]) -> Exit {
         tracing::info!(slots = assignments.len(), "launching");
-        // Held: without it there would be nobody left to ask, which an order is never to see.
+        // Held, so that the channel stays open: an order must never find it closed.
         let Self { launch, policy, asks, handle: _handle } = self;
         let exit = Fleet::new(launch, policy, assignments).run(asks).await;
         tracing::info!(exit = exit.code(), "all workers have ended");
@@ -207,7 +207,7 @@ impl Launching {
     }
 }
 
-/// As [`Launching::run`] of one that is [`Launching::guarded`], and that nobody looks at or asks.
+/// [`Launching::run`] of a [`Launching::guarded`] launcher, without a board or handle for the caller.
 pub async fn run(program: &Path, assignments: &[Assignment], policy: &Launcher, stop: &Stop) -> Exit {
     Launching::guarded(program, policy, stop, None).run(assignments).await
 }

@@ -1,5 +1,5 @@
-//! What a running launcher can be asked, and by which handle: orders to slots, and other settings.
-//! Who asks, and how it came here, is not known in this room.
+//! The requests that a running launcher takes through its handle: orders to slots, and new settings. This room
+//! does not know who asks or over which connection.
 
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ use crate::config::{Assignment, Launcher};
 use crate::protocol::admin::Target;
 use crate::protocol::control::BatchChange;
 
-/// Asks that may wait.
+/// The most requests that may wait.
 const WAITING: usize = 64;
 
-/// What a slot can be told to do.
+/// An order to a slot.
 #[derive(Clone, Debug)]
 pub enum Order {
     /// Take no more tasks; keep the worker.
@@ -26,34 +26,34 @@ pub enum Order {
     Shutdown,
     /// Finish and end the worker, start a new one.
     Restart,
-    /// Form batches by other bounds.
+    /// Change the bounds of batches.
     SetBatch(BatchChange),
-    /// Log by another filter.
+    /// Change the log filter.
     LogLevel(String),
 }
 
-/// What became of an order at one slot: what is done, or why nothing is.
+/// The outcome of an order at one slot: what is done, or why nothing is.
 pub type Outcome = Result<&'static str, String>;
 
-/// An order on its way to one slot.
+/// A command on its way to one slot.
 pub(super) enum Ordered {
-    /// Somebody's.
+    /// An order from outside.
     Order(Order, oneshot::Sender<Outcome>),
-    /// The fleet's: a worker with other settings, ready before the one now drains. While it lasts, no
-    /// other slot changes its worker.
+    /// From the fleet: replace the worker by one with other settings, in the order of the settings. While the
+    /// permit exists, no other slot replaces its worker.
     Replace(Box<Assignment>, OwnedSemaphorePermit, oneshot::Sender<Result<(), String>>),
 }
 
-/// What is asked of the launcher.
+/// A request to the launcher.
 pub(super) enum Ask {
     Order { target: Target, order: Order, answer: oneshot::Sender<Vec<(String, Outcome)>> },
     Reload { slots: Vec<Assignment>, policy: Box<Launcher>, answer: oneshot::Sender<Result<String, String>> },
 }
 
-/// By which a running launcher is asked. Clones ask the same.
+/// Sends requests to a running launcher. Clones reach the same launcher.
 #[derive(Clone, Debug)]
 pub struct Handle {
-    /// Written by whoever asks, read by the fleet. Bound: those beyond wait.
+    /// Written by callers, read by the fleet. Bound: when it is full, callers wait.
     asks: mpsc::Sender<Ask>,
     board: Arc<StatusBoard>,
 }
@@ -64,23 +64,23 @@ impl Handle {
         (Self { asks, board }, asked)
     }
 
-    /// Settings were loaded again, and are none that could be put in force.
+    /// Counts reloaded settings that are invalid.
     pub fn refuse_reload(&self) {
         self.board.write(|status| status.reloads_refused += 1);
     }
 
-    /// Gives an order to the slots that `target` means; what became of it, by slot. Orders that take
-    /// long are under way when this returns.
+    /// Gives an order to the slots of `target`; returns the outcome of each. Long orders are still in progress
+    /// when this returns.
     pub async fn order(&self, target: Target, order: Order) -> Vec<(String, Outcome)> {
         let (answer, answered) = oneshot::channel();
         let _ = self.asks.send(Ask::Order { target, order, answer }).await;
         answered.await.unwrap_or_default()
     }
 
-    /// Puts other settings in force, slot by slot. Says what was done.
+    /// Applies new settings, slot by slot. Returns what was done.
     ///
     /// # Errors
-    /// What is wrong with them; from the slot where that showed on, the ones before stay.
+    /// Why they cannot be applied. Slots before the one that failed keep the new settings.
     pub async fn reload(&self, slots: Vec<Assignment>, policy: Launcher) -> Result<String, String> {
         let (answer, answered) = oneshot::channel();
         let _ = self.asks.send(Ask::Reload { slots, policy: Box::new(policy), answer }).await;

@@ -1,4 +1,5 @@
-//! Plans the slots: pools × devices × workers. What the host has is passed in. Never opens a device, and never takes another than the one that was asked for.
+//! Plans the slots: pools × devices × workers. The caller passes in what the host has. Never opens a device,
+//! and never takes another one than was asked for.
 
 use std::collections::HashMap;
 
@@ -6,9 +7,8 @@ use super::LaunchError;
 use super::gpus::Gpus;
 use crate::config::{Assignment, Devices, Pool, Settings};
 
-/// Most CPU workers that `devices = "auto"` makes; with more cores than this, each gets several.
+/// The most CPU workers that `devices = "auto"` makes; with more cores than this, each gets several.
 const MOST_CPU_WORKERS: usize = 16;
-/// The device name of a CPU slot.
 const CPU: &str = "cpu";
 
 /// What this host has.
@@ -16,22 +16,22 @@ const CPU: &str = "cpu";
 pub struct Host {
     /// Its name, for replies.
     pub name: String,
-    /// Cores that this process may use.
+    /// The cores that this process may use.
     pub cores: usize,
     /// Its GPUs.
     pub gpus: Gpus,
-    /// `CUDA_VISIBLE_DEVICES`, where somebody has set it for this launcher: what `auto` may take.
+    /// The `CUDA_VISIBLE_DEVICES` of this launcher, if set: limits what `auto` may take.
     pub visible: Option<String>,
-    /// The CUDA in this program; none: it computes on CPUs only.
+    /// The CUDA version of this program; none: it computes on CPUs only.
     pub cuda: Option<Cuda>,
 }
 
-/// For which drivers and cards this program was built.
+/// The drivers and cards for which this program was built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cuda {
-    /// Its version of CUDA, which the driver has to know.
+    /// Its CUDA version, which the driver must support.
     pub version: (i32, i32),
-    /// The oldest architecture of cards that it has code for.
+    /// The oldest compute capability that it has code for.
     pub compute_capability: (i32, i32),
 }
 
@@ -57,10 +57,10 @@ impl Host {
         }
     }
 
-    /// The UUID of the GPU that a `devices` entry of a pool means.
+    /// The UUID of the GPU that a pool's `devices` entry names.
     ///
     /// # Errors
-    /// [`LaunchError::Device`] for one that is not here, or that this program cannot compute on.
+    /// [`LaunchError::Device`] for a GPU that does not exist, or that this program cannot compute on.
     pub fn device(&self, entry: &str, pool: &str) -> Result<String, LaunchError> {
         let uuid = self.gpus.resolve(entry).map_err(|why| self.refused(entry, pool, why))?;
         match self.refuses(uuid) {
@@ -69,7 +69,7 @@ impl Host {
         }
     }
 
-    /// What `CUDA_VISIBLE_DEVICES` names: numbers or UUIDs.
+    /// The devices that `CUDA_VISIBLE_DEVICES` names, by number or UUID.
     fn shown(&self, visible: &str) -> Result<Vec<String>, (String, String)> {
         let entries = visible.split(',').map(str::trim).filter(|entry| !entry.is_empty());
         let uuid = |entry: &str| {
@@ -87,7 +87,7 @@ impl Host {
         LaunchError::Device { pool, device, reason, here: self.gpus.in_words() }
     }
 
-    /// Why this program cannot compute on a GPU, if it cannot.
+    /// Why this program cannot compute on a GPU; none if it can.
     fn refuses(&self, uuid: &str) -> Option<String> {
         let Some(cuda) = self.cuda else {
             return Some("this build of sconce has no CUDA; `make cuda` makes one that has".to_owned());
@@ -115,7 +115,7 @@ impl Host {
     }
 }
 
-/// One assignment a slot, in the order of the settings.
+/// One assignment for each slot, in the order of the settings.
 ///
 /// # Errors
 /// [`LaunchError::Device`] for a device that this build or this host does not have.
@@ -181,13 +181,13 @@ fn devices_of(pool: &Pool, host: &Host, share: usize) -> Result<Vec<String>, Lau
     Ok(devices)
 }
 
-/// Every GPU; where there is none, a share of the cores.
+/// Every GPU; if there are none, a share of the cores.
 fn automatic(host: &Host, share: usize) -> Result<Vec<String>, (String, String)> {
     let usable = host.gpus.usable();
     let cpus = || vec![CPU.to_owned(); share];
     if host.cuda.is_none() {
         if !host.gpus.gpus.is_empty() {
-            // Not a fall-back: this program never computes on anything else.
+            // Not a fall-back: this program never computes on GPUs.
             tracing::warn!(gpus = usable.len(), "this build of sconce has no CUDA and leaves the GPUs alone");
         }
         return Ok(cpus());

@@ -1,7 +1,6 @@
-//! A new worker in the place of one that runs: for other settings, or because the old one is spent.
-//! The new one is ready before the old one drains, or, where the device holds but one, the old one
-//! drains first. A new one that never gets ready leaves the settings as they were. Decides when a
-//! worker is replaced, and sees the old one off.
+//! Replaces a running worker by a new one, for other settings or because the old one is spent. The new worker
+//! is ready before the old one drains; if the device has room for only one, the old one drains first. If the
+//! new one never gets ready, the old settings stay. Decides when a worker is replaced, and drains the old one.
 
 use std::time::{Duration, Instant};
 
@@ -15,10 +14,10 @@ use crate::config::{Assignment, Replace};
 use crate::protocol::admin::State;
 use crate::protocol::control::BatchChange;
 
-/// Before it is tried again to replace a worker that is spent.
+/// The wait before a failed replacement of a spent worker is tried again.
 const ANOTHER_TURN: Duration = Duration::from_secs(300);
 
-/// The next thing that happens with it; never, when there is none. Safe to cancel.
+/// The next event of the successor; never, if there is none. Safe to cancel.
 pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) -> WorkerEvent {
     match successor {
         Some(next) => next.running.next(launch).await,
@@ -27,7 +26,7 @@ pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) 
 }
 
 impl Slot {
-    /// Why it is time for a new worker, where the one that runs is spent and no other slot is at it.
+    /// The reason for a new worker, if the current one is spent and no other slot is replacing its worker.
     pub(super) fn is_due(&mut self, current: &WorkerHandle, has_successor: bool) -> Option<ReplaceReason> {
         let too_soon = self.next_turn.is_some_and(|at| Instant::now() < at);
         if has_successor || current.is_leaving() || self.overrides.paused || too_soon {
@@ -39,7 +38,7 @@ impl Slot {
         Some(ReplaceReason { reason: "recycled", permit, answer: None })
     }
 
-    /// Replaces the worker that runs by one that works by `assignment`, in the order of the settings.
+    /// Replaces the running worker by one with `assignment`, in the way that the settings say.
     pub(super) async fn replace(
         &mut self,
         assignment: Assignment,
@@ -60,8 +59,7 @@ impl Slot {
         self.show(State::Draining);
     }
 
-    /// The next worker works by `assignment`, and if it does not get ready, the one after it by the one
-    /// now.
+    /// The next worker gets `assignment`. If it does not get ready, the one after it gets the current one.
     pub(super) fn try_out(&mut self, assignment: Assignment, why: ReplaceReason) {
         let before = self.assignment.clone();
         if assignment != before {
@@ -70,7 +68,7 @@ impl Slot {
         self.trial = Some(Probation { before, why });
     }
 
-    /// A worker is ready: the settings on trial are good.
+    /// A worker is ready, so the settings on probation are good.
     pub(super) fn pass_probation(&mut self, current: &WorkerHandle) {
         if !current.monitor.is_ready() || current.is_leaving() {
             return;
@@ -81,8 +79,7 @@ impl Slot {
         }
     }
 
-    /// Where the worker that has ended was to show that settings are good, and did not: back to those
-    /// before.
+    /// If the ended worker was on probation and never got ready, restores the settings before.
     pub(super) fn judge_probation(&mut self, then: NextAction, worker_exit: &WorkerExit) -> NextAction {
         if matches!(then, NextAction::Start) {
             return then;
@@ -99,7 +96,6 @@ impl Slot {
         NextAction::Start
     }
 
-    /// Spawns the worker that is to follow.
     pub(super) async fn prepare_successor(
         &mut self,
         assignment: Assignment,
@@ -120,7 +116,7 @@ impl Slot {
         }
     }
 
-    /// Takes in what happens with the successor. Some: it is ready, and takes over.
+    /// Handles an event of the successor. Some: it is ready, and takes over.
     pub(super) async fn watch_successor(
         &mut self,
         successor: &mut Option<Successor>,
@@ -143,12 +139,11 @@ impl Slot {
         Some(self.install(next))
     }
 
-    /// The worker before has died meanwhile: its successor takes its place as it is, and whether the
-    /// settings are good will show.
+    /// The current worker has died: its successor takes over before it is ready, on probation.
     pub(super) fn succeed_the_dead(&mut self, next: Successor, worker_exit: WorkerExit) -> WorkerHandle {
         let Successor { mut running, mut why } = next;
         tracing::warn!(slot = self.assignment.slot, "the worker died while a new one was being made ready");
-        // One restart, for one reason.
+        // Counted as one restart, for the death.
         why.reason = worker_exit.reason;
         self.show_failure(State::Failed, &worker_exit.words);
         running.monitor.inherit(worker_exit.suspects);
@@ -176,13 +171,13 @@ impl Slot {
             slot = self.assignment.slot,
             reason = why.reason,
             error = words,
-            "it cannot be replaced: the settings before stay"
+            "the worker cannot be replaced; the old settings stay"
         );
         self.next_turn = Some(Instant::now() + ANOTHER_TURN);
         why.say(Err(words.to_owned()));
     }
 
-    /// Has a worker that was replaced finish what it has, beside its successor.
+    /// Lets a replaced worker finish its tasks beside its successor.
     pub(super) async fn drain_old(&mut self, mut old: WorkerHandle, permit: OwnedSemaphorePermit) {
         let grace = self.launch.policy.borrow().shutdown_grace;
         old.shown = false;

@@ -1,4 +1,4 @@
-//! What follows a worker's end: a pure function of how it ended and how often it failed quickly.
+//! Decides what follows a worker's end: a pure function of how it ended and how often it failed quickly.
 
 use std::time::Duration;
 
@@ -9,20 +9,20 @@ use crate::shutdown::Exit;
 /// How a worker process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Death {
-    /// Its exit, when its status is in the table.
+    /// The exit, if its status is a known exit code.
     pub exit: Option<Exit>,
-    /// It had said `ready`.
+    /// Whether it had said `ready`.
     pub was_ready: bool,
     /// How long it lived after it was ready.
     pub lived: Duration,
-    /// It had done some work.
+    /// Whether it had done some work.
     pub worked: bool,
-    /// A worker has been taken by its broker before: if it was refused, that may pass.
+    /// Whether the broker has accepted a worker before: then a refusal may pass.
     pub broker_reached: bool,
 }
 
 impl Death {
-    /// It failed before it can have done much: trying again at once would only burn the host. A
+    /// Whether it failed before it can have done much, so that trying again at once would only load the host. A
     /// device that fails at its first work has failed quickly, however long it waited for that.
     pub fn is_quick_failure(&self, policy: &Launcher) -> bool {
         let in_vain = self.exit == Some(Exit::DeviceFailed) && !self.worked;
@@ -30,8 +30,8 @@ impl Death {
     }
 }
 
-/// Why a worker is started in the place of another, as names for counting: how the one before ended,
-/// or what it was replaced for.
+/// Why a worker is started in the place of another, as names for counting: how the one before ended, or why it
+/// was replaced.
 pub const REASONS: [&str; 18] = [
     "killed",
     "stuck",
@@ -53,27 +53,27 @@ pub const REASONS: [&str; 18] = [
     "other",
 ];
 
-/// What the launcher does.
+/// What the launcher does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// A sentinel stopped it: the slot is done.
+    /// A sentinel stopped the worker: the slot is done.
     StoppedOnRequest,
     /// Start it again after this delay.
     Restart(Duration),
-    /// Do not try again; the launcher's exit will say so.
+    /// Do not try again; this is the launcher's exit code.
     GiveUp(Exit),
 }
 
-/// Judges a death, the `quick_failures`th quick one in a row. `jitter` as in [`Backoff::delay`].
+/// Judges a death; `quick_failures` counts the quick ones in a row. `jitter` as in [`Backoff::delay`].
 pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64) -> Verdict {
     let backoff = Backoff { first: policy.restart_delay, most: policy.restart_delay_max };
     match death.exit {
         Some(Exit::StoppedOnRequest) => Verdict::StoppedOnRequest,
-        // Who gets ready and then says that the settings are wrong was refused by the broker.
+        // A worker that was ready and then reports wrong settings was refused by the broker.
         Some(Exit::Config) if death.was_ready && death.broker_reached => {
             Verdict::Restart(backoff.delay(quick_failures, jitter))
         }
-        // Neither wrong settings nor a wrong command line mend themselves.
+        // Wrong settings or a wrong command line stay wrong.
         Some(exit @ (Exit::Config | Exit::Usage)) => Verdict::GiveUp(exit),
         exit if quick_failures >= policy.max_quick_failures => {
             Verdict::GiveUp(exit.filter(|exit| *exit != Exit::Done).unwrap_or(Exit::SlotGivenUp))

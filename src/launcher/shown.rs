@@ -1,5 +1,5 @@
-//! What the board shows of a slot: by what it works, which worker fills it, in which state, what was
-//! restarted and why. The one place where a slot writes on it.
+//! Writes the state of a slot to the status board: its assignment, its worker, its state, its restarts. The
+//! only file that does so for a slot.
 
 use super::slot_state::{Slot, SlotEnd};
 use super::worker_handle::WorkerHandle;
@@ -8,11 +8,11 @@ use crate::protocol::admin::State;
 use crate::protocol::control::BatchChange;
 
 impl Slot {
-    /// Works by another assignment from now on.
+    /// Changes the slot's assignment.
     pub(super) fn take_on(&mut self, assignment: Assignment) {
         self.launch.board.assign(&assignment);
         self.assignment = assignment;
-        // What was set by hand goes with the settings that it changed.
+        // Bounds set by an order end with the settings that they changed.
         self.overrides.batch = BatchChange::default();
     }
 
@@ -20,7 +20,7 @@ impl Slot {
         self.launch.board.change(&self.assignment.slot, |entry| entry.turn(state));
     }
 
-    /// From now on, the board shows this worker.
+    /// From now on the board shows this worker.
     pub(super) fn show_worker(&self, running: &mut WorkerHandle) {
         running.shown = true;
         let (pid, is_ready) = (running.pid(), running.monitor.is_ready());
@@ -30,7 +30,7 @@ impl Slot {
             entry.report.pid = pid;
             if is_ready {
                 entry.is_ready();
-                // Until it says where it stands: the one before works on while it connects.
+                // Kept until the new worker reports its own: the old one works on while the new one connects.
                 if let (Some(stats), Some(before)) = (&mut entry.report.stats, before) {
                     stats.now = before;
                 }

@@ -1,6 +1,6 @@
-//! Keeps one slot filled: spawns its worker, restarts it by the policy, replaces it, obeys orders,
-//! stops it with the launcher. Owns the worker that fills it, the one that is to come after it, those
-//! that are leaving, and the count of quick failures.
+//! Keeps one slot filled: spawns its worker, restarts it by the policy, replaces it, carries out orders, stops
+//! it with the launcher. Owns the current worker, its successor, those that are leaving, and the count of quick
+//! failures.
 
 use std::time::Duration;
 
@@ -18,7 +18,6 @@ use crate::protocol::control::Command;
 use crate::shutdown::{Exit, Phase};
 
 impl Slot {
-    /// Keeps the slot filled until its end.
     pub(super) async fn keep(mut self) -> SlotEnd {
         let mut suspects = None;
         let end = loop {
@@ -47,18 +46,18 @@ impl Slot {
         end
     }
 
-    /// What follows the end of a worker that nobody had asked for.
+    /// Decides what follows when a worker ends without an order.
     async fn judge(&mut self, worker_exit: WorkerExit, suspects: &mut Option<SuspectTasks>) -> NextAction {
         let policy = self.launch.policy.borrow().clone();
         let (slot, death) = (self.assignment.slot.clone(), worker_exit.death);
         *suspects = worker_exit.suspects;
         if worker_exit.of_group {
-            // A step on the way to the one to blame. The last step is a task alone, which counts.
+            // The suspects are being narrowed down. The last of these deaths is of one task alone, and counts.
         } else if !death.is_quick_failure(&policy) {
             (self.quick_failures, self.found_in_a_row) = (0, 0);
         } else if worker_exit.found_poison && self.found_in_a_row < policy.max_quick_failures {
-            // The failures had a cause, which is out of the way. Not without end: where every task
-            // seems to be poison, it is the slot that is broken, and it must not drain the queue.
+            // The cause was found, and will not run again. There is a limit: if every task seems to be poison,
+            // the slot is broken, and must not drain the queue.
             (self.quick_failures, self.found_in_a_row) = (0, self.found_in_a_row + 1);
         } else {
             self.quick_failures += 1;
@@ -83,7 +82,7 @@ impl Slot {
         }
     }
 
-    /// Waits without a worker, for so long or until somebody orders something.
+    /// Waits without a worker for `delay`, or until an order comes.
     async fn rest(&mut self, delay: Option<Duration>) -> NextAction {
         let mut until = delay.map(|delay| tokio::time::Instant::now() + delay);
         loop {
@@ -107,7 +106,7 @@ impl Slot {
         }
     }
 
-    /// `failing`: a worker is to be started soon.
+    /// Carries out an order without a worker. `failing`: a restart is scheduled.
     fn obey_at_rest(&mut self, ordered: Ordered, failing: bool) -> Option<NextAction> {
         let (order, answer) = match ordered {
             Ordered::Order(order, answer) => (order, answer),
@@ -138,7 +137,7 @@ impl Slot {
         then
     }
 
-    /// Keeps in mind what the next worker is to be told.
+    /// Records in the overrides what later workers must be told.
     fn remember(&mut self, order: &Order) -> &'static str {
         match order {
             Order::Pause => {
@@ -165,7 +164,7 @@ impl Slot {
         }
     }
 
-    /// Starts a worker and watches it, and those that take its place, to the end of the last.
+    /// Starts a worker and runs it, and those that replace it, until the last one ends.
     async fn live(&mut self, suspects: Option<SuspectTasks>) -> (WorkerExit, NextAction) {
         let launch = self.launch.clone();
         let mut known = launch.deaths.known();
@@ -197,7 +196,7 @@ impl Slot {
                     let asked = current.is_leaving();
                     let worker_exit = current.worker_exit(status, &launch);
                     launch.board.change(&self.assignment.slot, Entry::vacate);
-                    // A sentinel ends the slot, whoever was to take its worker's place.
+                    // A sentinel ends the slot, even if a successor was ready.
                     let stopped = worker_exit.death.exit == Some(Exit::StoppedOnRequest);
                     match successor.take() {
                         Some(next) if !asked && !stopped => current = self.succeed_the_dead(next, worker_exit),
@@ -218,7 +217,7 @@ impl Slot {
                     tell_both(&mut current, &mut successor, &Command::CrashRecords { tasks }).await;
                 }
                 Some(exit) = self.leaving.next() => if exit == Some(Exit::StoppedOnRequest) {
-                    // The worker before was stopped by a sentinel while it was being replaced.
+                    // A sentinel stopped the old worker while it was being replaced.
                     then = NextAction::End(SlotEnd::StoppedOnRequest);
                     self.finish(&mut current, &mut successor).await;
                 },
@@ -229,7 +228,7 @@ impl Slot {
         }
     }
 
-    /// Obeys while there is a worker.
+    /// Carries out an order while there is a worker.
     async fn obey(
         &mut self,
         ordered: Ordered,
@@ -242,7 +241,7 @@ impl Slot {
                 let why = ReplaceReason { reason: "reloaded", permit, answer: Some(answer) };
                 match then {
                     NextAction::Start => self.try_out(*assignment, why),
-                    // Whoever starts next, if anybody does, starts with these.
+                    // The next worker of this slot, if any, gets these settings.
                     _ => {
                         self.take_on(*assignment);
                         why.say(Ok(()));
@@ -284,7 +283,7 @@ impl Slot {
         drop(answer.send(Ok(outcome)));
     }
 
-    /// Has the worker finish and end; whoever was to take its place is not wanted now.
+    /// Tells the worker to finish, and drops its successor.
     async fn finish(&mut self, current: &mut WorkerHandle, successor: &mut Option<Successor>) {
         if let Some(next) = successor.take() {
             next.why.say(Err("its worker was told to end meanwhile".to_owned()));
@@ -294,7 +293,7 @@ impl Slot {
         self.show(State::Draining);
     }
 
-    /// What follows the end of a worker that had been told to end.
+    /// Decides what follows when a worker ends after an order.
     fn after_order(&mut self, then: NextAction, exit: Option<Exit>) -> NextAction {
         let stopping = self.launch.stop.phase() >= Phase::Returning;
         match (then, exit) {

@@ -1,5 +1,4 @@
-//! A slot: what it knows of the workers that fill it in turn. What is done with that is in `slot`, `replace` and
-//! `shown`.
+//! A slot: its state from one worker to the next. `slot`, `replace` and `shown` act on it.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,23 +17,23 @@ use crate::shutdown::Exit;
 /// How a slot ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SlotEnd {
-    /// Its worker was stopped by a sentinel, or on an operator's order.
+    /// A sentinel stopped its worker, or an operator's order did.
     StoppedOnRequest,
     /// It drained with the launcher.
     Drained,
-    /// It was aborted or killed at the launcher's stop.
+    /// It was aborted or killed when the launcher stopped.
     Aborted,
     /// It failed too often.
     GivenUp(Exit),
 }
 
-/// What comes after a worker's end, or after a wait.
+/// What follows a worker's end or a wait.
 pub(super) enum NextAction {
-    /// As its death is judged.
+    /// Judge the worker's death.
     Judge,
-    /// A new worker, at once.
+    /// Start a new worker at once.
     Start,
-    /// Nothing, until somebody orders something.
+    /// Wait for an order.
     Hold,
     End(SlotEnd),
 }
@@ -43,16 +42,16 @@ pub(super) enum NextAction {
 pub(super) struct Slot {
     pub(super) launch: Arc<Launch>,
     pub(super) assignment: Assignment,
-    /// Written by the fleet, read here. Bound: those beyond are refused.
+    /// Written by the fleet, read here. Bound: when it is full, orders are refused.
     pub(super) orders: mpsc::Receiver<Ordered>,
     pub(super) overrides: Overrides,
-    /// Workers that were replaced and are finishing.
+    /// Replaced workers that are finishing.
     pub(super) leaving: FuturesUnordered<BoxFuture<'static, Option<Exit>>>,
     pub(super) quick_failures: u32,
     pub(super) found_in_a_row: u32,
-    /// Not before this is it tried again to replace a worker that is spent.
+    /// A spent worker is not replaced before this time.
     pub(super) next_turn: Option<Instant>,
-    /// Settings by which no worker has been ready yet.
+    /// Settings with which no worker has been ready yet.
     pub(super) trial: Option<Probation>,
 }
 
@@ -74,16 +73,16 @@ impl Slot {
 
 /// Why a worker is replaced.
 pub(super) struct ReplaceReason {
-    /// As a name, for counting.
+    /// The reason as a name, for counting.
     pub(super) reason: &'static str,
-    /// While it is held, no other slot replaces its worker.
+    /// While this is held, no other slot replaces its worker.
     pub(super) permit: OwnedSemaphorePermit,
-    /// Who waits to hear of it.
+    /// Who waits for the outcome.
     pub(super) answer: Option<oneshot::Sender<Result<(), String>>>,
 }
 
 impl ReplaceReason {
-    /// Tells whoever waits what came of it.
+    /// Reports the outcome to who waits for it.
     pub(super) fn say(self, outcome: Result<(), String>) {
         if let Some(answer) = self.answer {
             let _ = answer.send(outcome);
@@ -91,21 +90,21 @@ impl ReplaceReason {
     }
 }
 
-/// A worker that is to take the place of the one that runs.
+/// A worker that will replace the current one.
 pub(super) struct Successor {
     pub(super) running: WorkerHandle,
     pub(super) why: ReplaceReason,
 }
 
 impl Successor {
-    /// Whether what the worker before it is told is for it too: bounds of batches go with the settings
-    /// that they change.
+    /// Whether a command for the current worker is for the successor too: bounds of batches belong to the
+    /// settings that they change.
     pub(super) fn is_to_hear(&self, command: &Command, assignment: &Assignment) -> bool {
         !matches!(command, Command::SetBatch(_)) || self.running.assignment == *assignment
     }
 }
 
-/// Settings by which a worker is started in the place of one that has drained.
+/// A trial of settings: a worker is started with them after the old one has drained.
 pub(super) struct Probation {
     pub(super) before: Assignment,
     pub(super) why: ReplaceReason,

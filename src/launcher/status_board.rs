@@ -1,7 +1,6 @@
-//! What is known of every slot: which state it is in, what its workers counted, what is on its
-//! device. Written by the slots, as control lines tell and as their processes come and go; read by
-//! those who show it (metrics, health, remote control). Owns it through all the lives of a slot's
-//! workers.
+//! What is known of every slot: its state, what its workers counted, what is on its device. Written by the
+//! slots when control lines arrive and processes start or end; read by metrics, health and remote control. A
+//! slot's entry outlives its workers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,41 +11,41 @@ use crate::protocol::admin::{SlotReport, State};
 use crate::protocol::control::BatchChange;
 use crate::protocol::stats::Standing;
 
-/// What is known of every slot, for those who show it.
+/// The status of all slots, and the time since the launcher's start.
 #[derive(Debug)]
 pub struct StatusBoard {
-    /// Held for reading or writing a few values; never across an await.
+    /// Locked for reading or writing a few values; never across an await.
     status: Mutex<SlotStatus>,
     started: Instant,
 }
 
-/// What stands on the board.
+/// The content of the board.
 #[derive(Debug, Default)]
 pub struct SlotStatus {
     /// The slots, by name.
     pub slots: BTreeMap<String, Entry>,
-    /// Settings that were loaded again and are in force.
+    /// Reloads of settings that were applied.
     pub reloads_applied: u64,
-    /// Settings that were loaded again, and refused.
+    /// Reloads of settings that were refused.
     pub reloads_refused: u64,
-    /// Every pool that there was at the start has had a worker that was ready.
+    /// Every pool of the first settings has had a worker that was ready.
     pub has_started: bool,
 }
 
 /// One slot.
 #[derive(Debug)]
 pub struct Entry {
-    /// What can be told of it; without what changes with the clock.
+    /// What is reported of the slot; without values that change with the clock.
     pub report: SlotReport,
-    /// Since when it has been in its state.
+    /// When it entered its state.
     pub since: Instant,
-    /// Since when its device has been computing what it computes.
+    /// When the pass on its device began; none if there is none.
     pub computing_since: Option<Instant>,
-    /// Since when it has said nothing, or computed, for longer than it may.
+    /// When its worker exceeded the limit for a pass or for silence; none if it has not.
     pub stuck_since: Option<Instant>,
     /// It has had a worker that was ready.
     pub was_ready: bool,
-    /// By what its worker works, or the next one will.
+    /// The assignment of its current or next worker.
     pub(crate) assignment: Assignment,
 }
 
@@ -65,22 +64,21 @@ impl Default for StatusBoard {
 }
 
 impl StatusBoard {
-    /// Reads it.
+    /// Reads the status.
     pub fn read<T>(&self, read: impl FnOnce(&SlotStatus) -> T) -> T {
         read(&self.lock())
     }
 
-    /// How long the launcher has been there.
+    /// The time since the launcher started.
     pub fn uptime(&self) -> Duration {
         self.started.elapsed()
     }
 
-    /// Changes it as a whole.
     pub(super) fn write(&self, write: impl FnOnce(&mut SlotStatus)) {
         write(&mut self.lock());
     }
 
-    /// Puts a slot on it, or what is new of one.
+    /// Adds a slot, or changes its assignment.
     pub(crate) fn assign(&self, assignment: &Assignment) {
         let mut status = self.lock();
         let entry = status.slots.entry(assignment.slot.clone()).or_insert_with(|| Entry {
@@ -102,7 +100,6 @@ impl StatusBoard {
         report.batch = bounds(assignment);
     }
 
-    /// Changes what is known of a slot.
     pub(crate) fn change(&self, slot: &str, change: impl FnOnce(&mut Entry)) {
         let mut status = self.lock();
         if let Some(entry) = status.slots.get_mut(slot) {
@@ -111,17 +108,14 @@ impl StatusBoard {
         status.has_started = status.has_started || status.started();
     }
 
-    /// By what a slot works.
     pub(super) fn assignment(&self, slot: &str) -> Option<Assignment> {
         self.read(|status| status.slots.get(slot).map(|entry| entry.assignment.clone()))
     }
 
-    /// How many slots work on a device.
     pub(super) fn slots_on(&self, device: &str) -> usize {
         self.read(|status| status.slots.values().filter(|entry| entry.assignment.device == device).count())
     }
 
-    /// Takes a slot off it.
     pub(super) fn remove(&self, slot: &str) {
         self.write(|status| drop(status.slots.remove(slot)));
     }
@@ -132,14 +126,13 @@ impl StatusBoard {
 }
 
 impl Entry {
-    /// It is in this state now.
     pub(crate) fn turn(&mut self, state: State) {
         if self.report.state != state {
             (self.report.state, self.since) = (state, Instant::now());
         }
     }
 
-    /// Its worker's process is gone, or is another one from now on.
+    /// The worker's process is gone, or will be another one.
     pub(super) fn vacate(&mut self) {
         (self.computing_since, self.stuck_since) = (None, None);
         let report = &mut self.report;
@@ -150,14 +143,13 @@ impl Entry {
         }
     }
 
-    /// Its worker is ready.
     pub(super) fn is_ready(&mut self) {
         self.was_ready = true;
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         self.report.ready_at_ms = Some(since.as_millis() as u64);
     }
 
-    /// What can be told of it now.
+    /// The report with the values of this moment.
     pub fn report(&self) -> SlotReport {
         SlotReport {
             state_ms: self.since.elapsed().as_millis() as u64,
@@ -167,7 +159,6 @@ impl Entry {
     }
 }
 
-/// The bounds of batches that an assignment means.
 fn bounds(assignment: &Assignment) -> BatchChange {
     let batch = &assignment.pool.batch;
     BatchChange {

@@ -1,5 +1,5 @@
-//! One worker process of a slot, from its spawn to its end: listened to, kept in time, ended step by
-//! step. Owns the process, what is seen of it, and how far its end has gone.
+//! One worker process of a slot, from its spawn to its end: reads its events, checks its time limits, ends it
+//! step by step. Owns the process, its monitor, and how far its end has gone.
 
 use std::io;
 use std::process::ExitStatus;
@@ -18,24 +18,21 @@ use crate::config::Assignment;
 use crate::protocol::control::{BatchChange, Command, CrashRecord, Event, decode};
 use crate::shutdown::Phase;
 
-/// What a new worker is told beside its assignment.
+/// What a new worker is told in addition to its assignment.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Overrides {
-    /// Not to consume.
     pub(super) paused: bool,
-    /// Other bounds of batches.
     pub(super) batch: BatchChange,
-    /// Another log filter.
     pub(super) log: Option<String>,
 }
 
-/// Why no worker was started.
+/// Why a worker was not started.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Refusal {
     /// The program cannot be started.
     #[error("cannot spawn {program}: {error}")]
     Spawn { program: String, error: io::Error },
-    /// Its device is out of order.
+    /// Its device has failed.
     #[error("the device is out of order: {}", .0.words)]
     Device(DeviceFault),
 }
@@ -45,33 +42,31 @@ pub(super) struct WorkerHandle {
     worker: Worker,
     pub(super) monitor: WorkerMonitor,
     step: Step,
-    /// When it is killed for being stuck, or once more where it does not end.
+    /// When a stuck worker is killed, or killed again if it has not ended.
     kill_at: Option<Instant>,
-    /// On its device.
     device_watch: DeviceWatch,
     pub(super) assignment: Assignment,
-    /// The board shows it.
+    /// Whether the board shows this worker.
     pub(super) shown: bool,
 }
 
-/// What happens with a worker.
 pub(super) enum WorkerEvent {
     Child(ChildEvent),
-    /// The next step of its end is due.
+    /// The next step in ending it is due.
     Step,
-    /// It says nothing, or computes, for longer than it may.
+    /// It exceeds the limit for a pass or for silence.
     Overdue,
-    /// Its device is out of order.
+    /// Its device has failed.
     DeviceFailed(DeviceFault),
-    /// Nobody can see it any more.
+    /// The process can no longer be waited for.
     Lost(io::Error),
 }
 
 impl WorkerHandle {
-    /// Spawns one, and tells it all there is to tell. `beside`: of the slot there is another, which goes on.
+    /// Spawns a worker, and tells it everything. `beside`: the slot has another worker, which goes on.
     ///
     /// # Errors
-    /// The program cannot be started, or the driver says that the device is out of order.
+    /// The program cannot be started, or its device has failed.
     pub(super) async fn spawn(
         launch: &Launch,
         assignment: Assignment,
@@ -79,7 +74,7 @@ impl WorkerHandle {
         beside: bool,
     ) -> Result<Self, Refusal> {
         launch.health.watch_over(&assignment.device);
-        // Before the driver is asked: what it says from now on is heard.
+        // Subscribed before the driver's state is read, so that no later fault is missed.
         let device_watch = launch.health.device_watch(&assignment.device);
         if let Some(device_fault) = launch.health.refuses(&assignment.device) {
             return Err(Refusal::Device(device_fault));
@@ -109,27 +104,25 @@ impl WorkerHandle {
         Ok(Self { worker, monitor, step, kill_at: None, device_watch, assignment, shown: false })
     }
 
-    /// Its process id, while it lives.
     pub(super) fn pid(&self) -> Option<u32> {
         self.worker.pid()
     }
 
-    /// Whether its end has been asked for.
+    /// Whether its end has been requested.
     pub(super) fn is_leaving(&self) -> bool {
         self.step.is_begun()
     }
 
-    /// Tells it something.
     pub(super) async fn tell(&mut self, command: &Command) {
         self.worker.tell(command).await;
     }
 
-    /// Tells it to finish what it has and to end, within the grace.
+    /// Tells it to finish its tasks and to end, within the grace.
     pub(super) async fn finish(&mut self, grace: Duration) {
         self.step.finish(&mut self.worker, grace).await;
     }
 
-    /// The next thing that happens with it. Safe to cancel.
+    /// The next event of this worker. Safe to cancel.
     pub(super) async fn next(&mut self, launch: &Launch) -> WorkerEvent {
         let bound = self.kill_at.or_else(|| self.monitor.bound(&self.assignment).map(|(at, _)| at));
         tokio::select! {
@@ -140,7 +133,7 @@ impl WorkerHandle {
         }
     }
 
-    /// Acts on what has happened. Some: that was its end, with how it ended where that is known.
+    /// Handles an event. Some: the worker has ended, with its exit status if known.
     pub(super) async fn act(&mut self, event: WorkerEvent, launch: &Launch) -> Option<Option<ExitStatus>> {
         let grace = launch.policy.borrow().shutdown_grace;
         match event {
@@ -156,7 +149,7 @@ impl WorkerHandle {
                 self.kill();
             }
             WorkerEvent::Lost(error) => {
-                tracing::error!(slot = self.assignment.slot, %error, "lost monitor of the worker");
+                tracing::error!(slot = self.assignment.slot, %error, "cannot watch the worker any more");
                 return Some(None);
             }
         }
@@ -173,7 +166,7 @@ impl WorkerHandle {
         }
     }
 
-    /// First said, then done: in between it may yet move.
+    /// The first call logs this, the second kills: in between the worker may recover.
     fn be_overdue(&mut self, launch: &Launch) {
         if self.kill_at.is_none() {
             let Some((_, fault)) = self.monitor.bound(&self.assignment) else { return };
@@ -188,14 +181,14 @@ impl WorkerHandle {
         self.kill_at = Some(Instant::now() + Duration::from_secs(10));
     }
 
-    /// After its end.
+    /// What remains of the worker after its end.
     pub(super) fn worker_exit(self, status: Option<ExitStatus>, launch: &Launch) -> WorkerExit {
         let forced = self.step.is_forced() || launch.stop.phase() >= Phase::Returning;
         self.monitor.end(status, forced, (launch, &self.assignment))
     }
 }
 
-/// Reads an event, and logs it.
+/// Decodes an event, and logs it.
 fn note(slot: &str, line: &str) -> Option<Event> {
     let event = decode::<Event>(line);
     match &event {
@@ -209,7 +202,7 @@ fn note(slot: &str, line: &str) -> Option<Event> {
         Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
         Ok(Event::Stopped { cause, .. }) => tracing::info!(slot, cause, "worker stopped"),
-        // What is wrong with a device is in the worker's own log and in the cause that follows.
+        // A device's fault is in the worker's own log, and in the reason for its end.
         Ok(Event::Stats(_) | Event::Unfit { .. }) => {}
         Err(error) => tracing::warn!(slot, %error, "unreadable event"),
     }

@@ -1,6 +1,6 @@
-//! What is seen of one worker by its control lines, its log and its end: whether it is ready, what is
-//! on its device, whether it moves. Decides what its death means for the tasks it had. Owns what is
-//! known of this one process; what is known of its slot stands on the board.
+//! What is known of one worker from its control lines, its log and its end: whether it is ready, what is on its
+//! device, whether it makes progress. Decides what its death means for its tasks. Owns the state of this one
+//! process; the state of its slot is on the status board.
 
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
@@ -17,27 +17,27 @@ use crate::protocol::control::{CrashTail, Event, TaskName};
 use crate::protocol::stats::Stats;
 use crate::shutdown::Exit;
 
-/// Ids that a log line shows, and that the board holds.
+/// The most task ids in a log line and on the board.
 const SHOWN: usize = 8;
-/// A worker that is well says something more often than this, once it is ready.
+/// The longest silence of a healthy worker that is ready.
 const SILENCE: Duration = Duration::from_secs(60);
 /// How long a worker on probation may load.
 const LOADING: Duration = Duration::from_secs(30 * 60);
-/// From the time that a worker is seen to be stuck to its end: those who watch are to see it too.
+/// The time from finding a worker stuck to killing it, so that probes and metrics see it too.
 const STUCK: Duration = Duration::from_secs(10);
 
-/// The tasks that a worker had when it died. After a fault of its device they are blamed once the
-/// next worker has found the device well; otherwise the device was to blame.
+/// The tasks that a worker had when it died. If its device failed, they are blamed only if the next worker
+/// finds the device working.
 #[derive(Debug)]
 pub(super) struct SuspectTasks {
     tasks: Vec<TaskName>,
-    /// They were all that the worker was working on.
+    /// The worker worked on no other tasks.
     isolated: bool,
     last: CrashTail,
 }
 
 impl SuspectTasks {
-    /// They were suspect before, and are fewer now: a step on the way to the one to blame.
+    /// Several isolated tasks: the next groups will be smaller.
     fn is_group(&self) -> bool {
         self.isolated && self.tasks.len() > 1
     }
@@ -49,39 +49,37 @@ pub(super) struct WorkerMonitor {
     death: Death,
     found_poison: bool,
     suspects: Option<SuspectTasks>,
-    /// In the forward pass, by its last word.
+    /// The tasks of the current pass, as it last reported.
     on_device: Vec<TaskName>,
     computing_since: Option<Instant>,
-    /// Worked on apart from all others.
+    /// The tasks that it works on apart from all others.
     isolated: Vec<TaskName>,
     heard: Instant,
-    /// Why it was killed, or said that it ends.
+    /// Why it was killed, or why it said that it ends.
     why: Circumstances,
-    /// The exit that it said it would give.
+    /// The exit code that it announced.
     announced: Option<Exit>,
-    /// Work that the log has not told of yet.
+    /// Work that is not in the log yet.
     untold: Stats,
     born: Instant,
-    /// It is to show that settings are good, and gets so long to be ready.
+    /// It must show that settings are good, and has [`LOADING`] to get ready.
     on_probation: bool,
-    /// Tasks it has answered.
     answered: u64,
-    /// Bytes of memory when it was ready, and now.
+    /// Bytes of memory when it got ready, and now.
     resident: Option<(u64, u64)>,
     pub(super) log: LogTail,
 }
 
-/// What remains of a worker.
 pub(super) struct WorkerExit {
     pub(super) death: Death,
-    /// A task was found to be poison by it.
+    /// Its death showed that a task is poison.
     pub(super) found_poison: bool,
-    /// It died of a group of suspects, which will come again in smaller ones.
+    /// It died of a group of suspects, which will come again in smaller groups.
     pub(super) of_group: bool,
     pub(super) suspects: Option<SuspectTasks>,
-    /// Its end in words.
+    /// The reason for its end in words.
     pub(super) words: String,
-    /// The same as a name, for counting.
+    /// The same as a name for counting.
     pub(super) reason: &'static str,
 }
 
@@ -109,25 +107,25 @@ impl WorkerMonitor {
         }
     }
 
-    /// It is one of a kind that may never get ready: it gets [`LOADING`] for that.
+    /// The worker may never get ready: it has [`LOADING`] for that.
     pub(super) fn be_on_probation(&mut self) {
         self.on_probation = true;
     }
 
-    /// It follows one that had these tasks.
+    /// Takes over the suspects of the worker before.
     pub(super) fn inherit(&mut self, suspects: Option<SuspectTasks>) {
         self.suspects = self.suspects.take().or(suspects);
     }
 
-    /// It has said `ready`.
+    /// Whether it has said `ready`.
     pub(super) fn is_ready(&self) -> bool {
         self.ready.is_some()
     }
 
-    /// Takes in what it says. `shown`: the board shows this worker of the slot.
+    /// Handles one of its events. `shown`: the board shows this worker.
     ///
     /// # Errors
-    /// It has to be ended for that.
+    /// The fault for which it must be killed.
     pub(super) fn hear(
         &mut self,
         event: Event,
@@ -140,13 +138,13 @@ impl WorkerMonitor {
             Event::Ready { device, .. } => {
                 let own = &assignment.device;
                 if device != own {
-                    tracing::error!(slot, device, own, "not its device; killing it");
+                    tracing::error!(slot, device, own, "the worker reports another device; killing it");
                     self.why.fault = Some(Fault::WrongDevice);
                     return Err(Fault::WrongDevice);
                 }
                 self.death.was_ready = true;
                 self.ready = Some(Instant::now());
-                // The device is well: whatever was on it when it failed is to blame.
+                // The device works, so a task that was on it at the failure is to blame.
                 self.found_poison |= self.suspects.take().is_some_and(|it| blame(&it, launch, slot));
             }
             Event::Isolated { tasks, through } => {
@@ -180,7 +178,7 @@ impl WorkerMonitor {
         tell_of_work(&mut self.untold, slot);
     }
 
-    /// When it counts as stuck unless it moves, with what it is then.
+    /// When the worker counts as stuck unless it makes progress, and with which fault.
     pub(super) fn bound(&self, assignment: &Assignment) -> Option<(Instant, Fault)> {
         let computing =
             self.computing_since.map(|since| (since + assignment.pool.batch.timeout, Fault::Stuck));
@@ -190,7 +188,7 @@ impl WorkerMonitor {
         computing.into_iter().chain(silent).chain(loading).min_by_key(|(at, _)| *at)
     }
 
-    /// It is past its bound. When to kill it for that, if nothing moves.
+    /// It has exceeded a limit. Returns when to kill it unless it recovers.
     pub(super) fn give_up(&mut self, fault: Fault, (launch, slot): (&Launch, &str), shown: bool) -> Instant {
         tracing::error!(slot, reason = fault.name(), "the worker is stuck; it will be killed");
         self.why.fault = Some(fault);
@@ -200,13 +198,13 @@ impl WorkerMonitor {
         Instant::now() + STUCK
     }
 
-    /// It was not even started, since its device is out of order.
+    /// The worker was not started, since its device has failed.
     pub(super) fn be_refused(&mut self, device_fault: DeviceFault) {
         self.why.fault = Some(Fault::Device(device_fault));
     }
 
-    /// Its device is out of order: it is killed for that. One that the driver does not let go of may take
-    /// its time to end, and those who watch are to see why.
+    /// Its device has failed, so it is killed. Recorded now, since a process that hangs in the driver may end
+    /// much later.
     pub(super) fn device_failed(
         &mut self,
         device_fault: DeviceFault,
@@ -225,14 +223,14 @@ impl WorkerMonitor {
         self.why.fault = Some(Fault::Device(device_fault));
     }
 
-    /// Whether it moves again after all.
+    /// Whether it makes progress again.
     pub(super) fn recovers(&mut self, assignment: &Assignment, launch: &Launch, shown: bool) -> bool {
         if self.why.fault.as_ref().is_some_and(Fault::is_the_devices) {
             return false;
         }
         let moves = self.bound(assignment).is_none_or(|(at, _)| at > Instant::now());
         if moves {
-            tracing::warn!(slot = assignment.slot, "the worker moves again");
+            tracing::warn!(slot = assignment.slot, "the worker makes progress again");
             self.why.fault = None;
             if shown {
                 launch.board.change(&assignment.slot, |entry| entry.stuck_since = None);
@@ -241,7 +239,7 @@ impl WorkerMonitor {
         moves
     }
 
-    /// Why it is time for a new worker in its place, if it is.
+    /// Why it should be replaced by a new worker, if so.
     pub(super) fn is_spent(&self, launch: &Launch) -> Option<String> {
         let policy = launch.policy.borrow();
         let since = self.ready?;
@@ -256,8 +254,8 @@ impl WorkerMonitor {
         memory.then(|| format!("its memory has grown by {} MiB", grown >> 20))
     }
 
-    /// The worker has ended; `forced`: the launcher had stopped waiting for what it had, or told it to hand
-    /// that back.
+    /// Judges the worker's end. `forced`: the launcher had told it to abort or to hand back its tasks, or had
+    /// killed it.
     pub(super) fn end(
         mut self,
         status: Option<ExitStatus>,
@@ -268,7 +266,7 @@ impl WorkerMonitor {
         self.death.broker_reached = launch.has_reached(&assignment.broker);
         self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
         self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
-        // Its work was done and settled: what a library did to it at its very end changes nothing of that.
+        // Its work was settled: a crash of a library while the process exits does not matter.
         let settled = self.announced.filter(|exit| matches!(exit, Exit::Done | Exit::StoppedOnRequest));
         if let Some(exit) = settled.filter(|_| status.is_some_and(|status| status.code().is_none())) {
             tracing::warn!(slot, ?status, "the worker died after it had ended its work");
@@ -278,13 +276,13 @@ impl WorkerMonitor {
         if devices && !matches!(self.death.exit, Some(Exit::Done | Exit::StoppedOnRequest)) {
             self.death.exit = Some(Exit::DeviceFailed);
         }
-        // One that was not even started has not died.
+        // A worker that was not started has not died.
         if status.is_some() || !devices {
             log_death(slot, status, &self.death);
         }
         let lately = launch.health.lately(&assignment.device);
         let (reason, words) = self.why.name(&self.death, status, lately.as_ref());
-        // Memory that cannot be corrected is nobody's doing; other events may be a task's.
+        // An uncorrectable memory error is no task's fault; a task may cause other events.
         devices |= reason == Kind::Ecc.name();
         let mut tasks = std::mem::take(&mut self.on_device);
         let isolated = tasks.iter().all(|task| self.isolated.contains(task));
@@ -302,7 +300,7 @@ impl WorkerMonitor {
             match self.death.exit {
                 None | Some(Exit::Internal) => self.found_poison |= blame(&suspects, launch, slot),
                 Some(Exit::DeviceFailed) => self.suspects = Some(suspects),
-                // A worker's own account of its end, and no task is to blame.
+                // The worker gave the reason for its end itself, and no task is to blame.
                 Some(_) => {}
             }
         }
@@ -311,7 +309,7 @@ impl WorkerMonitor {
     }
 }
 
-/// A worker died of one of these tasks. True: one of them is known as poison now.
+/// Records that a worker died of one of these tasks. True: one of them is poison now.
 fn blame(suspects: &SuspectTasks, launch: &Launch, slot: &str) -> bool {
     let SuspectTasks { tasks, isolated, last } = suspects;
     let ids: Vec<&str> = tasks.iter().take(SHOWN).map(|task| task.id.as_str()).collect();
@@ -321,12 +319,12 @@ fn blame(suspects: &SuspectTasks, launch: &Launch, slot: &str) -> bool {
         isolated,
         ?ids,
         exit = last.exit,
-        "at its end it had these tasks"
+        "the worker died with these tasks"
     );
     launch.deaths.died(tasks, *isolated, last)
 }
 
-/// Writes what a worker says on the board.
+/// Writes an event to the board.
 fn post(entry: &mut Entry, event: Event, shown: bool) {
     if let Event::Stats(stats) = &event {
         let mut stats = stats.clone();
@@ -362,7 +360,7 @@ fn post(entry: &mut Entry, event: Event, shown: bool) {
     }
 }
 
-/// Milliseconds of work that one log line tells of, at least.
+/// Work is logged in summaries of at least this many milliseconds.
 const WORTH_TELLING_MS: u64 = 5_000;
 
 fn tell_of_work(untold: &mut Stats, slot: &str) {

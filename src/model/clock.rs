@@ -1,5 +1,5 @@
-//! How models that compute nothing let time pass: they sleep, or in tests with paused time only say for how
-//! long they would have.
+//! How models that compute nothing let time pass: they sleep; in tests with paused time they only add up how
+//! long they would have slept.
 
 #[cfg(test)]
 use std::cell::Cell;
@@ -8,11 +8,11 @@ use std::time::Duration;
 
 #[cfg(test)]
 thread_local! {
-    /// What is owed; none: time is real on this thread.
+    /// The sum of sleeps so far; none: this thread really sleeps.
     static OWED: Cell<Option<Duration>> = const { Cell::new(None) };
 }
 
-/// Lets so much time pass.
+/// Lets `time` pass.
 pub(super) fn pass(time: Duration) {
     #[cfg(test)]
     if let Some(owed) = OWED.get() {
@@ -22,13 +22,13 @@ pub(super) fn pass(time: Duration) {
     thread::sleep(time);
 }
 
-/// From now on, this thread only says how long it would have slept.
+/// From now on this thread only adds up how long it would have slept.
 #[cfg(test)]
 pub(crate) fn pretend() {
     OWED.set(Some(Duration::ZERO));
 }
 
-/// For how long it would have slept since [`pretend`].
+/// How long this thread would have slept since [`pretend`].
 #[cfg(test)]
 pub(crate) fn owed() -> Duration {
     OWED.take().unwrap_or_default()

@@ -1,5 +1,5 @@
-//! Opens the device that was asked for, or fails (`device-or-fail`); sorts candle's errors by who
-//! must act. Owns no state; never falls back to another device.
+//! Opens the device that was asked for, or fails (`device-or-fail`); maps candle's errors to what the worker
+//! must do. Owns no state; never uses another device instead.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -12,12 +12,11 @@ pub use fitness::{Proven, prove};
 
 use super::{ForwardError, LoadError};
 
-/// Opens `device`: `cpu`, or a GPU by its UUID in a build that has CUDA. Returns with it what was really
-/// opened: `cpu`, or the UUID that the driver names.
+/// Opens `device`: `cpu`, or a GPU by its UUID in a build with CUDA. Also returns the device that was really
+/// opened: `cpu`, or the UUID that the driver reports.
 ///
 /// # Errors
-/// [`LoadError::Device`] for a device that this build or machine does not have, and where another one was
-/// opened than was asked for.
+/// [`LoadError::Device`] if this build or machine does not have the device, or if another one was opened.
 pub fn open(device: &str) -> Result<(Device, String), LoadError> {
     let fault = |reason: String| LoadError::Device { device: device.into(), reason };
     match device {
@@ -51,7 +50,7 @@ pub fn forward_error(error: &Error) -> ForwardError {
     }
     match error {
         Error::Cuda(_) => ForwardError::Device(message),
-        // Candle wraps an error in where it came from.
+        // Candle wraps an error with the place where it occurred.
         Error::WithBacktrace { inner, .. } | Error::Context { inner, .. } => forward_error(inner),
         _ => ForwardError::Failed(message),
     }

@@ -1,18 +1,17 @@
-//! A model that computes nothing and answers each task with its own input: to try out a
-//! deployment, and to measure the queue alone. The `model` setting is `echo`.
+//! A model that computes nothing and answers each task with its own input: to try out a deployment, and to
+//! measure the queue alone. The `model` setting is `echo`.
 //!
-//! Each item of a body's `input` list is an input of one token; any other body is one input. The
-//! integer `sleep_ms` in a body makes the forward pass that computes it last so long.
+//! Each item of a body's `input` list is an input of one token; any other body is one input. The integer
+//! `sleep_ms` in a body is the least duration of the forward pass with this task.
 //!
-//! With the setting `echo?faults`, and only then, the field `fail` makes the forward pass go wrong:
-//! `error` ([`ForwardError::Failed`]), `once` (the same, at a task's first attempt), `oom`, `device`,
-//! `panic`, or `exit` (the process aborts; `prepare`: already when it is prepared); the
-//! integer `fits` makes a pass run out of memory that has more inputs than so many. With
-//! `echo?faults=/a/file` the device is broken, and every pass fails, while that file exists; where it holds
-//! `wrong_result` or `too_slow`, the device is not even fit to be given work. Where `[pool.options]` names a
-//! folder as `gates`, a task with `hold = "NAME"` has its forward pass wait there: the pass makes the file
-//! `NAME.held` and goes on once a file `NAME` exists. A production pool served by `echo` ignores all of
-//! these, so that no message can stop its workers.
+//! Only with the setting `echo?faults`, the field `fail` makes the forward pass fail: `error`
+//! ([`ForwardError::Failed`]), `once` (the same, at a task's first attempt), `oom`, `device`, `panic`, `exit`
+//! (the process aborts), or `prepare` (it aborts already while preprocessing). The integer `fits` makes a pass
+//! with more inputs than this run out of memory. With `echo?faults=/a/file` the device is broken, and every
+//! pass fails, while that file exists; if the file contains `wrong_result` or `too_slow`, the device fails its
+//! check at the start. If `[pool.options]` names a folder as `gates`, the pass of a task with `hold = "NAME"`
+//! creates the file `NAME.held`, and goes on once a file `NAME` exists. Without `?faults` all of these are
+//! ignored, so that no message can stop the workers of a production pool.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,18 +30,18 @@ use crate::protocol::{JSON, shorten};
 
 /// The `model` setting of an echo pool.
 pub const ECHO: &str = "echo";
-/// The same, for tests: honours `fail` and `fits`.
+/// The same for tests: obeys `fail` and `fits`.
 pub const ECHO_WITH_FAULTS: &str = "echo?faults";
 
-/// Longest `sleep_ms`.
+/// The largest `sleep_ms`.
 const MAX_SLEEP_MS: u64 = 600_000;
-/// Between two looks at a closed gate.
+/// The time between two checks of a closed gate.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// The model that answers with what it was asked.
+/// A model whose outputs are its inputs.
 #[derive(Debug)]
 pub struct Echo {
-    /// The device is broken while this exists.
+    /// While this file exists, the device is broken.
     broken: Option<PathBuf>,
 }
 
@@ -50,29 +49,29 @@ pub struct Echo {
 #[derive(Debug)]
 pub struct EchoProcessor {
     faults: bool,
-    /// Where forward passes wait for files.
+    /// The folder with the gates of forward passes.
     gates: Option<PathBuf>,
     max_inputs: usize,
 }
 
-/// One thing to answer with.
+/// One input, with what its forward pass must do.
 #[derive(Clone, Debug)]
 pub struct EchoInput {
     value: Box<RawValue>,
     sleep: Duration,
-    /// The file that its forward pass waits for.
+    /// The gate that its forward pass waits at.
     hold: Option<PathBuf>,
     fault: Option<Fault>,
     fits: Option<usize>,
 }
 
-/// How a forward pass is to go wrong.
+/// How a forward pass must fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fault {
     /// [`ForwardError::Failed`].
     Error,
-    /// The same, at the task's first attempt.
+    /// The same, at the task's first attempt only.
     Once,
     /// A panic on the model's thread.
     Panic,
@@ -82,11 +81,11 @@ pub enum Fault {
     Oom,
     /// The process aborts.
     Exit,
-    /// The process aborts while it prepares the task.
+    /// The process aborts while it preprocesses the task.
     Prepare,
 }
 
-/// What the response needs of its request.
+/// What the reply needs of its request.
 #[derive(Clone, Copy, Debug)]
 pub struct EchoRequest {
     listed: bool,
@@ -101,13 +100,13 @@ struct Fields {
     fits: Option<usize>,
 }
 
-/// Routes of a model that answers every URL in JSON.
+/// The routes of a model that answers every URL in JSON.
 pub(super) const ANY_JSON: &[Route] = &[Route { url: Route::ANY, media_types: &[JSON] }];
 
-/// Makes an echo, of `echo` or `echo?faults`.
+/// Loads the model `echo` or `echo?faults`.
 ///
 /// # Errors
-/// [`LoadError::Unsupported`] for another source, [`LoadError::Unfit`] where the file of faults says so.
+/// [`LoadError::Unsupported`] for another source, [`LoadError::Unfit`] if the file of faults says so.
 pub fn load(spec: &LoadSpec, _: &Device) -> Result<(EchoProcessor, Echo), LoadError> {
     let suffix = spec.source.strip_prefix(ECHO_WITH_FAULTS);
     let broken = suffix.and_then(|suffix| suffix.strip_prefix('=')).map(PathBuf::from);
@@ -131,7 +130,7 @@ impl Forward for Echo {
     type Output = Box<RawValue>;
     type Pending = Vec<Box<RawValue>>;
 
-    /// Lasts as long as the longest sleep among `inputs`, then goes wrong if any of them says so.
+    /// Lasts as long as the longest `sleep_ms` of `inputs`, then fails if one of them says so.
     fn submit(&mut self, inputs: &[&EchoInput]) -> Result<Vec<Box<RawValue>>, ForwardError> {
         if let Some(sleep) = inputs.iter().map(|input| input.sleep).max().filter(|sleep| !sleep.is_zero()) {
             tracing::debug!(inputs = inputs.len(), sleep_ms = sleep.as_millis() as u64, "forward pass begun");
@@ -215,8 +214,7 @@ impl Processor for EchoProcessor {
     }
 }
 
-/// Says that a forward pass is here, and waits until the gate is opened. A file that cannot be made holds up
-/// nobody.
+/// Creates the gate's `.held` file, and waits for the gate. If the file cannot be created, does not wait.
 fn wait_at(gate: &Path) {
     let here = fs::write(gate.with_extension("held"), "");
     while here.is_ok() && !gate.exists() {
@@ -224,7 +222,7 @@ fn wait_at(gate: &Path) {
     }
 }
 
-/// The fields, and the body as it stands.
+/// The fields of a body, and its text.
 fn decode(bytes: &[u8]) -> Result<(Fields, Box<RawValue>), TaskError> {
     let whole: Box<RawValue> = serde_json::from_slice(bytes).map_err(|error| {
         TaskError::new(TaskErrorKind::Undecodable, format!("the body is not JSON: {error}"))
@@ -237,7 +235,7 @@ fn decode(bytes: &[u8]) -> Result<(Fields, Box<RawValue>), TaskError> {
     Ok((body.map_err(|error| refused(format!("the body is refused: {error}")))?, whole))
 }
 
-/// The items of a list; none of an empty one, which is an input by itself.
+/// The items of a list; none if it is empty, since an empty list is one input.
 fn items(list: &RawValue) -> Result<Option<Vec<Box<RawValue>>>, TaskError> {
     match serde_json::from_str::<Vec<Box<RawValue>>>(list.get()) {
         Ok(items) => Ok((!items.is_empty()).then_some(items)),

@@ -1,5 +1,5 @@
-//! Models: the traits that one implements, and what a model is loaded from. Everything here blocks, and
-//! the `engine` room decides on which thread it runs. Knows neither broker nor tokio nor acks.
+//! Models: the traits that a model implements, and what it is loaded from. Everything here blocks; the `engine`
+//! room decides on which thread it runs. Knows neither broker nor tokio nor acks.
 //!
 //! # Implementing a model
 //!
@@ -36,18 +36,18 @@ pub use crate::config::Dtype;
 pub use crate::protocol::control::Unfit;
 pub use crate::protocol::{Body, Message, TaskError, TaskErrorKind};
 
-/// A URL that a model answers, and the bodies it reads there.
+/// A URL that a model answers, and the media types of its bodies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Route {
-    /// The OpenAI path, as the header `url` and batch lines name it; [`Route::ANY`] stands for all.
+    /// The OpenAI path, as in the header `url` and in batch lines; [`Route::ANY`] stands for all.
     pub url: &'static str,
-    /// Media types of bodies, lower case and without parameters. A message without a content type is
-    /// taken as the first.
+    /// Media types of bodies, lower case and without parameters. A message without a content type counts as the
+    /// first.
     pub media_types: &'static [&'static str],
 }
 
 impl Route {
-    /// The URL of a model that answers every one.
+    /// The URL of a model that answers every URL.
     pub const ANY: &'static str = "*";
 
     /// A URL whose bodies are JSON.
@@ -56,45 +56,44 @@ impl Route {
     }
 }
 
-/// One row of a batch, or one sequence, with what it costs.
+/// One row of a batch, or one sequence, with its size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SizedInput<I> {
     /// The input, ready for the device.
     pub input: I,
     /// Its tokens (patches, frames): what `batch.max_tokens` bounds.
     pub tokens: usize,
-    /// Tokens that its answer may have at most. They are reserved with `tokens` when a sequence begins. 0
-    /// for a model of one pass.
+    /// The most tokens of its answer; reserved together with `tokens` when the sequence begins. 0 for a
+    /// one-pass model.
     pub answer_tokens: usize,
 }
 
 impl<I> SizedInput<I> {
-    /// An input of a model of one pass.
+    /// An input of a one-pass model.
     pub fn new(input: I, tokens: usize) -> Self {
         Self { input, tokens, answer_tokens: 0 }
     }
 }
 
-/// A task, ready for the device: what [`Processor::finish`] is given again, and the inputs in the order in
-/// which the reply lists their outputs.
+/// A preprocessed task: the context for [`Processor::finish`], and the inputs in the order of the reply's
+/// outputs.
 pub type Preprocessed<P> = (<P as Processor>::Context, Vec<SizedInput<<P as Processor>::Input>>);
 
-/// The CPU half of a model: messages ↔ inputs and outputs. Shared by threads.
+/// The CPU part of a model: messages ↔ inputs and outputs. Shared by threads.
 pub trait Processor: Send + Sync + 'static {
-    /// What `part` and `finish` need of a task beside its outputs: its encoding, its dimensions.
+    /// What `part` and `finish` need of a task beside its outputs, such as its encoding.
     type Context: Send + 'static;
     /// One row of a batch, or the prompt of one sequence.
     type Input: Send + 'static;
-    /// What a sequence gives on the way, for replies in parts. `()` for a model of one pass.
+    /// What a sequence gives before its end, for replies in parts. `()` for a one-pass model.
     type Piece: Send + 'static;
     /// The result of one input.
     type Output: Send + 'static;
 
-    /// What this model answers. A message without a `url` is taken as one for the first.
+    /// What this model answers. A message without a `url` goes to the first route.
     fn routes(&self) -> &[Route];
 
-    /// Decodes a message and makes its inputs, one at least. The message's URL and media type are among
-    /// the routes'.
+    /// Decodes a message and makes its inputs, at least one. The message's URL and media type match a route.
     ///
     /// # Errors
     /// What is wrong with this task. It is answered with the error, and its neighbours go on.
@@ -106,7 +105,7 @@ pub trait Processor: Send + Sync + 'static {
         false
     }
 
-    /// Writes one part of the reply: the pieces that the sequence `input` has given since its part before.
+    /// Writes one part of the reply, from the pieces that the sequence `input` has given since the last part.
     /// None: there is nothing to send yet.
     fn part(&self, context: &mut Self::Context, input: usize, pieces: Vec<Self::Piece>) -> Option<Body> {
         let _ = (context, input, pieces);
@@ -116,34 +115,34 @@ pub trait Processor: Send + Sync + 'static {
     /// Writes the reply from the outputs, which are in the order of the inputs.
     ///
     /// # Errors
-    /// When the outputs cannot be a reply (a number is not finite); the task is answered with it.
+    /// The outputs cannot be a reply (e.g. a number is not finite); the task is answered with this error.
     fn finish(&self, context: Self::Context, outputs: Vec<Self::Output>) -> Result<Body, TaskError>;
 
-    /// A small task that this model is known to answer. It is computed before the worker takes work, and
-    /// again when the model fails on an input: where it fails too, the device is broken, and the worker
-    /// ends instead of answering tasks with errors. None: inputs are blamed.
+    /// A small task that this model can certainly answer. It is computed before the worker takes work, and
+    /// again when the model fails on an input: if it fails then, the device is broken, and the worker ends
+    /// instead of answering tasks with errors. None: the input is blamed.
     fn probe(&self) -> Option<Message> {
         None
     }
 }
 
-/// A network that answers in one pass. Pure: the result of an input depends on nothing but the input
-/// (`batch-equals-single`), so that a batch that failed may be halved and run again.
+/// A network that answers in one pass. Pure: the result of an input depends on this input alone
+/// (`batch-equals-single`), so that a failed batch may be halved and computed again.
 pub trait Forward: 'static {
-    /// As the processor makes it.
+    /// The processor's input.
     type Input;
-    /// As the processor takes it.
+    /// The processor's output.
     type Output;
     /// A batch that was submitted.
     type Pending;
 
-    /// Gives the device a batch.
+    /// Submits a batch to the device.
     ///
     /// # Errors
     /// [`ForwardError`] for what concerns the batch or the device rather than one input.
     fn submit(&mut self, batch: &[&Self::Input]) -> Result<Self::Pending, ForwardError>;
 
-    /// Waits for a batch and returns its results, one an input, in order.
+    /// Waits for a submitted batch and returns its results, one for each input, in order.
     ///
     /// # Errors
     /// As [`Forward::submit`].
@@ -162,7 +161,7 @@ pub trait Forward: 'static {
     }
 
     /// Whether [`Forward::submit`] returns before the device has computed the batch. Then the next batch is
-    /// submitted before the last is waited for; at most two are under way.
+    /// submitted before the last is waited for; at most two are submitted at a time.
     fn is_asynchronous(&self) -> bool {
         false
     }
@@ -186,57 +185,57 @@ pub struct Capacity {
 /// What one sequence does in a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Row {
-    /// The sequence.
+    /// The sequence's slot.
     pub slot: Slot,
-    /// Tokens that it is fed: some of its prompt's, or 1 of its answer's.
+    /// Tokens that it is fed: some of its prompt, or 1 of its answer.
     pub take: usize,
 }
 
-/// How far a sequence has come in a step.
+/// The progress of a sequence in a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Advance<P, O> {
-    /// Tokens of its prompt were fed; more of them are to come.
+    /// Tokens of its prompt were fed; more are to follow.
     Fed,
     /// It has given a piece, and goes on.
     More(P),
-    /// It is at its end, perhaps with a last piece.
+    /// It has ended, perhaps with a last piece.
     Done(Option<P>, O),
 }
 
-/// What a step gave: one entry a row, in order.
+/// The results of a step: one for each row, in order.
 pub type Advances<G> = Vec<Result<Advance<<G as Generate>::Piece, <G as Generate>::Output>, TaskError>>;
 
 /// A network whose sequences take many steps, and join and leave a running batch. Its state stays on its
 /// thread.
 pub trait Generate: 'static {
-    /// As the processor makes it.
+    /// The processor's input.
     type Prompt;
-    /// What a step gives of a sequence.
+    /// What a sequence gives in a step.
     type Piece;
-    /// What a sequence gives in the end.
+    /// What a sequence gives at its end.
     type Output;
 
-    /// How much it holds. Asked once, after it was loaded.
+    /// Its capacity. Asked once, after loading.
     fn capacity(&self) -> Capacity;
 
-    /// Begins a sequence in a free slot. Feeds it nothing yet.
+    /// Begins a sequence in a free slot, without feeding it.
     ///
     /// # Errors
     /// What is wrong with the prompt; the slot stays free.
     fn open(&mut self, slot: Slot, prompt: &Self::Prompt) -> Result<(), TaskError>;
 
-    /// Feeds `take` tokens of each row's sequence. Repeatable: after an error, for all or for one row, the
-    /// sequences concerned are where they were before, and the step may be made again with fewer rows.
+    /// Feeds `take` tokens of each row's sequence. Repeatable: an error for the step or for one row leaves the
+    /// sequences concerned unchanged, and the step may be computed again with fewer rows.
     ///
     /// # Errors
     /// [`ForwardError`] for what concerns the step or the device rather than one sequence.
     fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError>;
 
-    /// Ends a sequence, at any time. Its slot and state are free again.
+    /// Ends a sequence, at any time. Frees its slot and state.
     fn close(&mut self, slot: Slot);
 }
 
-/// Memory on a device, in bytes.
+/// Memory of a model on a device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Footprint {
     /// Of the weights.
@@ -248,18 +247,18 @@ pub struct Footprint {
 /// What a model is loaded from.
 #[derive(Clone, Debug)]
 pub struct LoadSpec {
-    /// The pool's `model` setting: a folder, a Hugging Face id (`org/name`, `org/name@revision`),
-    /// or whatever a registered model makes of it.
+    /// The pool's `model` setting: a folder, a Hugging Face id (`org/name`, `org/name@revision`), or a name
+    /// that a registered model knows.
     pub source: String,
-    /// Further names that requests may call the model by.
+    /// Further names by which requests may call the model.
     pub served_names: Vec<String>,
-    /// The device that is opened for it: `cpu`, or a GPU's UUID.
+    /// The device to load onto: `cpu`, or a GPU's UUID.
     pub device: String,
-    /// Most inputs one task may carry.
+    /// The most inputs in one task.
     pub max_inputs: usize,
-    /// The numbers to keep the weights in and to multiply.
+    /// The type of the weights and of their products.
     pub dtype: Dtype,
-    /// The pool's `[pool.options]`: settings of the model's own.
+    /// The pool's `[pool.options]`: settings that only this model knows.
     pub options: BTreeMap<String, Value>,
 }
 
@@ -269,14 +268,14 @@ impl LoadSpec {
         model_name(&self.source)
     }
 
-    /// The source is a folder rather than a hub id or a registered name.
+    /// Whether the source is a folder rather than a hub id or a registered name.
     pub fn is_folder(&self) -> bool {
         is_folder(&self.source)
     }
 }
 
 impl LoadSpec {
-    /// A model on the CPU, with all else as by default.
+    /// A model on the CPU, with defaults for everything else.
     pub fn new(source: impl Into<String>) -> Self {
         Self {
             source: source.into(),
@@ -288,7 +287,7 @@ impl LoadSpec {
         }
     }
 
-    /// What a failure of candle on the device means, while the model is loaded.
+    /// Converts a failure of candle while the model is loaded.
     pub fn failed(&self, error: impl std::fmt::Display) -> LoadError {
         LoadError::Device { device: self.device.clone(), reason: error.to_string() }
     }
@@ -307,7 +306,7 @@ fn is_folder(source: &str) -> bool {
 /// Why a model could not be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// A file is missing, unreadable or not what its name says.
+    /// A file is missing, unreadable or invalid.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file.
@@ -315,23 +314,23 @@ pub enum LoadError {
         /// What is wrong with it.
         reason: String,
     },
-    /// The model is of a kind that this program does not compute.
+    /// The model has a property that this program does not support.
     #[error("model {model:?}: {reason}")]
     Unsupported {
         /// The `model` setting.
         model: String,
-        /// Which property, with its value, and what is supported.
+        /// The property with its value, and what is supported.
         reason: String,
     },
-    /// The device that was asked for cannot be opened. There is no fall-back.
+    /// The device cannot be opened. No other device is used instead.
     #[error("device {device:?}: {reason}")]
     Device {
         /// The device asked for.
         device: String,
-        /// The driver's words.
+        /// The driver's message.
         reason: String,
     },
-    /// The device is there, and not fit to be given work.
+    /// The device exists, but computes wrongly or too slowly.
     #[error("device {device:?} is unfit: {reason}")]
     Unfit {
         /// The device.
@@ -346,27 +345,27 @@ pub enum LoadError {
     Hub {
         /// The id.
         model: String,
-        /// What the hub or the network said.
+        /// The message of the hub or the network.
         reason: String,
     },
 }
 
-/// Why a forward pass gave nothing.
+/// Why a forward pass has no results.
 #[derive(Debug, thiserror::Error)]
 pub enum ForwardError {
     /// The device had no memory for this batch; a smaller one may fit.
     #[error("out of device memory: {0}")]
     OutOfMemory(String),
-    /// The computation failed on these inputs; the device is well.
+    /// The computation failed on these inputs; the device works.
     #[error("{0}")]
     Failed(String),
-    /// The device is gone or its context is poisoned: no later call can succeed.
+    /// The device or its context has failed: no later call can succeed.
     #[error("device fault: {0}")]
     Device(String),
 }
 
 impl From<&candle_core::Error> for ForwardError {
-    /// Sorts the error by who must act.
+    /// Converts the error by what the worker must do.
     fn from(error: &candle_core::Error) -> Self {
         device::forward_error(error)
     }

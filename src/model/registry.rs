@@ -1,5 +1,5 @@
-//! What serves a model that is loaded from files: the architecture that its `config.json` (or GGUF file) names,
-//! and the pool's `task`. Decides nothing else; what is not in the table is refused with what is.
+//! Decides what serves a model that is loaded from files, by the architecture in its `config.json` (or GGUF
+//! file) and the pool's `task`. Anything not in the table is refused, with a list of what is.
 
 use std::fmt;
 use std::fs::File;
@@ -11,23 +11,23 @@ use serde::Deserialize;
 use super::LoadError;
 use super::source::ModelFiles;
 
-/// A kind of request that models of files serve.
+/// A kind of request that file-based models serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
-    /// Vectors of texts.
+    /// Vectors for texts.
     Embed,
 }
 
 impl Task {
-    /// All, with their names in settings.
+    /// All tasks, with their names in settings.
     pub const ALL: [(Self, &str); 1] = [(Self::Embed, "embed")];
 
-    /// Its name in settings.
+    /// The name in settings.
     pub fn name(self) -> &'static str {
         Self::ALL.iter().find(|(task, _)| *task == self).map_or("", |(_, name)| *name)
     }
 
-    /// What it answers.
+    /// The URLs of the task.
     fn urls(self) -> &'static str {
         match self {
             Self::Embed => "/v1/embeddings",
@@ -35,8 +35,7 @@ impl Task {
     }
 }
 
-/// Architectures, as `model_type` names them, and what each serves; the first is taken where the pool names
-/// none.
+/// Architectures, as `model_type` names them, and the tasks of each; the first task is the default.
 const SERVED: &[(&str, &[Task])] = &[
     ("bert", &[Task::Embed]),
     ("roberta", &[Task::Embed]),
@@ -48,9 +47,9 @@ const SERVED: &[(&str, &[Task])] = &[
 /// What serves a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Served {
-    /// The architecture that its files name.
+    /// The architecture that the files name.
     pub architecture: String,
-    /// What it is used for.
+    /// The task that it is used for.
     pub task: Task,
 }
 
@@ -65,20 +64,20 @@ struct Config {
     model_type: Option<String>,
 }
 
-/// Finds what serves the model `source`, for `task` if the pool names one.
+/// Finds what serves the model `source`, for `task` if the pool sets it.
 ///
 /// # Errors
-/// [`LoadError::Unsupported`] with the architecture or task that nothing serves, and those that are served;
-/// [`LoadError::File`] or [`LoadError::Hub`] where the model's files cannot be read.
+/// [`LoadError::Unsupported`] with the unknown architecture or task and those that are served;
+/// [`LoadError::File`] or [`LoadError::Hub`] if the model's files cannot be read.
 pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
     if source.ends_with(".gguf") {
-        // Nothing here reads its weights yet.
+        // Nothing here can read GGUF weights yet.
         return find(source, format!("{} in GGUF", gguf_architecture(Path::new(source))?), task);
     }
     of_files(&ModelFiles::locate(source)?, source, task)
 }
 
-/// The same where all files are on this host already; asks no network. None: they are not.
+/// The same without using the network. None: the files are not all on this host.
 ///
 /// # Errors
 /// As [`served`].
@@ -115,7 +114,7 @@ fn find(source: &str, architecture: String, task: Option<&str>) -> Result<Served
     Ok(Served { architecture, task })
 }
 
-/// What a GGUF file says of itself.
+/// The architecture that a GGUF file names.
 fn gguf_architecture(path: &Path) -> Result<String, LoadError> {
     let fault = |reason: String| LoadError::File { path: path.into(), reason };
     let mut file = File::open(path).map_err(|error| fault(error.to_string()))?;

@@ -1,12 +1,12 @@
 //! A generator that computes nothing: each task says how its sequence goes. To try out a deployment that
-//! streams, and to test continuous batching. The `model` setting is `script`, or `script?` with options
-//! joined by `&`: `sequences=16`, `tokens=4096`, `context=1024` (the capacity), `faults` (for tests).
+//! streams, and to test continuous batching. The `model` setting is `script`, or `script?` with options joined
+//! by `&`: `sequences=16`, `tokens=4096`, `context=1024` (the capacity), `faults` (for tests).
 //!
-//! A body is `{"prompt": 12, "max_tokens": 20}`: tokens of the prompt and of the answer. The answer is `0 1 2 …`.
-//! Further fields: `stream`; `step_ms`, how long a step takes that has this sequence; and with `faults`, and
-//! only then, `fail`, which makes the step go wrong in which the sequence has given `at` pieces (by default
-//! none): `error` (the step fails), `row` (the sequence fails), `panic`, `oom` (where the step has more than
-//! `fits` tokens), `device`, `exit` (the process aborts), `stall` (the step takes `stall_ms`).
+//! A body is `{"prompt": 12, "max_tokens": 20}`: tokens of the prompt and of the answer. The answer is `0 1 2
+//! …`. Further fields: `stream`; `step_ms`, the least duration of a step with this sequence. Only with
+//! `faults`: `fail` makes the step fail in which the sequence has given `at` pieces (default 0): `error` (the
+//! step fails), `row` (the sequence fails), `panic`, `oom` (if the step has more than `fits` tokens), `device`,
+//! `exit` (the process aborts), `stall` (the step takes `stall_ms`).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -19,19 +19,19 @@ use super::{
     Preprocessed, Processor, Route, Row, SizedInput, Slot, TaskError, TaskErrorKind, clock, echo,
 };
 
-/// The `model` setting of a pool that follows scripts.
+/// The `model` setting of a script pool.
 pub const SCRIPT: &str = "script";
 
-/// Most tokens of a prompt or an answer.
+/// The most tokens of a prompt or an answer.
 const MOST: usize = 1_000_000;
 
-/// Reads scripts, and writes what came of them.
+/// Decodes scripts, and writes replies.
 #[derive(Debug)]
 pub struct ScriptProcessor {
     faults: bool,
 }
 
-/// Follows scripts.
+/// Runs scripts.
 #[derive(Debug)]
 pub struct ScriptNetwork {
     capacity: Capacity,
@@ -45,7 +45,7 @@ struct Sequence {
     given: usize,
 }
 
-/// What a task says of its sequence.
+/// A task's description of its sequence.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(default)]
 pub struct Script {
@@ -79,7 +79,7 @@ enum Fault {
     Stall,
 }
 
-/// Makes a network of the capacity that the source says.
+/// Loads a network with the capacity in the source.
 ///
 /// # Errors
 /// [`LoadError::Unsupported`] for another source.
@@ -166,7 +166,7 @@ fn text(pieces: &[usize]) -> String {
 }
 
 impl Sequence {
-    /// The fault of its next step.
+    /// The fault of the next step.
     fn fault(&self) -> Option<Fault> {
         self.script.fail.filter(|_| self.given == self.script.at)
     }

@@ -1,6 +1,6 @@
-//! Finds a model's files: in a folder, or through the Hugging Face hub's cache and then the hub.
-//! Decides which of the two a `model` setting means. Never waits for ever, and never asks the
-//! network for a model that the cache already holds.
+//! Finds a model's files: in a folder, or in the cache of the Hugging Face hub and then the hub. Decides which
+//! of the two a `model` setting means. Never waits for ever, and uses no network for a model that the cache
+//! holds.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,7 +17,7 @@ use hub::Hub;
 #[derive(Debug)]
 pub struct ModelFiles {
     place: Place,
-    /// The files that were asked for and found, by name: what [`digest`](Self::digest) is made of.
+    /// The files that were asked for and found, by name; [`digest`](Self::digest) covers these.
     found: RefCell<BTreeMap<String, PathBuf>>,
 }
 
@@ -28,12 +28,11 @@ enum Place {
 }
 
 impl ModelFiles {
-    /// Takes a `model` setting as a folder when it is one or begins with `.`, `/` or `~`, else as a
-    /// hub id: `org/name`, `org/name@revision`.
+    /// Takes a `model` setting as a folder if it is one or begins with `.`, `/` or `~`; otherwise as a hub id:
+    /// `org/name`, `org/name@revision`.
     ///
     /// # Errors
-    /// [`LoadError::File`] for a folder that is not there, [`LoadError::Hub`] for what cannot be an
-    /// id.
+    /// [`LoadError::File`] for a folder that does not exist, [`LoadError::Hub`] for an invalid id.
     pub fn locate(source: &str) -> Result<Self, LoadError> {
         let folder = expand_home(source);
         if folder.is_dir() {
@@ -46,7 +45,7 @@ impl ModelFiles {
         Ok(Self::of(Place::Hub(Hub::open(source)?)))
     }
 
-    /// The same, where all files are on this host already; asks no network.
+    /// The same without using the network. None: the files are not all on this host.
     pub fn at_hand(source: &str) -> Option<Self> {
         let files = Self::locate(source).ok()?;
         let complete = match &files.place {
@@ -56,11 +55,11 @@ impl ModelFiles {
         complete.then_some(files)
     }
 
-    /// The path of a file that the model cannot do without.
+    /// The path of a required file.
     ///
     /// # Errors
-    /// [`LoadError::File`] naming the file when the model has none such, [`LoadError::Hub`] when the
-    /// hub cannot be asked.
+    /// [`LoadError::File`] naming the file if the model does not have it, [`LoadError::Hub`] if the hub cannot
+    /// be asked.
     pub fn required(&self, name: &str) -> Result<PathBuf, LoadError> {
         if let Some(path) = self.optional(name)? {
             return Ok(path);
@@ -73,10 +72,10 @@ impl ModelFiles {
         Err(LoadError::File { path, reason })
     }
 
-    /// The path of a file, or `None` where the model has none such.
+    /// The path of a file, or `None` if the model does not have it.
     ///
     /// # Errors
-    /// [`LoadError::Hub`] when the hub cannot be asked.
+    /// [`LoadError::Hub`] if the hub cannot be asked.
     pub fn optional(&self, name: &str) -> Result<Option<PathBuf>, LoadError> {
         let found = match &self.place {
             Place::Folder(folder) => Some(folder.join(name)).filter(|path| path.is_file()),
@@ -88,8 +87,8 @@ impl ModelFiles {
         Ok(found)
     }
 
-    /// The files that hold the weights: one, or shards in the order of their names. They are asked for last,
-    /// so that a cache that holds them is complete.
+    /// The files with the weights: one, or shards in the order of their names. They are downloaded last, so
+    /// that a cache with the weights is complete.
     ///
     /// # Errors
     /// As [`required`](Self::required).
@@ -103,10 +102,10 @@ impl ModelFiles {
         }
     }
 
-    /// A digest of the files that were asked for and found so far: SHA-256 over their names, sizes and
-    /// bytes, 64 hex digits. Of a file over 32 MiB it covers the size, the first and last 64 KiB and 64
-    /// blocks of 16 KiB spread evenly between them: other weights have another digest, a few numbers
-    /// changed by hand may not. Where the files are and when they were written does not count.
+    /// A digest of the files that were asked for and found so far: SHA-256 over their names, sizes and bytes,
+    /// 64 hex digits. For a file over 32 MiB it covers the size, the first and last 64 KiB and 64 evenly spread
+    /// blocks of 16 KiB: other weights have another digest, but a few numbers changed by hand may not. Paths
+    /// and times of the files do not count.
     ///
     /// # Errors
     /// [`LoadError::File`] for a file that cannot be read.
@@ -114,10 +113,10 @@ impl ModelFiles {
         digest::of(&self.found.borrow())
     }
 
-    /// Reads and decodes a JSON file; `None` where the model has none such.
+    /// Reads and decodes a JSON file; `None` if the model does not have it.
     ///
     /// # Errors
-    /// [`LoadError::File`] with the line at fault.
+    /// [`LoadError::File`] with the line of the error.
     pub fn json<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<Option<T>, LoadError> {
         let Some(path) = self.optional(name)? else {
             return Ok(None);
@@ -127,10 +126,10 @@ impl ModelFiles {
         value.map(Some).map_err(|error| LoadError::File { path, reason: error.to_string() })
     }
 
-    /// As [`json`](Self::json), for a file that the model cannot do without.
+    /// As [`json`](Self::json), for a required file.
     ///
     /// # Errors
-    /// [`LoadError::File`] when it is missing or not what it should be.
+    /// [`LoadError::File`] if the file is missing or invalid.
     pub fn required_json<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<T, LoadError> {
         self.required(name)?;
         self.json(name)?
@@ -142,14 +141,14 @@ impl ModelFiles {
     }
 }
 
-/// The weights of a model that has them in one file.
+/// The weights of a model in one file.
 const WEIGHTS: &str = "model.safetensors";
-/// The names of the files, where they are several.
+/// The list of the weights' files, if there are several.
 const INDEX: &str = "model.safetensors.index.json";
 
 #[derive(serde::Deserialize)]
 struct Index {
-    /// By tensor, the file that holds it.
+    /// The file of each tensor, by the tensor's name.
     weight_map: BTreeMap<String, String>,
 }
 
@@ -168,7 +167,7 @@ fn shards(index: &Path) -> Result<BTreeSet<String>, LoadError> {
 /// Reads a whole file.
 ///
 /// # Errors
-/// [`LoadError::File`] with the system's words.
+/// [`LoadError::File`] with the system's message.
 pub fn read(path: &Path) -> Result<Vec<u8>, LoadError> {
     std::fs::read(path).map_err(|error| LoadError::File { path: path.into(), reason: error.to_string() })
 }

@@ -1,5 +1,5 @@
-//! The subscriber: where log lines go and how they look. Lines go to stderr; stdout is for results
-//! and control lines. Spans of tasks and batches are in [`traces`]. Knows nothing of the business.
+//! The subscriber: where log lines go and their format. Log lines go to stderr; stdout is for results and
+//! control lines. Spans of tasks and batches are in [`traces`].
 //!
 //! Constant field names: `slot`, `device`, `task.id`, `batch.size`, `duration_ms`.
 
@@ -15,20 +15,20 @@ use tracing_subscriber::layer::Filter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::{EnvFilter, Registry, reload};
 
-/// What a service logs without `SCONCE_LOG`: our own events and the libraries' warnings.
+/// The filter of a service without `SCONCE_LOG`: our own events and the libraries' warnings.
 const DEFAULT_FILTER: &str = "warn,sconce=info";
-/// The same for a command whose output a person reads.
+/// The filter of a command whose output a person reads.
 pub const QUIET: &str = "warn";
 
-/// Libraries of which nothing is shown, whatever the filter says. At WARN lapin writes out each message that
-/// the broker returns, as a list of bytes, and at TRACE each frame, the one with our password included. What
-/// it calls an error (a closed channel, a lost connection) `broker::amqp` handles and logs once.
+/// Libraries whose events are never shown, whatever the filter says. At WARN lapin prints every returned
+/// message as a list of bytes, and at TRACE every frame, including the one with our password. What it logs as
+/// an error (a closed channel, a lost connection) is handled and logged once by `broker::amqp`.
 const NOT_SHOWN: [&str; 2] = ["amq_protocol", "lapin"];
 
-/// Libraries of which warnings and errors are shown, and nothing below, whatever the filter says. Below they
-/// write out what they carry: tokenizers each character of a text, ureq addresses and headers (a collector's
-/// key, a signed address of a model), OpenTelemetry what a collector answers, rustls its handshakes. All that
-/// can log are listed, so that nobody needs to read each line of theirs again with each release.
+/// Libraries of which only warnings and errors are shown, whatever the filter says. Below that they print what
+/// they carry: tokenizers each character of a text, ureq addresses and headers (a collector's key, a signed
+/// address of a model), OpenTelemetry the collector's answers, rustls its handshakes. All libraries that log
+/// are listed, so that new releases need no review of each log line.
 const WARNINGS_ONLY: [&str; 14] = [
     "axum",
     "hf_hub",
@@ -46,17 +46,17 @@ const WARNINGS_ONLY: [&str; 14] = [
     "ureq",
 ];
 
-/// How lines look.
+/// The format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// One line for a person.
+    /// One line of text for a person.
     Human,
     /// One JSON object a line.
     Json,
 }
 
-/// Installs the subscriber. `filter` as in `SCONCE_LOG` (`debug`, `sconce::worker=trace`); returns
-/// what is wrong with it, to be said once logging works.
+/// Installs the subscriber. `filter` as in `SCONCE_LOG` (`debug`, `sconce::worker=trace`). Returns what is
+/// wrong with the filter, for the caller to log.
 pub fn start(filter: Option<&str>, format: Format) -> Option<String> {
     let (filter, problem) = match EnvFilter::try_new(filter.unwrap_or(DEFAULT_FILTER)) {
         Ok(filter) => (filter, None),
@@ -76,19 +76,19 @@ pub fn start(filter: Option<&str>, format: Format) -> Option<String> {
     problem
 }
 
-/// Writes a line that is a log line already, of another process of ours.
+/// Writes a line that another process of ours has already formatted.
 pub fn write_line(line: &str) {
-    // With its line feed in one write: others write there too. A stderr that is gone is nobody's loss.
+    // One write for line and line feed, since others write to stderr too. Errors are ignored.
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
 }
 
-/// Takes another filter in the place of the one before. Written once, by [`start`].
+/// Replaces the filter. Set once, by [`start`].
 static FILTER: OnceLock<Box<dyn Fn(EnvFilter) -> bool + Send + Sync>> = OnceLock::new();
 
-/// Logs by another filter from now on, spelled as in `SCONCE_LOG`.
+/// Changes the log filter, spelled as in `SCONCE_LOG`.
 ///
 /// # Errors
-/// It is none: what is wrong with it. The one before goes on.
+/// What is wrong with the filter; the one before stays.
 pub fn set_filter(filter: &str) -> Result<(), String> {
     let parsed = EnvFilter::try_new(filter).map_err(|error| error.to_string())?;
     match FILTER.get() {
@@ -97,22 +97,22 @@ pub fn set_filter(filter: &str) -> Result<(), String> {
     }
 }
 
-/// What `filter` lets through, less what may hold a message or a password. Says of itself which levels it has
-/// no use for, or nobody could know: the tokenizer writes a line for each character at the lowest, and asking
-/// about each of them took longer than its work.
+/// The events of `filter`, without those that may contain a message or a password. Reports its lowest level to
+/// `tracing`, so that events below it cost nothing: the tokenizer logs each character at TRACE, and checking
+/// each of these events took longer than tokenizing.
 fn shown(filter: EnvFilter) -> impl Filter<Registry> + Send + Sync + 'static {
     let least = filter.max_level_hint().unwrap_or(LevelFilter::TRACE);
     let harmless = filter_fn(|metadata| !may_hold_secrets(metadata.target(), *metadata.level()));
     filter.and(harmless.with_max_level_hint(least))
 }
 
-/// Whether an event of this target and level may hold a message's body or headers, or a password.
+/// Whether an event of this target and level may contain a message's body or headers, or a password.
 fn may_hold_secrets(target: &str, level: Level) -> bool {
     is_of(&NOT_SHOWN, target) || (level > Level::WARN && is_of(&WARNINGS_ONLY, target))
 }
 
-/// Whether `target` is a path in one of these libraries or in a crate of its family: `hyper::proto`,
-/// `hyper_util::rt`; OpenTelemetry writes `opentelemetry-otlp`.
+/// Whether `target` is a path in one of these libraries or in a related crate: `hyper::proto`,
+/// `hyper_util::rt`; OpenTelemetry's targets look like `opentelemetry-otlp`.
 fn is_of(libraries: &[&str], target: &str) -> bool {
     let continues = |rest: &str| rest.starts_with(char::is_alphanumeric);
     libraries.iter().any(|library| target.strip_prefix(*library).is_some_and(|rest| !continues(rest)))

@@ -1,4 +1,4 @@
-//! [`Traces`] in a build without the feature `otlp`: nothing is recorded, and none of it can be made.
+//! [`Traces`] in a build without the feature `otlp`: nothing is recorded.
 
 use std::convert::Infallible;
 use std::time::{Duration, SystemTime};
@@ -42,14 +42,14 @@ pub struct Came<'a> {
     pub at: SystemTime,
 }
 
-/// None is ever made.
+/// Cannot be created in this build.
 pub struct TaskSpan(Infallible);
 
-/// None is ever made.
+/// Cannot be created in this build.
 #[derive(Clone, Debug)]
 pub struct TaskLink(Infallible);
 
-/// Makes no spans.
+/// Creates no spans.
 #[derive(Clone, Default)]
 pub struct Traces;
 

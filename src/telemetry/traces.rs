@@ -1,13 +1,13 @@
-//! Spans: one a task, in the trace that its producer began, and one a batch, with links to its tasks.
-//! What a worker knows of tracing is here: the tracer, which may be off, and a task's span. Decides what a
-//! span is called and what it is behind. Ending a span never waits.
+//! Spans: one for each task, in the trace that its producer began, and one for each batch, with links to its
+//! tasks. Holds the tracer, which may be off. Decides the names and parents of spans. Ending a span never
+//! waits.
 //!
 //! | file | decides |
 //! |---|---|
 //! | `context` | what W3C headers say, and how they are written |
 //! | `sampling` | which traces are recorded |
-//! | `task` | what is kept of a task until its span ends |
-//! | `export` | how finished spans come to the collector, and which are lost |
+//! | `task` | what is noted of a task until its span ends |
+//! | `export` | how finished spans reach the collector, and which are lost |
 
 mod context;
 mod export;
@@ -26,10 +26,10 @@ use opentelemetry_sdk::trace::{SdkTracer, SdkTracerProvider};
 use sampling::Sampling;
 pub use task::{Came, TaskLink, TaskSpan};
 
-/// Links of a batch's span; further tasks are counted only.
+/// The most links of a batch's span; further tasks are only counted.
 pub const MAX_LINKS: usize = 128;
 
-/// Where the spans of this process happen: the same for all of them.
+/// The process whose spans these are; the same for all of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
     /// host/pool/slot; the instance of the service.
@@ -40,48 +40,48 @@ pub struct Place<'a> {
     pub device: &'a str,
     /// The model's name.
     pub model: &'a str,
-    /// Queue that tasks come from.
+    /// The queue that tasks come from.
     pub queue: &'a str,
     /// OpenTelemetry's name of the broker: `rabbitmq`.
     pub system: &'static str,
 }
 
-/// A forward pass that is over.
+/// A finished forward pass.
 #[derive(Debug)]
 pub struct Passed<'a> {
     /// When it began.
     pub began: SystemTime,
-    /// The recorded tasks in it, [`MAX_LINKS`] at most.
+    /// Links to the recorded tasks in it, [`MAX_LINKS`] at most.
     pub links: Vec<TaskLink>,
-    /// All tasks in it.
+    /// The number of all tasks in it.
     pub tasks: usize,
-    /// Inputs in it.
+    /// The number of inputs in it.
     pub inputs: usize,
-    /// Tokens in it.
+    /// The number of tokens in it.
     pub tokens: usize,
     /// Why the device failed, if it did.
     pub fault: Option<&'a str>,
 }
 
-/// Makes spans, or none where tracing is off. Clones share the way to the collector.
+/// Creates spans, or none if tracing is off. Clones share the exporter.
 #[derive(Clone, Default)]
 pub struct Traces(Option<Arc<On>>);
 
 struct On {
-    /// Never dropped: that waits for the collector. Spans and the tracer hold it too.
+    /// Never dropped, since its drop waits for the collector. Spans and the tracer share it.
     provider: ManuallyDrop<SdkTracerProvider>,
     tracer: SdkTracer,
-    /// Names of spans and their constant attributes.
+    /// The names of spans and their constant attributes.
     task: (String, Vec<KeyValue>),
     batch: Vec<KeyValue>,
 }
 
 impl Traces {
-    /// Exports to the collector at `endpoint`, whose paths are OTLP's. Of the traces that nobody sampled
-    /// before us, `sample` (0 to 1) are recorded.
+    /// Exports to the collector at `endpoint`, with OTLP's paths. Of traces without a sampling decision from
+    /// upstream, the share `sample` (0 to 1) is recorded.
     ///
     /// # Errors
-    /// In words, what the exporter cannot use: the address, or a variable of `OTEL_EXPORTER_OTLP_…`.
+    /// What the exporter cannot use: the address, or a variable `OTEL_EXPORTER_OTLP_…`.
     pub fn start(endpoint: &str, sample: f64, place: Place<'_>) -> Result<Self, String> {
         let span_queue = export::span_queue(endpoint).map_err(|error| error.to_string())?;
         let provider = SdkTracerProvider::builder()
@@ -109,12 +109,12 @@ impl Traces {
         Self(Some(Arc::new(On { provider, tracer, task: (format!("process {queue}"), task), batch })))
     }
 
-    /// Spans are recorded.
+    /// Whether spans are recorded.
     pub fn is_on(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Begins the span of a task; none where tracing is off.
+    /// Begins the span of a task; none if tracing is off.
     pub fn task<'a>(&self, came: impl FnOnce() -> Came<'a>) -> Option<TaskSpan> {
         let on = self.0.as_ref()?;
         let came = came();
@@ -138,8 +138,8 @@ impl Traces {
         Some(TaskSpan::of(span, continued))
     }
 
-    /// The span of a forward pass, in a trace of its own: its tasks are of many. None is made where none
-    /// of them is recorded.
+    /// Writes the span of a forward pass, in a trace of its own, since its tasks belong to many traces. None is
+    /// written if none of the tasks is recorded.
     pub fn batch(&self, passed: Passed<'_>) {
         let Some(on) = self.0.as_ref().filter(|_| !passed.links.is_empty()) else { return };
         let mut attributes = on.batch.clone();
@@ -162,8 +162,8 @@ impl Traces {
         span.end();
     }
 
-    /// Sends what has ended to the collector and waits for that, no longer than `most`. Blocks. Spans
-    /// that end later are lost.
+    /// Sends the ended spans to the collector and waits for that, `most` at most. Blocks. Spans that end later
+    /// are lost.
     pub fn finish(&self, most: Duration) {
         let Some(on) = &self.0 else { return };
         if let Err(error) = on.provider.shutdown_with_timeout(most) {
@@ -172,10 +172,10 @@ impl Traces {
     }
 }
 
-/// The service as the collector sees it. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` win.
+/// The service's resource attributes. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence.
 fn resource(worker: &str) -> Resource {
     let found = Resource::builder().build();
-    // What the SDK makes up where nobody has named the service.
+    // The SDK's default if nobody has named the service.
     let is_made_up =
         |key: &Key, value: &Value| key.as_str() == "service.name" && value.as_str().starts_with("unknown");
     let found = found.iter().filter(|(key, value)| !is_made_up(key, value));
@@ -201,7 +201,7 @@ mod tests {
     const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
     const PARENT: &str = "b7ad6b7169203331";
 
-    /// Keeps what would be exported.
+    /// Keeps the exported spans.
     #[derive(Clone, Debug, Default)]
     struct Kept(Arc<Mutex<Vec<SpanData>>>);
 

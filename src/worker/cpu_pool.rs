@@ -1,6 +1,6 @@
-//! The threads that preprocess tasks and write replies. Decides which of that work has threads of its own,
-//! so that messages come and go meanwhile, and which is done at once by the caller: work that is over before
-//! another thread would have woken. A panic in one piece of work is its caller's error. Owns the threads.
+//! The threads that preprocess tasks and write replies. Decides which work runs on these threads, so that
+//! messages are handled meanwhile, and which work the caller does itself because it is over before another
+//! thread would have woken. A panic is returned to the caller as an error. Owns the threads.
 
 use std::io;
 use std::sync::Arc;
@@ -12,29 +12,29 @@ use tokio::sync::{Semaphore, oneshot};
 
 use crate::engine::caught;
 
-/// Pieces of work that may wait for a thread.
+/// The most pieces of work that may wait for a thread.
 const WAITING: usize = 64;
-/// Small work that takes longer on average is not done by the caller.
+/// If small work takes longer than this on average, the caller does not do it.
 const BRIEF: Duration = Duration::from_millis(1);
-/// Of how many pieces of small work the average is.
+/// The number of pieces of small work that the average covers.
 const REMEMBERED: u64 = 16;
 
-/// Threads that take up one piece of work after the other, in the order of their coming. Work that rayon
-/// divides is done by all of them. Clones share them.
+/// Threads that run pieces of work in the order of arrival. Work that rayon divides is shared by all of them.
+/// Clones share the threads.
 #[derive(Clone)]
 pub(super) struct CpuPool {
     threads: Arc<ThreadPool>,
-    /// A permit for each piece of work on the threads or before them. Beyond it, tasks wait where they are.
+    /// A permit for each piece of work that runs or waits for a thread. Without one, a task waits to submit.
     places: Arc<Semaphore>,
-    /// How long small work has taken, on average, in microseconds. Written by whoever did some.
+    /// The average time of small work, in microseconds. Written by whoever did some.
     small_us: Arc<AtomicU64>,
 }
 
 impl CpuPool {
-    /// Starts the threads, one at least; they end when the last clone is gone.
+    /// Starts the threads, one at least; they end when the last clone is dropped.
     ///
     /// # Errors
-    /// The system has no thread for us.
+    /// The system cannot start a thread.
     pub(super) fn start(name: &'static str, threads: usize) -> io::Result<Self> {
         let threads = threads.max(1);
         let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(move |_| name.to_owned());
@@ -43,11 +43,11 @@ impl CpuPool {
         Ok(Self { threads: Arc::new(pool), places, small_us: Arc::default() })
     }
 
-    /// Runs `work`. The caller does it if it is `small`, small work has been brief, and there is but one
-    /// thread: with several, the worker is there to feed a card, and its caller has enough to do with messages.
+    /// Runs `work`. The caller does it if it is `small`, small work has been brief, and there is only one
+    /// thread: with several threads the worker feeds a GPU, and the caller is busy with messages.
     ///
     /// # Errors
-    /// What its panic said.
+    /// The message of the work's panic.
     pub(super) async fn run<T: Send + 'static>(
         &self,
         small: bool,

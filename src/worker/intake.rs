@@ -1,6 +1,6 @@
-//! The intake: takes deliveries one by one, in order, and starts a task run for each; sees the sentinel, the
-//! stop, the loss of a session. Owns the set of tasks in flight, and therefore is the one who hands back, in
-//! delivery order. Ends when everything accepted has been settled.
+//! Takes deliveries one by one, in order, and starts a task run for each; handles the sentinel, the stop, and
+//! the loss of a session. Owns the set of tasks in flight, so it is the one that hands tasks back, in delivery
+//! order. Ends when everything accepted has been settled.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,36 +22,35 @@ use crate::protocol::task::sentinel_is_expired;
 use crate::protocol::{Incoming, Message, classify};
 use crate::shutdown::{Phase, Stop};
 
-/// How long replies may still take once the device is gone.
+/// How long replies may still take once the device has failed.
 const SETTLING: Duration = Duration::from_secs(1);
 
-/// How a worker ended in order.
+/// How a worker ended without an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// A signal or the launcher asked; everything is settled or handed back.
+    /// A signal or the launcher asked for the end; everything is settled or handed back.
     Drained,
-    /// A sentinel asked; everything before it is answered, the sentinel is acked.
+    /// A sentinel asked for the end; everything before the sentinel is answered, and it is acked.
     OnRequest,
-    /// Nobody waited for the rest; it is the broker's again once the session closes.
+    /// The worker did not wait for unsettled tasks; the broker has them again once the session closes.
     Aborted,
 }
 
-/// How a session ended.
 pub(super) enum SessionEnd {
-    /// With the worker.
+    /// The worker ends too.
     Worker(Ended),
     /// The launcher asked for a pause; everything is settled or handed back.
     Paused,
 }
 
 struct InFlight {
-    /// None for what is settled without the model.
+    /// None for a message that is settled without the model.
     state: Option<Arc<TaskState>>,
     abort: AbortHandle,
 }
 
 impl InFlight {
-    /// The task goes back to the broker. False: it is past that.
+    /// The task goes back to the broker. False: it is committed already.
     fn withdraw(&self) -> bool {
         self.state.as_ref().is_some_and(|state| state.withdraw())
     }
@@ -63,11 +62,11 @@ pub(super) struct Intake<'a> {
     consumer: &'a mut dyn Consumer,
     stop: Stop,
     settings: LiveSettings,
-    /// Accepted and not yet settled, by delivery.
+    /// Tasks accepted and not yet settled, by delivery.
     in_flight: BTreeMap<DeliveryTag, InFlight>,
     runs: JoinSet<(DeliveryTag, Result<(), WorkerError>)>,
     sentinel: Option<DeliveryTag>,
-    /// The phase that has been acted on.
+    /// The last phase of the stop that has been acted on.
     phase: Phase,
 }
 
@@ -92,8 +91,8 @@ impl<'a> Intake<'a> {
     /// Runs until everything accepted is settled after a stop.
     ///
     /// # Errors
-    /// [`WorkerError`]: this process cannot go on; what is unsettled goes back to the broker with
-    /// the session.
+    /// [`WorkerError`]: this process cannot go on; the broker gets unsettled tasks back when the session
+    /// closes.
     pub(super) async fn run(
         self,
         fault: &mut mpsc::Receiver<WorkerError>,
@@ -101,7 +100,7 @@ impl<'a> Intake<'a> {
         let stop = self.stop.clone();
         tokio::select! {
             ended = self.work(fault) => ended,
-            // Whatever is under way, a wait for the broker included.
+            // An abort interrupts everything, even a wait for the broker.
             () = stop.reached(Phase::Aborting) => Ok(SessionEnd::Worker(Ended::Aborted)),
         }
     }
@@ -120,7 +119,7 @@ impl<'a> Intake<'a> {
                 Some(ended) = self.runs.join_next() => self.on_exit(ended)?,
                 error = fault.recv() => {
                     self.finish_settling().await;
-                    let ended = || WorkerError::Internal("the model thread is not heard any more".into());
+                    let ended = || WorkerError::Internal("the channel from the model thread is closed".into());
                     return Err(error.unwrap_or_else(ended));
                 }
                 () = self.settings.paused(), if self.phase == Phase::Running => self.finish("pause").await,
@@ -140,7 +139,7 @@ impl<'a> Intake<'a> {
             return Ok(SessionEnd::Paused);
         }
         let Some(sentinel) = self.sentinel else { return Ok(SessionEnd::Worker(Ended::Drained)) };
-        // The last ack of all: whoever dies before it leaves the sentinel to another worker.
+        // Acked last: if the worker dies before this ack, another worker gets the sentinel.
         if self.shared.settlement.acker.ack(sentinel).await {
             Ok(SessionEnd::Worker(Ended::OnRequest))
         } else {
@@ -182,7 +181,7 @@ impl<'a> Intake<'a> {
         state.priority = accepted.task.message.properties.priority.unwrap_or_default();
         state.link = accepted.traced.link();
         let state = Arc::new(state);
-        // From here, so that of tasks that come together the first waits for the others.
+        // Counted from here: the first of several tasks that arrive together waits for the others.
         let expected = Expected::new(&self.shared.engine);
         let (shared, own) = (self.shared.clone(), state.clone());
         let abort = self.runs.spawn(async move { (delivery_tag, shared.run(accepted, own, expected).await) });
@@ -199,7 +198,7 @@ impl<'a> Intake<'a> {
 
     async fn obey(&mut self, sentinel: &Message, delivery_tag: DeliveryTag, now: SystemTime) {
         if sentinel_is_expired(sentinel, now) {
-            tracing::info!("an expired sentinel stops nobody");
+            tracing::info!("ignoring an expired sentinel");
             self.shared.settlement.acker.ack(delivery_tag).await;
             return;
         }
@@ -210,15 +209,15 @@ impl<'a> Intake<'a> {
         self.stop.advance(Phase::Finishing, "sentinel");
     }
 
-    /// Takes no more, and finishes what was taken.
+    /// Stops taking tasks; those accepted are finished.
     async fn finish(&mut self, cause: &str) {
         tracing::info!(cause, unsettled = self.in_flight.len(), "taking no more; finishing what was taken");
         self.phase = Phase::Finishing;
         self.consumer.cancel().await;
     }
 
-    /// Hands back what is not on the device, then the sentinel if there is one: both in delivery
-    /// order, which some queues keep. What arrives from now on is behind them.
+    /// Hands back the tasks that are not committed, then the sentinel if there is one. Both go back in delivery
+    /// order, which some queues keep. Later deliveries come after them.
     async fn hand_back(&mut self) {
         self.phase = Phase::Returning;
         self.consumer.cancel().await;
@@ -237,8 +236,8 @@ impl<'a> Intake<'a> {
         }
     }
 
-    /// The device is gone. What was computed before is answered and acked; what waits for the device
-    /// waits in vain, and comes again.
+    /// The device has failed. Tasks computed before are answered and acked; the others go back to the broker
+    /// with the session.
     async fn finish_settling(&mut self) {
         self.phase = Phase::Returning;
         for task in self.in_flight.values() {
@@ -255,8 +254,8 @@ impl<'a> Intake<'a> {
         self.shared.settlement.acker.requeue(delivery_tag).await;
     }
 
-    /// The session is over and all it delivered is the broker's: nobody answers it any more, also
-    /// where a reply waits for its connection.
+    /// The session is over, so the broker has everything it delivered again: drops these tasks, including those
+    /// whose reply waits for a connection.
     fn forget(&mut self, session: u64) -> Result<(), WorkerError> {
         self.shared.settlement.lost.store(session, Ordering::Release);
         let of_session = |delivery_tag: &DeliveryTag| delivery_tag.session <= session;
@@ -267,7 +266,7 @@ impl<'a> Intake<'a> {
             }
         }
         self.in_flight.retain(|delivery_tag, _| !of_session(delivery_tag));
-        // Going on would leave two workers to one sentinel.
+        // Another worker gets the sentinel too; going on would stop two workers with one sentinel.
         if self.sentinel.as_ref().is_some_and(of_session) { Err(WorkerError::SentinelLost) } else { Ok(()) }
     }
 

@@ -1,8 +1,8 @@
-//! Keeps tasks that may have killed a worker apart from all others, from their preparation to their
-//! answers: if they kill this one too, nobody else is to be with them. They go in groups, each at most
-//! half as large as the one that a worker died of before, so that the one to blame is found among n in
-//! log₂ n deaths. Decides who is in a group, and who may prepare, compute and respond meanwhile; tells
-//! the launcher. Owns the tasks that wait for a group, and the launcher's latest account of deaths.
+//! Keeps tasks that may have killed a worker apart from all others, from preprocessing to reply: if they kill
+//! this worker too, no other task is affected. Such tasks run in groups, each at most half as large as the
+//! group that a worker died of before, so the task to blame among n is found in log₂ n deaths. Decides who is
+//! in a group, and who may preprocess, compute and reply meanwhile; tells the launcher. Owns the tasks that
+//! wait for a group, and the latest crash records of the launcher.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,38 +15,37 @@ use super::report::Reporter;
 use crate::engine::Engine;
 use crate::protocol::control::{CrashRecord, Event, TaskName};
 
-/// Tasks that may wait for the usher: it takes them on at once.
+/// The most tasks in the channel to the usher, which reads them at once.
 const WAITING: usize = 256;
-/// Most tasks of a group where nobody knows what a worker died of.
+/// The most tasks in a group when it is not known what a worker died of.
 const GROUP: usize = 32;
-/// Deliveries without an answer from which on a task is suspect, though nobody saw a worker die of it: it
-/// may have taken its launcher along.
+/// From this number of deliveries without an answer a task is suspect even without a crash record: its crash
+/// may have taken the launcher along.
 const SUSPICIOUS: i64 = 2;
-/// How long the usher waits for others to come: what came back together is taken on together.
+/// How long the usher waits for further candidates: tasks that came back together are grouped together.
 const GATHER: Duration = Duration::from_millis(5);
 
-/// The deaths, by the task's fingerprint. Written by who reads the launcher's commands, read when a
+/// The crash records, by the task's fingerprint. Written by the reader of the launcher's commands, read when a
 /// task is taken. Clones share them. Bound: the launcher's.
 #[derive(Clone, Debug, Default)]
 pub struct CrashRecords(Arc<std::sync::RwLock<HashMap<String, CrashRecord>>>);
 
 impl CrashRecords {
-    /// Takes the launcher's account, in place of the one before.
+    /// Replaces all records with the launcher's latest.
     pub fn learn(&self, tasks: Vec<CrashRecord>) {
         let tasks = tasks.into_iter().map(|deaths| (deaths.task.clone(), deaths)).collect();
         *self.0.write().unwrap_or_else(PoisonError::into_inner) = tasks;
     }
 
-    /// Those of one task.
     pub(super) fn of(&self, fingerprint: &str) -> Option<CrashRecord> {
         self.0.read().unwrap_or_else(PoisonError::into_inner).get(fingerprint).cloned()
     }
 }
 
-/// With how many others at most a task may be in a group that came `redeliveries` times before; none: it
-/// is an ordinary task. `counts`: the broker counts deliveries, or else says only that there were some.
+/// The most tasks in the group of a task that was delivered `redeliveries` times before; none: it is not
+/// suspect. `counts`: the broker counts deliveries; otherwise it only says that there were some.
 pub(super) fn suspicion(redeliveries: i64, counts: bool, deaths: Option<&CrashRecord>) -> Option<usize> {
-    // Whoever publishes the same task anew wants it tried anew.
+    // A task that is published anew is tried anew.
     if redeliveries == 0 {
         return None;
     }
@@ -55,36 +54,36 @@ pub(super) fn suspicion(redeliveries: i64, counts: bool, deaths: Option<&CrashRe
     known.into_iter().chain(often).min()
 }
 
-/// Admits either tasks that may kill a worker, or all others.
+/// Admits either suspect tasks, or all others.
 pub(super) struct Isolation {
-    /// Written by a group for as long as it is in, read by each other task while it is preprocessed or its
-    /// reply is written. First come, first served, so that neither side starves.
+    /// Write-locked while a group runs; read-locked by every other task while it is preprocessed or its reply
+    /// is written. First come, first served, so that neither side starves.
     door: RwLock<()>,
-    /// Written by each task that is to be in a group, read by the usher.
+    /// Written by each suspect task, read by the usher.
     candidates: mpsc::Sender<Candidate>,
-    /// While a group is in, it computes nothing else.
+    /// While a group runs, the engine computes nothing else.
     engine: Arc<dyn Engine>,
-    /// The device is gone. Written by who hears of it, read by the usher.
+    /// The device has failed. Set when that is known, read by the usher.
     closed: AtomicBool,
     reporter: Reporter,
 }
 
 struct Candidate {
     task: TaskName,
-    /// Tasks of its group at most, itself included.
+    /// The most tasks in its group, itself included.
     most: usize,
     admit: oneshot::Sender<Stay>,
 }
 
-/// One task's stay in its group, which is through when all are dropped.
+/// One task's membership in its group. The group ends when all its members are dropped.
 pub(super) struct Stay {
     task: TaskName,
-    /// Told which tasks were worked on to their ends. Read by the usher. Bound: the group.
+    /// Receives the tasks that were finished. Read by the usher. Bound: the size of the group.
     through: mpsc::Sender<TaskName>,
 }
 
 impl Stay {
-    /// The task was worked on to its end, and this process lives.
+    /// The task was finished, and this process lives.
     pub(super) fn end(self) {
         let Self { task, through } = self;
         let _ = through.try_send(task);
@@ -92,7 +91,7 @@ impl Stay {
 }
 
 impl Isolation {
-    /// Starts the usher, which ends with the last clone of what is returned.
+    /// Starts the usher task, which ends with the last clone of the returned value.
     pub(super) fn start(engine: Arc<dyn Engine>, reporter: Reporter) -> Arc<Self> {
         let (candidates, queued) = mpsc::channel(WAITING);
         let (door, closed) = (RwLock::new(()), AtomicBool::new(false));
@@ -101,25 +100,25 @@ impl Isolation {
         isolation
     }
 
-    /// Until it is dropped, no group is in.
+    /// No group runs until the returned guard is dropped.
     pub(super) async fn keep_out(&self) -> RwLockReadGuard<'_, ()> {
         self.door.read().await
     }
 
-    /// Puts a task in a group of at most `most`, until what is returned is dropped. What is on the device
-    /// already stays there; the launcher knows of it.
+    /// Waits until the task may run in a group of at most `most`, which it leaves when the returned value is
+    /// dropped. Work already on the device stays there; the launcher knows of it.
     pub(super) async fn enter(&self, task: TaskName, most: usize) -> Option<Stay> {
         let (admit, admitted) = oneshot::channel();
         self.candidates.send(Candidate { task, most, admit }).await.ok()?;
         admitted.await.ok()
     }
 
-    /// The device is gone: who is in a group now is not through, though its future is dropped.
+    /// The device has failed: no task of the current group counts as having survived.
     pub(super) fn close(&self) {
         self.closed.store(true, Ordering::Release);
     }
 
-    /// Lets a group in, and waits until all of it are through.
+    /// Runs one group: admits its tasks, and waits until all have left.
     async fn admit(&self, mut group: Vec<Candidate>) {
         let door = self.door.write().await;
         group.retain(|candidate| !candidate.admit.is_closed());
@@ -129,7 +128,7 @@ impl Isolation {
         self.engine.isolate(true);
         let tasks = group.iter().map(|it| it.task.clone()).collect();
         self.reporter.send(&Event::Isolated { tasks, through: Vec::new() }).await;
-        // The process may not live to write it later.
+        // Written before the group starts, since the process may die of it.
         self.reporter.flush().await;
         let (ends, mut ended) = mpsc::channel(group.len());
         for Candidate { task, admit, .. } in group {
@@ -148,7 +147,7 @@ impl Isolation {
     }
 }
 
-/// Lets groups in, one after the other.
+/// Runs the groups, one after the other.
 async fn usher(isolation: Weak<Isolation>, mut queued: mpsc::Receiver<Candidate>) {
     let mut waiting = VecDeque::new();
     loop {
@@ -171,7 +170,7 @@ async fn usher(isolation: Weak<Isolation>, mut queued: mpsc::Receiver<Candidate>
     }
 }
 
-/// The first that waits, with those behind it that may be in a group of the size that it comes to.
+/// The first candidate, with further ones as far as each accepts the size of the group.
 fn next_group<T>(waiting: &mut VecDeque<T>, most: impl Fn(&T) -> usize) -> Vec<T> {
     let mut group = Vec::new();
     let mut limit = usize::MAX;
@@ -219,7 +218,7 @@ mod tests {
         assert!(next_group(&mut waiting, |most| *most).is_empty());
     }
 
-    /// Plays workers that die of one task: how many deaths until it is alone with its last one.
+    /// Simulates workers that die of one task: returns the number of deaths until it was alone.
     #[test]
     fn the_one_to_blame_is_found_among_n_in_about_log_n_deaths() {
         for (tasks, culprit, most_deaths) in [(64, 0, 7), (64, 63, 7), (500, 123, 10), (1, 0, 1)] {
@@ -236,7 +235,7 @@ mod tests {
                     if group.contains(&culprit) {
                         break group;
                     }
-                    // They survive, and are answered.
+                    // These survive, and are answered.
                     waiting.retain(|task| !group.contains(task));
                 };
                 for task in &group {
@@ -250,7 +249,7 @@ mod tests {
         }
     }
 
-    /// Computes nothing, and knows whether it is isolated.
+    /// Computes nothing; records whether it is isolated.
     #[derive(Default)]
     struct Watched(AtomicBool);
 

@@ -1,5 +1,5 @@
-//! What of a running worker can be set from outside: whether it consumes, and the bounds of its batches. Owns
-//! the latest overrides; who acts on them is said at each.
+//! The settings of a running worker that can be changed from outside: whether it consumes, and the bounds of
+//! its batches. Owns the latest overrides; the fields say who applies them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,27 +10,27 @@ use crate::batching::Policy;
 use crate::protocol::control::BatchChange;
 use crate::shutdown::{Phase, Stop};
 
-/// What is set from outside of a running worker. Clones share it.
+/// The overrides of a running worker. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct LiveSettings(Arc<Overrides>);
 
 #[derive(Debug, Default)]
 struct Overrides {
-    /// Written by who reads the launcher's commands; read by the intake, which ends its session, and by
-    /// the worker, which begins none.
+    /// Written by the reader of the launcher's commands; read by the intake, which ends its session, and by the
+    /// worker, which starts none.
     paused: watch::Sender<bool>,
-    /// Written by the same, read by the worker, which tells its
-    /// engine. Each holds the ones before.
+    /// Written by the same reader, read by the worker, which tells its engine. Each value includes the earlier
+    /// changes.
     batch: watch::Sender<BatchChange>,
 }
 
 impl LiveSettings {
-    /// Consume, or do not.
+    /// Pauses or resumes consuming.
     pub fn pause(&self, paused: bool) {
         self.0.paused.send_replace(paused);
     }
 
-    /// Other bounds of batches.
+    /// Changes the bounds of batches.
     pub fn set_batch(&self, change: BatchChange) {
         self.0.batch.send_modify(|overrides| *overrides = change.over(*overrides));
     }
@@ -39,13 +39,13 @@ impl LiveSettings {
         *self.0.paused.borrow()
     }
 
-    /// Waits until the worker is told to pause.
+    /// Waits until the worker is to pause.
     pub(super) async fn paused(&self) {
         // The sender lives in self, so waiting cannot fail.
         let _ = self.0.paused.subscribe().wait_for(|paused| *paused).await;
     }
 
-    /// Waits until the worker may consume. False: it is to stop.
+    /// Waits until the worker may consume. False: the worker is to stop.
     pub(super) async fn may_consume(&self, stop: &Stop) -> bool {
         let mut paused = self.0.paused.subscribe();
         tokio::select! {
@@ -54,13 +54,13 @@ impl LiveSettings {
         }
     }
 
-    /// The overrides for batches, now and from now on.
+    /// The overrides for batches, with later changes.
     pub(super) fn batch(&self) -> watch::Receiver<BatchChange> {
         self.0.batch.subscribe()
     }
 }
 
-/// `policy` with the overrides.
+/// `policy` with the overrides applied.
 pub(super) fn changed(policy: Policy, overrides: BatchChange) -> Policy {
     Policy {
         max_tokens: overrides.max_tokens.unwrap_or(policy.max_tokens),

@@ -1,5 +1,5 @@
-//! One worker: session → intake → preprocess → engine → settle, and its drain. Knows models by their engine
-//! and brokers by their traits only, and its launcher by control lines only.
+//! One worker: session → intake → preprocess → engine → settle, and its drain. It knows models by their engine,
+//! brokers by their traits, and its launcher by control lines only.
 //!
 //! | file | decides |
 //! |---|---|
@@ -7,10 +7,10 @@
 //! | `intake` | what a delivery is; what is handed back; when the worker has ended |
 //! | `prefetch` | how many messages to hold ahead |
 //! | `task_run` | the steps of one task |
-//! | `isolation` | which tasks are worked on apart from others, because they may have killed a worker |
-//! | `cpu_pool` | which work beside the device has threads of its own |
+//! | `isolation` | which tasks run apart from others, because they may have killed a worker |
+//! | `cpu_pool` | which CPU work runs on threads of its own |
 //! | `settle/` | publish → confirm → ack; what becomes of a task's message |
-//! | `live_settings` | what can be set from outside while it runs |
+//! | `live_settings` | which settings can be changed while it runs |
 //! | `report/` | control lines, counters, spans |
 
 mod cpu_pool;
@@ -51,27 +51,27 @@ pub use isolation::CrashRecords;
 pub use live_settings::LiveSettings;
 pub use report::Reporter;
 
-/// Sequences that wait beside those that run, so that one joins as soon as another has left.
+/// Sequences held beyond those that run, so that one joins as soon as another leaves.
 const SPARE_SEQUENCES: usize = 4;
-/// Quorum queues take no larger prefetch.
+/// The largest prefetch that quorum queues accept.
 const MOST_AHEAD: usize = 2_000;
 
-/// Why this process cannot go on. What it holds goes back to the broker.
+/// Why this process cannot go on. The broker gets its unsettled tasks back.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
     /// The model could not be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// No broker to work with.
+    /// The broker cannot be used.
     #[error(transparent)]
     Broker(#[from] BrokerError),
     /// The device failed; only a new process can use it.
     #[error("{0}")]
     Device(String),
-    /// The broker was lost while the worker obeyed a sentinel, which is now somebody else's.
+    /// The connection was lost while the worker obeyed a sentinel; another worker will get that sentinel.
     #[error("the broker was lost before the sentinel could be acked")]
     SentinelLost,
-    /// A bug, or a system without threads.
+    /// A bug, or a system that cannot start threads.
     #[error("internal error: {0}")]
     Internal(String),
 }
@@ -83,7 +83,7 @@ impl From<io::Error> for WorkerError {
 }
 
 impl WorkerError {
-    /// The exit code that says so.
+    /// The exit code of this error.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Load(LoadError::Device { .. } | LoadError::Unfit { .. }) | Self::Device(_) => {
@@ -97,27 +97,27 @@ impl WorkerError {
     }
 }
 
-/// The launcher, as its worker knows it: by control lines; and where spans go.
+/// The worker's side of the launcher (control lines), and where spans go.
 #[derive(Clone)]
 pub struct Control {
-    /// What the worker tells it.
+    /// Sends control lines.
     pub reporter: Reporter,
-    /// What it told the worker of tasks that kill.
+    /// The launcher's records of tasks that killed workers.
     pub crashes: CrashRecords,
-    /// What it has set.
+    /// The settings that the launcher changes.
     pub settings: LiveSettings,
-    /// Spans of tasks and batches. Whoever made it sends the last ones once the worker has ended.
+    /// Spans of tasks and batches. The caller sends the last spans once the worker has ended.
     pub traces: Traces,
 }
 
 /// Connects to the broker of an assignment.
 pub type Open = dyn for<'a> Fn(&'a Assignment) -> BoxFuture<'a, Result<BrokerSession, BrokerError>>;
 
-/// Runs one worker to its end. `open` connects to the broker once the model is loaded, so that a
-/// worker holds no task that it cannot compute.
+/// Runs one worker to its end. `open` connects to the broker once the model is loaded, so that a worker never
+/// holds a task that it cannot compute.
 ///
 /// # Errors
-/// [`WorkerError::exit`] says what to exit with.
+/// Exit with [`WorkerError::exit`].
 pub async fn run(
     assignment: &Assignment,
     starter: &Starter,
@@ -151,7 +151,7 @@ pub async fn run(
     serve(assignment, loaded, open, stop, (control, counters)).await
 }
 
-/// Consumes with a loaded model, one broker session after the other.
+/// Consumes with a loaded model: one broker session, and another after each pause.
 async fn serve(
     assignment: &Assignment,
     loaded: Loaded,
@@ -177,7 +177,7 @@ async fn serve(
         if !control.settings.may_consume(&stop).await {
             break Ok(Ended::Drained);
         }
-        // Whoever has been taken once waits for as long as an outage may last.
+        // If the broker has accepted a worker before, a refusal may be an outage: wait for it to end.
         let known = worker.assignment.broker_reached || counters.has_reached_the_broker();
         let assignment = Assignment { broker_reached: known, ..worker.assignment.clone() };
         let session = match open(&assignment).await {
@@ -200,7 +200,7 @@ async fn serve(
     ended
 }
 
-/// What the model of an assignment is loaded from.
+/// The model of an assignment, and how to load it.
 pub fn load_spec(assignment: &Assignment) -> LoadSpec {
     let pool = &assignment.pool;
     LoadSpec {
@@ -218,13 +218,13 @@ pub fn policy(assignment: &Assignment) -> Policy {
     let pool = &assignment.pool;
     Policy {
         max_tokens: assignment.max_tokens(),
-        // With fewer messages in hand, a batch of tasks with one input each could never fill.
+        // If fewer messages are in hand, a batch of tasks with one input each can never be full.
         max_requests: pool.prefetch.map_or(usize::MAX, usize::from).min(pool.batch.max_requests),
         max_delay: pool.batch.max_delay,
     }
 }
 
-/// Puts the parts together that outlive a broker session.
+/// Builds the parts that outlive a broker session.
 fn assemble(
     assignment: &Assignment,
     engine: Arc<dyn Engine>,
@@ -253,7 +253,7 @@ fn assemble(
     })
 }
 
-/// Passes on what the model thread says: to tasks that they are done, to the intake that the device is gone.
+/// Forwards notices: `Done` to the tasks, a fault to the intake.
 async fn dispatch(
     mut notices: mpsc::Receiver<Notice>,
     isolation: Arc<isolation::Isolation>,
@@ -270,9 +270,9 @@ async fn dispatch(
     let _ = fault.send(WorkerError::Device(error)).await;
 }
 
-/// Has the engine follow the bounds of batches that are set from outside.
+/// Applies changed bounds of batches to the engine.
 async fn follow(mut changes: watch::Receiver<BatchChange>, engine: Arc<dyn Engine>, policy: Policy) {
-    // The launcher may have set them while the model was being loaded.
+    // The bounds may have been changed while the model was being loaded.
     if *changes.borrow() != BatchChange::default() {
         changes.mark_changed();
     }

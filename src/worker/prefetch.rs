@@ -1,54 +1,51 @@
-//! How many messages a worker holds ahead, where that is left to it: the batches that may be under way, by
-//! what messages have been carrying. Few enough that others get theirs, and that
-//! their bodies stay within a number of bytes. Pure, but for the lock around it; time is passed in.
+//! Decides how many messages a worker holds ahead, unless the user has set that: enough for the batches that
+//! may be submitted, by the average message. Few enough to leave messages for other workers, and to keep the
+//! bodies within a number of bytes. Pure, but for the lock around it; time is passed in.
 
 use std::num::NonZeroU16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Quorum queues take no larger prefetch.
+/// The largest prefetch that quorum queues accept.
 const MOST: f64 = 2_000.0;
-/// Messages that an average of tokens and inputs reaches back over.
+/// The number of messages that the averages of tokens and inputs cover.
 const REMEMBERED: f64 = 256.0;
-/// The same of bytes: what is too large must be seen soon.
+/// The same for the average of bytes: bodies that are too large must be noticed soon.
 const REMEMBERED_BYTES: f64 = 32.0;
-/// Messages that must have come since the last change.
+/// Messages that must arrive between two changes.
 const MEASURED: u32 = 32;
-/// How many times as many messages are held after the first sizes are known.
+/// The largest factor of one change until the first sizes are known.
 const GROWTH: f64 = 4.0;
-/// Between two changes, at least: each makes a consumer anew.
+/// The least time between two changes: each makes a new consumer.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// What bounds it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// That may be under way.
+    /// Batches that may be submitted or in preparation.
     pub(super) batches: usize,
-    /// Tokens of a batch.
     pub(super) tokens: usize,
-    /// Inputs of a batch.
     pub(super) requests: usize,
-    /// Bytes of bodies in hand, if they are of the average size.
+    /// The most bytes of bodies in hand, if these have the average size.
     pub(super) bytes: u64,
 }
 
-/// The number of messages to hold ahead, in force now.
+/// The current prefetch.
 pub(super) struct Prefetch {
     limits: Limits,
     current: u16,
-    /// Of short texts, as which messages are taken until it is known how many tokens they carry.
+    /// The prefetch that suits short texts; used until the messages' tokens are known.
     usual: u16,
-    /// Messages that have come in all.
+    /// Messages received in all.
     seen: u32,
     changed: Instant,
-    /// Messages since then.
+    /// Messages received since then.
     came: u32,
     tokens: Average,
     inputs: Average,
     bytes: Average,
 }
 
-/// A mean over the last messages, roughly.
+/// A mean over about the last messages.
 #[derive(Default)]
 struct Average {
     value: f64,
@@ -63,34 +60,31 @@ impl Average {
 }
 
 impl Prefetch {
-    /// Begins with `first` messages, few where their sizes are not known yet, and goes on to `usual`.
+    /// Starts with `first` messages, few if their sizes are not known yet, and grows to `usual`.
     pub(super) fn new(limits: Limits, first: u16, usual: u16, now: Instant) -> Self {
         let empty = Average::default;
         let (tokens, inputs, bytes) = (empty(), empty(), empty());
         Self { limits, current: first, usual, seen: 0, changed: now, came: 0, tokens, inputs, bytes }
     }
 
-    /// Other bounds, from now on.
     pub(super) fn limit(&mut self, limits: Limits) {
         self.limits = limits;
     }
 
-    /// A message came.
     pub(super) fn came(&mut self, bytes: usize) {
         self.bytes.add(bytes as f64, REMEMBERED_BYTES);
         self.came += 1;
         self.seen = self.seen.saturating_add(1);
     }
 
-    /// A message has become so many inputs.
     pub(super) fn prepared(&mut self, inputs: usize, tokens: usize) {
         self.inputs.add(inputs as f64, REMEMBERED);
         self.tokens.add(tokens as f64, REMEMBERED);
     }
 
-    /// The new prefetch, when it is worth a change.
+    /// The new prefetch, if it differs enough from the current one.
     pub(super) fn change(&mut self, now: Instant) -> Option<NonZeroU16> {
-        // The first sizes are waited for no longer than they take to come.
+        // At the start, the prefetch may change as soon as all messages in hand have arrived.
         let starts = self.seen < self.usual.into() && self.current < self.usual;
         let measured = if starts { self.current.into() } else { MEASURED };
         if self.came < measured || !starts && now < self.changed + PAUSE {
@@ -109,7 +103,7 @@ impl Prefetch {
         let batch = (self.limits.tokens as f64 / self.tokens.value.max(1.0))
             .min(self.limits.requests as f64 / self.inputs.value.max(1.0))
             .max(1.0);
-        // Of messages that nothing came of, only the size is known.
+        // Until enough messages were preprocessed, only the sizes of their bodies are known.
         let known = self.tokens.count >= f64::from(MEASURED);
         let in_batches = if known { self.limits.batches as f64 * batch } else { f64::from(self.usual) };
         let in_bytes = self.limits.bytes as f64 / self.bytes.value.max(1.0);
@@ -117,8 +111,8 @@ impl Prefetch {
     }
 }
 
-/// A prefetch that the intake and the tasks tell of messages; none where the user has set one. Held
-/// for arithmetic only.
+/// The prefetch, which the intake and the tasks inform of messages; none if the user has set one. Locked for
+/// arithmetic only.
 #[derive(Clone)]
 pub(super) struct Live(Option<Arc<Mutex<Prefetch>>>);
 
@@ -127,21 +121,19 @@ impl Live {
         Self(prefetch.map(|prefetch| Arc::new(Mutex::new(prefetch))))
     }
 
-    /// Other bounds, from now on.
     pub(super) fn limit(&self, limits: Limits) {
         if let Some(mut prefetch) = self.lock() {
             prefetch.limit(limits);
         }
     }
 
-    /// A message of so many bytes came. The new prefetch, when it is worth a change.
+    /// Records a message of `bytes` bytes. Returns the new prefetch, if it differs enough.
     pub(super) fn came(&self, bytes: usize) -> Option<NonZeroU16> {
         let mut prefetch = self.lock()?;
         prefetch.came(bytes);
         prefetch.change(Instant::now())
     }
 
-    /// A message has become so many inputs.
     pub(super) fn prepared(&self, inputs: usize, tokens: usize) {
         if let Some(mut prefetch) = self.lock() {
             prefetch.prepared(inputs, tokens);

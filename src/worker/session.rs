@@ -1,6 +1,6 @@
-//! The parts of a worker that outlive a broker session, and one such session: from the opening of its link to
-//! the end of all that came through it. A pause ends a session, and the next begins with a link of its own: a
-//! paused worker holds no task and no connection. Owns the link for as long as the session lasts.
+//! The parts of a worker that outlive a broker session, and one such session: from opening its connection until
+//! everything delivered over it is settled. A pause ends the session, and the next one opens a new connection:
+//! a paused worker holds no task and no connection. Owns the connection during a session.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -24,7 +24,7 @@ use crate::protocol::WorkerInfo;
 use crate::protocol::control::BatchChange;
 use crate::shutdown::Stop;
 
-/// Longest wait for the broker to hear that we leave.
+/// The longest wait for the broker to confirm that the connection closes.
 const FAREWELL: Duration = Duration::from_secs(5);
 
 /// The parts of a worker that outlive a broker session.
@@ -62,7 +62,7 @@ impl Worker {
             helper.abort();
         }
         if !matches!(ended, Ok(SessionEnd::Worker(Ended::Aborted))) {
-            // Closing tells the broker that what is unsettled is its own again; acks sent before are read.
+            // After the close the broker has the unsettled tasks again; it reads the acks sent before.
             let publisher = tokio::time::timeout(FAREWELL, link.publisher.close());
             let _ = tokio::join!(publisher, link.consumer.close());
         }
@@ -105,12 +105,12 @@ impl Worker {
 
     /// How long reply queues are waited for.
     fn waits(&self) -> Waits {
-        // Before the broker takes back the delivery, and all others of its channel.
+        // At its delivery timeout the broker closes the channel and takes back all deliveries on it.
         let own = self.assignment.broker.delivery_timeout().map_or(Duration::MAX, |limit| limit / 4 * 3);
         Waits { requesters: self.assignment.pool.reply_timeout.min(own), own }
     }
 
-    /// Follows the messages, where the user has not set it.
+    /// The prefetch follows the messages, unless the user has set it.
     fn live_prefetch(&self) -> Live {
         let pool = &self.assignment.pool;
         let limits = self.limits()(*self.control.settings.batch().borrow());
@@ -119,9 +119,9 @@ impl Worker {
         Live::new(pool.prefetch.is_none().then_some(first))
     }
 
-    /// What bounds it under overrides.
+    /// The bounds of the prefetch, given the overrides for batches.
     fn limits(&self) -> impl Fn(BatchChange) -> Limits + Send + 'static {
-        // Where the device computes beside the cores, one batch more is being prepared and answered there.
+        // With a GPU, the CPU preprocesses and answers one more batch meanwhile.
         let batches = self.engine.depth() + usize::from(self.assignment.device != "cpu");
         let (policy, bytes) = (self.policy, self.assignment.pool.prefetch_bytes);
         move |overrides| {
@@ -131,7 +131,7 @@ impl Worker {
     }
 }
 
-/// Has the prefetch follow the bounds of batches: with too few messages in hand, larger ones could never fill.
+/// Updates the prefetch when the bounds of batches change: too few messages could never fill a larger batch.
 async fn follow(
     mut changes: watch::Receiver<BatchChange>,
     prefetch: Live,

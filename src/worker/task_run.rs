@@ -1,5 +1,5 @@
-//! The run of one task: validate, preprocess, compute, reply, settle. One future a task; each step names what
-//! can end it.
+//! Runs one task: validate, preprocess, compute, reply, settle. One future per task; each step says how it can
+//! end.
 
 use std::future::{pending, poll_fn};
 use std::sync::Arc;
@@ -17,11 +17,11 @@ use crate::protocol::task::URL;
 use crate::protocol::{Body, Task, TaskError, TaskErrorKind, Timings, shorten};
 use crate::telemetry::traces::Traces;
 
-/// How long a task that came back waits for the launcher's word on what a worker died of.
+/// How long a redelivered task waits for the launcher's records of what a worker died of.
 const NEWS: Duration = Duration::from_millis(200);
-/// Bytes of a body that is preprocessed in a moment: a tokenizer takes some 2 ms for 4 KiB of text.
+/// The largest body that counts as small work: a tokenizer takes about 2 ms for 4 KiB of text.
 const SMALL_BODY: usize = 2 << 10;
-/// Inputs of a task whose reply is written in a moment: 384 numbers take 10 µs.
+/// The most inputs whose reply counts as small work: writing 384 numbers takes 10 µs.
 const SMALL_REPLY: usize = 4;
 
 /// What all task runs share.
@@ -35,8 +35,8 @@ pub(super) struct Shared {
     pub(super) prefetch: Live,
     pub(super) traces: Traces,
     pub(super) max_body: u64,
-    /// Deliveries of a task, where the broker counts them. The broker's own limit is one more, and
-    /// only the backstop: it tells the producer nothing.
+    /// The most deliveries of a task, if the broker counts them. The broker's own limit is one higher and only
+    /// a backstop: it tells the producer nothing.
     pub(super) max_deliveries: i64,
 }
 
@@ -72,15 +72,15 @@ impl Shared {
         let again = accepted.redeliveries > 0;
         let mut stay = None;
         if again {
-            // Nobody waits for it meanwhile.
+            // The engine should not wait for this task meanwhile.
             drop(expected);
-            // The launcher hears of a worker's death at about the time when the broker does.
+            // The launcher learns of a worker's death at about the same time as the broker.
             tokio::time::sleep(NEWS).await;
             let known = self.crashes.of(&state.name.fingerprint);
             if let Some(most) = suspicion(accepted.redeliveries, accepted.counted, known.as_ref()) {
                 stay = self.isolation.enter(state.name.clone(), most).await;
             }
-            // Not before its turn: others may have died of it meanwhile.
+            // Read after the wait for a group: another worker may have died of the task meanwhile.
             accepted.deaths = self.crashes.of(&state.name.fingerprint);
             expected = Expected::new(&self.engine);
         }
@@ -114,12 +114,12 @@ impl Shared {
         self.settlement.settle(&accepted, outcome, &timings).await
     }
 
-    /// The queue that the task wants its reply in, where none may go there.
+    /// The task's `reply_to`, if no reply may go to that queue.
     fn misaddressed(&self, task: &Task) -> Option<String> {
         task.reply_to().filter(|queue| self.settlement.queues.is_reserved(queue)).map(str::to_owned)
     }
 
-    /// Settles a control message that nobody knows.
+    /// Settles a control message of an unknown type.
     ///
     /// # Errors
     /// As [`Settlement::settle`].
@@ -127,7 +127,7 @@ impl Shared {
         self.settlement.settle(&accepted, Outcome::UnknownControl(kind), &Timings::default()).await
     }
 
-    /// What can be said of a task without reading its body.
+    /// Checks what can be checked without reading the body.
     fn check(&self, task: &Task, state: &TaskState) -> Result<(), TaskError> {
         if let Some(error) = state.unwanted(now()) {
             return Err(error);
@@ -152,7 +152,7 @@ impl Shared {
         }
     }
 
-    /// Which of the model's routes the task is for.
+    /// The route of the model that the task asks for.
     fn route(&self, task: &Task) -> Result<&Route, TaskError> {
         let routes = self.engine.routes();
         let asked = task.message.properties.headers.get(URL).and_then(|url| url.as_str());
@@ -192,11 +192,11 @@ impl Run<'_> {
         shared.prefetch.prepared(job.inputs(), job.tokens());
         let enqueued = now();
         job.enqueue(state.clone(), isolated);
-        // Not before: whoever waits for it is to find it.
+        // Only now: an engine that waits for this task must find it in its queue.
         drop(expected);
         let mut parts = Parts::of(&shared.settlement, task, &*job);
         let computed = self.events(&mut *job, parts.as_mut()).await;
-        // From here on it is answered, also where the worker ends: what was computed is not thrown away.
+        // From here the task is answered even if the worker ends, so that the result is not lost.
         if !state.commit() {
             return pending().await;
         }
@@ -206,7 +206,7 @@ impl Run<'_> {
         timings.batch_tokens = computed.last.tokens as i64;
         timings.first_token_us =
             computed.first_piece.map(|at| micros(at.saturating_duration_since(accepted)));
-        // An error is at hand already.
+        // If the task failed, the error reply is quickly written.
         let small = computed.failed || job.inputs() <= SMALL_REPLY;
         let reply = self.beside_others(shared.reply.run(small, move || job.finish()));
         let sent = async {
@@ -225,9 +225,9 @@ impl Run<'_> {
         }
     }
 
-    /// Waits until the job is done. Sends its parts meanwhile; where one of them reaches nobody, the task is
-    /// cancelled. Never ends where the device is gone: that is not the task's fault, so it gets no answer and
-    /// goes back with the session.
+    /// Waits until the job is done, and sends its parts. If the broker cannot route a part, the task is
+    /// cancelled. Never returns if the device has failed: that is not the task's fault, so the task goes back
+    /// with the session.
     async fn events(&self, job: &mut dyn Job, mut parts: Option<&mut Parts<'_>>) -> Computed {
         loop {
             let ready = parts.as_ref().is_some_and(|parts| parts.is_ready());
@@ -255,7 +255,7 @@ impl Run<'_> {
         }
     }
 
-    /// Does some work of the task: while no others are isolated, if it is not one of them.
+    /// Does `work` of this task. Unless the task is isolated, no group runs meanwhile.
     async fn beside_others<T>(&self, work: impl Future<Output = T>) -> T {
         let _out = if self.isolated { None } else { Some(self.shared.isolation.keep_out().await) };
         work.await

@@ -9,7 +9,6 @@ use tokio::time::Instant;
 use super::*;
 use crate::model::{TaskErrorKind, script};
 
-/// An engine in paused time.
 struct Rig {
     loaded_engine: Arc<dyn Engine>,
     log: Log,
@@ -17,7 +16,7 @@ struct Rig {
     begun: Instant,
 }
 
-/// What came of a task, and when, in milliseconds.
+/// The outcome of a task, and when it came, in milliseconds.
 #[derive(Debug)]
 struct Ended {
     result: Result<Value, TaskError>,
@@ -62,7 +61,7 @@ impl Rig {
         self.run_as(state(id, None), script, false).await
     }
 
-    /// Takes a part every 50 ms, as a worker does.
+    /// Runs a task, and takes a part every 50 ms, as a worker does.
     async fn run_as(&self, task: Arc<TaskState>, script: Value, isolated: bool) -> Ended {
         let message = Message { body: script.to_string().into(), ..Message::default() };
         let mut job = match self.loaded_engine.preprocess(&message) {
@@ -100,7 +99,7 @@ impl Rig {
     }
 }
 
-/// A sequence of these tokens, whose steps take 10 ms.
+/// A sequence with these tokens, whose steps take 10 ms.
 fn sequence(prompt: usize, max_tokens: usize) -> Value {
     json!({"prompt": prompt, "max_tokens": max_tokens, "step_ms": 10})
 }
@@ -145,7 +144,7 @@ async fn a_long_prompt_goes_in_chunks_and_holds_up_no_answer() {
         let rig = Rig::new("script", 16);
         let (answer, prompt) = tokio::join!(rig.run("a", sequence(4, 12)), rig.run("b", sequence(90, 3)));
         assert_eq!((answer.at, answer.text()), (120, &*words(12)));
-        // 12 tokens beside the prompt of a, then 15 beside each of its answers: 6 steps more.
+        // 12 tokens fit beside a's prompt, then 15 beside each token of its answer: 6 more steps.
         assert_eq!((prompt.at, prompt.text()), (90, &*words(3)));
         for said in rig.log.take() {
             assert!(!matches!(said, Said::Passed { tokens: 17.., .. }), "{said:?}");
@@ -185,7 +184,7 @@ async fn cancelled_late_and_withdrawn_sequences_end_between_two_steps_and_free_t
             rig.log.passes(3).await;
             cancelled.cancel();
             assert!(withdrawn.withdraw(), "it is handed back though it runs");
-            // In the places of these two.
+            // These two run in the slots that became free.
             tokio::join!(rig.run("x", sequence(1, 1)), rig.run("y", sequence(1, 1)))
         };
         let (gone, late, (x, y), ()) = tokio::join!(

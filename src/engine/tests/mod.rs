@@ -1,4 +1,4 @@
-//! Both loops, with models that compute nothing, run by hand turn by turn or in paused time.
+//! Tests of both loops with models that compute nothing, run turn by turn or in paused time.
 
 mod continuous;
 mod oneshot;
@@ -15,7 +15,6 @@ pub(super) fn policy(max_tokens: usize) -> Policy {
     Policy { max_tokens, max_requests: 64, max_delay: Duration::from_millis(2) }
 }
 
-/// What a model thread told.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Said {
     OnDevice(Vec<String>),
@@ -32,7 +31,6 @@ impl Log {
         self.0.lock().unwrap().push(said);
     }
 
-    /// Waits until so many passes have ended.
     pub(super) async fn passes(&self, count: usize) {
         self.1.subscribe().wait_for(|passes| *passes >= count).await.unwrap();
     }
@@ -41,7 +39,7 @@ impl Log {
         std::mem::take(&mut self.0.lock().unwrap())
     }
 
-    /// The tasks on the device, time after time.
+    /// The tasks on the device, one list for each announcement.
     pub(super) fn on_device(&self) -> Vec<Vec<String>> {
         let said = self.take().into_iter();
         said.filter_map(|said| if let Said::OnDevice(tasks) = said { Some(tasks) } else { None }).collect()

@@ -1,4 +1,4 @@
-//! A model whose device computes beside its thread, and what the loop does with it.
+//! The one-pass loop with a model whose device computes asynchronously.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker as StdWaker};
@@ -10,8 +10,8 @@ use super::super::turns::{Loop as _, Next, Waker};
 use super::*;
 use crate::model::{Forward, ForwardError, Preprocessed, Processor, SizedInput, TaskErrorKind};
 
-/// A batch is what its inputs say. 0 fails, 1 kills the device, 2 finds no memory among others, 3 panics;
-/// others give themselves.
+/// A model whose inputs say how the batch goes: 0 fails, 1 breaks the device, 2 runs out of memory unless
+/// alone, 3 panics; every other input is its own output.
 struct Aside {
     log: Arc<Mutex<Vec<String>>>,
     asynchronous: bool,
@@ -73,7 +73,7 @@ impl Forward for Aside {
     }
 }
 
-/// An engine whose loop is turned by hand. Batches are of four inputs.
+/// An engine whose loop is run turn by turn. A batch holds four inputs.
 struct Rig {
     engine: Arc<dyn Engine>,
     waiting: Arc<Waiting<Numbers>>,
@@ -82,7 +82,7 @@ struct Rig {
     calls: Arc<Mutex<Vec<String>>>,
     log: Log,
     jobs: Vec<(Arc<TaskState>, Box<dyn Job>)>,
-    /// Tasks that were told together, time after time.
+    /// The number of tasks in each `Done` notice.
     together: Vec<usize>,
     fault: Option<String>,
     woken: Arc<AtomicBool>,
@@ -134,12 +134,12 @@ impl Rig {
         }
     }
 
-    /// A task for each of these batches' inputs, all at hand at once.
+    /// Runs these batches, whose tasks are all enqueued before the first turn.
     fn ran(asynchronous: bool, batches: &[&[u8]]) -> Self {
         let mut rig = Self::new(asynchronous);
         rig.engine.expect(Expect::More);
         for batch in batches {
-            // A batch is full, or cut by a task that is as large as a batch may be.
+            // A batch ends when it is full, or at a task as large as a whole batch.
             for input in *batch {
                 rig.enqueue(&[*input], false);
             }
@@ -153,7 +153,7 @@ impl Rig {
         std::mem::take(&mut self.calls.lock().unwrap())
     }
 
-    /// What each task was answered: its bytes, an error, or nothing.
+    /// Each task's answer: its bytes, an error, or none.
     fn answers(&mut self) -> Vec<Option<Result<Vec<u8>, TaskError>>> {
         let mut context = Context::from_waker(StdWaker::noop());
         let answer = |(_, mut job): (_, Box<dyn Job>)| match job.poll_event(&mut context, false) {
@@ -292,7 +292,7 @@ fn what_comes_between_a_look_and_the_sleep_is_not_slept_over() {
     rig.engine.expect(Expect::More);
     rig.enqueue(&[10], false);
     rig.engine.expect(Expect::Less);
-    // It has looked before the task came: it knows of no time to wake at.
+    // The loop looked before this task was enqueued, so it has no time to wake at.
     assert!(!rig.waiting.sleep(None, now()), "10 is due in 2 ms, whether another comes or not");
     assert!(matches!(rig.run(), Next::Sleep(Some(_))));
 }
@@ -324,7 +324,7 @@ async fn the_launcher_hears_that_the_device_is_idle_after_a_moment() {
     assert_eq!(rig.log.take(), [Said::ToldIdle]);
 }
 
-/// Says when it is given back.
+/// Sets the flag when it is dropped.
 struct Held(&'static AtomicBool);
 
 static GIVEN_BACK: AtomicBool = AtomicBool::new(false);

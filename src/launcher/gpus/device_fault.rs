@@ -1,10 +1,9 @@
-//! What can be wrong with a device, as it is counted and said, and what the driver's Xid numbers mean for
-//! those who compute on it. Pure.
+//! The faults that a device can have, by name and in words, and what the driver's Xid numbers mean for
+//! processes that compute on the device. Pure.
 //!
-//! By NVIDIA's catalogue of Xids ("Analyzing Xid Errors with the Xid Catalog": what it has one do at once)
-//! and by which of them its device plugin for Kubernetes takes for the application's doing.
+//! Sources: NVIDIA's catalogue ("Analyzing Xid Errors with the Xid Catalog", the immediate action), and the
+//! list of Xids that its device plugin for Kubernetes ascribes to the application.
 
-/// What is wrong with a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DeviceFault {
     pub(crate) kind: Kind,
@@ -12,14 +11,14 @@ pub(crate) struct DeviceFault {
     pub(crate) words: String,
 }
 
-/// The same as names for counting.
+/// The kinds of faults, as names for counting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// The driver reports an error.
     Xid,
-    /// Memory that cannot be corrected.
+    /// A memory error that cannot be corrected.
     Ecc,
-    /// The driver does not find the device any more.
+    /// The driver cannot find the device any more.
     OffTheBus,
     /// The driver does not answer.
     Unresponsive,
@@ -36,22 +35,22 @@ impl Kind {
     }
 }
 
-/// What an event means for those who compute on the device.
+/// What an event means for processes on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Weight {
-    /// Nothing: what is wrong is corrected, or follows from something else.
+    /// Nothing: the error is corrected, or follows from another one.
     Nothing,
-    /// The driver ends whoever it concerns; if a worker ends now, this is why.
+    /// The driver ends the processes concerned; if a worker ends now, this is the reason.
     Passing,
-    /// Nobody can go on computing on it.
+    /// No process can use the device any more.
     DeviceFailed,
 }
 
-/// A number, what it means, and NVIDIA's words in short.
+/// Xid number, meaning for us, kind, NVIDIA's description in short.
 type Row = (u64, Weight, Kind, &'static str);
 
-/// Those that concern who computes. Others are logged; whether the device can be used then is what the
-/// driver's recovery action says.
+/// The Xids that concern a process that computes. Others are only logged; the driver's recovery action says
+/// whether the device can still be used.
 const XIDS: [Row; 35] = [
     (8, Weight::Passing, Kind::Xid, "GPU stopped processing"),
     (11, Weight::Passing, Kind::Xid, "invalid or corrupted push buffer stream"),
@@ -59,7 +58,7 @@ const XIDS: [Row; 35] = [
     (31, Weight::Passing, Kind::Xid, "GPU memory page fault"),
     (32, Weight::Passing, Kind::Xid, "invalid or corrupted push buffer stream"),
     (43, Weight::Passing, Kind::Xid, "GPU stopped processing"),
-    // It follows the end of a process, whatever that was: no reason for one.
+    // Follows from the end of any process, so it is never the reason for one.
     (45, Weight::Nothing, Kind::Xid, "preemptive cleanup, due to previous errors"),
     (46, Weight::DeviceFailed, Kind::Xid, "GPU stopped processing"),
     (48, Weight::DeviceFailed, Kind::Ecc, "double bit ECC error"),
@@ -83,7 +82,7 @@ const XIDS: [Row; 35] = [
     (137, Weight::Passing, Kind::Xid, "NVLink privilege error"),
     (140, Weight::DeviceFailed, Kind::Ecc, "unrecovered ECC error"),
     (143, Weight::DeviceFailed, Kind::Xid, "GPU initialisation error"),
-    // The poll behind every event reads that action itself.
+    // After every event the recovery action itself is read.
     (154, Weight::Nothing, Kind::Xid, "GPU recovery action changed"),
     (155, Weight::DeviceFailed, Kind::Xid, "NVLink error defined by software"),
     (156, Weight::DeviceFailed, Kind::Ecc, "resource retirement"),
@@ -92,7 +91,6 @@ const XIDS: [Row; 35] = [
     (172, Weight::Nothing, Kind::Ecc, "uncorrectable SRAM error"),
 ];
 
-/// What an Xid means.
 pub(super) fn xid(number: u64) -> (DeviceFault, Weight) {
     match XIDS.iter().find(|(known, ..)| *known == number) {
         Some((_, weight, kind, meaning)) => {
@@ -103,8 +101,8 @@ pub(super) fn xid(number: u64) -> (DeviceFault, Weight) {
 }
 
 /// What the driver wants done with a GPU before it is used again, by nvml.h's `nvmlDeviceGpuRecoveryAction_t`.
-/// None: nothing that hinders a worker here. (3 asks for no more traffic between GPUs, of which there is
-/// none; 5 concerns several hosts.)
+/// None: nothing that matters for a worker here. (3 asks to stop traffic between GPUs, and workers have none; 5
+/// concerns several hosts.)
 pub(super) fn recovery(action: u64) -> Option<&'static str> {
     match action {
         0 | 3 | 5 => None,

@@ -1,5 +1,5 @@
-//! Asks the NVIDIA driver through NVML, whose library is opened at run time. What it cannot say of one
-//! GPU is that GPU's fault and hides no other.
+//! Asks the NVIDIA driver through NVML, whose library is opened at run time. An error on one GPU becomes that
+//! GPU's fault, and hides no other GPU.
 
 use std::ffi::OsStr;
 
@@ -9,11 +9,9 @@ use nvml_wrapper::{Device, Nvml, cuda_driver_version_major, cuda_driver_version_
 
 use super::{Gpu, Gpus, Memory, Part, Process};
 
-/// The driver's own file comes with every driver; the name without a number only with its development
-/// files.
+/// The first is installed with every driver, the second only with the development files.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
-/// What the driver says.
 pub(super) fn ask() -> Gpus {
     let nvml = match open() {
         Ok(nvml) => nvml,
@@ -27,7 +25,7 @@ pub(super) fn ask() -> Gpus {
         Err(error) => return Gpus { unknown: Some(in_words(&error)), installed: true, ..Gpus::default() },
     };
     let mut gpus: Vec<Gpu> = (0..count).map(|index| gpu(&nvml, index)).collect();
-    // As CUDA counts them under CUDA_DEVICE_ORDER=PCI_BUS_ID; one that does not say comes last.
+    // CUDA's order under CUDA_DEVICE_ORDER=PCI_BUS_ID; GPUs without a bus id come last.
     gpus.sort_by_key(|gpu| (gpu.pci.is_none(), gpu.pci.clone()));
     let cuda = nvml.sys_cuda_driver_version().ok();
     Gpus {
@@ -42,7 +40,7 @@ pub(super) fn ask() -> Gpus {
 /// A session with the driver.
 ///
 /// # Errors
-/// What [`in_words`] explains.
+/// An error for [`in_words`].
 pub(super) fn open() -> Result<Nvml, NvmlError> {
     let mut opened = Nvml::builder().lib_path(OsStr::new(LIBRARIES[0])).init();
     if matches!(opened, Err(NvmlError::LibloadingError(_))) {
@@ -51,7 +49,7 @@ pub(super) fn open() -> Result<Nvml, NvmlError> {
     opened
 }
 
-/// An error, with what to do.
+/// Describes an error, with what to do.
 pub(super) fn in_words(error: &NvmlError) -> String {
     match error {
         NvmlError::LibloadingError(_) => {
@@ -99,7 +97,7 @@ fn gpu(nvml: &Nvml, index: u32) -> Gpu {
     }
 }
 
-/// Whether it has fallen off the bus: then the driver still knows its UUID, and little else.
+/// The fault of a device that has fallen off the bus: the driver still knows its UUID, and little else.
 fn lost(device: &Device<'_>) -> Option<String> {
     match device.memory_info() {
         Err(error @ (NvmlError::GpuLost | NvmlError::Unknown)) => Some(error.to_string()),
@@ -123,12 +121,12 @@ fn processes(device: &Device<'_>) -> Vec<Process> {
     known.into_iter().map(process).collect()
 }
 
-/// Its MIG devices, if it is divided.
+/// Its MIG devices, if MIG is on.
 fn parts(device: &Device<'_>) -> Option<Vec<Part>> {
     const DIVIDED: u32 = 1;
     device.mig_mode().ok().filter(|mode| mode.current == DIVIDED)?;
     let places = 0..device.mig_device_count().unwrap_or(0);
-    // Places without a device answer with an error.
+    // An index without a device returns an error.
     let found = places.filter_map(|place| device.mig_device_by_index(place).ok());
     Some(found.filter_map(|part| Some(Part { uuid: part.uuid().ok()?, memory: memory(&part) })).collect())
 }

@@ -1,5 +1,5 @@
-//! What nvml-wrapper leaves out: in which part of a divided GPU an event happened, and which part a MIG
-//! device is. The only calls past it.
+//! NVML calls that nvml-wrapper lacks: the MIG device in which an event happened, and the instance ids of a MIG
+//! device. No other file calls NVML directly.
 #![expect(unsafe_code, reason = "the driver's functions are C; each is called as nvml.h declares it")]
 
 use std::time::Duration;
@@ -8,39 +8,38 @@ use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::error::{NvmlError, nvml_try};
 use nvml_wrapper::{Device, EventSet, Nvml};
 
-/// nvml.h's for "not in a part".
+/// The value in nvml.h for "not in a MIG device".
 const NOWHERE: u32 = u32::MAX;
 
-/// Where in a divided GPU something is. A part of a GPU may be divided once more, for computing.
+/// A position in a GPU with MIG: a GPU instance, which may be divided into compute instances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     gpu_instance: u32,
-    /// None: the whole part.
+    /// None: the whole GPU instance.
     compute_instance: Option<u32>,
 }
 
 impl Place {
-    /// Whether what happened here concerns a device there.
+    /// Whether an event at this place concerns the device at that place.
     pub(super) fn holds(self, device: Self) -> bool {
         let computes = self.compute_instance.is_none_or(|own| device.compute_instance == Some(own));
         self.gpu_instance == device.gpu_instance && computes
     }
 }
 
-/// What happened on a GPU.
 pub(super) struct Event<'a> {
     pub(super) device: Device<'a>,
     pub(super) kind: EventTypes,
-    /// The number of an Xid.
+    /// The Xid number, for an Xid event.
     pub(super) data: u64,
-    /// None: the whole GPU.
+    /// None: the event concerns the whole GPU.
     pub(super) place: Option<Place>,
 }
 
-/// Waits for the next event. `EventSet::wait`, with the place.
+/// Waits for the next event, like `EventSet::wait`, and returns its place too.
 ///
 /// # Errors
-/// [`NvmlError::Timeout`] where none came in time, and what the driver says.
+/// [`NvmlError::Timeout`] if no event came in time, or the driver's error.
 pub(super) fn wait<'a>(nvml: &'a Nvml, set: &EventSet<'a>, time: Duration) -> Result<Event<'a>, NvmlError> {
     let function = nvml.lib().nvmlEventSetWait_v2.as_ref();
     let function = *function.map_err(|error| NvmlError::FailedToLoadSymbol(error.to_string()))?;
@@ -62,7 +61,7 @@ pub(super) fn wait<'a>(nvml: &'a Nvml, set: &EventSet<'a>, time: Duration) -> Re
 /// The place of a MIG device.
 ///
 /// # Errors
-/// It is none, or the driver does not say.
+/// The device is not a MIG device, or the driver does not say.
 pub(super) fn place(nvml: &Nvml, part: &Device<'_>) -> Result<Place, NvmlError> {
     let missing = |error: &_| NvmlError::FailedToLoadSymbol(format!("{error}"));
     let (mut gpu_instance, mut compute_instance) = (NOWHERE, NOWHERE);

@@ -1,6 +1,6 @@
-//! Listens to the driver while the launcher runs: events of the GPUs (Xid, ECC), and every few seconds
-//! whether they are still there and what the driver wants done with them. Owns its session with NVML.
-//! Blocks for as long as the driver does: call it on a thread of its own.
+//! Listens to the driver while the launcher runs: waits for events of the GPUs (Xid, ECC), and asks every few
+//! seconds whether they are still there and what the driver wants done with them. Owns its NVML session. Blocks
+//! while the driver does, so it needs a thread of its own.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -17,33 +17,33 @@ use super::device_fault::{DeviceFault, Kind, Weight, recovery, xid};
 use super::nvml::{in_words, open};
 use super::raw::{self, Place};
 
-/// Between two looks at all devices, and before a driver that was lost is looked for again.
+/// The time between two checks of all devices, and before a lost driver session is opened again.
 const LOOK: Duration = Duration::from_secs(2);
-/// How long an event is waited for before it is asked whether anybody still listens.
+/// How long to wait for an event before checking whether anybody still listens.
 const WAIT: Duration = Duration::from_millis(500);
 
-/// What the driver says.
+/// A report about devices.
 #[derive(Debug)]
 pub(crate) enum Word {
-    /// Something happened on these devices.
+    /// An event that concerns these devices.
     Event { devices: Vec<String>, device_fault: DeviceFault, weight: Weight },
-    /// All devices, each with what hinders its use now.
+    /// All devices, each with the fault that prevents its use now.
     Look(BTreeMap<String, Option<DeviceFault>>),
 }
 
-/// A GPU, as it was when it could be asked.
+/// A GPU that the driver has known.
 #[derive(Default)]
 struct Card {
     /// Its MIG devices by UUID, with their places.
     parts: BTreeMap<String, Option<Place>>,
-    /// The last event that said that it failed.
+    /// The last event that marked it as failed.
     last: Option<DeviceFault>,
 }
 
-/// All that were ever seen, by UUID.
+/// All GPUs that were ever seen, by UUID.
 type Cards = BTreeMap<String, Card>;
 
-/// Listens until `hear` says false. Returns at once where there is no driver.
+/// Listens until `hear` returns false. Returns at once if there is no driver.
 pub(crate) fn listen(mut hear: impl FnMut(Word) -> bool) {
     let mut cards = Cards::new();
     loop {
@@ -69,19 +69,18 @@ pub(crate) fn listen(mut hear: impl FnMut(Word) -> bool) {
     }
 }
 
-/// Why a session is over.
+/// Why a session has ended.
 enum Over {
     /// Nobody listens any more.
     Deaf,
-    /// Devices have gone or come back: their events have to be asked for anew.
+    /// Devices have disappeared or come back: their events must be registered again.
     Changed,
 }
 
-/// One session with the driver.
 fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) -> Result<Over, NvmlError> {
     get_to_know(nvml, cards)?;
     let set = register(nvml, cards)
-        .inspect_err(|error| tracing::info!(%error, "the driver tells of no events; it is asked instead"))
+        .inspect_err(|error| tracing::info!(%error, "the driver reports no events; polling it instead"))
         .ok();
     let mut known = look(nvml, cards);
     if !hear(Word::Look(known.clone())) {
@@ -100,7 +99,7 @@ fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) 
             Ok(event) => (event_on(&event, cards), true),
             Err(NvmlError::Timeout) => (None, false),
             Err(NvmlError::GpuLost) => {
-                // One of them is lost, and the next wait may return at once too.
+                // A device is lost, and the next wait may return at once too.
                 thread::sleep(WAIT);
                 (None, true)
             }
@@ -127,7 +126,7 @@ fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) 
     }
 }
 
-/// Adds the GPUs and parts that there are now to those that are known.
+/// Adds newly found GPUs and MIG devices to the known ones.
 fn get_to_know(nvml: &Nvml, cards: &mut Cards) -> Result<(), NvmlError> {
     for index in 0..nvml.device_count()? {
         let Ok((uuid, device)) = nvml.device_by_index(index).and_then(|it| Ok((it.uuid()?, it))) else {
@@ -144,7 +143,7 @@ fn get_to_know(nvml: &Nvml, cards: &mut Cards) -> Result<(), NvmlError> {
     Ok(())
 }
 
-/// Asks for the events of every card that has any.
+/// Registers for the events of every GPU that supports them.
 fn register<'a>(nvml: &'a Nvml, cards: &Cards) -> Result<EventSet<'a>, NvmlError> {
     let wanted = EventTypes::CRITICAL_XID_ERROR | EventTypes::DOUBLE_BIT_ECC_ERROR;
     let mut deaf = Vec::new();
@@ -154,14 +153,14 @@ fn register<'a>(nvml: &'a Nvml, cards: &Cards) -> Result<EventSet<'a>, NvmlError
             let Ok(device) = nvml.device_by_uuid(uuid.as_str()) else { continue };
             let has = device.supported_event_types().unwrap_or(EventTypes::empty()) & wanted;
             if has.is_empty() {
-                tracing::info!(device = uuid, "the driver tells of no Xid and no ECC error of this device");
+                tracing::info!(device = uuid, "the driver reports no Xid or ECC events of this device");
                 continue;
             }
             match device.register_events(has, set) {
                 Ok(registered) => set = registered,
-                // The set went with the failure.
+                // `register_events` consumes the set, also on failure.
                 Err(error) => {
-                    tracing::warn!(device = uuid, %error, "the driver does not tell of its errors");
+                    tracing::warn!(device = uuid, %error, "cannot register for the events of this device");
                     deaf.push(uuid);
                     continue 'anew;
                 }
@@ -171,7 +170,7 @@ fn register<'a>(nvml: &'a Nvml, cards: &Cards) -> Result<EventSet<'a>, NvmlError
     }
 }
 
-/// What an event says of which devices; none where it is of a card that is not known.
+/// Interprets an event; none if its GPU is unknown.
 fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
     let uuid = event.device.uuid().ok()?;
     let card = cards.get_mut(&uuid)?;
@@ -191,11 +190,11 @@ fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
     if weight == Weight::DeviceFailed && event.place.is_none() {
         card.last = Some(device_fault.clone());
     }
-    tracing::warn!(device = uuid, ?meant, ?weight, fault = device_fault.words, "the driver reports");
+    tracing::warn!(device = uuid, ?meant, ?weight, fault = device_fault.words, "the driver reports an event");
     Some(Word::Event { devices: meant, device_fault, weight })
 }
 
-/// Asks for every card and part what hinders its use.
+/// Asks for every GPU and MIG device which fault prevents its use.
 fn look(nvml: &Nvml, cards: &mut Cards) -> BTreeMap<String, Option<DeviceFault>> {
     let mut states = BTreeMap::new();
     for (uuid, card) in cards {
@@ -219,12 +218,12 @@ fn look(nvml: &Nvml, cards: &mut Cards) -> BTreeMap<String, Option<DeviceFault>>
     states
 }
 
-/// A device that is gone is still known by its UUID, and answers nothing else.
+/// The fault of a device that is gone: the driver still knows its UUID, but answers nothing else.
 fn lost(device: &Device<'_>) -> Option<DeviceFault> {
     device.memory_info().err().and_then(|error| absent(&error))
 }
 
-/// Whether an error says that the device is not there; others say that it has no such function.
+/// The fault if an error says that the device is gone; other errors say that it lacks the function.
 fn absent(error: &NvmlError) -> Option<DeviceFault> {
     let words = format!("the driver says: {error}");
     match error {
@@ -238,7 +237,7 @@ fn absent(error: &NvmlError) -> Option<DeviceFault> {
     }
 }
 
-/// What the driver wants done before the GPU is used again, with the event after which it wants that.
+/// The recovery action that the driver wants before the GPU is used again, with the event that caused it.
 fn wants(device: &Device<'_>, after: Option<&DeviceFault>) -> Option<DeviceFault> {
     let mut answers = device.field_values_for(&[FieldId(NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)]).ok()?;
     let action = match answers.pop()?.ok()?.value.ok()? {

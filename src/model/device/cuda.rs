@@ -1,5 +1,5 @@
-//! Opens the one GPU that this process is shown (`CUDA_VISIBLE_DEVICES`), and asks the driver which it
-//! is. CUDA's libraries are opened at run time; what is missing is said, and not found out by a panic.
+//! Opens the one GPU that this process can see (`CUDA_VISIBLE_DEVICES`), and asks the driver for its UUID.
+//! CUDA's libraries are opened at run time; a missing one is an error, not a panic.
 
 mod copies;
 
@@ -13,14 +13,14 @@ use sys::CUdevice_attribute_enum as Attribute;
 use super::power::Power;
 pub use copies::{Copies, DeviceToHost, HostToDevice};
 
-/// Libraries without which nothing is computed, and what to do where they are not.
+/// Libraries that every computation needs, and what to do if one is missing.
 const NEEDED: [(&str, &str); 3] = [
     ("cuda", "no NVIDIA driver here; install one, and in a container give it the GPUs"),
     ("cublas", "CUDA 13's cuBLAS is not here; install CUDA's runtime libraries, or use an image with them"),
     ("curand", "CUDA 13's cuRAND is not here; install CUDA's runtime libraries, or use an image with them"),
 ];
 
-/// The device, and its UUID in the driver's words.
+/// The device, and the UUID that the driver reports.
 ///
 /// # Errors
 /// Why it cannot be opened.
@@ -30,7 +30,7 @@ pub(super) fn open(asked: &str) -> Result<(Device, String), String> {
             return Err(format!("lib{library} is not found: {missing}"));
         }
     }
-    // Its own search for libraries panics, and it looks for further ones.
+    // candle's own search for libraries panics, and it needs further libraries.
     let opened = catch_unwind(|| Device::new_cuda_with_stream(0)).map_err(|panic| {
         let words = panic.downcast_ref::<String>().cloned().unwrap_or_default();
         format!("CUDA cannot be started; are the libraries of CUDA 13 here? {words}")
@@ -45,31 +45,31 @@ pub(super) fn open(asked: &str) -> Result<(Device, String), String> {
     Ok((device, format!("{kind}-{uuid}")))
 }
 
-/// Has what streams do ordered by us alone, which costs two events a tensor otherwise; and has memory that a
-/// pass gave back kept for the next, where the driver would give it to the system at each wait.
+/// Turns off event tracking, which costs two events per tensor: this program orders its streams itself. Keeps
+/// freed memory for the next pass, where the driver would return it to the system at each wait.
 #[expect(unsafe_code, reason = "the driver's own interface has no safe form for either")]
 fn arrange(context: &CudaContext) -> Result<(), DriverError> {
-    // SAFETY: tensors live on one stream. What crosses to another does so in `copies`, which orders it.
+    // SAFETY: tensors are used on one stream. `copies` orders what other streams use.
     unsafe { context.disable_event_tracking() };
     if !context.has_async_alloc() {
         return Ok(());
     }
     let mut kept = u64::MAX;
     let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-    // SAFETY: the device is this context's, the pool the device's, and the threshold a number of 64 bits.
+    // SAFETY: the device is this context's, the pool the device's, and the threshold is a 64-bit number.
     unsafe {
         let pool = result::device::get_default_mem_pool(context.cu_device())?;
         result::mem_pool::set_attribute(pool, threshold, std::ptr::from_mut(&mut kept).cast())
     }
 }
 
-/// With what it multiplies: its multiprocessors, and what they could do in f32 at the highest clock that the
-/// driver names, one product and one sum a unit and cycle.
+/// The GPU's multiprocessors, and its possible speed in f32: at the highest clock that the driver reports, with
+/// one product and one sum per unit and cycle.
 pub(super) fn power(device: &Device) -> Option<Power> {
     let stream = device.as_cuda_device().ok()?.cuda_stream();
     let attribute = |which| stream.context().attribute(which).ok().filter(|value| *value > 0);
     let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-    // Units of f32 in a multiprocessor, by CUDA's programming guide.
+    // f32 units of a multiprocessor, by CUDA's programming guide.
     let capability = stream.context().compute_capability().ok()?;
     let units = if capability <= (8, 0) { 64.0 } else { 128.0 };
     let clock =
@@ -81,6 +81,6 @@ pub(super) fn power(device: &Device) -> Option<Power> {
 #[expect(unsafe_code, reason = "opening a library runs its initialisers; these are the driver's own")]
 fn is_here(library: &str) -> bool {
     let mut names = cudarc::get_lib_name_candidates(library).into_iter();
-    // SAFETY: NVIDIA's libraries may be opened by any thread at any time; candle does so next.
+    // SAFETY: NVIDIA's libraries may be opened by any thread at any time; candle opens them next.
     names.any(|name| unsafe { libloading::Library::new(name) }.is_ok())
 }

@@ -1,6 +1,5 @@
-//! Whether a device computes rightly, and fast enough, to be given work: a product of two known matrices
-//! of whole numbers, and on a GPU how long it takes. What a model computes is held against a reference
-//! by the model itself. Owns no state.
+//! Checks whether a device computes rightly and fast enough: it multiplies two known matrices of whole numbers,
+//! on a GPU against the clock. The model itself compares what it computes with a reference. Owns no state.
 
 use std::time::{Duration, Instant};
 
@@ -11,35 +10,35 @@ use super::{forward_error, open};
 use crate::config::Dtype;
 use crate::model::{ForwardError, LoadError, Unfit};
 
-/// Rows of the matrices on a CPU, where a product is to take a fraction of a millisecond, and on a GPU whose
+/// Rows of the matrices on a CPU, where a product should take a fraction of a millisecond, and on a GPU whose
 /// memory is nearly full.
 const FEWEST: usize = 128;
-/// On a GPU the product has two tiles of so many rows and columns for each multiprocessor: all of them compute,
-/// and for a millisecond at most.
+/// On a GPU the product has two tiles of this many rows and columns for each multiprocessor: all of them
+/// compute, for one millisecond at most.
 const TILE: usize = 128;
-/// Rows for more multiprocessors than any GPU has.
+/// The most rows; enough for more multiprocessors than any GPU has.
 const MOST: usize = 2560;
-/// Up to here f32 has all whole numbers.
+/// f32 represents all whole numbers up to this one.
 const WHOLE: f32 = 16_777_216.0;
-/// The largest of the known numbers in f32: a product's entries stay far below [`WHOLE`].
+/// The largest known number in f32: a product's entries stay far below [`WHOLE`].
 const LARGEST: i32 = 8;
-/// In half precision: entries stay below 256, up to which bf16 has all whole numbers (f16: 2048).
+/// The same in half precision: entries stay below 256, up to which bf16 has all whole numbers (f16: 2048).
 const LARGEST_HALF: i32 = 1;
-/// How long a GPU may take to show that it is fast enough: its clock rises only once it has work, and
-/// others may compute on it at the same time.
+/// How long a GPU may take to reach the speed: its clock rises only under load, and other processes may compute
+/// on it at the same time.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// A device that has proven itself. While it is kept, opening the same device again is cheap.
+/// A device that has passed the check. While it is kept, opening the same device again is cheap.
 #[derive(Debug)]
 pub struct Proven {
     _device: Device,
 }
 
-/// Opens `device` and has it multiply, in f32 and in `dtype`. A GPU that reaches less than the share
-/// `min_speed` of what its multiprocessors and their clock make possible in f32 is too slow.
+/// Opens `device` and checks that it multiplies, in f32 and in `dtype`. A GPU is too slow if it reaches less
+/// than the share `min_speed` of its possible speed in f32.
 ///
 /// # Errors
-/// [`LoadError::Device`] where it cannot be opened or cannot multiply, [`LoadError::Unfit`] where it does so
+/// [`LoadError::Device`] if it cannot be opened or cannot multiply, [`LoadError::Unfit`] if it multiplies
 /// wrongly or too slowly.
 pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadError> {
     let (opened, name) = open(device)?;
@@ -69,7 +68,7 @@ pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadE
         let (known, product) = Known::tried(rows, LARGEST_HALF, &opened, half).map_err(failed)?;
         right(&known, &product, half)?;
     }
-    // A smaller product says nothing of what the device could do.
+    // A smaller product does not show the device's speed.
     let possible = power.and_then(|power| power.possible).filter(|_| in_f32.rows == rows);
     if let Some(possible) = possible.filter(|_| min_speed > 0.0) {
         let factors = in_f32.on(&opened, DType::F32).map_err(failed)?;
@@ -82,7 +81,7 @@ pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadE
     Ok(Proven { _device: opened })
 }
 
-/// None: it is a CPU, or the driver does not say.
+/// None: the device is a CPU, or the driver does not say.
 #[cfg(feature = "cuda")]
 fn power(device: &Device) -> Option<Power> {
     super::cuda::power(device)
@@ -93,7 +92,7 @@ fn power(_: &Device) -> Option<Power> {
     None
 }
 
-/// Rows for so many multiprocessors.
+/// The rows for this many multiprocessors.
 fn rows(multiprocessors: usize) -> usize {
     let tiles = (1..).find(|tiles| tiles * tiles >= 2 * multiprocessors);
     tiles.map_or(MOST, |tiles| (TILE * tiles).min(MOST))
@@ -114,7 +113,7 @@ impl Known {
         Self { rows, left: matrix(), right: matrix() }
     }
 
-    /// Two such, and their product by the device; with fewer rows where it has no room for so many.
+    /// Two known matrices and their product by the device. If it has no memory for `rows`, with fewer rows.
     fn tried(
         mut rows: usize,
         largest: i32,
@@ -138,7 +137,7 @@ impl Known {
         Ok(Factors { left: tensor(&self.left)?, right: tensor(&self.right)? })
     }
 
-    /// Whether `product` is that of the two, in whole numbers.
+    /// Checks `product`: it must be exact.
     fn judge(&self, product: &[f32], dtype: DType) -> Result<(), String> {
         let wrong = self.wrong_rows(product);
         let Some(first) = wrong.first() else { return Ok(()) };
@@ -150,9 +149,9 @@ impl Known {
         ))
     }
 
-    /// By Freivalds: (left · right) · x is left · (right · x), for an x that is chosen at random. A row with
-    /// one wrong number is always found, since no number of x is 0; one with several but for a chance of
-    /// one in 2²⁰.
+    /// Freivalds' algorithm: (left · right) · x = left · (right · x), for a random x. A row with one wrong
+    /// number is always found, since no number of x is 0; a row with several is missed with a chance of 1 in
+    /// 2²⁰.
     fn wrong_rows(&self, product: &[f32]) -> Vec<usize> {
         let mut numbers = Numbers(2);
         let x: Vec<i64> = (0..self.rows).map(|_| (numbers.next() >> 44) as i64 + 1).collect();
@@ -174,7 +173,7 @@ impl Known {
     }
 }
 
-/// The same on a device.
+/// The two matrices on a device.
 struct Factors {
     left: Tensor,
     right: Tensor,
@@ -201,8 +200,8 @@ fn is_out_of_memory(error: &candle_core::Error) -> bool {
     matches!(forward_error(error), ForwardError::OutOfMemory(_))
 }
 
-/// The best rate at which products of so many operations each were computed, in operations a second: until
-/// one reaches `wanted`, or patience ends. The first is not counted: it loads code.
+/// Multiplies until the rate, in operations per second, reaches `wanted` or [`PATIENCE`] ends; returns the best
+/// rate. `operations` are those of one product. The first product is not counted, since it loads code.
 fn best_rate<E>(
     operations: f64,
     wanted: f64,
@@ -234,7 +233,7 @@ fn judge_rate(reached: f64, possible: f64, min_speed: f64) -> Result<(), String>
     ))
 }
 
-/// Xorshift: numbers that look random, and are the same each time.
+/// Xorshift: pseudo-random numbers that are the same each time.
 struct Numbers(u64);
 
 impl Numbers {
@@ -268,7 +267,7 @@ mod tests {
         assert!(matches!(prove("GPU-5a", Dtype::F32, 0.0), Err(LoadError::Device { .. })));
     }
 
-    /// Of the size that GPUs are asked for: else a right product could be taken for a wrong one.
+    /// With the size that GPUs are asked for; otherwise a right product could count as wrong.
     #[test]
     fn known_products_are_whole_numbers_that_their_precision_has() {
         for (largest, bound) in [(LARGEST, WHOLE), (LARGEST_HALF, 256.0)] {
@@ -282,7 +281,7 @@ mod tests {
 
     #[test]
     fn each_multiprocessor_has_its_tiles() {
-        // One, a seventh of an A100, T4, A100, H100, B200.
+        // The GPUs: one multiprocessor, a seventh of an A100, T4, A100, H100, B200, one too large.
         let expected =
             [(1, 256), (14, 768), (40, 1152), (108, 1920), (132, 2176), (148, 2304), (9_999, MOST)];
         assert!(expected.iter().all(|(count, most)| rows(*count) == *most));

@@ -1,9 +1,9 @@
-//! What a GPU says of its arithmetic. Owns no state.
+//! A GPU's arithmetic, as the driver reports it. Owns no state.
 
 /// With what a GPU multiplies.
 #[derive(Debug)]
 pub(super) struct Power {
     pub(super) multiprocessors: usize,
-    /// What they could compute in f32, in operations a second; none where the driver names no clock.
+    /// The possible speed in f32, in operations per second; none if the driver reports no clock.
     pub(super) possible: Option<f64>,
 }

@@ -1,5 +1,5 @@
-//! The network's `config.json`: its architecture and sizes. Decides which architectures are computed
-//! and refuses what would give other numbers than the published model.
+//! Reads the network's `config.json`: architecture and sizes. Decides which architectures are supported, and
+//! refuses those whose numbers would differ from the published model.
 
 use serde::Deserialize;
 
@@ -7,19 +7,19 @@ use super::kernels::Activation;
 use crate::model::LoadError;
 use crate::model::source::ModelFiles;
 
-/// The architectures, which differ in tensor names and in where positions start.
+/// The architectures; they differ in tensor names and in the first position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// `bert`.
     Bert,
-    /// `roberta`, `xlm-roberta`, `camembert`: positions start behind the padding's.
+    /// `roberta`, `xlm-roberta`, `camembert`: positions start after that of the padding.
     Roberta,
-    /// `distilbert`: no token types, names of its own.
+    /// `distilbert`: no token types, and other tensor names.
     DistilBert,
 }
 
 impl Family {
-    /// What tensor names begin with when the file was saved from a model with a head.
+    /// The prefix of tensor names if the file was saved from a model with a head.
     pub fn base(self) -> &'static str {
         match self {
             Self::Bert => "bert",
@@ -34,25 +34,25 @@ impl Family {
 pub struct NetworkConfig {
     /// Its architecture.
     pub family: Family,
-    /// Numbers a token.
+    /// Width of a token's vector.
     pub hidden: usize,
     /// Blocks of attention and feed-forward.
     pub layers: usize,
-    /// Heads a block.
+    /// Heads in a block.
     pub heads: usize,
-    /// Numbers between the halves of a feed-forward block.
+    /// Width between the two halves of a feed-forward block.
     pub inner: usize,
-    /// Token ids.
+    /// Number of token ids.
     pub vocabulary: usize,
     /// Rows of the table of positions.
     pub positions: usize,
-    /// RoBERTa's padding id, from behind which it numbers positions.
+    /// RoBERTa's padding id; its positions start after this number.
     pub padding: Option<u32>,
     /// Rows of the table of token types; 0 where there is none.
     pub token_types: usize,
-    /// Added to the variance in a norm.
+    /// Added to the variance in LayerNorm.
     pub eps: f32,
-    /// Between the halves of a feed-forward block.
+    /// The function between the two halves of a feed-forward block.
     pub activation: Activation,
 }
 
@@ -81,11 +81,11 @@ struct Written {
 }
 
 impl NetworkConfig {
-    /// Reads `config.json` of the model `source`.
+    /// Reads the `config.json` of the model `source`.
     ///
     /// # Errors
-    /// [`LoadError::File`] for a file that is not such a configuration, [`LoadError::Unsupported`]
-    /// naming the property that is not computed here.
+    /// [`LoadError::File`] for an invalid file, [`LoadError::Unsupported`] naming a property that is not
+    /// supported.
     pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
         let path = files.required("config.json")?;
         let written: Written = files.required_json("config.json")?;
@@ -121,7 +121,7 @@ impl NetworkConfig {
         Ok(config)
     }
 
-    /// Most tokens of a text that have a position.
+    /// The most tokens of a text, by the table of positions.
     pub fn max_tokens(&self) -> usize {
         self.positions.saturating_sub(self.padding.map_or(0, |id| id as usize + 1))
     }

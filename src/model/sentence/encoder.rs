@@ -1,6 +1,6 @@
-//! The network: token ids of a whole batch, one text behind the other → a vector for each token.
-//! No padding: linear layers see one `[tokens, hidden]` matrix, and only attention knows where a
-//! text ends. Owns the weights.
+//! The network: from the token ids of a batch, whose texts follow each other, to a vector for each token. There
+//! is no padding: linear layers see one `[tokens, hidden]` matrix, and only attention knows where a text ends.
+//! Owns the weights.
 
 use candle_core::{Device, Result, Tensor};
 
@@ -20,13 +20,13 @@ type Loaded<T> = std::result::Result<T, LoadError>;
 pub struct Encoder {
     /// `[vocabulary, hidden]`.
     words: Table,
-    /// `[positions, hidden]`, the vector of token type 0 added.
+    /// `[positions, hidden]`, with the vector of token type 0 added.
     positions: Tensor,
     norm: NormParams,
     layers: Vec<Layer>,
     padding: Option<u32>,
     width: usize,
-    /// Queries of the smallest tile of attention.
+    /// The number of queries in attention's smallest tile.
     #[cfg(feature = "cuda")]
     smallest_tile: u32,
 }
@@ -76,14 +76,14 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// A linear layer's matrix `[to, from]` and its bias.
+    /// The matrix `[to, from]` of a linear layer, and its bias.
     fn linear(&self, name: &str, from: usize, to: usize) -> Loaded<(Tensor, Tensor)> {
         let name = format!("{}.{name}", self.prefix);
         let matrix = self.weights.get(&format!("{name}.weight"), &[to, from])?;
         Ok((matrix, self.weights.get(&format!("{name}.bias"), &[to])?))
     }
 
-    /// A norm, joined with the bias of the layer before it.
+    /// The parameters of a norm, with the bias of the linear layer before it.
     fn norm(&self, name: &str, bias: &Tensor) -> Loaded<NormParams> {
         norm(self.weights, self.config, &format!("{}.{name}", self.prefix), bias)
     }
@@ -116,7 +116,7 @@ impl Encoder {
     /// Arranges the weights for the forward pass.
     ///
     /// # Errors
-    /// [`LoadError::File`] naming the tensor that is missing or of another shape.
+    /// [`LoadError::File`] naming a tensor that is missing or has another shape.
     pub fn load(weights: &Weights, config: &NetworkConfig) -> Loaded<Self> {
         let hidden = config.hidden;
         let words = weights.table(WORDS, [config.vocabulary, hidden])?;
@@ -145,21 +145,21 @@ impl Encoder {
         })
     }
 
-    /// Numbers of a token's vector.
+    /// The width of a token's vector.
     pub fn width(&self) -> usize {
         self.width
     }
 
-    /// The plan of texts for a GPU's kernels.
+    /// The batch's plan for a GPU's kernels.
     #[cfg(feature = "cuda")]
     pub fn plan(&self, ids: &[u32], lengths: &[usize]) -> Plan {
         Plan::new(ids, &places(ids, lengths, self.padding), lengths, self.smallest_tile)
     }
 
-    /// As [`Encoder::forward`], of a batch whose plan is on the device.
+    /// As [`Encoder::forward`], for a batch whose plan is on the device.
     ///
     /// # Errors
-    /// What candle or the device met.
+    /// The error of candle or the device.
     #[cfg(feature = "cuda")]
     pub fn forward_planned(&self, planned: &Planned) -> Result<Tensor> {
         let Table::Tensor(words) = &self.words else { candle_core::bail!("the words are not on the GPU") };
@@ -177,12 +177,11 @@ impl Encoder {
         Ok(x)
     }
 
-    /// The last layer's vectors `[tokens, hidden]` of texts of `lengths` tokens, whose ids are
-    /// `ids`, one text behind the other. Ids are in the vocabulary and lengths within the table of
-    /// positions.
+    /// The last layer's vectors `[tokens, hidden]` of texts with `lengths` tokens. `ids` has the texts' ids in
+    /// a row. Ids must be in the vocabulary, and lengths within the table of positions.
     ///
     /// # Errors
-    /// What candle or the device met.
+    /// The error of candle or the device.
     pub fn forward(&self, ids: Vec<u32>, lengths: &[usize]) -> Result<Tensor> {
         let device: &Device = self.positions.device();
         let tokens = ids.len();
@@ -197,8 +196,8 @@ impl Encoder {
     }
 }
 
-/// The position of each token. RoBERTa numbers from behind its padding id, and leaves out that id
-/// wherever it stands, which a text can have by naming it.
+/// The position of each token. RoBERTa numbers from after its padding id, and does not count tokens with that
+/// id, which a text can contain.
 fn places(ids: &[u32], lengths: &[usize], padding: Option<u32>) -> Vec<u32> {
     let mut places = Vec::with_capacity(ids.len());
     let mut rest = ids;

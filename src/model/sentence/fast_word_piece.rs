@@ -1,23 +1,23 @@
-//! Tokenises what is plain, which is nearly all of most English texts: words of ASCII, by BERT's WordPiece.
-//! Gives the ids that the library gives in a tenth of its time, since that keeps for each character where it
-//! came from. Decides for which tokenizers, texts and words it can; the library does the rest.
+//! Tokenises the words of a text that are ASCII, by BERT's WordPiece. The ids are those of the library, in a
+//! tenth of its time: the library records for each character where it came from. Decides which tokenizers,
+//! texts and words are handled here; the library does the rest.
 
 use tokenizers::models::wordpiece::WordPiece;
 use tokenizers::{Model as _, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper, Tokenizer};
 
-/// Between words, in ASCII.
+/// The ASCII characters between words.
 const BLANKS: [char; 4] = [' ', '\t', '\n', '\r'];
 
-/// What it has to know of a tokenizer.
+/// What must be known of the tokenizer.
 pub(super) struct FastWordPiece {
     lowercase: bool,
-    /// Stands before a piece that continues a word.
+    /// The prefix of pieces that continue a word.
     prefix: String,
-    /// For words that the vocabulary has no pieces for.
+    /// The id of words that have no pieces in the vocabulary.
     unknown: u32,
-    /// A word with more letters is unknown.
+    /// A word with more letters counts as unknown.
     longest: usize,
-    /// Special tokens, which the library finds in texts too.
+    /// The special tokens, which the library also finds inside texts.
     added: Vec<String>,
 }
 
@@ -41,8 +41,8 @@ impl FastWordPiece {
         })
     }
 
-    /// The ids of `text` without special tokens, `most` at most. None: the library has to do all of it. The
-    /// tokenizer is the one that this was made of.
+    /// The ids of `text` without special tokens, at most `most`. None: the library must tokenise the whole
+    /// text. `tokenizer` must be the one that was given to `of`.
     pub(super) fn ids(&self, tokenizer: &Tokenizer, text: &str, most: usize) -> Option<Vec<u32>> {
         let model = model_of(tokenizer)?;
         if self.added.iter().any(|token| text.contains(token)) {
@@ -50,7 +50,7 @@ impl FastWordPiece {
         }
         let (mut ids, mut rest) = (Vec::with_capacity(most.min(text.len() / 2)), text);
         while !rest.is_empty() && ids.len() < most {
-            // What BERT does with a word does not depend on those beside it.
+            // BERT tokenises each word independently of its neighbours.
             let (plain, behind) = rest.split_at(words_of(rest, true));
             self.words(model, plain, &mut ids, most);
             let (foreign, behind) = behind.split_at(words_of(behind, false));
@@ -63,13 +63,13 @@ impl FastWordPiece {
         Some(ids)
     }
 
-    /// Adds the pieces of a text of ASCII, until there are `most` ids.
+    /// Adds the pieces of an ASCII text, until there are `most` ids.
     fn words(&self, model: &WordPiece, text: &str, ids: &mut Vec<u32>, most: usize) {
         let mut word = String::new();
         for letter in text.chars() {
             match letter {
                 _ if BLANKS.contains(&letter) => self.pieces(model, &mut word, ids),
-                // The library takes them out, and joins what they stood between.
+                // The library removes control characters, and joins what is on both sides.
                 _ if letter.is_ascii_control() => {}
                 _ if letter.is_ascii_punctuation() => {
                     self.pieces(model, &mut word, ids);
@@ -86,11 +86,11 @@ impl FastWordPiece {
         self.pieces(model, &mut word, ids);
     }
 
-    /// Adds the pieces of `word`, each as long as can be, and empties it.
+    /// Adds the pieces of `word`, each as long as possible, and empties it.
     fn pieces(&self, model: &WordPiece, word: &mut String, ids: &mut Vec<u32>) {
         let before = ids.len();
         let mut known = word.len() <= self.longest;
-        // Its first piece stands alone, a further one behind the prefix.
+        // The first piece has no prefix, further ones have.
         let mut prefix = 0;
         while known && word.len() > prefix {
             let piece = |end: &usize| model.token_to_id(&word[..*end]).map(|id| (id, *end));
@@ -110,7 +110,7 @@ impl FastWordPiece {
     }
 }
 
-/// Bytes of the words at the beginning of `text` that are of ASCII alone, or those that are not.
+/// The length in bytes of the words at the beginning of `text` that are all ASCII, or that are not.
 fn words_of(text: &str, ascii: bool) -> usize {
     let words = text.split_inclusive(BLANKS);
     words.take_while(|word| word.is_ascii() == ascii).map(str::len).sum()

@@ -1,6 +1,6 @@
-//! Whether the network, on its device and in its precision, computes what the same weights give on a CPU
-//! in f32, which tests hold against the reference library. A few known texts, in one batch as tasks would
-//! be. Owns no state.
+//! Checks whether the network on its device and in its precision computes what the same weights give on a CPU
+//! in f32; tests compare the latter with the reference library. Uses a few known texts in one batch. Owns no
+//! state.
 
 use candle_core::{DType, Device};
 
@@ -9,29 +9,29 @@ use super::{Sentence, SentenceEncoder};
 use crate::config::Dtype;
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec, Unfit};
 
-/// Tokens of the known texts, beside the special ones: the shortest, a sentence, a paragraph.
+/// Tokens of the known texts, without special tokens: the shortest text, a sentence, a paragraph.
 const LENGTHS: [usize; 3] = [1, 20, 150];
 
-/// Whether there is something to compare with: a CPU in f32 computes as the reference does.
+/// Whether the comparison is needed: a CPU in f32 is the reference itself.
 pub(super) fn is_to_be_compared(device: &Device, dtype: DType) -> bool {
     !device.is_cpu() || dtype != DType::F32
 }
 
-/// How far a vector may be off, as a share of its length: f32 differs by the order of sums, half precision
-/// by its rounding in every layer. What a broken device computes is off by much more.
+/// The largest accepted error of a vector, as a share of its length. f32 differs by the order of sums, half
+/// precision by rounding in every layer; a broken device differs by much more.
 fn tolerance(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F32 => 1e-3,
         Dtype::F16 => 0.025,
-        // Three bits less.
+        // bf16 has three bits less.
         Dtype::Bf16 => 0.2,
     }
 }
 
-/// Has `model` compute the known texts, and compares with `reference`, the same network on the CPU in f32.
+/// Computes the known texts with `model` and with `reference`, the same network on the CPU in f32.
 ///
 /// # Errors
-/// [`LoadError::Unfit`] with the first text that is off, [`LoadError::Device`] where the device fails.
+/// [`LoadError::Unfit`] with the first text that differs, [`LoadError::Device`] if the device fails.
 pub(super) fn compare(
     model: &mut SentenceEncoder,
     mut reference: SentenceEncoder,
@@ -47,7 +47,7 @@ pub(super) fn compare(
     let found = vectors(model, &texts).map_err(failed)?;
     let expected = vectors(&mut reference, &texts).map_err(failed)?;
     for (text, (found, expected)) in texts.iter().zip(found.iter().zip(&expected)) {
-        // Weights that give no number on a CPU either are no device's fault, and are told of behind this.
+        // Weights that give no numbers even on a CPU are not a device's fault; that is reported later.
         let Some(expected) = expected else { continue };
         let off = found.as_ref().map_or(f64::NAN, |found| distance(found, expected));
         let most = tolerance(dtype);
@@ -65,25 +65,25 @@ pub(super) fn compare(
     Ok(())
 }
 
-/// Texts of several lengths, of tokens from all over the vocabulary.
+/// Texts of several lengths, with tokens from the whole vocabulary.
 fn known_texts(tokenizer: &TextTokenizer) -> Vec<Sentence> {
     let (room, vocabulary) = (tokenizer.room(), u64::from(tokenizer.vocabulary()));
     let text = |(index, length): (usize, &usize)| {
         let tokens = (*length).min(room) as u64;
-        // A prime: no two of them are the same in any vocabulary that is larger than the text.
+        // A prime, so that tokens differ in any vocabulary that is larger than the text.
         let ids = (0..tokens).map(|n| ((index as u64 + n + 1) * 7_919 % vocabulary) as u32).collect();
         tokenizer.ids(ids, "known").ok().map(|ids| Sentence { ids })
     };
     LENGTHS.iter().enumerate().filter_map(text).collect()
 }
 
-/// Each text's vector; none where the model gave no numbers.
+/// Each text's vector; none if the model gave no numbers.
 fn vectors(model: &mut SentenceEncoder, texts: &[Sentence]) -> Result<Vec<Option<Vec<f32>>>, ForwardError> {
     let texts: Vec<&Sentence> = texts.iter().collect();
     Ok(model.forward(&texts)?.into_iter().map(Result::ok).collect())
 }
 
-/// How far `found` is from `expected`, as a share of the latter's length.
+/// The distance of `found` from `expected`, as a share of the length of `expected`.
 fn distance(found: &[f32], expected: &[f32]) -> f64 {
     let pairs = found.iter().zip(expected).map(|(a, b)| (f64::from(*a), f64::from(*b)));
     let (off, all) = pairs.fold((0.0, 0.0), |(off, all), (a, b)| (off + (a - b).powi(2), all + b * b));
@@ -116,7 +116,7 @@ mod tests {
         load(&spec(folder, dtype), &Device::Cpu).unwrap()
     }
 
-    /// How far the texts of a model are off in a precision, at most.
+    /// The largest error of a model's texts in a precision.
     fn off(folder: &Path, dtype: Dtype) -> f64 {
         let (processor, mut reference) = loaded(folder, Dtype::F32);
         let texts = known_texts(&processor.tokenizer);
@@ -127,7 +127,7 @@ mod tests {
         pairs.map(|(a, b)| distance(a.as_ref().unwrap(), b.as_ref().unwrap())).fold(0.0, f64::max)
     }
 
-    /// A copy of the model, in which `change` has had its way with the numbers of one tensor.
+    /// A copy of the model, with the numbers of one tensor changed by `change`.
     fn corrupted(change: impl Fn(usize, f32) -> f32) -> tempfile::TempDir {
         let copy = tempfile::tempdir().unwrap();
         let mut cp = std::process::Command::new("cp");
@@ -158,7 +158,7 @@ mod tests {
     #[test]
     fn a_device_that_computes_with_other_weights_is_refused_with_numbers() {
         let (processor, _) = loaded(&fixture(NAME), Dtype::F32);
-        // One bit of one exponent.
+        // One bit of one exponent is wrong.
         let one_bit = |index, number| if index == 5 { number * 65_536.0 } else { number };
         let none = |_, _| 0.0;
         let nan = |index, number| if index == 5 { f32::NAN } else { number };

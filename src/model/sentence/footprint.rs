@@ -1,5 +1,4 @@
-//! What a worker takes of its device's memory, from the model's files alone: for the launcher, which
-//! loads nothing.
+//! The device memory that a worker needs, from the model's files alone: for the launcher, which loads no model.
 
 use candle_core::{DType, Device};
 
@@ -11,8 +10,8 @@ use super::weights::Weights;
 use crate::model::source::ModelFiles;
 use crate::model::{Footprint, LoadSpec};
 
-/// What a worker takes of its device's memory when it computes so many tokens at once; none where the model's
-/// files are not on this host yet or are not what they should be, which the worker finds out and says.
+/// The device memory of a worker that computes `tokens` tokens at once. None if the model's files are not on
+/// this host yet or are invalid; the worker will report that.
 pub fn footprint(spec: &LoadSpec, tokens: usize) -> Option<Footprint> {
     let files = ModelFiles::at_hand(&spec.source)?;
     let config = NetworkConfig::read(&files, &spec.source).ok()?;
@@ -25,26 +24,26 @@ pub fn footprint(spec: &LoadSpec, tokens: usize) -> Option<Footprint> {
     })
 }
 
-/// Bytes that live at once, at most, while a layer is computed on a device.
+/// The largest number of bytes in use at once while a layer is computed on a device.
 fn working(config: &NetworkConfig, tokens: usize, dtype: DType) -> usize {
-    // A text that is longer than the batch may be goes alone.
+    // A text longer than the bound of a batch is computed alone.
     let tokens = tokens.max(config.positions);
     let heads =
         |number| Heads { number, count: config.heads as u32, size: (config.hidden / config.heads) as u32 };
     if !Number::of(dtype).is_some_and(|number| heads(number).fit()) {
         return numbers(config, tokens).saturating_mul(size_of::<f32>());
     }
-    // The rows, with queries, keys and values, what these give and what O makes of it; or with the inner
-    // ones and what comes of them.
+    // Attention: the rows, queries, keys and values, attention's result, and that multiplied by O.
+    // Feed-forward: the rows, the inner ones, and the result.
     let row = (6 * config.hidden).max(2 * config.hidden + config.inner);
     tokens.saturating_mul(row).saturating_mul(dtype.size_in_bytes())
 }
 
-/// Numbers that live at once, at most, where heads of this size have no kernel and candle's operations
-/// compute a layer, each making a new tensor. Of attention the rows, queries, keys and values before and after they are put in order,
-/// and the scores of a group of texts with their mask and in four steps of the softmax; of the
-/// feed-forward half the rows, and the inner ones before and after the activation. Counted as f32, in
-/// which candle computes where it matters.
+/// The largest number of values in use at once if no kernel fits these heads: candle's operations then compute
+/// a layer, each into a new tensor. For attention: the rows, queries, keys and values before and after
+/// reordering, and a group's scores with their mask and in four steps of the softmax. For feed-forward: the
+/// rows, and the inner ones before and after the activation. Counted as f32, in which candle computes where
+/// precision matters.
 fn numbers(config: &NetworkConfig, tokens: usize) -> usize {
     let longest = config.positions;
     let scores = tokens.saturating_mul(longest).min(MOST_SCORES).max(longest.saturating_mul(longest));

@@ -1,9 +1,8 @@
-//! Sentence embeddings by BERT's family, loaded as sentence-transformers publishes them, and equal
-//! to its results to 1e-5. Owns the loaded model; knows neither where tasks come from nor how they
-//! are batched.
+//! Sentence embeddings by BERT's family, loaded as sentence-transformers publishes them, and equal to its
+//! results to 1e-5. Owns the loaded model; does not know where tasks come from or how they are batched.
 //!
-//! The network runs without padding: a batch is one matrix of all its tokens, so that texts of any
-//! lengths go together and none costs more than its own tokens.
+//! The network runs without padding: a batch is one matrix of all its tokens, so that texts of any lengths go
+//! together, and each costs only its own tokens.
 
 mod config;
 mod encoder;
@@ -35,12 +34,11 @@ use self::weights::Weights;
 use super::source::ModelFiles;
 use super::{Device, Dtype, Forward, ForwardError, LoadError, LoadSpec, TaskError, TaskErrorKind, device};
 
-/// The digest of all files that the model `source` is loaded from, as [`ModelFiles::digest`] makes it: it
-/// stays when a folder is copied or other files are put there. A model of the hub that the cache does not
-/// hold is fetched.
+/// The digest of all files that the model `source` is loaded from, by [`ModelFiles::digest`]. It stays the same
+/// when a folder is copied or other files are added. A hub model that is not in the cache is downloaded.
 ///
 /// # Errors
-/// As [`load`], for a file that is missing or not what it should be.
+/// As [`load`], for a file that is missing or invalid.
 pub fn digest(source: &str) -> Result<String, LoadError> {
     let files = ModelFiles::locate(source)?;
     NetworkConfig::read(&files, source)?;
@@ -61,8 +59,8 @@ pub struct SentenceEncoder {
 /// Loads the model onto its device, and compares what it computes there with what a CPU computes.
 ///
 /// # Errors
-/// [`LoadError`] for a file that is missing or not what it should be, for a model of another kind, and for
-/// a device that computes wrongly.
+/// [`LoadError`] for a file that is missing or invalid, for a model of another kind, and for a device that
+/// computes wrongly.
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(SentenceProcessor, SentenceEncoder), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let config = NetworkConfig::read(&files, &spec.source)?;
@@ -97,11 +95,11 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(SentenceProcessor, Sent
     Ok((processor, encoder))
 }
 
-/// The vectors of a batch, or what is to be waited for.
+/// The vectors of a batch, or a batch in progress.
 pub enum Pending {
-    /// Computed already.
+    /// Already computed.
     Vectors(Vec<Result<Vec<f32>, TaskError>>),
-    /// Given to the device, with the tokens of each text.
+    /// Submitted to the device, with the tokens of each text.
     #[cfg(feature = "cuda")]
     OnGpu(on_gpu::Begun, Vec<usize>),
 }
@@ -153,13 +151,13 @@ impl Forward for SentenceEncoder {
     }
 }
 
-/// The ids of all inputs, one behind the other, and how many each has.
+/// The ids of all inputs in a row, and the number of ids of each.
 fn joined(inputs: &[&Sentence]) -> (Vec<u32>, Vec<usize>) {
     let ids = inputs.iter().flat_map(|input| &input.ids).copied().collect();
     (ids, inputs.iter().map(|input| input.ids.len()).collect())
 }
 
-/// The vector of an input of so many tokens, if it is numbers.
+/// The vector of an input with `tokens` tokens, if all its numbers are finite.
 fn checked(vector: Vec<f32>, tokens: usize) -> Result<Vec<f32>, TaskError> {
     match vector.iter().find(|number| !number.is_finite()) {
         None => Ok(vector),
@@ -170,7 +168,7 @@ fn checked(vector: Vec<f32>, tokens: usize) -> Result<Vec<f32>, TaskError> {
     }
 }
 
-/// Copies token vectors to the host, where they are pooled.
+/// Copies the tokens' vectors to the host, where they are pooled.
 fn host(rows: &Tensor) -> candle_core::Result<Vec<f32>> {
     rows.flatten_all()?.to_dtype(DType::F32)?.to_vec1()
 }

@@ -1,6 +1,6 @@
-//! A forward pass on a GPU, which computes beside this thread: the batch's plan is copied in, the network is
-//! given to the device, and the texts' vectors are copied out, all before anything is waited for. Owns what
-//! copies.
+//! A forward pass on a GPU, which computes asynchronously: the copy of the batch's plan, the network, and the
+//! copy of the texts' vectors are all submitted before anything is waited for. Owns the streams and memory of
+//! the copies.
 
 use candle_core::{Device, Result};
 
@@ -9,29 +9,29 @@ use super::kernels::gpu::cuda::{Planned, pool};
 use super::pooling::{Pooling, normalize};
 use crate::model::device::{Copies, DeviceToHost};
 
-/// Runs forward passes on a GPU; keeps the buffers that copy to it and back.
+/// Runs forward passes on a GPU; keeps the buffers for copies.
 pub struct OnGpu(Copies);
 
-/// A pass that was given to the device.
+/// A submitted pass.
 pub struct Begun {
     fetched: DeviceToHost,
-    /// Numbers of a text's vector.
+    /// The width of a text's vector.
     width: usize,
 }
 
 impl OnGpu {
-    /// On this device; none on a CPU.
+    /// For this device; none if it is a CPU.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn new(device: &Device) -> Result<Option<Self>> {
         if device.is_cuda() { Copies::new(device).map(|copies| Some(Self(copies))) } else { Ok(None) }
     }
 
-    /// Gives the device the texts of `lengths` tokens, whose ids are `ids`, one text behind the other.
+    /// Submits texts with `lengths` tokens. `ids` has the texts' ids in a row.
     ///
     /// # Errors
-    /// What candle or the device met.
+    /// The error of candle or the device.
     pub fn begin(
         &mut self,
         (encoder, pooling): (&Encoder, &Pooling),
@@ -50,7 +50,7 @@ impl OnGpu {
     /// Waits for the texts' vectors.
     ///
     /// # Errors
-    /// What the device met.
+    /// The device's error.
     pub fn finish(&mut self, begun: Begun, pooling: &Pooling) -> Result<Vec<Vec<f32>>> {
         let numbers = self.0.wait(begun.fetched)?;
         let mut vectors: Vec<Vec<f32>> = numbers.chunks_exact(begun.width).map(<[f32]>::to_vec).collect();

@@ -1,11 +1,11 @@
-//! From a text's token vectors to its one vector, in plain f32 on the host. Pure.
+//! From a text's token vectors to its one vector, in f32 on the host. Pure.
 
 /// One way to pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// The first token's vector.
     Cls,
-    /// The largest of each number.
+    /// The maximum of each number.
     Max,
     /// The mean of each number.
     Mean,
@@ -13,22 +13,22 @@ pub enum Mode {
     MeanSqrtLen,
 }
 
-/// What makes a sentence's vector.
+/// How a text's vector is made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pooling {
-    /// Their results are joined, in order; at least one.
+    /// The results of these modes are joined, in order; at least one.
     pub modes: Vec<Mode>,
     /// Whether the vector is scaled to length 1.
     pub normalize: bool,
 }
 
 impl Pooling {
-    /// Numbers in a sentence's vector, from those of a token's.
+    /// The width of a text's vector, given that of a token's.
     pub fn width(&self, hidden: usize) -> usize {
         self.modes.len() * hidden
     }
 
-    /// Pools the token vectors `rows` `[tokens, hidden]` of one text, at least one token.
+    /// Pools the token vectors `rows` `[tokens, hidden]` of one text with at least one token.
     pub fn pool(&self, rows: &[f32], hidden: usize) -> Vec<f32> {
         let mut vector = Vec::with_capacity(self.width(hidden));
         for mode in &self.modes {
@@ -53,7 +53,7 @@ fn pooled(mode: Mode, rows: &[f32], hidden: usize) -> Vec<f32> {
     let divisor = match mode {
         Mode::Cls => return vector,
         Mode::Max => {
-            // f32::max would drop a NaN, and a wrong answer would pass for a right one.
+            // f32::max would drop NaN, and a wrong answer would look right.
             each(&mut vector, |x, y| if y > x || y.is_nan() { y } else { x });
             return vector;
         }
@@ -65,7 +65,7 @@ fn pooled(mode: Mode, rows: &[f32], hidden: usize) -> Vec<f32> {
     vector
 }
 
-/// Scales a vector to length 1; one of length 0 stays as it is.
+/// Scales a vector to length 1; a vector of length 0 is unchanged.
 pub fn normalize(vector: &mut [f32]) {
     let squares: f64 = vector.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
     let scale = (1.0 / squares.sqrt().max(1e-12)) as f32;

@@ -1,4 +1,4 @@
-//! `/v1/embeddings` bodies → token ids, and vectors → response bodies. Decides limits and names;
+//! From `/v1/embeddings` bodies to token ids, and from vectors to response bodies. Decides limits and names;
 //! never touches the device.
 
 use rayon::prelude::*;
@@ -9,24 +9,24 @@ use super::tokenize::TextTokenizer;
 use crate::model::{Body, Message, Preprocessed, Processor, Route, SizedInput, TaskError};
 use crate::protocol::embeddings::{EmbeddingRequest, EmbeddingResponse, Encoding, Text, write_response};
 
-/// So many texts are divided among the threads of the caller's pool.
+/// From this number on, texts are divided among the threads of the caller's pool.
 const MANY: usize = 64;
-/// Texts that one thread takes at least.
+/// The fewest texts for one thread.
 const SHARE: usize = 16;
 
-/// One text, as the network takes it.
+/// One text for the network.
 #[derive(Clone, Debug)]
 pub struct Sentence {
-    /// Token ids, special ones included; at least one, all within the vocabulary.
+    /// Token ids with the special ones; at least one, all within the vocabulary.
     pub(super) ids: Vec<u32>,
 }
 
-/// What a response needs of its request.
+/// What the response needs of its request.
 #[derive(Clone, Debug)]
 pub struct EmbeddingOptions {
     encoding: Encoding,
     dimensions: Option<usize>,
-    /// Tokens of all inputs.
+    /// The tokens of all inputs.
     prompt_tokens: usize,
 }
 
@@ -35,7 +35,7 @@ pub struct SentenceProcessor {
     pub(super) tokenizer: TextTokenizer,
     pub(super) names: ServedNames,
     pub(super) pooling: Pooling,
-    /// Numbers in a vector.
+    /// The width of a vector.
     pub(super) width: usize,
     pub(super) max_inputs: usize,
 }
@@ -103,12 +103,12 @@ impl SentenceProcessor {
             let tokens = ids.len();
             Ok(SizedInput::new(Sentence { ids }, tokens))
         };
-        // Elsewhere rayon would take them to threads that may be computing for long.
+        // Outside a pool rayon would use its global threads, which may be computing for long.
         if texts.len() < MANY || rayon::current_thread_index().is_none() {
             return texts.into_iter().enumerate().map(sentence).collect();
         }
         let shared = texts.into_par_iter().enumerate().with_min_len(SHARE);
-        // All of them first, so that the error is that of the first text that has one.
+        // All are computed before the check, so that the error is that of the first failing text.
         let sentences: Vec<_> = shared.map(sentence).collect();
         sentences.into_iter().collect()
     }
@@ -125,7 +125,7 @@ mod tests {
         sentence::load(&spec, &Device::Cpu).unwrap().0
     }
 
-    /// The ids of each input, or which of them is refused; also where threads share the work.
+    /// The ids of each input, or the path of the refused one; also if threads share the work.
     fn prepared(input: &serde_json::Value) -> Result<Vec<Vec<u32>>, Option<String>> {
         let processor = processor();
         let body = serde_json::json!({ "input": input }).to_string();

@@ -11,8 +11,7 @@ pub struct ServedNames {
 }
 
 impl ServedNames {
-    /// The names of the model of `spec`: its source, with and without revision, and those it was
-    /// given.
+    /// The names of the model in `spec`: its source, with and without revision, and its `served_names`.
     pub fn new(spec: &LoadSpec) -> Self {
         let source = spec.source.trim_end_matches('/');
         let mut others = vec![source.to_owned()];
@@ -21,7 +20,7 @@ impl ServedNames {
         Self { own: spec.model_name().to_owned(), others }
     }
 
-    /// The name that replies carry: the source, or a folder's last component.
+    /// The name in replies: the source, or a folder's last component.
     pub fn own(&self) -> &str {
         &self.own
     }
@@ -30,7 +29,7 @@ impl ServedNames {
     /// `models/all-MiniLM-L6-v2` answers to `sentence-transformers/all-MiniLM-L6-v2`.
     ///
     /// # Errors
-    /// `UnknownModel`, naming what was asked for and what is served.
+    /// `UnknownModel`, with the name that was asked for and the one that is served.
     pub fn check(&self, asked: &str) -> Result<(), TaskError> {
         let same = |name: &String| name == asked || last(name) == last(asked);
         if asked == self.own || self.others.iter().any(same) {

@@ -1,5 +1,5 @@
-//! What sentence-transformers' files say of a model beside its network: pooling, normalising, the
-//! longest text, the prompt. Decides which of its modules are computed here; the rest is refused.
+//! The settings of sentence-transformers beside the network: pooling, normalising, the longest text, the
+//! prompt. Decides which of its modules are supported; the rest is refused.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use super::pooling::{Mode, Pooling};
 use crate::model::LoadError;
 use crate::model::source::ModelFiles;
 
-/// Names that the settings of the Transformer module have had.
+/// The file names that the Transformer module's settings have had.
 const TRANSFORMER_CONFIGS: [&str; 5] = [
     "sentence_bert_config.json",
     "sentence_roberta_config.json",
@@ -18,12 +18,12 @@ const TRANSFORMER_CONFIGS: [&str; 5] = [
     "sentence_xlm-roberta_config.json",
 ];
 
-/// How texts go in and vectors come out.
+/// How texts are prepared and vectors are made.
 #[derive(Debug)]
 pub struct SentenceSettings {
     /// From token vectors to one vector.
     pub pooling: Pooling,
-    /// Longest text in tokens, special ones included, where the files say so.
+    /// Longest text in tokens, with special ones, if the files say so.
     pub max_tokens: Option<usize>,
     /// Whether texts are lower-cased before the tokenizer's own normalising.
     pub lower_case: bool,
@@ -48,7 +48,7 @@ struct TransformerConfig {
 
 #[derive(Default, Deserialize)]
 struct TokenizerConfig {
-    /// A float where the tokenizer has no limit: 1e30.
+    /// A float, since it is 1e30 for a tokenizer without a limit.
     model_max_length: Option<f64>,
 }
 
@@ -74,7 +74,7 @@ struct Prompts {
     default_prompt_name: Option<String>,
 }
 
-/// The older form of `pooling_mode`: one flag a mode, joined in this order.
+/// The older form of `pooling_mode`: one flag for each mode, joined in this order.
 const FLAGS: [(&str, &str); 6] = [
     ("pooling_mode_cls_token", "cls"),
     ("pooling_mode_max_tokens", "max"),
@@ -88,8 +88,8 @@ impl SentenceSettings {
     /// Reads the settings of the model `source`.
     ///
     /// # Errors
-    /// [`LoadError::Unsupported`] naming the module or mode that is not computed here,
-    /// [`LoadError::File`] for a file that is not what it should be.
+    /// [`LoadError::Unsupported`] naming the module or mode that is not supported, [`LoadError::File`] for an
+    /// invalid file.
     pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
         let refused = |reason: String| LoadError::Unsupported { model: source.into(), reason };
         let prompts = files.json("config_sentence_transformers.json")?.unwrap_or_default();
@@ -124,7 +124,7 @@ impl SentenceSettings {
     }
 }
 
-/// Accepts Transformer, Pooling and perhaps Normalize, in this order; returns whether it was there.
+/// Accepts Transformer, Pooling and optionally Normalize, in this order; returns whether Normalize is there.
 fn check(modules: &[Module]) -> Result<bool, String> {
     let kinds: Vec<&str> =
         modules.iter().map(|module| module.kind.rsplit('.').next().unwrap_or("")).collect();
@@ -168,7 +168,7 @@ fn modes(config: PoolingConfig) -> Result<Vec<Mode>, String> {
     names.iter().map(mode).collect()
 }
 
-/// The text of the default prompt; empty where there is none.
+/// The text of the default prompt; empty if there is none.
 fn default_prompt(prompts: Prompts) -> Result<String, String> {
     let Some(name) = prompts.default_prompt_name else {
         return Ok(String::new());

@@ -1,5 +1,5 @@
-//! Texts and token ids → the ids that a forward pass takes. Decides where a text is cut and what
-//! special tokens stand around it, as sentence-transformers does.
+//! From texts and token ids to the ids of a forward pass. Decides where a text is cut and which special tokens
+//! are added, as sentence-transformers does.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -17,20 +17,20 @@ use crate::protocol::{TaskError, TaskErrorKind};
 pub struct TextTokenizer {
     tokenizer: Tokenizer,
     plain: Option<FastWordPiece>,
-    /// Special tokens before and behind each text.
+    /// The special tokens before and after each text.
     around: (Vec<u32>, Vec<u32>),
-    /// Ids from here on have no vector.
+    /// Token ids are below this number.
     vocabulary: u32,
     max_tokens: usize,
     prompt: String,
 }
 
 impl TextTokenizer {
-    /// Reads `tokenizer.json`. Its own truncation and padding are replaced: published files carry
-    /// those of their training. `max_tokens` and `vocabulary` are the network's.
+    /// Reads `tokenizer.json`. Its truncation and padding are replaced, since published files have those of the
+    /// training. `max_tokens` and `vocabulary` are the network's.
     ///
     /// # Errors
-    /// [`LoadError::File`] when the file is no tokenizer, or no text fits the limit.
+    /// [`LoadError::File`] if the file is not a tokenizer, or the limit leaves no room for text.
     pub fn read(
         path: PathBuf,
         settings: &SentenceSettings,
@@ -61,20 +61,20 @@ impl TextTokenizer {
         Ok(Self { tokenizer, plain, around, vocabulary, max_tokens, prompt })
     }
 
-    /// Most tokens of a text beside the special ones.
+    /// The most tokens of a text without special tokens.
     pub fn room(&self) -> usize {
         self.max_tokens - self.around.0.len() - self.around.1.len()
     }
 
-    /// Ids from here on have no vector.
+    /// Token ids are below this number.
     pub fn vocabulary(&self) -> u32 {
         self.vocabulary
     }
 
-    /// The ids of a text behind the prompt, cut to the limit.
+    /// The ids of the prompt and the text, cut to the limit.
     ///
     /// # Errors
-    /// `Internal` when the tokenizer fails, or gives an id that the network has no vector for.
+    /// `Internal` if the tokenizer fails, or gives an id outside the vocabulary.
     pub fn text(&self, text: &str) -> Result<Vec<u32>, TaskError> {
         let internal = |reason: String| TaskError::new(TaskErrorKind::Internal, reason);
         let text = match self.prompt.as_str() {
@@ -101,10 +101,10 @@ impl TextTokenizer {
         }
     }
 
-    /// Token ids as they come, with the special tokens put around them unless they are there.
+    /// Checks given token ids, and adds the special tokens unless they are there.
     ///
     /// # Errors
-    /// `BadInput` naming `path` when an id is unknown or they are too many; ids are never cut.
+    /// `BadInput` naming `path` if an id is unknown or there are too many; given ids are never cut.
     pub fn ids(&self, ids: Vec<u32>, path: &str) -> Result<Vec<u32>, TaskError> {
         if let Some(id) = ids.iter().find(|id| **id >= self.vocabulary) {
             let known = self.vocabulary;
@@ -126,7 +126,7 @@ impl TextTokenizer {
     }
 }
 
-/// The special tokens at either end of an encoded text.
+/// The special tokens at the two ends of an encoded text.
 fn around(ids: &[u32], special: &[u32]) -> (Vec<u32>, Vec<u32>) {
     let before = special.iter().take_while(|mark| **mark == 1).count();
     let behind = special[before..].iter().rev().take_while(|mark| **mark == 1).count();

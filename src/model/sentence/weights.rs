@@ -1,7 +1,7 @@
-//! The tensors of a model's safetensors files, by name. Decides which prefix the files use, and that a tensor
-//! which is missing or has another shape than `config.json` says is an error that names it. Owns the files'
-//! mappings: what is read from them lies in the system's cache of files, once for all workers of a host. A
-//! tensor is made when it is asked for.
+//! The tensors of a model's safetensors files, by name. Decides which prefix the files use. A tensor that is
+//! missing, or whose shape differs from `config.json`, is an error that names it. Owns the files' mappings:
+//! their pages are in the system's page cache, once for all workers of a host. A tensor is created when it is
+//! asked for.
 
 use std::fs::File;
 use std::io;
@@ -18,7 +18,7 @@ use crate::model::LoadError;
 
 /// All tensors of a model.
 pub struct Weights {
-    /// The whole file, or its parts.
+    /// One file, or several parts.
     shards: Vec<Shard>,
     prefix: String,
     device: Device,
@@ -26,11 +26,11 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Reads safetensors files onto `device`, to be used as `dtype`. Names may begin with `{base}.` where the
-    /// files were saved from a model with a head.
+    /// Reads safetensors files, for tensors on `device` as `dtype`. Names may begin with `{base}.` if the files
+    /// were saved from a model with a head.
     ///
     /// # Errors
-    /// [`LoadError::File`] when a file is cut off, corrupt or holds no such model.
+    /// [`LoadError::File`] if a file is truncated, corrupt or holds no such model.
     pub fn read(paths: &[PathBuf], base: &str, device: &Device, dtype: DType) -> Result<Self, LoadError> {
         let shards = paths.iter().map(|path| Shard::read(path)).collect::<Result<Vec<_>, _>>()?;
         let prefix = format!("{base}.");
@@ -40,7 +40,7 @@ impl Weights {
         Ok(Self { shards, prefix, device: device.clone(), dtype })
     }
 
-    /// Numbers in all tensors.
+    /// The number of values in all tensors.
     pub fn numbers(&self) -> usize {
         let tensors = self.shards.iter().flat_map(|shard| shard.metadata.tensors().into_values());
         tensors.map(|tensor| tensor.shape.iter().product::<usize>()).sum()
@@ -80,8 +80,8 @@ impl Weights {
         Tensor::from_raw_buffer(bytes, dtype, &info.shape, &self.device)?.to_dtype(self.dtype)
     }
 
-    /// The rows of the tensor `name`, which must have the shape `[rows, width]`. Where they are used as
-    /// the file has them they stay in it.
+    /// The rows of the tensor `name`, which must have the shape `[rows, width]`. If their type is the file's,
+    /// they stay mapped.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -94,7 +94,7 @@ impl Weights {
         self.get(name, &[rows, width]).map(Table::Tensor)
     }
 
-    /// Passes on a result of candle while weights are arranged.
+    /// Converts a result of candle while weights are prepared.
     ///
     /// # Errors
     /// [`LoadError::File`] naming `what`.
@@ -102,7 +102,7 @@ impl Weights {
         result.map_err(|error| self.fault(format!("{what}: {error}")))
     }
 
-    /// A fault of all of it; of several files, the last is named.
+    /// An error of the weights as a whole; names the last file.
     fn fault(&self, reason: String) -> LoadError {
         match self.shards.last() {
             Some(shard) => shard.fault(reason),
@@ -111,11 +111,10 @@ impl Weights {
     }
 }
 
-/// One weights file.
 struct Shard {
     path: PathBuf,
     bytes: Arc<Mmap>,
-    /// Where the tensors' data begins.
+    /// The offset of the tensors' data.
     data: usize,
     metadata: Metadata,
 }
@@ -144,21 +143,21 @@ impl Shard {
 #[expect(unsafe_code, reason = "a map of a file can change under us; no safe interface has it")]
 fn map(path: &Path) -> io::Result<Mmap> {
     let file = File::open(path)?;
-    // SAFETY: the bytes are only ever read, and any of them make a number. Weights are replaced by
-    // another file of the same name, which leaves this one as it is; whoever cuts a file short in place
-    // ends the workers that use it.
+    // SAFETY: the bytes are only read, and any bytes make a number. To replace weights, a new file gets the
+    // name, and this mapping keeps the old file. Whoever truncates the file in place crashes the workers that
+    // use it.
     unsafe { Mmap::map(&file) }
 }
 
 /// A matrix that is read row by row.
 pub enum Table {
-    /// f32, where the file has it.
+    /// f32 rows that stay in the mapped file.
     Mapped {
         /// The whole file.
         file: Arc<Mmap>,
-        /// The rows in it.
+        /// The byte range of the rows in the file.
         place: Range<usize>,
-        /// Numbers a row.
+        /// The width of a row.
         width: usize,
     },
     /// `[rows, width]` on its device.
@@ -166,10 +165,10 @@ pub enum Table {
 }
 
 impl Table {
-    /// The rows of these indices, which exist: `[indices, width]`.
+    /// The rows with these indices, which must exist: `[indices, width]`.
     ///
     /// # Errors
-    /// When the device fails.
+    /// The device fails.
     pub fn select(&self, indices: Vec<u32>, device: &Device) -> candle_core::Result<Tensor> {
         let count = indices.len();
         match self {
@@ -187,5 +186,5 @@ impl Table {
     }
 }
 
-/// The table of word vectors, which every architecture here has under this name.
+/// The table of word vectors; all supported architectures have it under this name.
 pub const WORDS: &str = "embeddings.word_embeddings.weight";

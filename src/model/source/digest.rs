@@ -1,5 +1,5 @@
-//! The digest of a model's files: decides which bytes of a large file stand for all. Owns nothing, writes
-//! nothing, and never decides which files are a model's.
+//! The digest of a model's files. Decides which bytes of a large file it covers. Owns nothing, writes nothing,
+//! and does not decide which files belong to a model.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,16 +11,16 @@ use sha2::{Digest as _, Sha256};
 
 use crate::model::LoadError;
 
-/// Bytes of the largest file that is read whole: tokenizers and settings are.
+/// The largest file that is read whole, in bytes; tokenizers and settings are smaller.
 const WHOLE: u64 = 32 << 20;
-/// Bytes that are read of a larger file's beginning, and of its end.
+/// Bytes that are read at the beginning and at the end of a larger file.
 const END: usize = 64 << 10;
-/// Blocks that are read between.
+/// The number of blocks that are read of a larger file.
 const BLOCKS: u64 = 64;
-/// Bytes of one.
+/// Bytes of one block.
 const BLOCK: usize = 16 << 10;
 
-/// Of these files, by name.
+/// The digest of these files, by name.
 pub(super) fn of(files: &BTreeMap<String, PathBuf>) -> Result<String, LoadError> {
     let mut sha256 = Sha256::new();
     for (name, path) in files {
@@ -33,7 +33,7 @@ pub(super) fn of(files: &BTreeMap<String, PathBuf>) -> Result<String, LoadError>
 fn add(sha256: &mut Sha256, name: &str, path: &Path) -> io::Result<()> {
     let file = File::open(path)?;
     let size = file.metadata()?.len();
-    // The lengths first: no two lists of files are the same bytes.
+    // The length comes first, so that different lists of files never give the same bytes.
     sha256.update((name.len() as u64).to_le_bytes());
     sha256.update(name);
     sha256.update(size.to_le_bytes());
@@ -45,7 +45,7 @@ fn add(sha256: &mut Sha256, name: &str, path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Offset and length of each piece that is read of a file of so many bytes.
+/// Offset and length of each piece that is read of a file of `size` bytes.
 fn pieces(size: u64) -> Vec<(u64, usize)> {
     if size <= WHOLE {
         return vec![(0, size as usize)];
@@ -101,7 +101,7 @@ mod tests {
         let file = File::create(folder.0.path().join("large")).unwrap();
         file.set_len(size).unwrap();
         let zeros = folder.digest(&["large"]);
-        // No stretch of a sixtieth of the file goes unread.
+        // Every sixtieth of the file is read in part.
         let part = size / 60;
         for (offset, length) in [(0, 1), (size - 1, 1), (size / 2, part), (size / 3, part)] {
             file.write_all_at(&vec![1; length as usize], offset).unwrap();

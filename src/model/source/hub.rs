@@ -1,4 +1,4 @@
-//! One model of the Hugging Face hub: its cache first, then the network, watched for standstill.
+//! One model of the Hugging Face hub: from its cache, else from the network, with a limit on standstill.
 //! Honours `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE`.
 
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use hf_hub::{Cache, Repo, RepoType};
 use super::{INDEX, WEIGHTS, shards};
 use crate::model::LoadError;
 
-/// Longest time without a byte from the hub.
+/// The longest time without a byte from the hub.
 const STANDSTILL: Duration = Duration::from_secs(45);
 
 /// A model of the hub at one revision.
@@ -26,13 +26,13 @@ pub struct Hub {
     offline: bool,
 }
 
-/// What the fetching thread tells the one that waits for it.
+/// Messages from the downloading thread.
 enum News {
     Bytes,
     Ended(Result<Option<PathBuf>, String>),
 }
 
-/// Passes on that bytes arrive; a full channel already says so.
+/// Reports that bytes arrive; a full channel has reported it already.
 struct Watched(SyncSender<News>);
 
 impl Progress for Watched {
@@ -52,7 +52,7 @@ fn set(name: &str) -> Option<String> {
 }
 
 impl Hub {
-    /// Reads an id and the environment; asks nobody yet.
+    /// Parses an id and reads the environment; uses no network.
     pub fn open(id: &str) -> Result<Self, LoadError> {
         let (name, revision) = id.split_once('@').unwrap_or((id, "main"));
         let plain = |part: &str| {
@@ -74,12 +74,12 @@ impl Hub {
         Ok(Self { id, name, revision, cache, offline })
     }
 
-    /// The id as it was set.
+    /// The id as in the settings.
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// The local path of a file; `None` where the model has none such.
+    /// The local path of a file; `None` if the model does not have it.
     pub fn file(&self, name: &str) -> Result<Option<PathBuf>, LoadError> {
         if let Some(path) = self.cached(name) {
             return Ok(Some(path));
@@ -93,7 +93,7 @@ impl Hub {
         self.fetch(name)
     }
 
-    /// The cache holds all files: weights are fetched last.
+    /// Whether the cache holds all files: the weights are downloaded last.
     pub fn is_cached(&self) -> bool {
         let all =
             |index: PathBuf| shards(&index).is_ok_and(|it| it.iter().all(|it| self.cached(it).is_some()));
@@ -101,7 +101,7 @@ impl Hub {
     }
 
     fn cached(&self, name: &str) -> Option<PathBuf> {
-        // A commit has no entry among the refs, which is where hf-hub looks.
+        // A commit has no entry in `refs`, where hf-hub looks.
         let snapshots = self.cache.path().join(self.repo().folder_name()).join("snapshots");
         let path = snapshots.join(&self.revision).join(name);
         if path.is_file() { Some(path) } else { self.cache.repo(self.repo()).get(name) }
@@ -111,8 +111,8 @@ impl Hub {
         Repo::with_revision(self.name.clone(), RepoType::Model, self.revision.clone())
     }
 
-    /// hf-hub's requests have no time limit of their own, so they run on a thread that may be left
-    /// behind: the process ends on the error.
+    /// hf-hub's requests have no time limit, so they run on a thread of their own. After an error it is left
+    /// running: the process ends.
     fn fetch(&self, file: &str) -> Result<Option<PathBuf>, LoadError> {
         let (sender, news) = mpsc::sync_channel(1);
         let (repo, cache, wanted) = (self.repo(), self.cache.clone(), file.to_owned());
@@ -152,7 +152,7 @@ fn download(repo: Repo, cache: Cache, file: &str, watched: Watched) -> Result<Op
     let api = builder.build().map_err(|error| error.to_string())?;
     match api.repo(repo).download_with_progress(file, watched) {
         Ok(path) => Ok(Some(path)),
-        // The request library's own type is not among hf-hub's exports; its text has the status.
+        // hf-hub does not export the type of this error; its text has the status.
         Err(ApiError::RequestError(error)) if error.to_string().contains("status code 404") => Ok(None),
         Err(error) => Err(error.to_string()),
     }

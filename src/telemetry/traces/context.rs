@@ -1,18 +1,18 @@
-//! The W3C trace context as headers carry it: text ↔ span context. Stricter than the SDK's reader, which
-//! takes ids of any length. What cannot be read is no context: its trace begins anew.
+//! The W3C trace context in headers: converts text to a span context and back. Stricter than the SDK's reader,
+//! which accepts ids of any length. A context that cannot be read is ignored: its task begins a new trace.
 
 use opentelemetry::trace::{SpanContext, SpanId, TraceFlags, TraceId, TraceState};
 
-/// Longest `tracestate` that is carried on, as on replies.
+/// The longest `tracestate` that is passed on, also on replies.
 const STATE: usize = 1_024;
 
-/// Reads a `traceparent` of any version, and its `tracestate` where that can be read.
+/// Reads a `traceparent` of any version, and its `tracestate` if that is valid.
 pub(super) fn parse(traceparent: &str, tracestate: Option<&str>) -> Option<SpanContext> {
     let mut fields = traceparent.trim().split('-');
     let version = hex(fields.next()?, 2)?;
     let (trace, span) = (hex(fields.next()?, 32)?, hex(fields.next()?, 16)?);
     let flags = TraceFlags::new(hex(fields.next()?, 2)? as u8) & TraceFlags::SAMPLED;
-    // Later versions may say more, and ff is none.
+    // Later versions may have more fields; ff is invalid.
     if version == 0xff || version == 0 && fields.next().is_some() {
         return None;
     }
@@ -22,13 +22,13 @@ pub(super) fn parse(traceparent: &str, tracestate: Option<&str>) -> Option<SpanC
     context.is_valid().then_some(context)
 }
 
-/// The `traceparent` of a span's children.
+/// The `traceparent` for the children of a span.
 pub(super) fn traceparent(context: &SpanContext) -> String {
     let flags = context.trace_flags() & TraceFlags::SAMPLED;
     format!("00-{}-{}-{flags:02x}", context.trace_id(), context.span_id())
 }
 
-/// So many digits and no others, lower case.
+/// Reads a field of exactly `digits` lower-case hex digits.
 fn hex(field: &str, digits: usize) -> Option<u128> {
     let is_digit = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
     let is_number = field.len() == digits && field.bytes().all(is_digit);

@@ -1,6 +1,6 @@
-//! The way of finished spans to the collector: a bounded queue, a thread that exports from it over
-//! OTLP (HTTP, protobuf), and what is said of a collector that does not take them. Whoever ends a span
-//! never waits here: with a full queue, the span is lost and counted.
+//! Exports finished spans to the collector: a bounded queue, a thread that sends from it over OTLP (HTTP,
+//! protobuf), and log lines about lost spans. Ending a span never waits: if the queue is full, the span is lost
+//! and counted.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,24 +16,23 @@ use opentelemetry_sdk::trace::{
     BatchConfigBuilder, BatchSpanProcessor, Span, SpanData, SpanExporter, SpanProcessor,
 };
 
-/// Finished spans that may wait: a few seconds of a busy worker, some 10 MiB.
+/// The most finished spans in the queue: a few seconds of a busy worker, about 10 MiB.
 const WAITING: usize = 4_096;
-/// Spans of one request.
 const REQUEST: usize = 512;
-/// Longest wait of a span for others to go with it.
+/// The longest wait of a span for others to send with it.
 const DELAY: Duration = Duration::from_secs(1);
-/// Longest wait for the collector, to connect and in all.
+/// The longest time to connect to the collector, and for a whole request.
 const CONNECT: Duration = Duration::from_secs(2);
 const EXPORT: Duration = Duration::from_secs(5);
-/// Between two lines about a collector that takes nothing.
+/// The time between two log lines about lost spans.
 const SILENCE: Duration = Duration::from_secs(60);
-/// Bytes that are read of what a collector answers.
+/// The most bytes read of a collector's answer.
 const ANSWER: u64 = 64 << 10;
 
 /// The queue, its thread and the exporter for a collector at `endpoint`.
 ///
 /// # Errors
-/// The address is none for the exporter, or a variable `OTEL_EXPORTER_OTLP_…` cannot be read.
+/// The exporter cannot use the address, or a variable `OTEL_EXPORTER_OTLP_…` cannot be read.
 pub(super) fn span_queue(endpoint: &str) -> Result<impl SpanProcessor + 'static, ExporterBuildError> {
     let losses = Arc::new(Losses::default());
     let agent = ureq::AgentBuilder::new().timeout_connect(CONNECT).timeout(EXPORT).redirects(0).build();
@@ -48,28 +47,27 @@ pub(super) fn span_queue(endpoint: &str) -> Result<impl SpanProcessor + 'static,
     Ok(SpanQueue::before(Watched { exporter, url, losses }))
 }
 
-/// What did not reach the collector. Written by whoever ends a span and by the exporter's thread, which
-/// alone speaks of it.
+/// Counts the spans that did not reach the collector. Written by those who end spans and by the exporter's
+/// thread, which alone logs it.
 #[derive(Debug, Default)]
 struct Losses {
-    /// Spans in the queue.
     waiting: AtomicUsize,
-    /// Spans lost since that was last said.
+    /// Spans lost since the last log line.
     lost: AtomicU64,
-    /// Held for the few instructions of a copy; never across an export.
+    /// Locked for the few instructions of a copy; never across an export.
     last: Mutex<Last>,
 }
 
 #[derive(Debug, Default)]
 struct Last {
-    /// When losses were last spoken of.
+    /// When losses were last logged.
     said: Option<Instant>,
-    /// Why the collector was last not reached.
+    /// The last reason for which the collector was not reached.
     words: String,
 }
 
 impl Losses {
-    /// The losses to speak of now, and why they are, if it was quiet for long enough.
+    /// The losses to log now, and their reason; none if the last log line is recent.
     fn to_say(&self, now: Instant) -> Option<(u64, String)> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.said.is_some_and(|said| now.saturating_duration_since(said) < SILENCE) {
@@ -88,7 +86,7 @@ impl Losses {
     }
 }
 
-/// The SDK's queue, which loses spans in silence when it is full: so it never is.
+/// Wraps the SDK's queue, which drops spans silently when it is full, and never lets it fill.
 #[derive(Debug)]
 struct SpanQueue {
     queue: BatchSpanProcessor,
@@ -96,7 +94,6 @@ struct SpanQueue {
 }
 
 impl SpanQueue {
-    /// Starts the thread.
     fn before(exporter: Watched<impl SpanExporter + 'static>) -> Self {
         let losses = exporter.losses.clone();
         let sizes = BatchConfigBuilder::default()
@@ -133,7 +130,7 @@ impl SpanProcessor for SpanQueue {
     }
 }
 
-/// An exporter whose failures are counted, and logged now and then.
+/// An exporter whose failures are counted, and logged at intervals.
 #[derive(Debug)]
 struct Watched<E> {
     exporter: E,
@@ -169,7 +166,7 @@ impl<E: SpanExporter> SpanExporter for Watched<E> {
     }
 }
 
-/// HTTP for the exporter, which asks for it on a thread of its own: it may block there.
+/// The exporter's HTTP client, which it calls on its own thread: it may block there.
 #[derive(Debug)]
 struct Wire {
     agent: ureq::Agent,
@@ -186,7 +183,7 @@ impl HttpClient for Wire {
         let answer = match post.send_bytes(request.body()) {
             Ok(answer) | Err(ureq::Error::Status(_, answer)) => answer,
             Err(error) => {
-                // The exporter keeps it to itself.
+                // The exporter does not log the error.
                 self.losses.remember(error.to_string());
                 return Err(error.into());
             }
@@ -212,7 +209,7 @@ mod tests {
 
     use super::*;
 
-    /// Says that it was given spans, and waits to be let go.
+    /// An exporter that reports when it gets spans, and then waits for permission.
     #[derive(Debug)]
     struct Stuck {
         given: SyncSender<usize>,
@@ -238,7 +235,7 @@ mod tests {
         let tracer = provider.tracer("test");
         (0..REQUEST).for_each(|_| drop(tracer.start("first")));
         let under_way = exported.recv().unwrap();
-        // What was still in the queue when the exporter stuck, and what comes.
+        // The spans still in the queue when the exporter blocked, and those that end later.
         let waiting = losses.waiting.load(Ordering::Relaxed);
         assert_eq!(under_way + waiting, REQUEST);
         (waiting..WAITING + 7).for_each(|_| drop(tracer.start("further")));

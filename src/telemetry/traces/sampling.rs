@@ -1,17 +1,17 @@
-//! Decides which traces are recorded. Whoever decided upstream is followed.
+//! Decides which traces are recorded. A decision from upstream is followed.
 
 use opentelemetry::trace::{Link, SpanKind, TraceId};
 use opentelemetry::{Context, KeyValue};
 use opentelemetry_sdk::trace::{Sampler, SamplingDecision, SamplingResult, ShouldSample};
 
-/// A batch with a recorded task in it is recorded; of all else, what its parent or `others` say.
+/// A batch with a recorded task is recorded; for all other spans the parent or `others` decides.
 #[derive(Clone, Debug)]
 pub(super) struct Sampling {
     others: Sampler,
 }
 
 impl Sampling {
-    /// Of traces that begin here, this share.
+    /// Records the share `sample` of traces that begin here.
     pub(super) fn of(sample: f64) -> Self {
         Self { others: Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample))) }
     }

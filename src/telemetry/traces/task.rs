@@ -1,5 +1,5 @@
-//! The span of one task, as a worker holds it: what is told of it is kept until it ends. Decides what goes
-//! into the headers of what comes after it.
+//! The span of one task: keeps what is noted of the task until the span ends. Decides which trace headers the
+//! messages that follow the task get.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -11,40 +11,40 @@ use opentelemetry_sdk::trace::Span;
 
 use super::context;
 
-/// A task as it came.
+/// A task as it was delivered.
 #[derive(Clone, Copy, Debug)]
 pub struct Came<'a> {
     /// Its id.
     pub id: &'a str,
     /// Its correlation id.
     pub correlation_id: Option<&'a str>,
-    /// Its header `traceparent`, as it was written.
+    /// The header `traceparent`, unparsed.
     pub traceparent: Option<&'a str>,
-    /// Its header `tracestate`, as it was written.
+    /// The header `tracestate`, unparsed.
     pub tracestate: Option<&'a str>,
-    /// Bytes of its body.
+    /// The size of its body in bytes.
     pub size: usize,
     /// When the worker received it.
     pub at: SystemTime,
 }
 
-/// The span of a task. It ends when it is dropped: without anything told of it, the task was handed back.
+/// The span of a task. Ends when dropped; without any notes, the task was handed back.
 pub struct TaskSpan {
     context: SpanContext,
-    /// Its trace began upstream.
+    /// Whether its trace began upstream.
     continued: bool,
-    /// Held for the few instructions of noting something; never across an await.
+    /// Locked for the few instructions of a note; never across an await.
     open: Mutex<Open>,
 }
 
 struct Open {
     span: Span,
-    /// What was told of it, by name; the last word counts.
+    /// The noted attributes by name; the last value counts.
     told: BTreeMap<&'static str, Value>,
     error: Option<String>,
 }
 
-/// The way from a batch to one of its tasks.
+/// A link from a batch to one of its tasks.
 #[derive(Clone, Debug)]
 pub struct TaskLink(SpanContext);
 
@@ -61,27 +61,27 @@ impl TaskSpan {
         Self { context, continued, open: Mutex::new(open) }
     }
 
-    /// The header `traceparent` of what comes after this span.
+    /// The header `traceparent` for messages that follow this span.
     pub fn traceparent(&self) -> String {
         context::traceparent(&self.context)
     }
 
-    /// The task's own headers say which trace it is of, so that its `tracestate` goes with it.
+    /// The task's own headers name its trace, so that its `tracestate` is passed on too.
     pub fn is_continued(&self) -> bool {
         self.continued
     }
 
-    /// For the batches that the task is in; none where it is not recorded.
+    /// A link for the batches of the task; none if the task is not recorded.
     pub fn link(&self) -> Option<TaskLink> {
         self.context.is_sampled().then(|| TaskLink(self.context.clone()))
     }
 
-    /// Whether anything told of it is kept.
+    /// Whether attributes are kept.
     pub fn is_recorded(&self) -> bool {
         self.context.is_sampled()
     }
 
-    /// Notes an attribute, in the place of what was noted by that name before.
+    /// Notes an attribute; replaces an earlier one of that name.
     pub fn tell(&self, name: &'static str, value: impl Into<Value>) {
         if self.is_recorded() {
             self.lock().told.insert(name, value.into());

@@ -1,5 +1,5 @@
-//! What a worker tells its launcher: control lines on stdout, and the counters behind `stats`; in `traced`,
-//! what it says of tasks and batches in spans.
+//! What a worker tells its launcher: control lines on stdout, and the counters in `stats`. `traced` writes the
+//! spans of tasks and batches.
 
 mod traced;
 
@@ -22,24 +22,24 @@ use crate::telemetry::traces::Traces;
 
 pub(super) use self::traced::Traced;
 
-/// How often `stats` may be sent.
+/// The least time between two `stats`.
 const STATS_EVERY: Duration = Duration::from_secs(1);
-/// How often it is in any case.
+/// The longest time without `stats`.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
 
 enum Line {
     Event(Vec<u8>),
-    /// Told once everything before it is written.
+    /// Answered once everything before it is written.
     Mark(oneshot::Sender<()>),
 }
 
 /// Sends control lines. Clones share the thread that writes them.
 #[derive(Clone)]
 pub struct Reporter {
-    /// Written by the worker's tasks, read by the writing thread. Bound: a launcher that does not
-    /// read is soon gone; meanwhile `stats` are dropped and other events wait.
+    /// Written by the worker's tasks, read by the writing thread. When it is full, `stats` are dropped and
+    /// other events wait. A launcher that does not read ends soon.
     lines: mpsc::Sender<Line>,
-    /// Held for one write, by the writing thread and by the model thread.
+    /// Locked for one write, by the writing thread or the model thread.
     out: Arc<Mutex<Out>>,
 }
 
@@ -48,12 +48,12 @@ struct Out {
     device: Device,
 }
 
-/// The device, as the launcher is to know it.
+/// The state of the device that the launcher knows.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Device {
-    /// It computes, as the launcher has been told.
+    /// Computing; the launcher knows.
     Busy,
-    /// The launcher is yet to hear of it: before anything else.
+    /// Idle; the launcher must be told before the next line.
     Idle,
     ToldIdle,
 }
@@ -62,7 +62,7 @@ impl Reporter {
     /// Writes to `out`, the worker's stdout, from a thread of its own because a pipe can block.
     ///
     /// # Errors
-    /// The system has no thread for us.
+    /// The system cannot start a thread.
     pub fn start(out: impl Write + Send + 'static) -> std::io::Result<Self> {
         let (reporter, mut queued) = Self::new(out);
         let out = reporter.out.clone();
@@ -93,8 +93,8 @@ impl Reporter {
         (Self { lines, out }, queued)
     }
 
-    /// Tells, before a forward pass, which tasks are in it. Written when this returns: the process may not
-    /// live to write it later. Blocks; for the model thread alone, whose order it keeps.
+    /// Before a forward pass: tells which tasks are in it. Written when this returns, since the process may die
+    /// in the pass. Blocks; only for the model thread, whose order it keeps.
     pub(super) fn forward(&self, tasks: Vec<TaskName>) {
         let line = encode(&Event::Forward { tasks });
         let mut out = lock(&self.out);
@@ -102,13 +102,13 @@ impl Reporter {
         out.write(&line);
     }
 
-    /// The device is idle. Told with what is written next, or by [`Reporter::tell_idle`]: to tell it at once
-    /// would take a core from the replies that are about to leave.
+    /// The device is idle. The launcher is told with the next line, or by [`Reporter::tell_idle`]: telling it
+    /// at once would take a core from the replies that are about to leave.
     pub(super) fn mark_idle(&self) {
         lock(&self.out).mark_idle();
     }
 
-    /// Tells that the device is idle, unless that has been told.
+    /// Tells the launcher that the device is idle, unless it knows.
     pub(super) fn tell_idle(&self) {
         let mut out = lock(&self.out);
         out.mark_idle();
@@ -120,12 +120,12 @@ impl Reporter {
         let _ = self.lines.send(Line::Event(encode(event))).await;
     }
 
-    /// Sends an event that may be missed. False: it is, because lines wait already.
+    /// Sends an event unless lines are waiting. False: the event is dropped.
     pub fn mention(&self, event: &Event) -> bool {
         self.lines.try_send(Line::Event(encode(event))).is_ok()
     }
 
-    /// Waits until everything sent before is written, or for a second.
+    /// Waits until everything sent before is written, at most one second.
     pub async fn flush(&self) {
         let (mark, written) = oneshot::channel();
         let write = async {
@@ -154,7 +154,7 @@ impl Out {
         }
     }
 
-    /// A launcher that is gone shows as the end of our stdin, not here.
+    /// Write errors are ignored: that the launcher is gone shows as the end of stdin.
     fn write(&mut self, line: &[u8]) {
         if self.device == Device::Idle {
             self.device = Device::ToldIdle;
@@ -164,7 +164,7 @@ impl Out {
     }
 }
 
-/// What the model thread does, for the launcher, the counters and the spans.
+/// Reports the model thread's work to the launcher, the counters and the spans.
 pub(super) struct DeviceReport {
     reporter: Reporter,
     counters: Arc<Counters>,
@@ -199,7 +199,7 @@ impl Observer for DeviceReport {
     }
 }
 
-/// Sends `stats` while there is something new to say; now and then in any case, which shows that the
+/// Sends `stats` when there is something new, and every [`SIGN_OF_LIFE`] in any case, which shows that the
 /// worker lives.
 pub(super) async fn every(counters: Arc<Counters>, reporter: Reporter) {
     let mut silent = Duration::ZERO;
@@ -222,7 +222,7 @@ pub(super) async fn every(counters: Arc<Counters>, reporter: Reporter) {
     }
 }
 
-/// Follows whether there is a session with the broker, and what hinders the worker.
+/// Records whether there is a session with the broker, and which problems the worker has.
 pub(super) async fn connection(acker: Arc<dyn Acker>, counters: Arc<Counters>) {
     loop {
         let connected = acker.is_connected();
@@ -240,19 +240,19 @@ pub(super) async fn draining(stop: Stop, reporter: Reporter) {
     reporter.send(&Event::Draining { cause: stop.cause().unwrap_or_default() }).await;
 }
 
-/// What was done since the last `stats`. Written by task runs, the intake and the model thread,
-/// taken for `stats`. Held for arithmetic only.
+/// The counts since the last `stats`. Written by task runs, the intake and the model thread; read for `stats`.
+/// Locked for arithmetic only.
 #[derive(Default)]
 pub(super) struct Counters {
     span: Mutex<Span>,
-    /// Dead letters that no queue takes: how many wait, and why the last of them. Written by those that
-    /// settle, read once in a while. Held for a few instructions.
+    /// Dead letters that no queue accepts: their number, and the reason of the last one. Written by task runs,
+    /// read now and then. Locked for a few instructions.
     unparked: Mutex<(usize, String)>,
     /// There has been a session with the broker.
     reached: AtomicBool,
 }
 
-/// While this exists, a dead letter counts as waiting.
+/// While this guard exists, one dead letter counts as waiting.
 pub(super) struct Unparked<'a>(&'a Counters);
 
 impl Drop for Unparked<'_> {
@@ -273,12 +273,11 @@ impl Default for Span {
 }
 
 impl Counters {
-    /// Counts something.
     pub(super) fn count(&self, count: impl FnOnce(&mut Stats)) {
         count(&mut self.lock().stats);
     }
 
-    /// The counts since the last time, if they are `wanted`.
+    /// The counts since the last call, if they are `wanted`.
     pub(super) fn take(&self, wanted: impl FnOnce(&Stats) -> bool) -> Option<Stats> {
         let mut span = self.lock();
         span.stats.now.resident = resident();
@@ -291,7 +290,7 @@ impl Counters {
         Some(std::mem::replace(&mut span.stats, next))
     }
 
-    /// What was taken and could not be told; it is told with what came after it.
+    /// Adds back counts that could not be sent.
     fn give_back(&self, mut stats: Stats) {
         let mut span = self.lock();
         stats.add(&span.stats);
@@ -300,12 +299,12 @@ impl Counters {
         span.stats = stats;
     }
 
-    /// There has been a session with the broker.
+    /// Whether there has been a session with the broker.
     pub(super) fn has_reached_the_broker(&self) -> bool {
         self.reached.load(Ordering::Relaxed)
     }
 
-    /// A dead letter waits, for this reason. `before`: what the same letter was given before.
+    /// Counts a dead letter as waiting, with the reason. `before`: the guard that it has already.
     pub(super) fn wait_to_park<'a>(&'a self, why: String, before: Option<Unparked<'a>>) -> Unparked<'a> {
         let mut unparked = self.unparked.lock().unwrap_or_else(PoisonError::into_inner);
         unparked.1 = why;
@@ -314,7 +313,7 @@ impl Counters {
         before.unwrap_or_else(|| Unparked(self))
     }
 
-    /// Which dead letters wait, in words, where any do.
+    /// How many dead letters wait, and why, if any do.
     fn unparked(&self) -> Option<String> {
         let unparked = self.unparked.lock().unwrap_or_else(PoisonError::into_inner);
         let (letters, why) = &*unparked;
@@ -326,8 +325,8 @@ impl Counters {
     }
 }
 
-/// Bytes of memory in use that are this process's alone: the weights are mapped, and in the page cache
-/// once for all workers. 0 where the system does not say.
+/// Bytes of memory in use that only this process has: the weights are mapped files, which all workers share in
+/// the page cache. 0 if the system does not say.
 fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let anonymous = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));

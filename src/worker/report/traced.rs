@@ -1,5 +1,5 @@
-//! What a worker says of itself in spans: of a task what became of it and where its time went, of a batch
-//! whose inputs it had. Where tracing is off, each of these is one branch. Decides nothing else.
+//! Writes a worker's spans: for a task its outcome and where its time went, for a batch its size and its tasks.
+//! If tracing is off, each call is one branch.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -12,17 +12,17 @@ use crate::telemetry::traces::{Came, MAX_LINKS, Passed as BatchSpan, TaskLink, T
 
 const TRACEPARENT: &str = "traceparent";
 const TRACESTATE: &str = "tracestate";
-/// Letters of an error in a span.
+/// The most characters of an error in a span.
 const WORDS: usize = 300;
 
-/// A task's span, from its acceptance until what it is kept in is dropped; none where tracing is off.
+/// A task's span, from its acceptance until this is dropped; none if tracing is off.
 pub(in crate::worker) struct Traced(Option<Box<Begun>>);
 
 struct Begun {
     span: TaskSpan,
     /// When its reply was ready to be published.
     settling: Option<Instant>,
-    /// What was told is what became of it.
+    /// The recorded outcome is final.
     settled: AtomicBool,
 }
 
@@ -37,12 +37,10 @@ impl Drop for Begun {
 }
 
 impl Traced {
-    /// No span.
     pub(in crate::worker) fn not() -> Self {
         Self(None)
     }
 
-    /// Begins the span of `task`.
     pub(in crate::worker) fn begin(traces: &Traces, task: &Task, redeliveries: i64) -> Self {
         let header = |name| task.message.properties.headers.get(name).and_then(|value| value.as_str());
         let span = traces.task(|| Came {
@@ -60,12 +58,12 @@ impl Traced {
         Self(begun)
     }
 
-    /// For the batches that the task comes to be in.
+    /// The link to this task for the spans of its batches.
     pub(in crate::worker) fn link(&self) -> Option<Box<TaskLink>> {
         self.0.as_ref()?.span.link().map(Box::new)
     }
 
-    /// The work is done, as the timings say; what comes is publishing.
+    /// The task is computed, with these timings; publishing comes next.
     pub(in crate::worker) fn worked(&mut self, timings: &Timings, attempt: i64) {
         let Some(begun) = self.0.as_mut().filter(|it| it.span.is_recorded()) else { return };
         begun.settling = Some(Instant::now());
@@ -78,7 +76,7 @@ impl Traced {
         begun.span.tell("sconce.batch.tokens", timings.batch_tokens);
     }
 
-    /// It is answered: with a result, or with this error.
+    /// The task is answered: with a result, or with this error.
     pub(in crate::worker) fn answered(&self, error: Option<&TaskError>) {
         let Some(span) = self.recorded() else { return };
         let (status, code) = error.map_or(("succeeded", 200), |error| {
@@ -92,41 +90,40 @@ impl Traced {
         }
     }
 
-    /// It is put off, to be tried again.
     pub(in crate::worker) fn retried(&self, error: &TaskError) {
         let Some(span) = self.recorded() else { return };
         span.tell("sconce.status", "retried");
         fail(span, error);
     }
 
-    /// It is acked, and what was told of it counts. Without, it was handed back, or is the broker's anew.
+    /// The task is acked, so the recorded outcome is final. Otherwise it went back to the broker.
     pub(in crate::worker) fn settled(&self) {
         if let Some(begun) = &self.0 {
             begun.settled.store(true, Ordering::Relaxed);
         }
     }
 
-    /// It goes to the dead letters; an answer may follow.
+    /// The task goes to the dead letters; an error reply may follow.
     pub(in crate::worker) fn dead_lettered(&self, reason: Reason) {
         if let Some(span) = self.recorded() {
             span.tell("sconce.dead_letter.reason", reason.as_str());
         }
     }
 
-    /// The reply, in the trace of its task: behind this span.
+    /// Adds the task's trace context to the reply, which continues this span.
     pub(in crate::worker) fn reply(&self, mut reply: Message) -> Message {
         let Some(begun) = &self.0 else { return reply };
         let headers = &mut reply.properties.headers;
         headers.insert(TRACEPARENT.into(), begun.span.traceparent().into());
         if !begun.span.is_continued() {
-            // It belongs to a trace that could not be continued.
+            // The `tracestate` belongs to a trace that could not be continued.
             headers.remove(TRACESTATE);
         }
         reply
     }
 
-    /// The task's next attempt, or its dead letter. It keeps its context, so that all attempts are in one
-    /// trace, side by side; one that came without is given ours.
+    /// Adds a trace context to the task's next attempt or dead letter. A task keeps the context that it came
+    /// with, so that all attempts are siblings in one trace; a task without one gets the context of this span.
     pub(in crate::worker) fn passed_on(&self, mut message: Message) -> Message {
         let Some(begun) = self.0.as_ref().filter(|it| !it.span.is_continued()) else { return message };
         let headers = &mut message.properties.headers;
@@ -146,7 +143,7 @@ fn fail(span: &TaskSpan, error: &TaskError) {
     span.fail(shorten(&error.message, WORDS));
 }
 
-/// The span of a forward pass, where tracing is on.
+/// Writes the span of a forward pass, if tracing is on.
 pub(in crate::worker) fn passed(traces: &Traces, passed: &Passed<'_>) {
     if !traces.is_on() {
         return;

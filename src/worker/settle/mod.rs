@@ -1,13 +1,12 @@
-//! Carries out a disposition: publish, confirm, ack, in this order and no other
-//! (`confirm-before-ack`). Decides how long a queue is waited for that takes nothing, and what becomes
-//! of the task then. Owns nothing; a delivery of a session that is over is left alone, since it is the
-//! broker's again.
+//! Carries out a disposition: publish, confirm, ack, always in this order (`confirm-before-ack`). Decides how
+//! long to wait for a queue that does not accept a message, and what becomes of the task then. Owns nothing. A
+//! delivery of a session that is over is not settled, since the broker has it again.
 //!
 //! | file | decides |
 //! |---|---|
 //! | `outcome` | what happened to a task → what becomes of its message |
 //! | `parts` | when parts of a reply are sent |
-//! | `stalled` | how many tasks may wait for a reply queue that takes nothing |
+//! | `stalled` | how many tasks may wait for a reply queue that accepts nothing |
 
 mod outcome;
 mod parts;
@@ -37,18 +36,18 @@ pub(super) use self::outcome::Outcome;
 pub(super) use self::parts::Parts;
 pub(super) use self::stalled::Stalled;
 
-/// Between two attempts to publish into a queue that takes nothing.
+/// The pause between attempts to publish into a queue that refuses a message.
 const NACKED: Backoff = Backoff { first: Duration::from_millis(200), most: Duration::from_secs(10) };
-/// A reply that is not confirmed for so long counts among those that wait; see [`Stalled`].
+/// After this time an unconfirmed reply counts as stalled; see [`Stalled`].
 const STALLED: Duration = Duration::from_secs(2);
-/// How long a reply is tried to be published at least, however close its task's deadline is.
+/// The least time for publishing a reply, however close the task's deadline is.
 const LEAST: Duration = Duration::from_secs(1);
-/// How long, once the worker is told to hand back what it has, what is computed is still published.
+/// How long finished results are still published after the worker is told to hand tasks back.
 const PARTING: Duration = Duration::from_secs(4);
-/// How often it is asked whether the broker takes messages, while one waits.
+/// How often a waiting publish checks whether the broker accepts messages.
 const TICK: Duration = Duration::from_millis(250);
 
-/// What settling needs; shared by all tasks of a worker.
+/// What settling a task needs; shared by all tasks of a worker.
 pub(super) struct Settlement {
     pub(super) acker: Arc<dyn Acker>,
     pub(super) publisher: Arc<dyn Publisher>,
@@ -56,17 +55,16 @@ pub(super) struct Settlement {
     pub(super) queues: Queues,
     pub(super) retry: Retry,
     pub(super) waits: Waits,
-    /// Those whose reply queue takes nothing.
+    /// Tasks whose reply queue accepts nothing.
     pub(super) stalled: Stalled,
     pub(super) counters: Arc<Counters>,
-    /// How far the worker is with its end.
     pub(super) stop: Stop,
-    /// The latest session that is over. Written by the intake, read before a reply is published:
-    /// the task will be delivered again, and one reply is enough.
+    /// The number of the latest session that is over. Written by the intake, read before a reply is published:
+    /// the task will be delivered again, and should be answered only once.
     pub(super) lost: AtomicU64,
 }
 
-/// The queues of the pool, and those that no reply may go to.
+/// The pool's queues, and the queues that no reply may go to.
 pub(super) struct Queues {
     pub(super) task: String,
     pub(super) reply: Option<String>,
@@ -75,29 +73,28 @@ pub(super) struct Queues {
     pub(super) reserved: Vec<String>,
 }
 
-/// How long a queue is waited for that does not take a reply.
+/// How long to wait for a queue that does not accept a message.
 #[derive(Clone, Copy)]
 pub(super) struct Waits {
-    /// A requester's: `pool.reply_timeout`.
+    /// For a requester's queue: `pool.reply_timeout`.
     pub(super) requesters: Duration,
-    /// The pool's own, which may hold up the pool: until the broker is about to take back the delivery.
+    /// For the pool's own queues: until shortly before the broker takes back the delivery.
     pub(super) own: Duration,
 }
 
-/// A task with its delivery.
 pub(super) struct Accepted {
     pub(super) task: Arc<Task>,
     pub(super) delivery: DeliveryReceipt,
-    /// Earlier deliveries of this message, as the broker counts them: where it knows only that there
-    /// were some, 1.
+    /// Earlier deliveries of this message, as the broker counts them. 1 if the broker only says that there were
+    /// some.
     pub(super) redeliveries: i64,
-    /// The broker counts them.
+    /// Whether the broker counts deliveries.
     pub(super) counted: bool,
-    /// Until when it is wanted. One that cannot be read is the task's error, found again in its life.
+    /// The time after which the answer is not wanted. An unreadable one becomes the task's error in its run.
     pub(super) deadline: Option<SystemTime>,
-    /// Of workers that had it on their device.
+    /// The record of workers that died with this task on their device.
     pub(super) deaths: Option<CrashRecord>,
-    /// Its span, which ends with it.
+    /// The task's span, which ends when this is dropped.
     pub(super) traced: Traced,
 }
 
@@ -107,8 +104,8 @@ impl Accepted {
         Self { task, delivery, redeliveries, counted, deadline, deaths: None, traced: Traced::not() }
     }
 
-    /// Which attempt this is, for the reply: those that failed, and those that a worker died in, unless it
-    /// was one of a group that was isolated. What a drain or a lost connection hands back has used none.
+    /// Which attempt this is, for the reply. Counts attempts that failed and those in which a worker died,
+    /// except in an isolated group. A task handed back by a drain or a lost connection has used none.
     pub(super) fn attempt(&self) -> i64 {
         let deaths = self.deaths.as_ref().map_or(0, |deaths| deaths.count);
         i64::from(self.task.attempt()) + i64::from(deaths)
@@ -120,7 +117,7 @@ impl Accepted {
 }
 
 impl Queues {
-    /// Where the task's reply goes; none: nobody wants it, or it may not go there.
+    /// The queue for the task's reply; none if there is none, or if no reply may go there.
     fn of_reply<'a>(&'a self, task: &'a Task) -> Option<&'a str> {
         match task.reply_to() {
             Some(queue) => Some(queue).filter(|queue| !self.is_reserved(queue)),
@@ -128,7 +125,7 @@ impl Queues {
         }
     }
 
-    /// Whether what is put there would come back as a task, or be taken for a dead letter.
+    /// Whether a message in this queue would come back as a task, or be taken for a dead letter.
     pub(super) fn is_reserved(&self, queue: &str) -> bool {
         let retry = |of: &String| queue.strip_prefix(of.as_str()).is_some_and(|it| it.starts_with(".retry"));
         queue == self.task
@@ -142,7 +139,7 @@ impl Settlement {
     /// Settles one task.
     ///
     /// # Errors
-    /// [`WorkerError`] when no broker takes our messages: the task stays unacked.
+    /// [`WorkerError`] if the broker cannot be used: the task stays unacked.
     pub(super) async fn settle(
         &self,
         accepted: &Accepted,
@@ -159,7 +156,7 @@ impl Settlement {
             jitter: rand::random(),
         };
         let mut carried_out = pin!(self.carry_out(accepted, disposition(outcome, tries), timings));
-        // Nearly all are within this time, and what waits for more than one thing costs more.
+        // Nearly all finish within this time; waiting for several events at once costs more.
         let soon = timeout(TICK, &mut carried_out).await;
         let published = tokio::select! {
             biased;
@@ -179,8 +176,8 @@ impl Settlement {
         Ok(())
     }
 
-    /// Returns when the task is to be handed back with what came of it: the worker has been told for a while
-    /// to hand back what it has, or the broker is about to take back the delivery, and all others with it.
+    /// Returns when the task must be handed back although its result is not published: [`PARTING`] after the
+    /// worker was told to hand back, or shortly before the broker takes back the delivery and all others.
     async fn leaving(&self) {
         let told = async {
             self.stop.reached(Phase::Returning).await;
@@ -192,7 +189,7 @@ impl Settlement {
         }
     }
 
-    /// Publishes what a disposition says, until the broker has it.
+    /// Publishes what a disposition says, and waits for the confirms.
     async fn carry_out(
         &self,
         accepted: &Accepted,
@@ -203,7 +200,7 @@ impl Settlement {
             Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), (timings, Parked::No)).await,
             Disposition::ReplyErrorAndAck(error) => {
                 tracing::debug!(task.id = accepted.task.id, %error, "answering with an error");
-                // Nobody may be there any more whom a cancelled task could be answered to.
+                // Nobody may be left to receive the answer of a cancelled task.
                 let wanted = error.kind != TaskErrorKind::Cancelled;
                 let parked = if wanted { Parked::No } else { Parked::Never };
                 self.answer(accepted, Err(&error), (timings, parked)).await
@@ -216,8 +213,7 @@ impl Settlement {
         }
     }
 
-    /// Publishes the task anew, to come after the delay. Where nothing takes it to wait in, this was
-    /// its last attempt.
+    /// Publishes the task again with a delay. If the broker cannot take it, this was the last attempt.
     async fn put_off(
         &self,
         accepted: &Accepted,
@@ -245,7 +241,6 @@ impl Settlement {
         self.answer(accepted, Err(&error), (timings, Parked::Already)).await
     }
 
-    /// Puts the task among the dead letters.
     async fn dead_letter(
         &self,
         accepted: &Accepted,
@@ -264,7 +259,6 @@ impl Settlement {
         self.park(message, reason).await
     }
 
-    /// Answers the task, and counts it.
     async fn answer(
         &self,
         accepted: &Accepted,
@@ -286,7 +280,7 @@ impl Settlement {
             stats.took(Stage::Queue, seconds(timings.queue_us));
             stats.took(Stage::Prepare, seconds(timings.prepare_us));
             stats.took(Stage::Publish, began.elapsed().as_secs_f64());
-            // What never was on the device has not waited for it either.
+            // A task that never was on the device has not waited for the device.
             if timings.batch_size > 0 {
                 stats.took(Stage::Wait, seconds(timings.wait_us));
                 stats.took(Stage::Compute, seconds(timings.compute_us));
@@ -295,8 +289,8 @@ impl Settlement {
         Ok(())
     }
 
-    /// Publishes the reply, if anybody wants one. Where its queue does not take it, the task is put among
-    /// the dead letters: it can be computed again, and is far smaller than what may come of it.
+    /// Publishes the reply, if one is wanted. If its queue does not accept it, the task becomes a dead letter:
+    /// the task can be computed again, and is usually far smaller than its result.
     async fn reply(
         &self,
         accepted: &Accepted,
@@ -343,7 +337,7 @@ impl Settlement {
         self.dead_letter(accepted, reason, &TaskError::new(TaskErrorKind::Internal, words)).await
     }
 
-    /// Publishes for a task, as long as its queue may be waited for.
+    /// Publishes, for as long as this queue may be waited for.
     async fn within(
         &self,
         accepted: &Accepted,
@@ -379,8 +373,8 @@ impl Settlement {
         }
     }
 
-    /// Returns once the broker has taken messages for so long: a lost connection or an alarm is no fault of the
-    /// queue that is waited for.
+    /// Returns once the broker has accepted messages for `time` in all: a lost connection or an alarm is not
+    /// the fault of the queue.
     async fn broker_takes_messages_for(&self, time: Duration) {
         let mut left = time;
         while !left.is_zero() {
@@ -392,7 +386,7 @@ impl Settlement {
         }
     }
 
-    /// Publishes until the broker has taken the message or never will.
+    /// Publishes until the broker accepts the message or refuses it for good.
     async fn publish(
         &self,
         (queue, delay): (&str, Option<Delay>),
@@ -419,8 +413,8 @@ impl Settlement {
         }
     }
 
-    /// Puts a dead letter into its queue, however long that takes: acking without it would lose the
-    /// message, and requeueing would loop. Others go on meanwhile, as long as there is room for them.
+    /// Publishes a dead letter, however long that takes: an ack without it would lose the message, and a
+    /// requeue would loop. Other tasks go on meanwhile, within the prefetch.
     async fn park(&self, mut dead_letter: Message, reason: Reason) -> Result<(), WorkerError> {
         let queue = &self.queues.dead_letter;
         let (mut failures, mut is_bare) = (0, false);
@@ -477,20 +471,20 @@ enum Owner {
     Requester,
 }
 
-/// Whether a task is among the dead letters already: once is enough.
+/// Whether a task is among the dead letters already; it must not be there twice.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Parked {
     No,
     Already,
-    /// It is cancelled: where its queue is gone, nobody wants it.
+    /// The task is cancelled: if its reply queue is gone, no dead letter is written.
     Never,
 }
 
-/// What became of a message in the end.
+/// The final result of publishing a message.
 enum Sent {
     Confirmed,
     Unroutable,
-    /// Nobody knows, and it is waited for no longer: why.
+    /// Not confirmed in time, with the reason: the broker may or may not have it.
     Unconfirmed(String),
     Refused(String),
 }

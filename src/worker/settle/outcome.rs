@@ -1,6 +1,6 @@
-//! Where a task's fate is decided: what happened to it → what becomes of its message. One function,
-//! one exhaustive match; `settle` carries out what it says. (A task that is taken back before it
-//! reached the device has no outcome: the intake requeues it, in delivery order.)
+//! Decides a task's fate: what happened to it → what becomes of its message. One function with one exhaustive
+//! match; `settle` carries it out. (A task that is taken back before it reaches the device has no outcome: the
+//! intake requeues it, in delivery order.)
 
 use std::time::Duration;
 
@@ -9,18 +9,17 @@ use crate::config::Retry;
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::{Body, TaskError, TaskErrorKind};
 
-/// What happened to a task.
 #[derive(Debug)]
 pub(in crate::worker) enum Outcome {
     /// The model's answer: the reply's body.
     Answered(Body),
-    /// It cannot be answered with a result.
+    /// The task has no result.
     Failed(TaskError),
-    /// It killed the workers that computed it alone; it has not been computed again.
+    /// The task killed the workers that computed it alone; it was not computed again.
     Poison,
-    /// Its reply is to go to this queue, which no reply may go to: a task, retry or dead-letter queue.
+    /// `reply_to` names this queue, which no reply may go to: a task, retry or dead-letter queue.
     Misaddressed(String),
-    /// It has been delivered this often before, each time in vain.
+    /// The task has been delivered this often before, each time in vain.
     OutOfDeliveries(i64),
     /// Not a task but a control message of an unknown type.
     UnknownControl(String),
@@ -29,30 +28,27 @@ pub(in crate::worker) enum Outcome {
 /// How a task may be tried again.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::worker) struct Tries<'a> {
-    /// The pool's rules.
     pub(in crate::worker) retry: &'a Retry,
     /// Which attempt this was, counting from 1.
     pub(in crate::worker) attempt: u32,
-    /// Until its deadline; none: it has none.
+    /// Time until the deadline; none if it has none.
     pub(in crate::worker) time_left: Option<Duration>,
     /// As [`Backoff::delay`](crate::backoff::Backoff::delay) takes it.
     pub(in crate::worker) jitter: f64,
 }
 
-/// What becomes of its message.
+/// What becomes of the task's message.
 #[derive(Debug)]
 pub(in crate::worker) enum Disposition {
-    /// Reply, then ack.
     ReplyAndAck(Body),
-    /// Error reply, then ack.
     ReplyErrorAndAck(TaskError),
-    /// Publish it to come again after the delay, then ack.
+    /// Publish the task again with this delay, then ack.
     Retry(Delay, TaskError),
-    /// Dead letter, error reply where it can be answered, then ack.
+    /// Dead letter, error reply if possible, then ack.
     DeadLetter(Reason, TaskError),
 }
 
-/// Decides.
+/// Maps an outcome to a disposition.
 pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disposition {
     match outcome {
         Outcome::Answered(body) => Disposition::ReplyAndAck(body),
@@ -89,7 +85,7 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
     }
 }
 
-/// Another attempt, while one is left and the task is wanted until then.
+/// Another attempt, if one is left and the deadline is later; otherwise an error reply.
 fn try_again(error: TaskError, tries: Tries<'_>) -> Disposition {
     let Tries { retry, attempt, .. } = tries;
     if attempt >= retry.max_attempts {

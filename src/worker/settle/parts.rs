@@ -1,6 +1,6 @@
-//! The parts of one task's reply, before the reply itself: published while the task is computed, the first at
-//! once and then at most one each [`EVERY`] a sequence. Advisory: what is lost is in the reply. Owns the part
-//! that is under way; while it is, or while its queue takes nothing, further pieces gather in the engine.
+//! The parts of one task's reply, published while the task is computed: the first at once, then at most one per
+//! [`EVERY`] and sequence. Parts may be lost: the reply has everything. Owns the part that is being published;
+//! until it is confirmed, further pieces gather in the engine.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,25 +14,25 @@ use crate::engine::Job;
 use crate::protocol::reply::{Place, part};
 use crate::protocol::{Body, Task};
 
-/// Between two parts of a sequence, at least.
+/// The least time between two parts of a sequence.
 const EVERY: Duration = Duration::from_millis(50);
-/// How long the reply waits for the last part to be taken.
+/// How long the reply waits for the last part to be confirmed.
 const LAST: Duration = Duration::from_millis(250);
 
-/// The parts of a task that asked for them.
+/// The parts of a task's reply.
 pub(in crate::worker) struct Parts<'a> {
     settlement: &'a Settlement,
     task: &'a Arc<Task>,
     queue: &'a str,
     place: Place,
-    /// The parts under way, one after the other. True: they reached nobody.
+    /// The parts that are being published, one after the other. Returns true if the broker could not route one.
     sending: Option<BoxFuture<'a, bool>>,
     not_before: Instant,
     reaches_nobody: bool,
 }
 
 impl<'a> Parts<'a> {
-    /// None: the task did not ask for parts, or nobody waits for them.
+    /// None: the task did not ask for parts, or has no `reply_to`.
     pub(in crate::worker) fn of(
         settlement: &'a Settlement,
         task: &'a Arc<Task>,
@@ -50,17 +50,16 @@ impl<'a> Parts<'a> {
         Some(Self { settlement, task, queue, place, sending: None, not_before, reaches_nobody: false })
     }
 
-    /// The next may be sent.
     pub(in crate::worker) fn is_ready(&self) -> bool {
         self.sending.is_none() && !self.reaches_nobody && self.not_before <= Instant::now()
     }
 
-    /// Nobody listens: the broker has returned one.
+    /// The broker has returned a part as unroutable: nobody listens.
     pub(in crate::worker) fn reaches_nobody(&self) -> bool {
         self.reaches_nobody
     }
 
-    /// Sends these, behind those under way.
+    /// Sends these parts after those already being published.
     pub(in crate::worker) fn send(&mut self, bodies: Vec<Body>) {
         let before = self.sending.take();
         let mut messages = Vec::with_capacity(bodies.len());
@@ -77,7 +76,7 @@ impl<'a> Parts<'a> {
                 return true;
             }
             for message in messages {
-                // What else may come of it concerns the reply, which will find out.
+                // Any other failure concerns the reply too, which handles it.
                 if let Ok(Published::Unroutable) = publisher.publish(queue, message).await {
                     return true;
                 }
@@ -86,7 +85,7 @@ impl<'a> Parts<'a> {
         }));
     }
 
-    /// Returns when those under way are taken, or when the next may be sent.
+    /// Returns when the parts being published are confirmed, or when the next may be sent.
     pub(in crate::worker) async fn progress(&mut self) {
         match &mut self.sending {
             Some(sending) => {
@@ -98,7 +97,7 @@ impl<'a> Parts<'a> {
         }
     }
 
-    /// Waits for those under way, not for ever. True: one of them has reached nobody.
+    /// Waits, at most [`LAST`], for the parts being published. True: the broker could not route one.
     pub(in crate::worker) async fn finish(self) -> bool {
         match self.sending {
             Some(sending) => tokio::time::timeout(LAST, sending).await.unwrap_or(false),

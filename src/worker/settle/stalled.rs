@@ -1,34 +1,34 @@
-//! Which tasks wait for a reply queue that does not take their replies. Decides which of them waits no
-//! longer where there are too many: the one that has waited longest. Owns their number and bytes, so
-//! that a requester who does not listen takes no more than half of what the worker may have in hand.
+//! Decides which tasks may keep waiting for a reply queue that does not accept their replies. If there are too
+//! many, the one that has waited longest gives up. Owns their number and bytes, so that requesters who do not
+//! listen take at most half of what the worker may hold.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::oneshot;
 
-/// The tasks whose replies wait. Shared by all tasks of a worker; held for a few instructions.
+/// The tasks whose replies wait. Shared by all tasks of a worker; locked for a few instructions.
 pub(in crate::worker) struct Stalled(Mutex<Waiting>);
 
 struct Waiting {
-    /// The longest first.
+    /// The one that has waited longest is first.
     tasks: VecDeque<Task>,
     bytes: usize,
     next: u64,
-    /// Tasks that may wait.
+    /// The most tasks that may wait.
     most: usize,
-    /// Bytes of their replies, beyond the first.
+    /// The most bytes of their replies; one task may always wait.
     most_bytes: usize,
 }
 
 struct Task {
     id: u64,
     bytes: usize,
-    /// Told that it is to wait no longer.
+    /// Written when the task must stop waiting.
     evict: oneshot::Sender<()>,
 }
 
-/// One task's place, until it is dropped.
+/// One task's place among those that wait, until this is dropped.
 pub(in crate::worker) struct Place<'a> {
     stalled: &'a Stalled,
     id: u64,
@@ -36,7 +36,6 @@ pub(in crate::worker) struct Place<'a> {
 }
 
 impl Stalled {
-    /// For a worker that holds `prefetch` messages.
     pub(in crate::worker) fn new(prefetch: u16, most_bytes: u64) -> Self {
         let most_bytes = usize::try_from(most_bytes).unwrap_or(usize::MAX);
         let tasks = VecDeque::new();
@@ -45,14 +44,13 @@ impl Stalled {
         stalled
     }
 
-    /// The worker holds so many messages from now on.
     pub(in crate::worker) fn set_prefetch(&self, prefetch: u16) {
         let mut waiting = self.lock();
         waiting.most = usize::from(prefetch) / 2;
         waiting.evict();
     }
 
-    /// One more task waits, with a reply of so many bytes.
+    /// Adds a task whose reply of `bytes` bytes waits.
     pub(in crate::worker) fn enter(&self, bytes: usize) -> Place<'_> {
         let (evict, evicted) = oneshot::channel();
         let mut waiting = self.lock();
@@ -80,7 +78,7 @@ impl Waiting {
 }
 
 impl Place<'_> {
-    /// Returns when the task is to wait no longer.
+    /// Returns when the task must stop waiting.
     pub(in crate::worker) async fn evicted(&mut self) {
         let _ = (&mut self.evicted).await;
     }

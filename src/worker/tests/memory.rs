@@ -1,5 +1,5 @@
-//! A queue in memory, behind the broker's traits: what is delivered comes from the test, and what is published
-//! and settled is kept. Queues that reply go to do as they are told.
+//! A queue in memory that implements the broker's traits: the test makes deliveries, and everything published
+//! and settled is recorded. Each reply queue does what the test says.
 
 use std::collections::HashMap;
 use std::num::NonZeroU16;
@@ -14,23 +14,21 @@ use crate::broker::{
 };
 use crate::protocol::Message;
 
-/// What became of a delivery, by its number.
+/// How a delivery, identified by its number, was settled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Settled {
     Acked(u64),
     Requeued(u64),
 }
 
-/// What a queue does with a message.
 #[derive(Clone, Debug)]
 pub(super) enum Does {
     Answer(Published),
-    /// Confirms after so long.
+    /// Confirms after this time.
     Wait(Duration),
     Nothing,
 }
 
-/// The queue. Clones share it.
 #[derive(Clone, Default)]
 pub(super) struct Memory(Arc<Shared>);
 
@@ -43,7 +41,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     deliveries: Option<mpsc::Sender<Event>>,
-    /// Those for the next session.
+    /// Deliveries for the next session.
     waiting: Vec<Event>,
     sessions: u64,
     tags: u64,
@@ -63,7 +61,7 @@ impl Memory {
         messages.into_iter().for_each(|message| self.deliver_again(message, 0));
     }
 
-    /// Delivers a message that was delivered so often before.
+    /// Delivers a message that was delivered `before` times before.
     pub(super) fn deliver_again(&self, message: Message, before: u64) {
         let mut state = self.lock();
         state.tags += 1;
@@ -77,7 +75,7 @@ impl Memory {
         }
     }
 
-    /// The session is over, and what it delivered is the broker's again.
+    /// Ends the session; the broker has its deliveries again.
     pub(super) fn lose(&self) {
         let mut state = self.lock();
         let session = state.sessions;
@@ -87,12 +85,10 @@ impl Memory {
         }
     }
 
-    /// A worker consumes.
     pub(super) fn has_session(&self) -> bool {
         self.lock().deliveries.is_some()
     }
 
-    /// From now on the queue does this with messages.
     pub(super) fn queue(&self, name: &str, does: Does) {
         self.lock().queues.insert(name.to_owned(), does);
     }
@@ -101,18 +97,17 @@ impl Memory {
         self.lock().settled.clone()
     }
 
-    /// What a queue was sent.
     pub(super) fn published(&self, queue: &str) -> Vec<Message> {
         let state = self.lock();
         state.published.iter().filter(|(to, _)| to == queue).map(|(_, message)| message.clone()).collect()
     }
 
-    /// Waits until so many deliveries are settled, and returns them.
+    /// Waits until `count` deliveries are settled, and returns them.
     pub(super) async fn settles(&self, count: usize) -> Vec<Settled> {
         self.until(|memory| Some(memory.settled()).filter(|settled| settled.len() >= count)).await
     }
 
-    /// Waits until a queue was sent so many messages, and returns them.
+    /// Waits until `count` messages are published to a queue, and returns them.
     pub(super) async fn publishes(&self, queue: &str, count: usize) -> Vec<Message> {
         self.until(|memory| Some(memory.published(queue)).filter(|published| published.len() >= count)).await
     }
@@ -127,7 +122,7 @@ impl Memory {
         }
     }
 
-    /// A session, with what was delivered before it.
+    /// Opens a session, with the deliveries that wait for it.
     pub(super) fn link(&self) -> BrokerSession {
         let (deliveries, events) = mpsc::channel(1_000);
         let mut state = self.lock();

@@ -1,5 +1,5 @@
-//! The worker in process: over a queue in memory, with models that compute nothing, in paused time. No broker,
-//! no threads, no sleeps: each wait is for an event.
+//! The worker in process, over a queue in memory, with models that compute nothing, in paused time. No broker,
+//! no threads; each wait is for an event.
 
 mod memory;
 mod one_pass;
@@ -49,7 +49,6 @@ impl Lines {
     }
 }
 
-/// A worker at work, and its queue.
 struct Rig {
     memory: Memory,
     stop: Stop,
@@ -59,7 +58,7 @@ struct Rig {
 }
 
 impl Rig {
-    /// A worker of `model`, which has its session.
+    /// Starts a worker of `model`, and waits for its session.
     fn start(model: &str, change: impl FnOnce(&mut Assignment)) -> Self {
         let mut assignment = assignment(model);
         change(&mut assignment);
@@ -91,7 +90,7 @@ impl Rig {
         Self { memory, stop, control, lines, worker }
     }
 
-    /// Waits until the launcher is told something.
+    /// Waits until the launcher receives such an event.
     async fn hears(&self, what: impl Fn(&Event) -> bool) {
         loop {
             let more = self.lines.1.notified();
@@ -102,7 +101,6 @@ impl Rig {
         }
     }
 
-    /// Waits until a task is on the device.
     async fn computes(&self, id: &str) {
         let is_there = |event: &Event| match event {
             Event::Forward { tasks } => tasks.iter().any(|task| task.id == id),
@@ -111,14 +109,13 @@ impl Rig {
         self.hears(is_there).await;
     }
 
-    /// Waits for the worker's end.
     async fn end(self) -> (Result<Ended, WorkerError>, Vec<Event>) {
         let ended = self.worker.await.unwrap();
         self.control.reporter.flush().await;
         (ended, self.lines.events())
     }
 
-    /// Lets the worker finish what it has.
+    /// Asks the worker to finish, and waits for its end.
     async fn finish(self) -> (Ended, Vec<Event>) {
         self.stop.advance(Phase::Finishing, "test");
         let (ended, events) = self.end().await;

@@ -193,7 +193,7 @@ async fn what_a_lost_session_delivered_is_left_alone() {
         rig.computes("lost").await;
         rig.memory.lose();
         rig.memory.deliver([echo("next")]);
-        // Computed behind the lost one.
+        // Computed after the lost one.
         assert_eq!(rig.memory.settles(1).await, [Settled::Acked(2)]);
         assert_eq!(ids(&rig.memory.published("mine")), ["next"]);
     })

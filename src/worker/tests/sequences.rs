@@ -4,7 +4,7 @@ use super::*;
 use crate::broker::Published;
 use crate::worker::tests::memory::Does;
 
-/// A sequence of so many tokens, whose steps take 10 ms.
+/// A sequence of `max_tokens` tokens, whose steps take 10 ms.
 fn generate(id: &str, to: &str, max_tokens: usize, stream: bool) -> Message {
     task(id, to, &json!({"prompt": 4, "max_tokens": max_tokens, "step_ms": 10, "stream": stream}))
 }

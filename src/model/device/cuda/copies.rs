@@ -1,6 +1,6 @@
-//! Copies to the GPU and back that take place beside its computing: from and to page-locked memory, on
-//! streams of their own, ordered with the computing by events. Owns the streams and the page-locked memory,
-//! which is kept for the next copies: to lock pages takes longer than to copy them.
+//! Copies between host and GPU that run while the GPU computes: they use page-locked memory and their own
+//! streams, and events order them with the computation. Owns the streams and the page-locked memory, which is
+//! reused: locking pages takes longer than copying them.
 
 use std::sync::Arc;
 
@@ -12,21 +12,21 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorage, CudaStorageSlice, WrapE
 use candle_core::op::BackpropOp;
 use candle_core::{Device, Result, Storage, Tensor, bail};
 
-/// Numbers that page-locked memory is made for, at least.
+/// The least capacity of page-locked memory, in numbers.
 const LEAST: usize = 1 << 14;
 
-/// The streams and the page-locked memory for one GPU's copies.
+/// The streams and the page-locked memory for the copies of one GPU.
 pub struct Copies {
     device: CudaDevice,
     inward: Arc<CudaStream>,
     outward: Arc<CudaStream>,
-    /// What no copy uses.
+    /// Page-locked memory that no copy uses.
     words: Vec<PinnedHostSlice<u32>>,
     numbers: Vec<PinnedHostSlice<f32>>,
 }
 
-/// Words on the device. They must stay until what uses them is computed, of which the device knows nothing:
-/// [`Copies::fetch`] takes them over.
+/// Words on the device. They must exist until the computation that reads them is done, which Rust's lifetimes
+/// do not show: [`Copies::fetch`] takes them over.
 pub struct HostToDevice {
     /// `[words]`.
     pub tensor: Tensor,
@@ -35,16 +35,16 @@ pub struct HostToDevice {
 
 /// Numbers on their way to the host.
 pub struct DeviceToHost {
-    /// What the copies use.
+    /// What the copy reads and writes; kept until it is done.
     parts: Option<(HostToDevice, Tensor, PinnedHostSlice<f32>)>,
     done: CudaEvent,
 }
 
 impl Copies {
-    /// To and from `device`.
+    /// Streams for copies to and from `device`.
     ///
     /// # Errors
-    /// It is no GPU, or its driver has no stream for us.
+    /// `device` is no GPU, or its driver cannot create a stream.
     pub fn new(device: &Device) -> Result<Self> {
         let device = device.as_cuda_device()?.clone();
         let context = device.cuda_stream().context().clone();
@@ -52,10 +52,10 @@ impl Copies {
         Ok(Self { device, inward, outward, words: Vec::new(), numbers: Vec::new() })
     }
 
-    /// Copies `words` to the device; what it is given from now on finds them there.
+    /// Copies `words` to the device. Work that is submitted afterwards finds them there.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn bring(&mut self, words: &[u32]) -> Result<HostToDevice> {
         let mut room = room(&mut self.words, words.len(), &self.inward).w()?;
         let there = &mut room.as_mut_slice().w()?[..words.len()];
@@ -68,12 +68,11 @@ impl Copies {
         Ok(HostToDevice { tensor, room })
     }
 
-    /// Copies what was computed with what was `brought`, a whole tensor in f32, to the host, once the device
-    /// has computed it.
+    /// Copies `computed`, a whole f32 tensor that was computed from `brought`, to the host once the device has
+    /// computed it.
     ///
     /// # Errors
-    /// What was met when it was given to the device, or what the driver says. Then nothing is under way any
-    /// more.
+    /// The error of the computation's submission, or the driver's. Then nothing is running any more.
     pub fn fetch(&mut self, brought: HostToDevice, computed: Result<Tensor>) -> Result<DeviceToHost> {
         let copied = computed.and_then(|computed| {
             let (room, done) = self.copy_out(&computed)?;
@@ -82,7 +81,7 @@ impl Copies {
         match copied {
             Ok((computed, room, done)) => Ok(DeviceToHost { parts: Some((brought, computed, room)), done }),
             Err(error) => {
-                // The device may still read what is given back now. What is wrong with it, the next call says.
+                // The device may still read memory that is freed now. A fault shows in the next call.
                 let _ = self.device.cuda_stream().synchronize();
                 let _ = self.outward.synchronize();
                 Err(error)
@@ -105,15 +104,15 @@ impl Copies {
             let there = &mut room.as_mut_slice().w()?[..end];
             self.outward.memcpy_dtoh(&numbers.slice(..end), there).w()?;
         }
-        // Whoever waits for it sleeps: a core of the host is worth more than some microseconds.
+        // The waiting thread sleeps: a core of the host is worth more than some microseconds.
         let done = self.outward.record_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
         Ok((room, done))
     }
 
-    /// Waits for what was fetched.
+    /// Waits for a copy to the host.
     ///
     /// # Errors
-    /// What the driver says, also of what was computed before.
+    /// The driver's error, which may come from earlier work.
     pub fn wait(&mut self, mut fetched: DeviceToHost) -> Result<Vec<f32>> {
         fetched.done.synchronize().w()?;
         let Some((brought, computed, room)) = fetched.parts.take() else { return Ok(Vec::new()) };
@@ -126,12 +125,12 @@ impl Copies {
 
 impl Drop for DeviceToHost {
     fn drop(&mut self) {
-        // After a fault of the device there is nothing to wait for, and this process ends.
+        // An error is ignored: after a device fault there is nothing to wait for, and this process ends.
         let _ = self.done.synchronize();
     }
 }
 
-/// Page-locked memory for so many numbers.
+/// Page-locked memory for `count` numbers.
 fn room<T: DeviceRepr>(
     free: &mut Vec<PinnedHostSlice<T>>,
     count: usize,
@@ -139,7 +138,7 @@ fn room<T: DeviceRepr>(
 ) -> std::result::Result<PinnedHostSlice<T>, DriverError> {
     match free.pop() {
         Some(room) if room.len() >= count => Ok(room),
-        // One that is too small goes.
+        // Memory that is too small is freed.
         _ => lock_pages(stream, count.max(LEAST).next_power_of_two()),
     }
 }
@@ -149,7 +148,7 @@ fn lock_pages<T: DeviceRepr>(
     stream: &CudaStream,
     count: usize,
 ) -> std::result::Result<PinnedHostSlice<T>, DriverError> {
-    // SAFETY: any bits are a number of the two types that this file asks for, and each is written before it
-    // is read. Cached by the CPU, which reads what comes back.
+    // SAFETY: any bits are a valid number of the two types used here, and each is written before it is read.
+    // Not write-combined, since the CPU reads the results.
     unsafe { stream.context().alloc_pinned_with_flags(count, 0) }
 }

@@ -5,22 +5,22 @@ use pulp::Simd;
 
 use super::exp::exp;
 
-/// What stands between the two halves of a feed-forward block.
+/// The function between the two halves of a feed-forward block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// x·Φ(x), by the error function (`gelu`).
     Gelu,
-    /// Its approximation by tanh (`gelu_new`, `gelu_pytorch_tanh`).
+    /// The same, approximated by tanh (`gelu_new`, `gelu_pytorch_tanh`).
     GeluTanh,
     /// max(x, 0).
     Relu,
 }
 
-/// activation(x + bias) of `x` `[rows, width]`, whose memory it takes over, and `bias` `[width]`: on a GPU by
-/// its kernel, elsewhere by candle's own operations.
+/// activation(x + bias) of `x` `[rows, width]` and `bias` `[width]`, in `x`'s memory: on a GPU by its kernel,
+/// elsewhere by candle's own operations.
 ///
 /// # Errors
-/// When shapes or types do not fit: a fault of the caller.
+/// Shapes or types do not match: a bug of the caller.
 pub fn bias_activation(x: Tensor, bias: &Tensor, activation: Activation) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() && super::gpu::cuda::activate(&x, bias, activation)? {
@@ -34,8 +34,8 @@ pub fn bias_activation(x: Tensor, bias: &Tensor, activation: Activation) -> Resu
     }
 }
 
-/// A function of a register, lane by lane. Not a closure: one that is not inlined is compiled
-/// without the vector instructions, and forty times slower.
+/// A function of each lane of a register. Not a closure: a closure that is not inlined is compiled without
+/// vector instructions, and is forty times slower.
 pub trait Lanes {
     /// The function's value; within 1e-6 of the exact one.
     fn apply<S: Simd>(simd: S, x: S::f32s) -> S::f32s;
@@ -82,7 +82,7 @@ impl Lanes for GeluTanh {
     }
 }
 
-/// max(x, 0), and x - x, which is nothing of a number and NaN of what is none.
+/// max(x, 0) plus x - x, which is 0 for a number and keeps NaN.
 impl Lanes for Relu {
     #[inline(always)]
     fn apply<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
@@ -151,7 +151,7 @@ mod tests {
                 activate(&mut ours, &bias.to_vec1::<f32>().unwrap(), activation);
                 let ours = Tensor::from_vec(ours, right.shape(), &Device::Cpu).unwrap();
                 let off = difference(&ours, &right).unwrap();
-                // candle's own f32 is off by a unit in the last place of large values.
+                // candle's own f32 differs in the last place of large values.
                 assert!(off <= 1e-6_f32.max(range * 1.2e-7), "{activation:?} ±{range}: {off}");
             }
         }

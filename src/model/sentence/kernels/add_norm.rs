@@ -6,7 +6,7 @@ use pulp::{Simd, WithSimd};
 use super::product::by_blocks;
 use super::{dispatch, rows_of, values};
 
-/// The constants of one residual step: the bias of the linear layer before it, and the norm's.
+/// The constants of a residual step: the bias of the linear layer before it, and the norm's parameters.
 #[derive(Debug)]
 pub struct NormParams {
     /// `[3, width]`: bias, the norm's weight, the norm's bias.
@@ -23,22 +23,22 @@ impl NormParams {
     /// # Errors
     /// When their shapes differ.
     pub fn new(bias: &Tensor, weight: &Tensor, shift: &Tensor, eps: f32) -> Result<Self> {
-        // Half precision has not the digits for a variance.
+        // Half precision has too few digits for a variance.
         let rows = Tensor::stack(&[bias, weight, shift], 0)?.to_dtype(DType::F32)?;
         let host = rows.flatten_all()?.to_vec1()?;
         Ok(Self { rows, host, eps })
     }
 
-    /// As a GPU's kernels take them.
+    /// The constants as the GPU's kernels take them.
     #[cfg(feature = "cuda")]
     pub fn constants(&self) -> super::gpu::cuda::Constants<'_> {
         (&self.rows, self.eps)
     }
 
-    /// The same with `by` `[width]` added to the bias.
+    /// The same parameters with `by` `[width]` added to the bias.
     ///
     /// # Errors
-    /// When the device fails.
+    /// The device fails.
     pub(super) fn with_bias_raised(mut self, by: &[f32]) -> Result<Self> {
         self.host.iter_mut().zip(by).for_each(|(bias, by)| *bias += by);
         self.rows = Tensor::from_slice(&self.host, self.rows.shape(), self.rows.device())?;
@@ -46,10 +46,10 @@ impl NormParams {
     }
 }
 
-/// LayerNorm(x + bias + residual) of `x` and `residual` `[rows, width]`; takes over `x`'s memory.
+/// LayerNorm(x + bias + residual) of `x` and `residual` `[rows, width]`, in `x`'s memory.
 ///
 /// # Errors
-/// When shapes or types do not fit: a fault of the caller.
+/// Shapes or types do not match: a bug of the caller.
 pub fn add_norm(x: Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() && super::gpu::cuda::add_norm(&x, residual, params.constants())? {

@@ -1,6 +1,6 @@
-//! The attention half of a block: LayerNorm(attention(x)·O + bias + x), each text over its own tokens,
-//! in a batch whose texts lie one behind the other without padding. Decides in which form its weights
-//! are kept, and owns them.
+//! The attention half of a block: LayerNorm(attention(x)·O + bias + x), each text over its own tokens. The
+//! texts of a batch follow each other without padding. Decides the form in which its weights are kept, and owns
+//! them.
 
 use candle_core::{Result, Tensor};
 
@@ -28,14 +28,13 @@ enum Weights {
     Packed(Packed),
     /// `[hidden, 3·hidden]`, `[3·hidden]`, `[hidden, hidden]`.
     Plain { qkv: Tensor, qkv_bias: Tensor, out: Tensor },
-    /// On a GPU that has a kernel for such heads. The bias is of queries, in f32: that of keys changes no
-    /// weight, that of values has passed through O into the norm's.
+    /// For a GPU with a kernel for these heads. The bias is that of the queries, in f32: the keys' bias changes
+    /// no weight, and the values' bias is in the norm's, multiplied by O.
     #[cfg(feature = "cuda")]
     Kernel { qkv: Tensor, q_bias: Tensor, out: Tensor, heads: super::gpu::Heads },
 }
 
-/// The weights of one attention half, as they are published: matrices `[hidden, hidden]`, one row for
-/// each number that comes out.
+/// The weights of one attention half as published: matrices `[hidden, hidden]`, one row for each output.
 pub struct Published {
     /// Of queries, keys and values, each with its bias.
     pub qkv: [(Tensor, Tensor); 3],
@@ -46,10 +45,10 @@ pub struct Published {
 }
 
 impl SelfAttention {
-    /// Takes over the weights; `norm` is the residual step behind O, with its bias.
+    /// Takes over the weights; `norm` is the residual step after O, with O's bias.
     ///
     /// # Errors
-    /// When shapes or types do not fit, or a device fails.
+    /// Shapes or types do not match, or a device fails.
     pub fn new(published: Published, mut norm: NormParams) -> Result<Self> {
         let Published { qkv: [q, k, v], out, heads } = published;
         let matrices = [&q.0, &k.0, &v.0];
@@ -77,11 +76,11 @@ impl SelfAttention {
         Ok(Self { weights, heads, norm })
     }
 
-    /// Of `x` `[tokens, hidden]`, whose memory it takes over; `lengths` are the texts' tokens, which
-    /// add up to `tokens`.
+    /// Attends over `x` `[tokens, hidden]`, in `x`'s memory; `lengths` are the tokens of each text, with the
+    /// sum `tokens`.
     ///
     /// # Errors
-    /// When shapes or types do not fit: a fault of the caller.
+    /// Shapes or types do not match: a bug of the caller.
     pub fn forward(&self, x: Tensor, lengths: &[usize]) -> Result<Tensor> {
         match &self.weights {
             Weights::Packed(weights) => {
@@ -98,10 +97,10 @@ impl SelfAttention {
         }
     }
 
-    /// The same of a batch whose plan is on the device.
+    /// The same for a batch whose plan is on the device.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     #[cfg(feature = "cuda")]
     pub fn forward_planned(&self, x: Tensor, planned: &super::gpu::cuda::Planned) -> Result<Tensor> {
         let Weights::Kernel { qkv, q_bias, out, heads } = &self.weights else {
@@ -112,7 +111,7 @@ impl SelfAttention {
     }
 }
 
-/// The weights as a GPU's kernel takes them; none where there is none for such heads.
+/// The weights as a GPU's kernel takes them; none if no kernel fits these heads.
 #[cfg(feature = "cuda")]
 fn for_kernel(
     matrices: &[&Tensor; 3],
@@ -150,7 +149,7 @@ mod tests {
         SelfAttention { weights: Weights::Plain { qkv, qkv_bias, out }, heads, norm }
     }
 
-    /// By how much both forms of the weights differ.
+    /// The largest difference between the results of the two forms of weights.
     fn off(heads: usize, d: usize, lengths: &[usize], range: f32) -> f32 {
         let hidden = heads * d;
         let x = noise(&[lengths.iter().sum(), hidden], 1.0, 7).unwrap();

@@ -2,10 +2,10 @@
 
 use pulp::Simd;
 
-/// Past this the result would not be a normal f32.
+/// Beyond this the result would not be a normal f32.
 const LIMIT: f32 = 87.0;
 
-/// e^x lane by lane, to about 2 units in the last place; x is held within ±87.
+/// e^x for each lane, to about 2 units in the last place; x is limited to ±87.
 ///
 /// x = n·ln 2 + r with |r| ≤ ln 2 / 2, so that e^x = 2^n · e^r: a polynomial for e^r, and n added to
 /// the exponent bits.
@@ -35,7 +35,7 @@ pub fn exp<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     let n = simd.transmute_u32s_f32s(shifted);
     let n = simd.wrapping_dyn_shl_u32s(n, simd.splat_u32s(23));
     let result = simd.transmute_f32s_u32s(simd.add_u32s(e_r, n));
-    // The least and the largest of two drop what is no number, on some CPUs.
+    // On some CPUs the min and max instructions drop NaN.
     simd.select_f32s(is_number, result, given)
 }
 

@@ -1,6 +1,6 @@
-//! The feed-forward half of a block: LayerNorm(activation(x·U + bias)·D + bias + x). Decides in which
-//! form its weights are kept, and owns them. On a CPU it goes block by block of rows, so that what
-//! stands between the two products is still in a near cache.
+//! The feed-forward half of a block: LayerNorm(activation(x·U + bias)·D + bias + x). Decides the form in which
+//! its weights are kept, and owns them. A CPU computes it in blocks of rows, so that the numbers between the
+//! two products are still in a near cache.
 
 use std::cell::RefCell;
 
@@ -27,10 +27,10 @@ enum Weights {
 }
 
 impl FeedForward {
-    /// Takes over U `[inner, hidden]` and D `[hidden, inner]`, as they are published, and U's bias.
+    /// Takes over U `[inner, hidden]` and D `[hidden, inner]` as published, and U's bias.
     ///
     /// # Errors
-    /// When a device fails.
+    /// The device fails.
     pub fn new(
         (up, up_bias): (&Tensor, Tensor),
         down: &Tensor,
@@ -49,10 +49,10 @@ impl FeedForward {
         Ok(Self { weights, activation, norm })
     }
 
-    /// Of `x` `[rows, hidden]`, whose memory it takes over.
+    /// Computes `x` `[rows, hidden]`, in `x`'s memory.
     ///
     /// # Errors
-    /// When shapes or types do not fit: a fault of the caller.
+    /// Shapes or types do not match: a bug of the caller.
     pub fn forward(&self, x: Tensor) -> Result<Tensor> {
         match &self.weights {
             Weights::Packed { up, up_bias, down } => {
@@ -76,7 +76,7 @@ struct Fused<'a> {
     norm: &'a NormParams,
 }
 
-/// What one block of rows needs.
+/// The buffers of one block of rows.
 #[derive(Default)]
 struct Scratch {
     rows: Rows,
@@ -85,7 +85,7 @@ struct Scratch {
 }
 
 thread_local! {
-    /// Kept from one block to the next: fresh memory costs a page fault every 4 KiB.
+    /// Reused by the next block: new memory costs a page fault every 4 KiB.
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 

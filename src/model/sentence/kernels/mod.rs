@@ -1,6 +1,6 @@
-//! The steps of the network. On a CPU, in f32, they are written for its vector units (found at run
-//! time) and its caches; on other devices, in half precision, and as the reference of their tests,
-//! they are compositions of candle's own operations. Own the packed weights, no state beyond a call.
+//! The steps of the network. On a CPU in f32 they are written for its vector units (detected at run time) and
+//! caches; on other devices, in half precision, and as a reference for tests, they are composed of candle's own
+//! operations. Own the packed weights, and no state between calls.
 
 mod activation;
 mod add_norm;
@@ -19,7 +19,7 @@ pub use product::{Panels, multiply_rows};
 use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};
 use pulp::{Arch, WithSimd};
 
-/// Runs a kernel compiled for what this CPU has: AVX-512, AVX2, NEON, or nothing of the kind.
+/// Runs a kernel compiled for this CPU's vector units: AVX-512, AVX2, NEON, or none.
 fn dispatch<K: WithSimd>(kernel: K) -> K::Output {
     #[cfg(test)]
     match testing::LANES.get() {
@@ -30,7 +30,7 @@ fn dispatch<K: WithSimd>(kernel: K) -> K::Output {
     Arch::new().dispatch(kernel)
 }
 
-/// The values of a tensor, if it is f32 on a CPU: what the kernels here are written for.
+/// The values of a tensor, if it is f32 on a CPU: the kernels here are written for that.
 fn host_values(tensor: &Tensor) -> Result<Option<Vec<f32>>> {
     let ours = tensor.device().is_cpu() && tensor.dtype() == DType::F32;
     ours.then(|| tensor.flatten_all()?.to_vec1()).transpose()
@@ -61,11 +61,11 @@ mod testing {
     use super::NormParams;
 
     thread_local! {
-        /// So many numbers a register, computed one by one, in the place of what this CPU has.
+        /// The numbers in a register, computed one by one, instead of this CPU's registers.
         pub static LANES: std::cell::Cell<Option<usize>> = const { std::cell::Cell::new(None) };
     }
 
-    /// Runs `test` with what this CPU has, and as CPUs with other registers would.
+    /// Runs `test` with this CPU's registers, and with those of other CPUs.
     pub fn on_every_cpu(test: impl Fn() + Send + Sync) {
         let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
         for lanes in [None, Some(1), Some(16)] {

@@ -1,8 +1,8 @@
-//! The product of two matrices. Decides how they lie in memory for it, so that the inner loop reads
-//! both front to back: weights are laid so once, when the model is loaded.
+//! The product of two matrices. Decides their layout in memory, so that the inner loop reads both from front to
+//! back. Weights are laid out once, when the model is loaded.
 //!
-//! The inner loop keeps a tile of results in registers, two registers wide and as many rows high as
-//! there are registers for.
+//! The inner loop keeps a tile of results in registers: two registers wide, and as many rows high as there are
+//! registers for.
 
 mod layout;
 mod lines;
@@ -18,23 +18,23 @@ pub use layout::{Panels, Rows};
 use size::Tile;
 pub use size::{COLUMNS, RUN};
 
-/// Most tiles of rows that go through one step together: so many that reading the weights anew for
-/// each block costs little, few enough that the caches still hold them for the next step. CPUs with
-/// more registers, hence higher tiles, have larger caches too.
+/// The most tiles of rows in one block: enough that reading the weights again for each block costs little, few
+/// enough that the caches hold the block for the next step. CPUs with more registers, hence higher tiles, also
+/// have larger caches.
 const TILES: usize = 32;
 
-/// Columns of a tile on this CPU.
+/// The columns of a tile on this CPU.
 pub fn columns_of_this_cpu() -> usize {
     Tile::of_this_cpu().columns
 }
 
 thread_local! {
-    /// Kept from one product to the next: fresh memory costs a page fault every 4 KiB.
+    /// Reused by the next product: new memory costs a page fault every 4 KiB.
     static LEFT: RefCell<Rows> = RefCell::default();
 }
 
-/// `out` `[count, width]` ← `rows` `[count, depth]` times `right`, block by block of rows; `then` is
-/// given each block while it is in the cache, and the index of its first row.
+/// `out` `[count, width]` ← `rows` `[count, depth]` times `right`, in blocks of rows. `then` gets each block
+/// while it is in the cache, with the index of its first row.
 pub fn multiply_rows(
     rows: &[f32],
     right: &Panels,
@@ -52,8 +52,8 @@ pub fn multiply_rows(
     });
 }
 
-/// Runs `work` on blocks of rows of `out`, `width` wide, each told the index of its first row; in
-/// parallel where there is more than one thread.
+/// Runs `work` on blocks of rows of `out`, `width` wide, with the index of each block's first row; in parallel
+/// if there are several threads.
 pub fn by_blocks(out: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32]) + Send + Sync) {
     let threads = rayon::current_num_threads();
     let share = (out.len() / width.max(1)).div_ceil(threads);
@@ -63,7 +63,7 @@ pub fn by_blocks(out: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32])
     in_parallel(blocks, |(first, rows)| work(first, rows));
 }
 
-/// Does `work` on each item, in parallel where there is more than one thread.
+/// Runs `work` on each item, in parallel if there are several threads.
 pub fn in_parallel<T: Send>(items: impl Iterator<Item = T>, work: impl Fn(T) + Send + Sync) {
     if rayon::current_num_threads() == 1 {
         items.for_each(work);

@@ -1,19 +1,19 @@
-//! Attention by candle's own operations, for any device and precision: what the kernel beside it is
-//! held against. Decides which texts go through a product together, padded to the longest of them:
-//! those of about one length, so that little is padding.
+//! Attention by candle's own operations, for any device and precision; the reference for the kernels. Decides
+//! which texts share a product, padded to the longest: texts of similar lengths, so that there is little
+//! padding.
 
 use candle_core::{D, DType, Result, Tensor, bail};
 
-/// Most scores of a head that are computed at once, unless one text alone has more: they are kept whole.
+/// The most scores of a head computed at once, unless one text alone has more: a text is never split.
 pub const MOST_SCORES: usize = 1 << 22;
-/// Less than one row in so many is padding.
+/// Less than one row in this many is padding.
 const PADDING: usize = 20;
 
-/// softmax(Q·Kᵀ/√d)·V for each text and head. `qkv` is `[tokens, 3·heads·d]`, the three products side
-/// by side; `lengths` are the texts' tokens, which add up to `tokens`. Gives `[tokens, heads·d]`.
+/// softmax(Q·Kᵀ/√d)·V for each text and head. `qkv` is `[tokens, 3·heads·d]`, the three products side by side;
+/// `lengths` are the tokens of each text, with the sum `tokens`. Returns `[tokens, heads·d]`.
 ///
 /// # Errors
-/// When shapes or types do not fit: a fault of the caller.
+/// Shapes or types do not match: a bug of the caller.
 pub fn attention(qkv: &Tensor, heads: usize, lengths: &[usize]) -> Result<Tensor> {
     let tokens = qkv.dim(0)?;
     let of_texts: usize = lengths.iter().sum();
@@ -35,10 +35,10 @@ pub fn attention(qkv: &Tensor, heads: usize, lengths: &[usize]) -> Result<Tensor
     Tensor::cat(&seen, 0)?.index_select(&Tensor::from_vec(places, tokens, qkv.device())?, 0)
 }
 
-/// Texts of about one length.
+/// Texts of similar lengths.
 #[derive(Debug, PartialEq)]
 struct Group {
-    /// Their first rows in the batch.
+    /// The first row of each text in the batch.
     starts: Vec<usize>,
     lengths: Vec<usize>,
     tokens: usize,
@@ -46,7 +46,7 @@ struct Group {
 }
 
 impl Group {
-    /// Whether a text that is longer than all of them, or as long, may join.
+    /// Whether a text may join that is at least as long as all others.
     fn takes(&self, length: usize) -> bool {
         let rows = (self.starts.len() + 1) * length;
         PADDING * (rows - self.tokens - length) < rows && rows * length <= MOST_SCORES
@@ -74,7 +74,7 @@ fn groups(lengths: &[usize]) -> Vec<Group> {
 }
 
 impl Group {
-    /// Gives `[texts·longest, heads·d]`.
+    /// Returns `[texts·longest, heads·d]`.
     fn attend(&self, qkv: &Tensor, heads: usize) -> Result<Tensor> {
         let (texts, n, device) = (self.starts.len(), self.longest, qkv.device());
         let mut rows = Vec::with_capacity(texts * n);
@@ -87,8 +87,7 @@ impl Group {
         let d = qkv.dim(1)? / 3 / heads;
         let qkv = qkv.reshape((texts, n, 3, heads, d))?.permute((2, 0, 3, 1, 4))?;
         let part = |index| qkv.get(index)?.contiguous();
-        // Scaled before it is multiplied, and added up in f32: half precision has neither the range nor
-        // the digits.
+        // Scaled before the product, and summed in f32: half precision has too little range and too few digits.
         let scores = (part(0)? / (d as f64).sqrt())?.matmul(&part(1)?.t()?)?.to_dtype(DType::F32)?;
         let scores = scores.broadcast_add(&Tensor::from_vec(mask, (texts, 1, 1, n), device)?)?;
         let weights = candle_nn::ops::softmax(&scores, D::Minus1)?.to_dtype(qkv.dtype())?;

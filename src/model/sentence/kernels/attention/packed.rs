@@ -1,8 +1,8 @@
-//! The attention half on a CPU. Decides how its weights lie, so that one text's attention reads
-//! queries and values as their products left them, keys transposed, and copies nothing.
+//! The attention half on a CPU. Decides the layout of its weights: attention reads queries, values and
+//! transposed keys as their products left them, and copies nothing.
 //!
-//! Of the biases, that of the keys adds the same to all scores of a query, which the softmax takes out
-//! again; that of the values, weighted by what adds up to one, is a constant behind O.
+//! The keys' bias adds the same number to all scores of a query, which the softmax removes. The values' bias is
+//! weighted by weights with the sum one, so it is a constant after O.
 
 use std::cell::RefCell;
 use std::mem;
@@ -15,16 +15,16 @@ use super::super::product::{Panels, Rows, by_blocks, columns_of_this_cpu, in_par
 use super::super::{dispatch, rows_of};
 use super::text::{Heads, Text};
 
-/// Queries of one text that are worked on together.
+/// The queries of one text that are computed together.
 const QUERIES: usize = 64;
 
 /// One layer's attention weights, laid out for a CPU.
 pub struct Packed {
-    /// Queries, scaled by 1/√d, and values behind them: `[hidden, hidden + heads·d_values]`.
+    /// Queries, scaled by 1/√d, then values: `[hidden, hidden + heads·d_values]`.
     qv: Panels,
-    /// Scaled.
+    /// The queries' bias, scaled.
     q_bias: Vec<f32>,
-    /// Transposed, so that keys come out transposed: `[hidden, hidden]`.
+    /// Transposed, so that the product gives transposed keys: `[hidden, hidden]`.
     k: Rows,
     /// `[heads·d_values, hidden]`.
     out: Panels,
@@ -33,7 +33,7 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// Of the matrices as they are published, `[hidden, hidden]` each.
+    /// Takes the matrices as published, `[hidden, hidden]` each.
     pub fn new([q, k, v]: [Vec<f32>; 3], q_bias: Vec<f32>, out: &[f32], heads: usize) -> Self {
         let hidden = q_bias.len();
         let d = hidden / heads;
@@ -60,13 +60,13 @@ impl Packed {
         }
     }
 
-    /// The operation on a batch of texts of these lengths.
+    /// The operation on a batch with texts of these lengths.
     pub fn over<'a>(&'a self, lengths: &'a [usize], norm: &'a NormParams) -> impl InplaceOp1 + 'a {
         Over { weights: self, lengths, norm }
     }
 }
 
-/// What `vector` becomes behind a linear layer's weights `[width, vector's numbers]`.
+/// `vector` multiplied by a linear layer's weights `[width, vector's length]`.
 pub fn through(weights: &[f32], vector: &[f32]) -> Vec<f32> {
     let rows = weights.chunks_exact(vector.len());
     let sum = |row: &[f32]| row.iter().zip(vector).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>();
@@ -79,12 +79,12 @@ struct Over<'a> {
     norm: &'a NormParams,
 }
 
-/// What one batch needs.
+/// The buffers of one batch.
 #[derive(Default)]
 struct Scratch {
     /// `[tokens, hidden + heads·d_values]`.
     qv: Vec<f32>,
-    /// The tokens' vectors as a right matrix.
+    /// The tokens' vectors as the right matrix of a product.
     x: Panels,
     /// Keys, transposed: `[hidden, stride]`.
     keys: Vec<f32>,
@@ -95,7 +95,7 @@ struct Scratch {
 }
 
 thread_local! {
-    /// Kept from one batch to the next: fresh memory costs a page fault every 4 KiB.
+    /// Reused by the next batch: new memory costs a page fault every 4 KiB.
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
@@ -125,7 +125,7 @@ impl InplaceOp1 for Over<'_> {
 }
 
 impl Over<'_> {
-    /// Queries, keys and values of all tokens; returns the stride of the keys.
+    /// Computes queries, keys and values of all tokens; returns the stride of the keys.
     fn project(&self, x: &[f32], scratch: &mut Scratch) -> usize {
         let Packed { qv, q_bias, k, hidden, .. } = self.weights;
         let tokens = x.len() / hidden;
@@ -135,7 +135,7 @@ impl Over<'_> {
                 row.iter_mut().zip(q_bias).for_each(|(x, b)| *x += b);
             }
         });
-        // A text's last block of keys may reach over its end, the last text's over the batch's.
+        // The last block of a text's keys may extend past the text, and for the last text past the batch.
         let stride = tokens + columns_of_this_cpu();
         scratch.keys.resize(hidden * stride, 0.0);
         scratch.x.lay(x, *hidden);
@@ -166,7 +166,7 @@ impl Over<'_> {
     }
 }
 
-/// Each text's rows, with each of its blocks of queries.
+/// The rows of each text, with each block of its queries.
 fn parts(lengths: &[usize]) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
     let mut start = 0;
     lengths.iter().flat_map(move |n| {

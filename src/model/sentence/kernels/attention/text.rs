@@ -1,6 +1,6 @@
-//! The attention of some queries of one text: softmax(Q·Kᵀ)·V for each head, on vector registers. A
-//! register holds one number of several keys, then several numbers of one value. Queries go four at a
-//! time, and columns two registers at a time: eight sums stay in registers through each inner loop.
+//! Attention for some queries of one text: softmax(Q·Kᵀ)·V for each head, on vector registers. A register holds
+//! one number of several keys, later several numbers of one value. Four queries are computed at a time, over
+//! two registers of columns: eight sums stay in registers during each inner loop.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -10,25 +10,25 @@ use pulp::{Simd, WithSimd};
 use super::super::exp::exp;
 use super::super::product::COLUMNS;
 
-/// Queries computed together.
+/// Queries that are computed together.
 const ROWS: usize = 4;
 
 /// The sizes of the heads.
 #[derive(Clone, Copy)]
 pub struct Heads {
     pub count: usize,
-    /// Numbers in a query or key.
+    /// The width of a query or key.
     pub d: usize,
-    /// Numbers in a value: `d`, rounded up to a block.
+    /// The width of a value: `d`, rounded up to a block.
     pub d_values: usize,
 }
 
 /// One text in a batch.
 pub struct Text<'a> {
-    /// `[tokens of the batch, qv_width]`: queries, scaled, and behind them values.
+    /// `[tokens of the batch, qv_width]`: scaled queries, then values.
     pub qv: &'a [f32],
     pub qv_width: usize,
-    /// `[heads·d, stride]`, at least a block beyond the tokens.
+    /// `[heads·d, stride]`, with room for at least one block after the tokens.
     pub keys: &'a [f32],
     pub stride: usize,
     /// The text's tokens in the batch.
@@ -37,7 +37,7 @@ pub struct Text<'a> {
 }
 
 impl<'a> Text<'a> {
-    /// The computation for these of the text's tokens, into `out` `[queries, heads·d_values]`.
+    /// Computes these queries into `out` `[queries, heads·d_values]`.
     pub fn queries(self, queries: Range<usize>, out: &'a mut [f32]) -> impl WithSimd<Output = ()> + 'a {
         Attend { text: self, queries, out }
     }
@@ -50,7 +50,7 @@ struct Attend<'a> {
 }
 
 thread_local! {
-    /// `[ROWS, keys rounded up to a block]`.
+    /// `[ROWS, keys, rounded up to a block]`.
     static SCORES: RefCell<Vec<f32>> = RefCell::default();
 }
 
@@ -71,7 +71,7 @@ impl WithSimd for Attend<'_> {
             let first = count * d + head * d_values;
             let values = Columns { rows: values, stride: qv_width, first };
             for (query, out) in queries.clone().step_by(ROWS).zip(out.chunks_mut(ROWS * width)) {
-                // A last group of fewer than ROWS computes its last query again.
+                // If the last group has fewer than ROWS queries, its last one is computed again.
                 let q = |row: usize| &qv[(query + row).min(queries.end - 1) * qv_width + head * d..][..d];
                 keys.times(simd, [q(0), q(1), q(2), q(3)], n_keys, |column, sums| {
                     for (row, sums) in scores.chunks_exact_mut(n_keys).zip(sums) {
@@ -110,7 +110,7 @@ struct Columns<'a> {
 }
 
 impl Columns<'_> {
-    /// Four rows times these columns, a block of columns at a time, each handed to `then` with its
+    /// Multiplies four rows by these columns, one block of columns at a time; `then` gets each block with its
     /// first column.
     #[inline(always)]
     fn times<S: Simd>(
@@ -123,7 +123,7 @@ impl Columns<'_> {
         let block = COLUMNS * S::F32_LANES;
         for column in (0..width).step_by(block) {
             let mut sums = [[simd.splat_f32s(0.0); COLUMNS]; ROWS];
-            // Zipped, and not by their index: that would be checked in each step.
+            // Zipped: indices would be checked in each step.
             for ((((row, a), b), c), d) in self.rows.chunks_exact(self.stride).zip(a).zip(b).zip(c).zip(d) {
                 let row = S::as_simd_f32s(&row[self.first + column..][..block]).0;
                 for (sums, x) in sums.iter_mut().zip([a, b, c, d]) {
@@ -138,8 +138,8 @@ impl Columns<'_> {
     }
 }
 
-/// Turns each of the ROWS rows into e^(score - largest), and gives one over their sums. Scores from
-/// `n` on belong to no key of this text and become nothing.
+/// Turns each of the ROWS rows into e^(score - largest), and returns 1 / sum of each. Scores from `n` on belong
+/// to no key of this text and become 0.
 #[inline(always)]
 fn softmax<S: Simd>(simd: S, scores: &mut [f32], n: usize) -> [f32; ROWS] {
     let n_keys = scores.len() / ROWS;

@@ -1,14 +1,14 @@
 // x ← activation(x + bias), in place: between the halves of a feed-forward block.
 #include "numbers.cuh"
 
-// As `Activation` in activation.rs counts them.
+// The values of `Activation` in activation.rs.
 enum { GELU, GELU_TANH, RELU };
 
 template <u32 which>
 __device__ inline float activated(float x) {
     if (which == GELU) return 0.5f * x * (1.0f + erff(x * 0.70710678f));
     if (which == GELU_TANH) return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
-    // Not fmaxf, which would make a number of what is none.
+    // Not fmaxf, which would turn NaN into a number.
     return x < 0.0f ? 0.0f : x;
 }
 

@@ -3,12 +3,12 @@
 use super::super::Activation;
 use super::{Argument, Launch, Matrix, Pointer, Source};
 
-/// Threads a block, four numbers at a time each.
+/// Threads in a block; each handles four numbers at a time.
 const THREADS: u32 = 256;
-/// Blocks at most: each goes on with the next of its numbers.
+/// The most blocks; each continues with further numbers.
 const MOST: u32 = 1 << 14;
 
-/// x ← activation(x + bias); `bias` holds a row of the same numbers.
+/// x ← activation(x + bias); `bias` has the numbers of one row, of x's type.
 pub fn activate(x: Matrix, bias: Pointer, activation: Activation) -> Launch {
     let which = match activation {
         Activation::Gelu => 0,

@@ -1,5 +1,5 @@
-// Rows ← LayerNorm(a + bias + b): behind both halves of a block, and behind the tables of words and
-// positions. A warp to a row, which it keeps in shared memory between its three passes.
+// Rows ← LayerNorm(a + bias + b): after both halves of a block, and after the tables of words and positions.
+// One warp computes a row, and keeps it in shared memory between its three passes.
 #include "numbers.cuh"
 
 __device__ inline float sum_of_warp(float x) {
@@ -7,8 +7,8 @@ __device__ inline float sum_of_warp(float x) {
     return x;
 }
 
-// `params` are bias, the norm's weight and its shift, `width` numbers each; `width` is a multiple of 4,
-// and `row` room for as many.
+// `params` are the bias, the norm's weight and its shift, `width` numbers each. `width` is a multiple of 4, and
+// `row` has room for `width` numbers.
 template <typename N>
 __device__ inline void norm_row(N* to, const N* a, const N* b, const float* params, float eps, u32 width, float* row) {
     const u32 lane = threadIdx.x % 32;
@@ -19,7 +19,7 @@ __device__ inline void norm_row(N* to, const N* a, const N* b, const float* para
         put_four(row + at, all);
         sum += all.x + all.y + all.z + all.w;
     }
-    // Each lane reads again what it wrote itself.
+    // Each lane reads only what it wrote itself.
     const float mean = sum_of_warp(sum) / width;
     float squares = 0;
     for (u32 at = 4 * lane; at < width; at += 4 * 32) {
@@ -48,7 +48,7 @@ __device__ inline void add_norm(N* x, const N* residual, const float* params, fl
     norm_row(row, row, other, params, eps, width, reinterpret_cast<float*>(shared) + warp * width);
 }
 
-// `plan` begins with the ids of all tokens and their places, `rows` each.
+// `plan` begins with the ids of all tokens and then their positions, `rows` numbers each.
 template <typename N>
 __device__ inline void embed(N* x, const N* words, const N* positions, const u32* plan, const float* params, float eps, u32 rows, u32 width) {
     const u32 warp = threadIdx.x / 32, at = blockIdx.x * (blockDim.x / 32) + warp;

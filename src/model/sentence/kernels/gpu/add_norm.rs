@@ -2,17 +2,17 @@
 
 use super::{Argument, Launch, Matrix, Pointer, Source, WARP};
 
-/// Rows a block, a warp each: as many as find room for a row in f32.
+/// Rows in a block, one warp each; fewer if the shared memory has no room for them in f32.
 const ROWS: u32 = 4;
-/// Bytes of shared memory that a block has without asking for more.
+/// Bytes of shared memory that a block gets by default.
 const SHARED: u32 = 48 << 10;
-/// The longest row that a block has room for.
+/// The longest row that fits into a block's shared memory.
 pub const MOST_WIDTH: u32 = SHARED / size_of::<f32>() as u32;
 
 /// A norm's constants.
 #[derive(Clone, Copy, Debug)]
 pub struct Norm {
-    /// `[3, width]` in f32: the bias before it, its weight, its shift.
+    /// `[3, width]` in f32: the bias before the norm, its weight, its shift.
     pub params: Pointer,
     /// Added to the variance.
     pub eps: f32,
@@ -23,8 +23,8 @@ pub fn add_norm(x: Matrix, residual: Pointer, norm: Norm) -> Launch {
     launch("add_norm", x, &[residual], norm)
 }
 
-/// x ← LayerNorm(words of the ids + positions of the places + bias): `plan` begins with both, a number a
-/// row of `x` each.
+/// x ← LayerNorm(word vectors of the ids + position vectors + bias). `plan` begins with the ids and then the
+/// positions, one number for each row of `x`.
 pub fn embed(x: Matrix, [words, positions]: [Pointer; 2], plan: Pointer, norm: Norm) -> Launch {
     launch("embed", x, &[words, positions, plan], norm)
 }

@@ -1,16 +1,16 @@
-// softmax((Q + bias)·Kᵀ/√d)·V for texts that lie one behind the other, without padding. A block takes a
-// tile: some queries of one text and head, over all keys of that text, a stretch of keys at a time, with
-// the softmax's maximum and sum carried along. Biases of keys and values are the caller's: the former
-// changes no weight, the latter passes through.
+// softmax((Q + bias)·Kᵀ/√d)·V for texts that follow each other without padding. A block computes a tile: some
+// queries of one text and head, over all keys of that text, a stretch of keys at a time, updating the softmax's
+// maximum and sum. The caller handles the biases of keys and values: the former changes no weight, the latter
+// is added after the weighting.
 #include "warp.cuh"
 
-// `qkv` is [tokens, 3·heads·d], the three products side by side, `q_bias` [heads·d], `out` [tokens,
-// heads·d]. A tile is three numbers: the text's first row, its tokens, and which of these is the tile's
-// first query. `scale` is log2(e)/√d: powers are of 2.
+// `qkv` is [tokens, 3·heads·d], the three products side by side, `q_bias` [heads·d], `out` [tokens, heads·d]. A
+// tile is three numbers: the text's first row, its tokens, and the index in the text of the tile's first query.
+// `scale` is log2(e)/√d, since powers of 2 are used.
 
 constexpr float NOTHING = -INFINITY;
 
-// One query to a thread, in f32, whatever the numbers are kept as: exact, and for any device.
+// One query per thread, computed in f32 for any type of numbers: exact, and for any device.
 template <typename N, u32 d>
 __device__ inline void attend(N* out, const N* qkv, const float* q_bias, const u32* tiles, float scale, u32 heads) {
     constexpr u32 stretch = 32, step = 8;
@@ -89,7 +89,7 @@ __device__ inline void attend(N* out, const N* qkv, const float* q_bias, const u
         attend<N, 64>(out, qkv, q_bias, tiles, scale, heads);                                                        \
     }
 KERNELS(f32, float)
-// Cards with matrix units for both kinds of halves have the kernel below.
+// Cards of capability 8.0 and later have matrix units for f16 and bf16, and use the kernel below.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 800
 KERNELS(f16, f16)
 KERNELS(bf16, bf16)
@@ -97,11 +97,11 @@ KERNELS(bf16, bf16)
 #undef KERNELS
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-// 16 queries to a warp, on the matrix units: products of halves, sums in f32, weights rounded once.
+// 16 queries per warp, on the matrix units: products of f16 or bf16, sums in f32, weights rounded once.
 template <typename N, u32 d>
 __device__ inline void attend_by_matrices(N* out, const N* qkv, const float* q_bias, const u32* tiles, float scale, u32 heads) {
     constexpr u32 stretch = 64, row_room = d + 8;
-    // Eight numbers more than a row has: then the rows that a warp reads at once lie in different banks.
+    // Rows are padded by eight numbers, so that the rows that a warp reads at once are in different banks.
     __shared__ uint4 keys[stretch * row_room / 8];
     __shared__ uint4 values[stretch * row_room / 8];
     const u32* tile = tiles + 3 * blockIdx.x;
@@ -130,7 +130,7 @@ __device__ inline void attend_by_matrices(N* out, const N* qkv, const float* q_b
     for (u32 first = 0; first < length; first += stretch) {
         const u32 here = length - first < stretch ? length - first : stretch;
         __syncthreads();
-        // To a multiple of 16: what is loaded and is no key is nothing.
+        // Rounded up to a multiple of 16; what is not a key becomes 0.
         for (u32 at = threadIdx.x; at < (here + 15) / 16 * 16 * (d / 8); at += blockDim.x) {
             const u32 key = at / (d / 8), i = at % (d / 8);
             const N* from = text + static_cast<size_t>(first + key) * 3 * hidden + hidden + 8 * i;
@@ -166,7 +166,7 @@ __device__ inline void attend_by_matrices(N* out, const N* qkv, const float* q_b
         float shrink[2];
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
-            // The four threads of a row.
+            // Combines the four threads of a row.
             highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 1));
             highest[half] = fmaxf(highest[half], __shfl_xor_sync(0xffffffffu, highest[half], 2));
             shrink[half] = exp2f(most[half] - highest[half]);
@@ -183,7 +183,7 @@ __device__ inline void attend_by_matrices(N* out, const N* qkv, const float* q_b
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) o[n][i] *= shrink[i / 2];
         }
-        // What a thread holds of the weights as a result is what it has to hold of them as a factor.
+        // The layout of the weights as a result is the layout that a factor must have.
 #pragma unroll
         for (u32 at = 0; at < stretch / 16; ++at) {
             if (16 * at >= here) continue;

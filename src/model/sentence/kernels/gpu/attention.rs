@@ -1,39 +1,39 @@
-//! Launches of `attention.cu`. Decides which of its two kernels computes: the one by matrix units where the
-//! numbers are halves and the cards that this program is built for have them.
+//! Launches of `attention.cu`. Decides which of its two kernels computes: the one for matrix units if the
+//! numbers are f16 or bf16 and the cards that this program is built for have such units.
 
 use super::{Argument, COMPUTE_CAP, Launch, MOST_BLOCKS, Number, Plan, Pointer, Source, WARP};
 
-/// Queries and keys of all heads, side by side with the values.
+/// The sizes of queries, keys and values; those of all heads are side by side.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
-    /// What they are kept as.
+    /// The type of the numbers.
     pub number: Number,
-    /// So many.
+    /// The number of heads.
     pub count: u32,
-    /// Numbers of a query.
+    /// The width of a query.
     pub size: u32,
 }
 
 impl Heads {
-    /// Whether there are kernels for them.
+    /// Whether a kernel fits these heads.
     pub fn fit(self) -> bool {
         matches!(self.size, 32 | 64) && self.count <= MOST_BLOCKS
     }
 
-    /// Queries that a warp takes.
+    /// The queries that a warp computes.
     pub fn queries(self) -> u32 {
         if self.go_by_matrices() { 16 } else { WARP }
     }
 
     fn go_by_matrices(self) -> bool {
-        // Numbers of one length each, but for cards from 10.0 on.
+        // Three digits mean 10.0 or later; texts of two digits compare like their numbers.
         let has_units = COMPUTE_CAP.len() > 2 || COMPUTE_CAP >= "80";
         self.number != Number::F32 && has_units
     }
 }
 
-/// `out` `[tokens, heads·size]` ← softmax((Q + `q_bias`)·Kᵀ/√size)·V of the products `qkv` `[tokens,
-/// 3·heads·size]`, each text of `plan`, which lies at `planned`, over its own tokens. `q_bias` is in f32.
+/// `out` `[tokens, heads·size]` ← softmax((Q + `q_bias`)·Kᵀ/√size)·V, each text of `plan` (on the device at
+/// `planned`) over its own tokens. `qkv` is `[tokens, 3·heads·size]`; `q_bias` is f32.
 pub fn attend([out, qkv, q_bias]: [Pointer; 3], heads: Heads, plan: &Plan, planned: Pointer) -> Vec<Launch> {
     let by = if heads.go_by_matrices() { "_by_matrices" } else { "" };
     let kernel = format!("attend{by}_{}_{}", heads.number.name(), heads.size);

@@ -1,5 +1,5 @@
-//! Runs launches on the GPU, on Candle's tensors and its stream. Decides which steps have a kernel for what
-//! they are asked; where there is none, the caller takes Candle's own operations.
+//! Runs launches on the GPU, on candle's tensors and its stream. Decides which steps have a kernel for their
+//! sizes and types; for the others the caller uses candle's own operations.
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, LaunchConfig, PushKernelArg};
@@ -10,13 +10,13 @@ use super::super::super::pooling::Mode;
 use super::super::Activation;
 use super::{Argument, Heads, Launch, MOST_WIDTH, Matrix, Norm, Number, Plan, Pointer, Source};
 
-/// What the kernels are told of a batch, on the host and on the device.
+/// The plan of a batch, on the host and on the device.
 pub struct Planned {
     /// On the host.
     pub plan: Plan,
     /// The texts' tokens.
     pub lengths: Vec<usize>,
-    /// Its words on the device.
+    /// The plan's words on the device.
     pub words: Tensor,
 }
 
@@ -26,30 +26,30 @@ impl Planned {
         self.words.narrow(0, 0, self.plan.tokens)
     }
 
-    /// Their places `[tokens]`.
+    /// The tokens' positions `[tokens]`.
     pub fn places(&self) -> Result<Tensor> {
         self.words.narrow(0, self.plan.tokens, self.plan.tokens)
     }
 }
 
-/// A norm's constants `[3, width]` in f32, and what is added to the variance.
+/// A norm's constants `[3, width]` in f32, and the number that is added to the variance.
 pub type Constants<'a> = (&'a Tensor, f32);
 
-/// LayerNorm(x + bias + residual) in `x`'s place. False: there is no kernel for it, and nothing is done.
+/// LayerNorm(x + bias + residual) in `x`'s memory. False: no kernel fits, and nothing is done.
 ///
 /// # Errors
-/// What the driver says.
+/// The driver's error.
 pub fn add_norm(x: &Tensor, residual: &Tensor, constants: Constants<'_>) -> Result<bool> {
     let Some(rows) = rows(x, MOST_WIDTH)? else { return Ok(false) };
     run(x, &super::add_norm(rows, pointer(residual)?, norm(constants)?))?;
     Ok(true)
 }
 
-/// The vectors `[tokens, width]` of the tokens' words and places, added and normed, from the tables of both.
-/// None: there is no kernel for it.
+/// The vectors `[tokens, width]` of the tokens: words and positions from the tables, added and normed. None: no
+/// kernel fits.
 ///
 /// # Errors
-/// What the driver says.
+/// The driver's error.
 pub fn embed(tables: [&Tensor; 2], planned: &Planned, constants: Constants<'_>) -> Result<Option<Tensor>> {
     let [words, positions] = tables;
     let x = uninitialised((planned.plan.tokens, words.dim(1)?), words.dtype(), words.device())?;
@@ -59,26 +59,26 @@ pub fn embed(tables: [&Tensor; 2], planned: &Planned, constants: Constants<'_>) 
     Ok(Some(x))
 }
 
-/// activation(x + bias) in `x`'s place. False: there is no kernel for it, and nothing is done.
+/// activation(x + bias) in `x`'s memory. False: no kernel fits, and nothing is done.
 ///
 /// # Errors
-/// What the driver says.
+/// The driver's error.
 pub fn activate(x: &Tensor, bias: &Tensor, activation: Activation) -> Result<bool> {
     let Some(rows) = rows(x, u32::MAX)? else { return Ok(false) };
     run(x, &super::activate(rows, pointer(bias)?, activation))?;
     Ok(true)
 }
 
-/// Whether there is a kernel for the attention of such heads.
+/// The heads, if a kernel fits them.
 pub fn attends(dtype: DType, heads: usize, size: usize) -> Option<Heads> {
     let heads = Heads { number: Number::of(dtype)?, count: heads as u32, size: size as u32 };
     heads.fit().then_some(heads)
 }
 
-/// Attention of the products `qkv` `[tokens, 3·heads·size]`: `[tokens, heads·size]`. `q_bias` is in f32.
+/// Attention of the products `qkv` `[tokens, 3·heads·size]`; returns `[tokens, heads·size]`. `q_bias` is f32.
 ///
 /// # Errors
-/// What the driver says.
+/// The driver's error.
 pub fn attend(qkv: &Tensor, q_bias: &Tensor, heads: Heads, planned: &Planned) -> Result<Tensor> {
     let hidden = (heads.count * heads.size) as usize;
     let (tokens, width) = qkv.dims2()?;
@@ -93,10 +93,10 @@ pub fn attend(qkv: &Tensor, q_bias: &Tensor, heads: Heads, planned: &Planned) ->
     Ok(out)
 }
 
-/// The texts' vectors `[texts, modes·width]` in f32, from their tokens' `x` `[tokens, width]`.
+/// The texts' vectors `[texts, modes·width]` in f32, from the tokens' vectors `x` `[tokens, width]`.
 ///
 /// # Errors
-/// What the driver says.
+/// The driver's error.
 pub fn pool(x: &Tensor, planned: &Planned, modes: &[Mode]) -> Result<Tensor> {
     let (rows, width) = x.dims2()?;
     let texts = planned.plan.texts;
@@ -108,8 +108,8 @@ pub fn pool(x: &Tensor, planned: &Planned, modes: &[Mode]) -> Result<Tensor> {
     Ok(out)
 }
 
-/// A matrix whose rows kernels can read; none of another type, or with rows that are no multiple of four
-/// numbers or are longer than `most`.
+/// `x` as a matrix for kernels. None if its type has no kernel, or its rows are longer than `most` or not a
+/// multiple of four numbers.
 fn rows(x: &Tensor, most: u32) -> Result<Option<Matrix>> {
     let (rows, width) = x.dims2()?;
     let (rows, width) = (rows as u32, width as u32);
@@ -123,7 +123,7 @@ fn norm((params, eps): Constants<'_>) -> Result<Norm> {
     Ok(Norm { params: pointer(params)?, eps })
 }
 
-/// Where a tensor's first number lies.
+/// The address of a tensor's first number.
 fn pointer(tensor: &Tensor) -> Result<Pointer> {
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
@@ -133,7 +133,7 @@ fn pointer(tensor: &Tensor) -> Result<Pointer> {
         bail!("a GPU's kernel needs contiguous numbers")
     };
     let stream = storage.device().cuda_stream();
-    // What orders streams is ours (see `device::open`): the guard beside the pointer guards nothing.
+    // This program orders streams itself (`arrange` in `device/cuda.rs`), so the returned guard is not needed.
     let (at, size) = match &storage.slice {
         CudaStorageSlice::F32(numbers) => (numbers.device_ptr(&stream).0, size_of::<f32>()),
         CudaStorageSlice::F16(numbers) => (numbers.device_ptr(&stream).0, size_of::<u16>()),
@@ -146,11 +146,11 @@ fn pointer(tensor: &Tensor) -> Result<Pointer> {
 
 #[expect(unsafe_code, reason = "nothing is spent on zeros that are overwritten")]
 fn uninitialised(shape: (usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
-    // SAFETY: every kernel here writes every number of what it gives.
+    // SAFETY: every kernel here writes every number of its result.
     unsafe { Tensor::empty(shape, dtype, device) }
 }
 
-/// Runs a launch on the device of `on`, behind what was given to it before.
+/// Runs a launch on the device of `on`, after all work submitted before.
 #[expect(unsafe_code, reason = "a kernel takes what it is given for pointers")]
 fn run(on: &Tensor, launch: &Launch) -> Result<()> {
     let device: &CudaDevice = on.device().as_cuda_device()?;
@@ -174,8 +174,8 @@ fn run(on: &Tensor, launch: &Launch) -> Result<()> {
         block_dim: (launch.threads, 1, 1),
         shared_mem_bytes: launch.shared_bytes,
     };
-    // SAFETY: tests run the same launches; pointers are of tensors that outlive their use, since memory is
-    // given back on the same stream.
+    // SAFETY: tests run the same launches. The pointers are of tensors that exist until the kernel has run,
+    // since memory is freed on the same stream.
     unsafe { call.launch(config) }.w()?;
     Ok(())
 }

@@ -1,14 +1,14 @@
-//! The network's steps on a GPU that Candle lacks or takes too many passes over memory for: kernels of our
-//! own (`*.cu`), and for each how it is launched over a batch. Decides grids, memory and arguments; pure:
-//! `cuda` runs a launch in a build that has CUDA, and tests run the same on a device made of the CPU.
+//! Steps of the network on a GPU that candle lacks, or for which it passes over memory too often: our own
+//! kernels (`*.cu`), and how each is launched over a batch. Decides grids, memory and arguments. Pure: `cuda`
+//! runs a launch in a build with CUDA, and tests run the same launch on a device emulated by the CPU.
 //!
 //! | file | kernel |
 //! |---|---|
 //! | `add_norm` | LayerNorm(a + bias + b), and the same over the tables of words and positions |
-//! | `attention` | attention over texts without padding |
+//! | `attention` | attention over texts without padding, and its launch |
 //! | `activation` | activation(x + bias) |
-//! | `pooling` | from tokens' vectors to a text's |
-//! | `plan` | what the kernels are told of a batch: ids, places, where texts begin, tiles |
+//! | `pooling` | from the tokens' vectors to a text's vector |
+//! | `plan` | what the kernels need of a batch: ids, positions, where texts begin, tiles |
 
 mod activation;
 mod add_norm;
@@ -26,12 +26,12 @@ pub use pooling::pool;
 
 use candle_core::DType;
 
-/// Threads that a device runs in step.
+/// Threads that run in step.
 const WARP: u32 = 32;
-/// Blocks at most in a grid's second direction.
+/// The most blocks in a grid's second dimension.
 const MOST_BLOCKS: u32 = 65_535;
 
-/// The oldest architecture of cards that this program's kernels are for, without its dot: 80 for 8.0.
+/// The oldest compute capability that this program's kernels are for, without the dot: 80 for 8.0.
 pub const COMPUTE_CAP: &str = match option_env!("CUDA_COMPUTE_CAP") {
     Some(capability) => capability,
     None => "80",
@@ -50,7 +50,7 @@ pub enum Source {
     Pooling,
 }
 
-/// What numbers are kept as.
+/// The type of numbers in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Number {
     /// IEEE 754's binary32.
@@ -62,7 +62,7 @@ pub enum Number {
 }
 
 impl Number {
-    /// That of a type which weights can have.
+    /// The number type for a dtype of weights, if there is one.
     pub fn of(dtype: DType) -> Option<Self> {
         match dtype {
             DType::F32 => Some(Self::F32),
@@ -72,7 +72,7 @@ impl Number {
         }
     }
 
-    /// As kernels are called.
+    /// The suffix in kernel names.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -82,13 +82,13 @@ impl Number {
     }
 }
 
-/// A place in the memory of the device that runs the kernel.
+/// An address in the memory of the device that runs the kernel.
 pub type Pointer = u64;
 
-/// What a kernel is given.
+/// An argument of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Argument {
-    /// Where numbers lie.
+    /// An address.
     Pointer(Pointer),
     /// A count.
     U32(u32),
@@ -99,29 +99,29 @@ pub enum Argument {
 /// One launch of a kernel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Launch {
-    /// The file that it is in.
+    /// The file with the kernel.
     pub source: Source,
-    /// Its name there.
+    /// The kernel's name in that file.
     pub kernel: String,
-    /// Blocks in each direction; the third is 1 throughout.
+    /// Blocks in each dimension; the third is always 1.
     pub grid: [u32; 3],
-    /// Threads a block: whole warps.
+    /// Threads in a block: whole warps.
     pub threads: u32,
-    /// Bytes of shared memory beside what the kernel has of its own.
+    /// Bytes of dynamic shared memory.
     pub shared_bytes: u32,
-    /// In its order.
+    /// In the order of the kernel's parameters.
     pub arguments: Vec<Argument>,
 }
 
 /// A matrix in the device's memory, row by row.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix {
-    /// Its first number.
+    /// The address of its first number.
     pub at: Pointer,
-    /// What it holds.
+    /// The type of its numbers.
     pub number: Number,
     /// Rows.
     pub rows: u32,
-    /// Numbers a row, a multiple of 4: kernels read four at once.
+    /// The width of a row, a multiple of 4: kernels read four numbers at once.
     pub width: u32,
 }

@@ -1,6 +1,6 @@
-// The numbers that kernels read and write: f32, f16 and bf16. Whatever they are kept as, sums are of f32.
-// Compiled by NVIDIA's compiler for the program, and by the host's for tests, which bring the device's
-// side of it (tests/fixtures/emulator).
+// The numbers that kernels read and write: f32, f16 and bf16. Sums are always f32. NVIDIA's compiler compiles
+// this for the program, and the host's compiler for tests, with an emulation of the device
+// (tests/fixtures/emulator).
 #pragma once
 
 #ifdef __CUDACC__
@@ -25,7 +25,7 @@ __device__ inline float to_f32(float x) { return x; }
 
 __device__ inline float to_f32(bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
 
-// The nearest, or the even one of two; what is not a number stays so.
+// Rounds to nearest, ties to even; NaN stays NaN.
 __device__ inline bf16 to_bf16(float x) {
     const u32 bits = __float_as_uint(x);
     if (x != x) return bf16{static_cast<u16>(bits >> 16 | 0x40)};
@@ -36,7 +36,7 @@ __device__ inline void put(float* to, float x) { *to = x; }
 __device__ inline void put(f16* to, float x) { *to = to_f16(x); }
 __device__ inline void put(bf16* to, float x) { *to = to_bf16(x); }
 
-// Four numbers that lie together, at a place that is a multiple of four: one access to memory.
+// Four adjacent numbers at an index that is a multiple of four: one access to memory.
 __device__ inline float4 four(const float* from) { return *reinterpret_cast<const float4*>(from); }
 
 template <typename N>

@@ -1,40 +1,40 @@
-//! What kernels are told of a batch, as one array of numbers that is copied to the device at once: the
-//! tokens' ids and places, the texts' first rows, and the tiles of attention. Decides how texts are cut into
-//! tiles: the smallest that takes what is left, so that short texts leave few threads idle, and long texts
-//! first, so that none is begun when the others are done.
+//! The plan of a batch for the kernels, one array that is copied to the device at once: the tokens' ids and
+//! positions, the texts' first rows, and the tiles of attention. Decides how texts are cut into tiles: with the
+//! smallest tile that takes the rest, so that short texts leave few threads idle, and long texts first, so that
+//! none begins when the others are done.
 
 use super::WARP;
 
-/// Queries of the largest tile.
+/// The queries of the largest tile.
 const LARGEST: u32 = 64;
 
 /// A batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// `ids`, `places`, `starts`, `tiles`, one behind the other.
+    /// `ids`, `places`, `starts`, `tiles`, in this order.
     pub words: Vec<u32>,
-    /// Tokens of all texts: so many ids, and places.
+    /// The tokens of all texts: the number of ids, and of places.
     pub tokens: usize,
-    /// So many starts, and one more, which is `tokens`.
+    /// The number of texts. There is one more start, which is `tokens`.
     pub texts: usize,
-    /// Three numbers each; by their size, the largest first.
+    /// The tiles, three numbers each, grouped by size, the largest first.
     pub tiles: Vec<Tiles>,
 }
 
 /// Tiles of one size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tiles {
-    /// Queries.
+    /// The queries of each tile.
     pub size: u32,
-    /// Where the first is in the plan.
+    /// Index of the first tile in the plan.
     pub at: usize,
-    /// So many.
+    /// The number of tiles.
     pub count: u32,
 }
 
 impl Plan {
-    /// Of texts of `lengths` tokens, whose `ids` stand at `places`. `smallest` is the number of queries of
-    /// the smallest tile; others are of twice, and four times as many, up to 64.
+    /// The plan of texts with `lengths` tokens, whose `ids` are at the positions `places`. `smallest` is the
+    /// number of queries in the smallest tile; the others have twice and four times as many, up to 64.
     pub fn new(ids: &[u32], places: &[u32], lengths: &[usize], smallest: u32) -> Self {
         let mut words = Vec::with_capacity(2 * ids.len() + 4 * lengths.len());
         words.extend(ids);
@@ -64,7 +64,7 @@ impl Plan {
         Self { words, tokens: ids.len(), texts: lengths.len(), tiles }
     }
 
-    /// Where the texts' first rows begin.
+    /// Index of the texts' first rows in the plan.
     pub fn starts(&self) -> usize {
         2 * self.tokens
     }
@@ -79,7 +79,7 @@ fn cuts([start, length]: [u32; 2], smallest: u32) -> impl Iterator<Item = (u32, 
 }
 
 impl Tiles {
-    /// Threads of a block, with so many queries to a warp.
+    /// Threads of a block, if a warp computes `queries` queries.
     pub(super) fn threads(self, queries: u32) -> u32 {
         self.size.div_ceil(queries) * WARP
     }

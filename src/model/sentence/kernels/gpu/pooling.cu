@@ -1,11 +1,11 @@
-// From the vectors of a text's tokens to its one vector, in f32: what goes to the host is a vector a text.
+// From the vectors of a text's tokens to one vector of the text, in f32: only that goes to the host.
 #include "numbers.cuh"
 
-// As `Mode` in pooling.rs counts them.
+// The values of `Mode` in pooling.rs.
 enum { CLS, MAX, MEAN, MEAN_SQRT_LEN };
 
-// A thread to a number of the vector; `starts` are the texts' first rows, and behind them the number of
-// all rows. `modes` holds a mode in each group of four bits, the first in the lowest.
+// One thread per number of the vector. `starts` are the texts' first rows, then the number of all rows. `modes`
+// holds a mode in each group of four bits, the first in the lowest.
 template <typename N>
 __device__ inline void pool(float* out, const N* x, const u32* starts, u32 modes, u32 count, u32 hidden) {
     const u32 text = blockIdx.x, column = blockIdx.y * blockDim.x + threadIdx.x;
@@ -19,7 +19,7 @@ __device__ inline void pool(float* out, const N* x, const u32* starts, u32 modes
         if (mode != CLS) {
             for (u32 token = 1; token < tokens; ++token) {
                 const float next = to_f32(from[static_cast<size_t>(token) * hidden]);
-                // Not fmaxf, which would drop what is no number.
+                // Not fmaxf, which would drop NaN.
                 if (mode != MAX) all += next;
                 else if (next > all || next != next) all = next;
             }

@@ -3,12 +3,12 @@
 use super::super::super::pooling::Mode;
 use super::{Argument, Launch, Matrix, Pointer, Source};
 
-/// Threads a block, a number of the vector each.
+/// Threads in a block; each computes one number of the vector.
 const THREADS: u32 = 128;
 
-/// `out` `[texts, modes·width]` in f32 ← the texts' vectors by each mode, from their tokens' `x`. `starts`
-/// are the texts' first rows, and the number of all rows. A mode takes four bits of an argument: eight of
-/// them would fit, and there are four.
+/// `out` `[texts, modes·width]` in f32 ← the texts' vectors by each mode, from the tokens' vectors `x`.
+/// `starts` are the texts' first rows, then the number of all rows. Each mode takes four bits of an argument,
+/// which has room for eight; there are only four modes.
 pub fn pool(out: Pointer, x: Matrix, (starts, texts): (Pointer, u32), modes: &[Mode]) -> Launch {
     let code = |mode: &Mode| match mode {
         Mode::Cls => 0,

@@ -1,5 +1,5 @@
-// What the 32 threads of a warp do together on its matrix units. One instruction each, which CUDA has no
-// function for in this form; tests bring the same by its definition (tests/fixtures/emulator).
+// What the 32 threads of a warp do together on its matrix units. Each function is one instruction, for which
+// CUDA has no function in this form; tests emulate it by its definition (tests/fixtures/emulator).
 #pragma once
 #include "numbers.cuh"
 
@@ -25,8 +25,8 @@ __device__ inline void multiply_add<bf16>(float (&c)[4], const u32 (&a)[4], u32 
 }
 #endif
 
-// Four matrices [8, 8] from shared memory: thread i gives the place of row i % 8 of matrix i / 8 (16
-// bytes), and gets of each matrix row g at columns 2t and 2t + 1. (PTX ISA, ldmatrix.)
+// Loads four matrices [8, 8] from shared memory: thread i gives the address of row i % 8 of matrix i / 8 (16
+// bytes), and gets from each matrix row g at columns 2t and 2t + 1. (PTX ISA, ldmatrix.)
 __device__ inline void load_four(u32 (&to)[4], const u16* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -34,7 +34,7 @@ __device__ inline void load_four(u32 (&to)[4], const u16* row) {
                  : "memory");
 }
 
-// The same, transposed: of each matrix column g at rows 2t and 2t + 1.
+// The same, transposed: from each matrix column g at rows 2t and 2t + 1.
 __device__ inline void load_four_transposed(u32 (&to)[4], const u16* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])

@@ -1,4 +1,4 @@
-//! How the matrices of a product lie in memory. Owns what it laid.
+//! The memory layout of a product's matrices. Owns the packed matrices.
 
 use super::lines::Lines;
 use super::size::{COLUMNS, ROWS_OF_16, ROWS_OF_32, RUN, Tile};
@@ -6,8 +6,8 @@ use super::size::{COLUMNS, ROWS_OF_16, ROWS_OF_32, RUN, Tile};
 /// The left matrix of a product, `[count, depth]`, tile by tile.
 #[derive(Default)]
 pub struct Rows {
-    /// `[count rounded up / rows of a tile, depth rounded up / RUN, rows of a tile, RUN]`; zeros beyond
-    /// the depth, any numbers beyond the count.
+    /// `[count rounded up / rows of a tile, depth rounded up / RUN, rows of a tile, RUN]`; zeros after the
+    /// depth, any numbers after the count.
     pub(super) tiles: Lines,
     pub(super) depth: usize,
 }
@@ -15,8 +15,8 @@ pub struct Rows {
 /// The right matrix of a product, `[depth, width]`, panel by panel.
 #[derive(Default)]
 pub struct Panels {
-    /// `[width rounded up / columns of a tile, depth rounded up to RUN, columns of a tile]`; zeros beyond
-    /// the width and the depth.
+    /// `[width rounded up / columns of a tile, depth rounded up to RUN, columns of a tile]`; zeros after the
+    /// width and the depth.
     panels: Lines,
     pub(super) depth: usize,
     pub(super) width: usize,
@@ -30,7 +30,7 @@ impl Rows {
         packed
     }
 
-    /// Lays out `rows` `[count, depth]` in the place of what was here.
+    /// Lays out `rows` `[count, depth]` in this buffer.
     pub fn lay(&mut self, rows: &[f32], depth: usize) {
         self.depth = depth;
         match Tile::of_this_cpu().rows {
@@ -42,15 +42,14 @@ impl Rows {
 }
 
 impl Panels {
-    /// Lays out a matrix given by its columns, `[width, depth]`: how a linear layer's weights are
-    /// published.
+    /// Lays out a matrix that is given by its columns, `[width, depth]`: linear layers are published so.
     pub fn new(columns: &[f32], depth: usize) -> Self {
         let mut packed = Self::default();
         packed.lay(columns, depth);
         packed
     }
 
-    /// Lays out a matrix given by its columns, `[width, depth]`, in the place of what was here.
+    /// Lays out a matrix that is given by its columns, `[width, depth]`, in this buffer.
     pub fn lay(&mut self, columns: &[f32], depth: usize) {
         (self.depth, self.width) = (depth, columns.len() / depth);
         match Tile::of_this_cpu().columns {
@@ -62,12 +61,12 @@ impl Panels {
         }
     }
 
-    /// Numbers in a column.
+    /// The length of a column.
     pub fn depth(&self) -> usize {
         self.depth
     }
 
-    /// Columns.
+    /// The number of columns.
     pub fn width(&self) -> usize {
         self.width
     }
@@ -77,13 +76,13 @@ impl Panels {
         &self.panels
     }
 
-    /// Runs in a column.
+    /// The runs in a column.
     pub(super) fn runs(&self) -> usize {
         self.depth.div_ceil(RUN)
     }
 }
 
-/// Puts `ROWS` rows side by side, run by run; zeros in the place of those that a last tile lacks.
+/// Puts `ROWS` rows side by side, run by run; rows that the last tile lacks become zeros.
 fn lay_tiles<const ROWS: usize>(rows: &[f32], depth: usize, to: &mut Lines) {
     let tile = ROWS * depth.next_multiple_of(RUN);
     to.set_len((rows.len() / depth).div_ceil(ROWS) * tile);
@@ -105,8 +104,7 @@ fn lay_tiles<const ROWS: usize>(rows: &[f32], depth: usize, to: &mut Lines) {
     }
 }
 
-/// Puts `SIDE` columns side by side, number by number; zeros in the place of those that a last panel
-/// lacks.
+/// Puts `SIDE` columns side by side, number by number; columns that the last panel lacks become zeros.
 fn lay_panels<const SIDE: usize>(columns: &[f32], depth: usize, to: &mut Lines) {
     let panel = SIDE * depth.next_multiple_of(RUN);
     to.set_len((columns.len() / depth).div_ceil(SIDE) * panel);
@@ -114,7 +112,7 @@ fn lay_panels<const SIDE: usize>(columns: &[f32], depth: usize, to: &mut Lines) 
         if columns.len() < panel {
             to.fill(0.0);
         }
-        // A few lines of the cache at a time, which are complete before the next ones are begun.
+        // A few cache lines at a time, which are complete before the next ones begin.
         for (index, to) in to.as_chunks_mut::<SIDE>().0.chunks_exact_mut(RUN).enumerate() {
             for (place, column) in columns.chunks_exact(depth).enumerate() {
                 for (to, x) in to.iter_mut().zip(&column[index * RUN..]) {

@@ -1,22 +1,22 @@
-//! Numbers that begin where a line of the cache does.
+//! Numbers that begin at a cache line.
 
 use std::ops::{Deref, DerefMut};
 
-/// Bytes of a line, and of the widest register: one that is read across two lines costs twice.
+/// Bytes of a cache line and of the widest register: reading a register across two lines costs twice.
 const LINE: usize = 64;
-/// Numbers that are skipped at most.
+/// The most numbers that are skipped to reach a cache line.
 const SKIPPED: usize = LINE / size_of::<f32>() - 1;
 
 /// A buffer of numbers, aligned to a cache line. Derefs to the numbers.
 #[derive(Default)]
 pub struct Lines {
-    /// As many as were ever wanted, and those that may have to be skipped.
+    /// The largest length so far, plus the numbers that may be skipped.
     room: Vec<f32>,
     len: usize,
 }
 
 impl Lines {
-    /// Makes room for `len` numbers, of any value.
+    /// Sets the length to `len` numbers, of any value.
     pub fn set_len(&mut self, len: usize) {
         self.len = len;
         if self.room.len() < len + SKIPPED {

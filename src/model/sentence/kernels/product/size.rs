@@ -1,18 +1,17 @@
-//! The size of a tile of results, by the registers of this CPU. Owns no state.
+//! The size of a tile of results, by this CPU's registers. Owns no state.
 
 use pulp::{Simd, WithSimd};
 
 use super::super::dispatch;
 
-/// Numbers of a row that lie together in a tile: a line of the cache, copied as it is.
+/// Adjacent numbers of a row in a tile: one cache line, copied as a whole.
 pub const RUN: usize = 16;
 
-/// Registers of a row of a tile.
+/// Registers for one row of a tile.
 pub const COLUMNS: usize = 2;
-/// Rows of a tile where there are 16 registers: with two for the columns and one for a row's number,
-/// they take them all.
+/// Rows of a tile with 16 registers: 12 for the results, two for the columns, one for a row's number.
 pub const ROWS_OF_16: usize = 6;
-/// Rows of a tile where there are 32.
+/// Rows of a tile with 32 registers.
 pub const ROWS_OF_32: usize = 12;
 
 /// The size of a tile.
@@ -27,9 +26,9 @@ impl Tile {
         dispatch(TileOf)
     }
 
-    /// The same, where the registers are known already.
+    /// The same if the registers are already known.
     pub fn of<S: Simd>() -> Self {
-        // Registers of 16 numbers come in no smaller set.
+        // CPUs with registers of 16 numbers have 32 of them.
         let many = S::REGISTER_COUNT >= 32 || S::F32_LANES >= 16;
         let rows = if many { ROWS_OF_32 } else { ROWS_OF_16 };
         Self { rows, columns: COLUMNS * S::F32_LANES }

@@ -1,4 +1,4 @@
-//! The inner loop of a product: a tile of results, and where it goes.
+//! The inner loop of a product: computes a tile of results, and stores it.
 
 use std::marker::PhantomData;
 
@@ -9,23 +9,23 @@ use super::super::dispatch;
 use super::layout::Panels;
 use super::size::{COLUMNS, ROWS_OF_16, ROWS_OF_32, RUN, Tile};
 
-/// `tiles` times `right`, tile by tile, to where they go.
+/// `tiles` times `right`, tile by tile, stored by a [`Target`].
 pub struct Multiply<'a, T> {
     pub tiles: &'a [f32],
     pub right: &'a Panels,
     pub to: T,
 }
 
-/// Where the results of a product go.
+/// Stores the results of a product.
 pub trait Target {
     /// Takes the sums of a tile.
     fn take<S: Simd, const ROWS: usize>(&mut self, simd: S, at: At, sums: [[S::f32s; COLUMNS]; ROWS]);
 }
 
-/// Which results.
+/// The position of a tile's results.
 #[derive(Clone, Copy)]
 pub struct At {
-    /// The tile's number among the tiles of rows.
+    /// The index among the tiles of rows.
     tile: usize,
     /// Its first column.
     column: usize,
@@ -57,7 +57,7 @@ impl<T: Target> Multiply<'_, T> {
     }
 }
 
-/// The products of `ROWS` rows with `COLUMNS` registers of columns, all their depth.
+/// The products of `ROWS` rows with `COLUMNS` registers of columns, over the whole depth.
 #[inline(always)]
 fn sums<S: Simd, const ROWS: usize>(
     simd: S,
@@ -78,7 +78,7 @@ fn sums<S: Simd, const ROWS: usize>(
     sums
 }
 
-/// `[count, stride]`, of which the first `width` columns are taken.
+/// Stores into `[count, stride]`, in the first `width` columns.
 pub struct RowByRow<'a> {
     pub out: &'a mut [f32],
     pub stride: usize,
@@ -102,16 +102,16 @@ fn store<S: Simd>(simd: S, sums: [S::f32s; COLUMNS], out: &mut [f32]) {
         S::as_mut_simd_f32s(out).0.copy_from_slice(&sums);
         return;
     }
-    // Slow on some CPUs, and of the last columns only.
+    // A partial store is slow on some CPUs; it is needed for the last columns only.
     for (out, sum) in out.chunks_mut(S::F32_LANES).zip(sums) {
         simd.partial_store_f32s(out, sum);
     }
 }
 
-/// Tiles of another product, each number of them `F(sum + bias)`.
+/// Stores the tiles of the next product's left matrix: each number is `F(sum + bias)`.
 struct TileByTile<'a, F> {
     tiles: &'a mut [f32],
-    /// Zeros behind the last column, up to a whole run.
+    /// Zeros after the last column, up to a whole run.
     bias: &'a [f32],
     function: PhantomData<F>,
 }
@@ -129,7 +129,7 @@ impl<F: Lanes> Target for TileByTile<'_, F> {
             for (row, sums) in tile.as_chunks_mut::<RUN>().0[run * ROWS..].iter_mut().zip(&sums) {
                 S::as_mut_simd_f32s(&mut row[number..][..S::F32_LANES]).0[0] = sums[index];
             }
-            // Not of the sums themselves, whose registers the function needs.
+            // The sums are stored first, since the function needs their registers.
             for row in &mut tile.as_chunks_mut::<RUN>().0[run * ROWS..][..ROWS] {
                 let x = &mut S::as_mut_simd_f32s(&mut row[number..][..S::F32_LANES]).0[0];
                 *x = F::apply(simd, simd.add_f32s(*x, bias));
