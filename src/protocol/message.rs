@@ -1,4 +1,3 @@
-//! A message as every broker carries it: AMQP 0-9-1 basic properties, typed headers, a body.
 //! A message as every broker carries it: AMQP 0-9-1 basic properties, typed headers, a body. The types hold
 //! everything that a producer can send, so that a dead letter carries it unchanged.
 
