@@ -52,7 +52,7 @@ pub struct Ctl {
     /// How long to wait for answers
     #[arg(long, global = true, value_name = "DURATION", default_value = "1s", value_parser = duration)]
     pub timeout: Duration,
-    /// Stop waiting after answers of this many launchers, and fail with fewer
+    /// Stop waiting after answers of N launchers, and fail with fewer
     #[arg(long, global = true, value_name = "N")]
     pub expect: Option<usize>,
     /// Print answers as JSON, one per line

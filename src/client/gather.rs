@@ -23,7 +23,6 @@ impl<M> Gather<M> {
         Self { first, begun: 0, in_order, waiting: BTreeMap::new(), answered: BTreeMap::new() }
     }
 
-    /// Adds the next task.
     pub(super) fn begin(&mut self, meta: M, now: Instant) {
         self.waiting.insert(self.first + self.begun, (meta, now));
         self.begun += 1;
@@ -48,7 +47,6 @@ impl<M> Gather<M> {
         Some((number, meta, reply, at))
     }
 
-    /// Tasks added so far.
     pub(super) fn begun(&self) -> u64 {
         self.begun
     }
@@ -58,7 +56,6 @@ impl<M> Gather<M> {
         self.waiting.len() + self.answered.len()
     }
 
-    /// Tasks not answered.
     pub(super) fn missing(&self) -> usize {
         self.waiting.len()
     }

@@ -44,7 +44,6 @@ pub(crate) struct Request {
     pub(crate) expires: Option<Duration>,
 }
 
-/// The limits of a run.
 pub(crate) struct Bounds {
     /// Tasks published and not yet given to the sink.
     pub(crate) under_way: usize,
@@ -228,7 +227,6 @@ impl Client {
         }
     }
 
-    /// Closes the connections in order.
     pub(crate) async fn close(mut self) {
         self.publisher.close().await;
         if let Some(replies) = &mut self.replies {

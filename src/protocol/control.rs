@@ -190,7 +190,7 @@ pub struct CrashRecord {
     /// The smallest number of tasks, itself included, on the device of one of them.
     #[serde(default)]
     pub among: u32,
-    /// How the last one died; set once so many died with the task alone that it is not tried again.
+    /// How the last one died; set once it is not tried again as poison.
     pub poison: Option<CrashTail>,
 }
 

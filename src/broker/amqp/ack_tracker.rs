@@ -8,10 +8,8 @@
 
 use std::collections::BTreeSet;
 
-/// An ack to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ack {
-    /// The delivery tag.
     pub(super) tag: u64,
     /// Also acks all unsettled deliveries before `tag`.
     pub(super) multiple: bool,

@@ -36,12 +36,10 @@ struct Standing {
 }
 
 impl Current {
-    /// The current session, if there is one.
     pub(super) fn open(&self) -> Option<Open> {
         self.lock().open.clone()
     }
 
-    /// Sets the current session, or none.
     pub(super) fn hold(&self, open: Option<Open>) {
         *self.lock() = Standing { open, trouble: None };
     }

@@ -21,7 +21,7 @@ use crate::broker::BrokerError;
 use crate::config::{Broker, Tls, redact_url};
 
 const BACKOFF: Backoff = Backoff { first: Duration::from_millis(250), most: Duration::from_secs(10) };
-/// After so many refusals before any success, the settings are taken to be wrong. More than one, because a
+/// After this many refusals before any success, the settings are taken to be wrong. More than one, because a
 /// broker that boots refuses its virtual hosts for a moment.
 const REFUSALS: u32 = 3;
 /// How long a starting service retries when the broker's refusal is ambiguous: a wrong password, or an
@@ -42,7 +42,6 @@ pub struct Failure {
     pub(super) refusal: Refusal,
 }
 
-/// What a broker's refusal means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     /// Not a refusal, or one that passes without a change here: a limit that is reached, a queue that may yet
@@ -88,12 +87,10 @@ impl Connector {
         Self { refusals, ..self }
     }
 
-    /// A copy under another name.
     pub(super) fn named(&self, name: String) -> Self {
         Self::new(self.settings.clone(), name).with_refusals(self.refusals)
     }
 
-    /// The broker settings.
     pub(super) fn settings(&self) -> &Broker {
         &self.settings
     }
@@ -120,7 +117,6 @@ impl Connector {
         Err(Failure { broker, reason: reason.0, refusal: reason.1 })
     }
 
-    /// Makes the next attempt take the next address.
     pub(super) fn pass_turn(&self) {
         self.turn.fetch_add(1, Ordering::Relaxed);
     }

@@ -111,7 +111,6 @@ struct Supervisor {
     current: Current,
 }
 
-/// How a session ended.
 enum End {
     /// Not by our request; a new session is made.
     Lost(Lost),

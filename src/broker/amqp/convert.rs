@@ -6,7 +6,6 @@ use lapin::types::{AMQPValue, ByteArray, DecimalValue, FieldArray, FieldTable, L
 
 use crate::protocol::{Headers, Properties, Value};
 
-/// Converts the properties of a delivered message.
 pub(super) fn properties_from(lapin: &BasicProperties) -> Properties {
     let text = |value: &Option<ShortString>| value.as_ref().map(|text| text.as_str().to_owned());
     Properties {

@@ -43,7 +43,7 @@ pub(super) trait Publishable {
     fn is_suspect(&self) -> bool;
 }
 
-/// Where a message is under way.
+/// The kind of channel on which a message is under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
     /// On the shared channel.
@@ -54,7 +54,6 @@ pub(super) enum Place {
     Retired,
 }
 
-/// What is known of a queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Trust {
     /// It has confirmed nothing yet, or its last message failed.
@@ -107,7 +106,6 @@ pub(super) struct Routes<R> {
     next: u64,
     /// Bytes of bodies under way on the shared channel.
     shared_bytes: usize,
-    /// Whether there is a shared channel.
     is_shared: bool,
     /// Size of the largest confirmed message. Larger ones go alone, because the broker may refuse them.
     largest: usize,
@@ -134,7 +132,6 @@ impl<R: Publishable> Routes<R> {
         }
     }
 
-    /// Adds a message for a queue.
     pub(super) fn push(&mut self, queue: Arc<str>, request: R, now: Instant) {
         let known = self.queue(&queue, now);
         known.waiting.push_back(request);
@@ -361,12 +358,10 @@ impl<R: Publishable> Routes<R> {
         Some((wanted().map(|it| it.bytes).sum(), oldest))
     }
 
-    /// Whether no message waits or is under way.
     pub(super) fn is_idle(&self) -> bool {
         !self.has_waiting() && self.under_way.is_empty()
     }
 
-    /// Whether any message waits.
     pub(super) fn has_waiting(&self) -> bool {
         !self.turns.is_empty() || !self.suspects.is_empty()
     }

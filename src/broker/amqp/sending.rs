@@ -172,7 +172,6 @@ impl Sending {
         }
     }
 
-    /// Sends the messages that may be sent now.
     async fn send(&mut self) -> Result<(), BrokerError> {
         if !self.routes.has_waiting() {
             return Ok(());
@@ -323,7 +322,6 @@ impl Sending {
         self.strays.retain(|(_, came)| now < *came + 2 * RETURNED);
     }
 
-    /// Handles an error in the place of an answer.
     fn fail(&mut self, id: u64, error: &Error, now: Instant) {
         // None when the connection was lost over an earlier message in this round: this one is sent again.
         let Some(place) = self.routes.place_of(id) else { return };

@@ -148,7 +148,6 @@ impl Session {
         Ok(())
     }
 
-    /// Records a delivery to the consumer.
     pub(super) fn delivered(&mut self, tag: u64) {
         self.first_tag.get_or_insert(tag);
     }

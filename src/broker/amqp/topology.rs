@@ -42,7 +42,6 @@ fn unbounded_retry_queue(task_queue: &str, ceiling: Duration) -> String {
 }
 
 impl Topology {
-    /// Makes the missing queues.
     pub(super) async fn declare(&self, connection: &Connection) -> Result<(), Error> {
         if !exists(connection, &self.dead_letter_queue).await? {
             make(connection, &self.dead_letter_queue, with_high_limit()).await?;

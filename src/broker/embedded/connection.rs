@@ -25,7 +25,6 @@ use crate::protocol::Message;
 /// How long a peer may take to read its last answers when the connection ends.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// The reading half's state.
 struct Reader {
     queue_store: Arc<QueueStore>,
     consumer_sender: ConsumerSender,
@@ -34,7 +33,6 @@ struct Reader {
     unanswered: Arc<AtomicUsize>,
 }
 
-/// Why the connection ends.
 enum Ending {
     /// The worker asked for it.
     Asked,

@@ -50,7 +50,6 @@ impl Slot {
     }
 }
 
-/// All queues of a launcher.
 pub(super) struct QueueStore {
     /// Locked by every connection, for map operations only, never across an await. Messages to consumers are
     /// sent under the lock, so that each consumer receives them in the order of the queue's decisions.

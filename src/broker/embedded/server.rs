@@ -26,7 +26,6 @@ pub struct EmbeddedBroker {
     path: PathBuf,
     /// Cancelled by `shutdown` and drop; the accept loop and each connection listen.
     stop: CancellationToken,
-    /// The accept loop and each connection.
     tasks: TaskTracker,
 }
 

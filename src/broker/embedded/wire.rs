@@ -25,7 +25,6 @@ pub(super) const MAX_PIPELINE: usize = 1024;
 
 const PREFACE: usize = 8;
 
-/// A worker's request.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub(super) enum Request {
@@ -48,7 +47,6 @@ pub(super) enum Request {
     Close,
 }
 
-/// The launcher's answer.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "snake_case")]
 pub(super) enum Response {

@@ -9,7 +9,6 @@ pub(super) const STAGES: [&str; 4] = ["queue_us", "prepare_us", "wait_us", "comp
 /// The status code of a reply that was computed.
 const SUCCEEDED: i64 = 200;
 
-/// The measured fields of a reply.
 pub(in crate::commands) struct Answer<'a> {
     /// 200 when it succeeded; none: the reply is not from sconce.
     pub(super) status_code: Option<i64>,
@@ -49,7 +48,6 @@ struct Usage {
 }
 
 impl<'a> Answer<'a> {
-    /// Reads a reply.
     pub(in crate::commands) fn of(reply: &'a Message) -> Self {
         let headers = &reply.properties.headers;
         let text = |name| headers.get(name).and_then(Value::as_str);

@@ -17,7 +17,6 @@ use crate::protocol::{Headers, Message};
 /// A task expires after waiting in its queue for this many time-outs.
 const KEPT: u32 = 10;
 
-/// The numbers of tasks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plan {
     pub(super) warmup: usize,
@@ -27,7 +26,6 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// All tasks to publish.
     pub(super) fn total(self) -> usize {
         self.warmup + self.tasks + self.behind
     }

@@ -23,11 +23,9 @@ const SKEW: f64 = 7.0;
 /// Makes the random numbers of arrivals differ from those of bodies.
 const ARRIVALS: u64 = 0x5eed_a441_7a15;
 
-/// The body of a task.
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::commands) struct Work {
     pub(in crate::commands) body: Bytes,
-    /// Number of texts in it.
     pub(in crate::commands) inputs: usize,
 }
 
@@ -109,7 +107,6 @@ impl Arrivals {
         Self { random: Xoshiro256PlusPlus::seed_from_u64(seed ^ ARRIVALS), rate, at: 0.0 }
     }
 
-    /// The next one.
     pub(super) fn next(&mut self) -> Duration {
         self.at -= (1.0 - self.random.random::<f64>()).ln() / self.rate;
         Duration::try_from_secs_f64(self.at).unwrap_or(Duration::MAX)

@@ -95,7 +95,6 @@ fn plan(arguments: &Bench) -> Plan {
     Plan { warmup, tasks: arguments.tasks, behind: in_flight - 1 }
 }
 
-/// The load that the arguments describe.
 pub(super) fn bodies(texts: &Texts) -> anyhow::Result<Bodies> {
     let Texts { seed, words, inputs, input } = texts;
     let Some(path) = input else {

@@ -9,7 +9,6 @@ use serde::Serialize;
 use super::answer::Answer;
 use super::summary::rounded;
 
-/// The replies in a time span.
 #[derive(Debug, Default)]
 pub(in crate::commands) struct OfReplies {
     pub(in crate::commands) began: Duration,
@@ -29,7 +28,6 @@ struct Worker {
     busy_ms: f64,
 }
 
-/// One worker's part.
 #[derive(Debug, Serialize)]
 pub(in crate::commands) struct WorkerShare {
     pub(in crate::commands) worker: String,
@@ -60,7 +58,6 @@ impl OfReplies {
         }
     }
 
-    /// Length of the span.
     pub(in crate::commands) fn seconds(&self) -> f64 {
         self.ended.saturating_sub(self.began).as_secs_f64()
     }
@@ -71,7 +68,6 @@ impl OfReplies {
         if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 }
     }
 
-    /// The share of each worker.
     pub(in crate::commands) fn shares(&self) -> Vec<WorkerShare> {
         let seconds = self.seconds();
         // A batch at the edge may have begun before the span, which would give over 100 %.

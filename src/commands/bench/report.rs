@@ -8,7 +8,6 @@ use serde::Serialize;
 use super::replies::WorkerShare;
 use super::summary::{Sizes, Summary};
 
-/// The arguments and the results.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     pub(super) pool: String,
@@ -22,7 +21,6 @@ pub(super) struct Report {
     pub(super) measured: Measured,
 }
 
-/// How tasks were published.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub(super) enum Load {

@@ -29,7 +29,6 @@ impl Summary {
     }
 }
 
-/// Summary of batch sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(in crate::commands) struct Sizes {
     pub(in crate::commands) mean: f64,

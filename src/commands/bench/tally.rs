@@ -11,7 +11,6 @@ use super::replies::{OfReplies, busy_percent};
 use super::report::{Batches, Measured};
 use super::summary::{Sizes, Summary, rounded};
 
-/// A task that was published.
 #[derive(Clone, Copy, Debug)]
 struct Sent {
     due: Duration,
@@ -74,12 +73,10 @@ impl Tally {
         (self.warmup..self.warmup + self.tasks).contains(&number)
     }
 
-    /// Records a repeated reply.
     pub(super) fn duplicate(&mut self) {
         self.duplicates += 1;
     }
 
-    /// Records a task's reply.
     pub(super) fn reply(&mut self, number: usize, at: Duration, answer: &Answer<'_>) {
         let Some(sent) = self.sent.get(number).copied() else { return };
         let before = self.answered;
@@ -100,7 +97,6 @@ impl Tally {
         }
     }
 
-    /// The results.
     pub(super) fn measured(self) -> Measured {
         let achieved_rate = self.confirms.and_then(|(first, last, count)| {
             let seconds = (last - first).as_secs_f64();

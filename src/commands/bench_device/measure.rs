@@ -17,7 +17,6 @@ use crate::worker::{WorkerError, load_spec, policy};
 /// The warm-up lasts this fraction (one over this number) of the measured time.
 const WARMUP: u32 = 4;
 
-/// What was measured.
 pub(in crate::commands) struct Measured {
     pub(super) loading: Duration,
     pub(super) inputs: usize,

@@ -10,7 +10,6 @@ use crate::commands::bench::{Sizes, Summary, rounded};
 use crate::config::Assignment;
 use crate::worker::load_spec;
 
-/// The results, and what was measured.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     model: String,

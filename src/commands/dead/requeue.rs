@@ -114,7 +114,6 @@ async fn requeue(session: &mut BrowserSession, requeued: &mut Requeued) -> Resul
     }
 }
 
-/// The next dead letters to publish.
 async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerError> {
     let (mut window, mut bytes) = (Vec::new(), 0);
     while window.len() < WINDOW

@@ -22,7 +22,6 @@ impl Rows {
         Self { most, kept: Vec::new(), reasons: BTreeMap::new() }
     }
 
-    /// Adds a row.
     pub(super) fn add(&mut self, row: Row) {
         *self.reasons.entry(row.reason.clone()).or_default() += 1;
         self.kept.push(row);
@@ -41,12 +40,10 @@ impl Rows {
         self.kept.truncate(self.most);
     }
 
-    /// Number of rows added.
     fn count(&self) -> usize {
         self.reasons.values().sum()
     }
 
-    /// Number of rows added but not shown.
     pub(super) fn more(&self) -> usize {
         self.count().saturating_sub(self.most)
     }

@@ -37,7 +37,6 @@ impl Selection {
         }
     }
 
-    /// Whether a dead letter is selected.
     pub(super) fn matches(&mut self, dead_letter: &DeadLetter<'_>) -> bool {
         let ids: Vec<&String> = self.ids.iter().filter(|id| dead_letter.has_id(id)).collect();
         let DeadFilters { reason, older_than, newer_than } = &self.filters;

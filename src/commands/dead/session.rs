@@ -29,7 +29,6 @@ impl BrowserSession {
         Self::open(&which.source, &which.ids, &which.filters).await
     }
 
-    /// Loads the settings, then connects.
     pub(super) async fn open(
         source: &DeadSource,
         ids: &[String],
@@ -48,7 +47,6 @@ impl BrowserSession {
         Ok(Self { browser, selection, queue: queue.clone() })
     }
 
-    /// The dead-letter queue.
     pub(super) fn queue(&self) -> &str {
         &self.queue
     }

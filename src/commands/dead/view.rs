@@ -55,7 +55,6 @@ impl Row {
         }
     }
 
-    /// Adds the destination.
     pub(super) fn to(self, to: String) -> Self {
         Self { to: Some(to), ..self }
     }

@@ -7,9 +7,7 @@ use serde::Serialize;
 
 use crate::commands::bench::{Answer, OfReplies, WorkerShare, busy_percent, rounded};
 
-/// Counts replies.
 pub(super) struct Tally {
-    /// Origin of the times.
     made: Instant,
     /// When the first line reached a worker; the time before is the workers' start.
     began: Option<Duration>,
@@ -96,7 +94,6 @@ impl Tally {
     }
 }
 
-/// The report's JSON.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     pool: String,
