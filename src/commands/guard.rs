@@ -12,6 +12,6 @@ use crate::shutdown::Exit;
 /// Guards the workers of the launcher that writes to stdin, until none of them is left.
 pub(super) fn run() -> anyhow::Result<Exit> {
     start_logging(None);
-    guard_workers(io::stdin().lock()).context("the signals of a service's end cannot be ignored")?;
+    guard_workers(io::stdin().lock()).context("cannot ignore the signals that stop a service")?;
     Ok(Exit::Done)
 }

@@ -32,7 +32,7 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     start_logging(None);
     let host = Host::here();
     let assignments = registry.plan(&settings, &host)?;
-    let program = std::env::current_exe().context("where is this program?")?;
+    let program = std::env::current_exe().context("cannot find this program's file")?;
     for url in &settings.broker.url {
         tracing::info!(broker = redact_url(url.expose()), pools = settings.pools.len(), "settings read");
     }
@@ -151,7 +151,7 @@ async fn reload(
     let refused = match planned {
         Ok((slots, settings)) => {
             if settings.admin != before.admin {
-                tracing::warn!("[admin] has changed: that needs a new start of the launcher");
+                tracing::warn!("[admin] has changed: restart the launcher to apply it");
             }
             if settings.broker != before.broker {
                 tracing::warn!("remote control stays with the broker of the launcher's start");
@@ -167,6 +167,6 @@ async fn reload(
         }
     };
     if let Err(reason) = refused {
-        tracing::error!("the settings before stay in force: {reason}");
+        tracing::error!("the former settings stay in force: {reason}");
     }
 }

@@ -60,7 +60,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     for assignment in &mut assignments {
         assignment.broker.url = vec![Secret::new(format!("embedded:{}", socket.display()))];
     }
-    let program = std::env::current_exe().context("where is this program?")?;
+    let program = std::env::current_exe().context("cannot find this program's file")?;
     let queues = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let broker = {
         let _inside = queues.enter();

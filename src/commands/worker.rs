@@ -145,10 +145,10 @@ fn own_device(asked: &str, pool: &str, host: &Host) -> anyhow::Result<String> {
     }
     let uuid = host.device(asked, pool).map_err(|error| WorkerError::Device(error.to_string()))?;
     if std::env::var(VISIBLE).as_deref() != Ok(&uuid) {
-        let program = std::env::current_exe().context("where is this program?")?;
+        let program = std::env::current_exe().context("cannot find this program's file")?;
         let mut anew = std::process::Command::new(program);
         anew.args(std::env::args_os().skip(1)).env(VISIBLE, &uuid).env("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
-        return Err(anew.exec()).context("starting the worker anew, to be shown its own GPU alone");
+        return Err(anew.exec()).context("starting the worker again with only its own GPU visible");
     }
     Ok(uuid)
 }

@@ -248,7 +248,7 @@ impl<'a> DeadLetter<'a> {
         }
         if let Some(queue) = self.parked_for() {
             if queue.starts_with(DIRECT_REPLY_TO) {
-                return Err("it is a reply by direct reply-to, and who asked is gone".into());
+                return Err("it is a reply by direct reply-to, and its requester is gone".into());
             }
             return Ok(queue);
         }

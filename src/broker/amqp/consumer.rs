@@ -289,7 +289,7 @@ impl Supervisor {
         session.consume_anew(prefetch, &self.connector).await.map_err(|error| Lost::from(&error))?;
         *consumer_tag = session.consumer.tag();
         self.let_acks_gather(open, prefetch);
-        tracing::debug!(prefetch, "the prefetch follows the messages");
+        tracing::debug!(prefetch, "prefetch changed");
         Ok(true)
     }
 

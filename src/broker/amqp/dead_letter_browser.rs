@@ -203,7 +203,7 @@ impl DeadLetterBrowser {
             self.left_behind.renewed += 1;
             return self.ack(delivery.delivery_tag).await;
         }
-        tracing::debug!(queue = self.queue, ?published, "a message near its limit cannot be put in anew");
+        tracing::debug!(queue = self.queue, ?published, "cannot publish a message near its limit anew");
         self.left_behind.near_limit += 1;
         Ok(())
     }

@@ -225,7 +225,7 @@ impl Sending {
             );
             self.lose(now);
         } else if answers && self.routes.is_held_up_since(live.clock_since, now) {
-            tracing::info!(broker = live.broker, "a queue is slow to confirm; the others go round it");
+            tracing::info!(broker = live.broker, "a queue is slow to confirm; others get a new channel");
             live.shared = None;
             self.routes.retire();
         }

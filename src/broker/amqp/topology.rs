@@ -74,7 +74,7 @@ impl Topology {
                 if exists(connection, &unbounded).await? {
                     let unblocked = unblock(connection, &unbounded, &self.task_queue);
                     let failed =
-                        |error| tracing::warn!(queue = unbounded, %error, "its first message stays there");
+                        |error| tracing::warn!(queue = unbounded, %error, "its messages cannot be moved");
                     unblocked.await.unwrap_or_else(failed);
                 }
             }
@@ -182,7 +182,7 @@ async fn unblock(connection: &Connection, from: &str, to: &str) -> Result<(), Er
         if !confirm.is_ack() || confirm.take_message().is_some() {
             break;
         }
-        tracing::warn!(from, to, "a message that would have held up all behind it was moved on");
+        tracing::warn!(from, to, "moved a message that never expires out of an old retry queue");
         channel.basic_ack(message.delivery_tag, BasicAckOptions::default()).await?;
     }
     channel.close(200, "done".into()).await

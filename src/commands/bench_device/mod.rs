@@ -44,7 +44,7 @@ fn slot(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Assignme
     let mut settings = load(&arguments.settings, &flags.into_iter().flatten().collect::<Vec<_>>())?.settings;
     settings.pools = vec![settings.pools.swap_remove(index)];
     let slots = registry.plan(&settings, &Host::here())?;
-    slots.into_iter().next().context("the settings mean no worker")
+    slots.into_iter().next().context("the settings have no worker")
 }
 
 /// Starts this program again where its environment is not that of a launched worker: CUDA and the thread pools
@@ -54,8 +54,8 @@ fn as_a_worker(slot: &Assignment) -> anyhow::Result<()> {
     if environment.iter().all(|(name, value)| std::env::var(name).as_ref() == Ok(value)) {
         return Ok(());
     }
-    let program = std::env::current_exe().context("where is this program?")?;
+    let program = std::env::current_exe().context("cannot find this program's file")?;
     let mut anew = std::process::Command::new(program);
     anew.args(std::env::args_os().skip(1)).envs(environment);
-    Err(anew.exec()).context("starting anew, with the environment of a worker")
+    Err(anew.exec()).context("starting again with the environment of a worker")
 }
