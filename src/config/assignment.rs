@@ -64,8 +64,8 @@ impl Assignment {
         self.pool.min_speed / self.sharers.max(1) as f64
     }
 
-    /// Number of preprocess threads, and of threads that write replies; they share the cores. A CPU worker's
-    /// compute threads do this work.
+    /// Number of preprocess threads, and of threads that write replies; they share the cores. A CPU worker has
+    /// one of each, because its cores compute.
     pub fn feeders(&self) -> usize {
         if self.device == "cpu" { 1 } else { self.threads.clamp(1, MOST_FEEDERS) }
     }

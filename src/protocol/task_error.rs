@@ -26,7 +26,7 @@ pub enum TaskErrorKind {
     Fault,
     /// The device had too little memory for this input, even alone: 507, when a retry fails too.
     OutOfMemory,
-    /// The request was cancelled: 499.
+    /// The answer is no longer wanted: 499.
     Cancelled,
 }
 

@@ -335,7 +335,7 @@ impl<R: Publishable> Routes<R> {
         self.at(Place::Shared).next().is_some_and(|(_, it)| now >= it.since.max(since) + SLOW)
     }
 
-    /// Halves the number of channels in use: the broker allows fewer.
+    /// Limits the messages that go alone to half of those now: the broker allows fewer channels.
     pub(super) fn allow_fewer(&mut self) {
         self.most_alone = (self.at(Place::Alone).count().min(self.most_alone) / 2).max(1);
     }

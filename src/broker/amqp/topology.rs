@@ -110,7 +110,7 @@ impl Topology {
         let limit = ("x-first-death-reason", "delivery_limit".to_owned());
         for (header, value) in waited.map(|queue| ("x-first-death-queue", queue)).chain([limit]) {
             let mut died = FieldTable::default();
-            // `all` ignores headers that begin with `x-`.
+            // `x-match: all` ignores headers that begin with `x-`.
             died.insert("x-match".into(), text("all-with-x"));
             died.insert(header.into(), text(&value));
             let queue = short(&self.dead_letter_queue);
