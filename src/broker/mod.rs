@@ -1,9 +1,9 @@
-//! Brokers behind one set of traits: deliver, publish with confirm, settle. `amqp` speaks to
-//! RabbitMQ through lapin; `embedded` to a queue inside the launcher, over a Unix socket. Knows
-//! neither model nor batching nor worker.
+//! One set of traits for all brokers: deliver, publish with confirm, settle. `amqp` speaks to RabbitMQ through
+//! lapin; `embedded` to a queue inside the launcher, over a Unix socket. Knows neither model nor batching nor
+//! worker.
 //!
-//! A broker object supervises its own connection: it rebuilds it with backoff and says so
-//! ([`Event::Lost`]) because deliveries of the old one can no longer be settled.
+//! A consumer or publisher rebuilds its own connection with backoff. A consumer reports a lost session
+//! ([`Event::Lost`]), because its deliveries can no longer be settled.
 
 pub mod amqp;
 pub mod embedded;
@@ -30,7 +30,7 @@ pub struct DeliveryTag {
 pub struct Delivery {
     /// The message.
     pub message: Message,
-    /// What to settle it by.
+    /// The tag to settle it by.
     pub delivery_tag: DeliveryTag,
     /// The routing key that the message was published with; only for a subscription to a topic exchange.
     pub routing_key: Option<String>,

@@ -180,7 +180,7 @@ pub struct StopWorkers {
     /// The pool; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
-    /// A sentinel that no worker takes within this time stops nobody
+    /// A sentinel that no worker takes within this time expires and stops no worker
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = duration)]
     pub expires: Duration,
 }

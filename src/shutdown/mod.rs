@@ -16,7 +16,7 @@ pub enum Phase {
     Running,
     /// No more intake; all accepted work is finished.
     Finishing,
-    /// What is on the device is finished; what waits is handed back.
+    /// Tasks on the device are finished; waiting ones are handed back.
     Returning,
     /// Nothing is waited for.
     Aborting,

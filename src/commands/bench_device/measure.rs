@@ -111,7 +111,7 @@ fn preprocessed(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<Box<dyn J
 
 /// Computes all jobs, and returns how long that took.
 fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<Duration> {
-    // So that the first batch is a full one.
+    // Announces further jobs, so that the first batch is a full one.
     loaded.engine.expect(Expect::More);
     let begun = Instant::now();
     for (number, job) in jobs.iter_mut().enumerate() {
