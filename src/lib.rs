@@ -8,8 +8,7 @@
 //!
 //! # Rooms, and who may import whom
 //!
-//! Imports only point down, and the files of a room need each other in no circle; `tests/architecture.rs`
-//! holds the tree to that.
+//! Imports only point down, and the files of a room have no import cycles; `tests/architecture.rs` checks this.
 //!
 //! | level | room | decides |
 //! |---|---|---|
@@ -30,27 +29,27 @@
 //! | 6 | `commands` | one file or folder for each command; the registry of models |
 //! | 7 | `app` | the program's entry, exit codes |
 //!
-//! `worker` and `launcher` never import each other: control lines are all they share.
+//! `worker` and `launcher` never import each other: they share only control lines.
 //!
 //! # Glossary
 //!
-//! - **task**: a decoded request. **delivery**: a message we owe an ack. **reply**: its answer, which may come
-//!   in **parts** before.
+//! - **task**: a decoded request. **delivery**: a message that is not settled yet. **reply**: its answer, which
+//!   may come in **parts** before.
 //! - **input**: one row of a batch, or one sequence; a task has one or more. **batch**: inputs of one forward
 //!   pass. **sequence**: an input that takes many **steps**, each of which computes **rows** of several.
 //! - **task state**: whether a task is answered, handed back or cancelled. **in flight**: accepted and not yet
 //!   settled.
 //! - **attempt**: one try at a task, counted in the task itself; **delivery count**: how often the broker
-//!   delivered it, which says less. **poison**: a task that kills the workers that work on it alone.
-//!   **isolation**: working on a group of suspect tasks apart from all others, because one of them may have
-//!   killed a worker.
+//!   delivered it, which says less. **poison**: a task that kills the workers that compute it alone.
+//!   **isolation**: processing a group of suspect tasks separately, because one of them may have killed a
+//!   worker.
 //! - **dead letter**: a message in the dead-letter queue, put there by a worker or by the broker.
-//! - **sentinel**: a message that stops one worker, behind the work before it.
-//! - **session**: one connection of a worker to the broker, from its opening to the end of all that came through
-//!   it. **intake**: taking deliveries; **settle**: publish, confirm, ack; **drain**: finishing what is on the
-//!   device and handing the rest back; **abort**: not waiting.
-//! - **slot**: (pool, device, index), filled by one **worker** process. **pool**: a task queue, a model, devices
-//!   and a batch policy. **launcher**: the process that keeps slots filled.
+//! - **sentinel**: a message that stops one worker, after the work before it.
+//! - **session**: one connection of a worker to the broker, from its opening until all its deliveries are
+//!   finished. **intake**: taking deliveries; **settle**: publish, confirm, ack; **drain**: finishing what is
+//!   on the device and handing the rest back; **abort**: not waiting.
+//! - **slot**: (pool, device, index), filled by one **worker** process. **pool**: a task queue, a model,
+//!   devices and a batch policy. **launcher**: the process that keeps slots filled.
 //!
 //! # Invariants
 //!

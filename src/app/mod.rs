@@ -1,4 +1,4 @@
-//! The program's entry: the stacks of its threads, the command line, exit codes. No policy of its own.
+//! The program's entry: the stacks of its threads, the command line, exit codes. Makes no other decisions.
 
 use std::fs;
 use std::process::ExitCode;
@@ -16,26 +16,26 @@ use crate::worker::WorkerError;
 
 pub use crate::commands::Registry;
 
-/// What std reads, when the first thread is made, as the stack of every thread that names none, in bytes.
+/// The variable that std reads, when the first thread is made, as the default stack size in bytes.
 const MIN_STACK: &str = "RUST_MIN_STACK";
-/// The stack of every thread, in bytes. Lapin reads the headers of a message by recursion, and a frame
-/// holds 26,000 arrays one inside the other: with Rust's 2 MiB such a message, which anybody may send, kills
-/// whoever takes it, worker or command. Address space; memory is used only as deep as it gets.
+/// The stack of every thread, in bytes. Lapin reads message headers by recursion, and a frame can hold 26,000
+/// nested arrays: with Rust's 2 MiB such a message, which any producer may send, kills the worker or command
+/// that receives it. This is address space; memory is used only as deep as the stack gets.
 const STACK: usize = 64 << 20;
 
 /// The program: parses the command line, runs the command, returns the exit code.
 ///
-/// Call it first in `main`, before any other thread exists: it sets `RUST_MIN_STACK` in the environment,
-/// which only a process of one thread can do. Where there are others it leaves the environment as it is,
-/// and threads have the stacks that it gives them.
+/// Call it first in `main`, before any other thread exists: it sets `RUST_MIN_STACK` in the environment, which
+/// is safe only in a process with one thread. With more threads it leaves the environment alone, and the stacks
+/// have the size given there.
 pub fn main(registry: &Registry) -> ExitCode {
     deepen_stacks();
-    // The first thread's stack is the shell's to limit. This one lives to the end too: the kernel ties
+    // The shell limits the first thread's stack. The thread spawned here lives to the end too: the kernel ties
     // workers to the thread that spawned them.
     let exit = thread::scope(|scope| {
         let main = thread::Builder::new().name("main".into()).stack_size(STACK);
         match main.spawn_scoped(scope, || run(registry)) {
-            // A panic has said why.
+            // The panic has printed its message.
             Ok(main) => main.join().unwrap_or(Exit::Internal),
             Err(error) => {
                 eprintln_error(&anyhow::Error::new(error).context("a thread for the command"));
@@ -75,7 +75,7 @@ fn eprintln_error(error: &anyhow::Error) {
     eprintln!("sconce: {error:#}");
 }
 
-/// Who must act decides the code.
+/// The exit code tells who has to act.
 fn exit_of(error: &anyhow::Error) -> Exit {
     if error.is::<ConfigError>() || error.is::<LaunchError>() {
         return Exit::Config;

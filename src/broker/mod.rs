@@ -1,9 +1,9 @@
-//! Brokers behind one set of traits: deliver, publish with confirm, settle. `amqp` speaks to
-//! RabbitMQ through lapin; `embedded` to a queue inside the launcher, over a Unix socket. Knows
-//! neither model nor batching nor worker.
+//! One set of traits for all brokers: deliver, publish with confirm, settle. `amqp` speaks to RabbitMQ through
+//! lapin; `embedded` to a queue inside the launcher, over a Unix socket. Knows neither model nor batching nor
+//! worker.
 //!
-//! A broker object supervises its own connection: it rebuilds it with backoff and says so
-//! ([`Event::Lost`]) because deliveries of the old one can no longer be settled.
+//! A consumer or publisher rebuilds its own connection with backoff. A consumer reports a lost session
+//! ([`Event::Lost`]), because its deliveries can no longer be settled.
 
 pub mod amqp;
 pub mod embedded;
@@ -16,99 +16,98 @@ use futures_util::future::BoxFuture;
 
 use crate::protocol::Message;
 
-/// Names one delivery for settling it. Ordered as delivered, within a session.
+/// Names one delivery, to settle it by. Tags of a session are ordered as it delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeliveryTag {
-    /// Which life of the connection delivered it, counting from 1.
+    /// Number of the session that delivered the message, counting from 1.
     pub session: u64,
     /// The broker's delivery tag, unique within the session.
     pub tag: u64,
 }
 
-/// A message that we owe an ack.
+/// A message that the broker has delivered and that is not settled yet.
 #[derive(Clone, Debug)]
 pub struct Delivery {
     /// The message.
     pub message: Message,
-    /// What to settle it by.
+    /// The tag to settle it by.
     pub delivery_tag: DeliveryTag,
-    /// The routing key that it was published with, where the subscription goes by that.
+    /// The routing key that the message was published with; only for a subscription to a topic exchange.
     pub routing_key: Option<String>,
-    /// The broker has delivered it before.
+    /// The broker has delivered the message before.
     pub redelivered: bool,
-    /// Earlier deliveries that were not acked, where the broker counts them; none: it does not, and there
-    /// were some where `redelivered` says so.
+    /// Number of earlier deliveries that were not acked. None: the broker does not count them, and
+    /// `redelivered` alone says whether there were any.
     pub delivery_count: Option<u64>,
 }
 
-/// What a consumer sees.
+/// What a consumer receives.
 #[derive(Debug)]
 pub enum Event {
     /// A message.
     Delivery(Box<Delivery>),
-    /// The session ended; its unsettled deliveries are the broker's again and will come back.
-    /// A new session is being made.
+    /// The session ended. The broker will deliver its unsettled messages again; a new session is being made.
     Lost {
         /// The session that is over.
         session: u64,
     },
-    /// After [`Consumer::cancel`]: nothing more will come.
+    /// After [`Consumer::cancel`]: no more events follow.
     End,
 }
 
 /// The receiving side. One owner.
 pub trait Consumer: Send {
-    /// The next event. Safe to cancel: an event is never lost in a dropped future.
+    /// The next event. Safe to cancel: dropping the future loses no event.
     ///
     /// # Errors
     /// [`BrokerError`] when no session can be made: the caller gives up and exits.
     fn next(&mut self) -> BoxFuture<'_, Result<Event, BrokerError>>;
 
-    /// From now on, lets the broker send so many messages ahead of what is settled. Over AMQP it takes
-    /// effect once the former prefetch is full, with a consumer made anew, in order: what the former one
-    /// brought comes on top until it is settled.
+    /// Changes how many unsettled messages the broker may send. Over AMQP the change takes effect once the
+    /// former prefetch is full, by a new consumer; the unsettled messages of the former consumer then come on
+    /// top.
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()>;
 
-    /// Asks the broker for no more; what it had sent before still comes from `next`, then
+    /// Stops the deliveries; messages that the broker sent before still come from `next`, then
     /// [`Event::End`].
     fn cancel(&mut self) -> BoxFuture<'_, ()>;
 
-    /// Closes the session in order, so that every ack written before is at the broker.
+    /// Closes the session in order: afterwards every ack written before is at the broker.
     fn close(&mut self) -> BoxFuture<'_, ()>;
 }
 
-/// Settles deliveries; shared by all who finish tasks.
+/// Settles deliveries; shared.
 pub trait Acker: Send + Sync {
-    /// Acks. False when the session is over: the delivery is the broker's again.
+    /// Acks. False when the session is over: the broker will deliver the message again.
     fn ack(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool>;
-    /// Hands back for redelivery, at its old place where the broker can. False as for `ack`.
+    /// Hands the message back for redelivery, at its old place where the broker can. False as for `ack`.
     fn requeue(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool>;
-    /// Waits until the broker can be taken to have acted on all that was settled before.
+    /// Waits until the broker has probably acted on everything settled before.
     fn flush(&self) -> BoxFuture<'_, ()>;
-    /// There is a session now.
+    /// Whether there is a session now.
     fn is_connected(&self) -> bool;
-    /// Why there is none, where there was a failure: the broker's address and words.
+    /// Why there is no session, where an attempt failed: the broker's address and its message.
     fn trouble(&self) -> Option<String> {
         None
     }
 }
 
-/// A broker's three faces, as one worker holds them.
+/// The consumer, acker and publisher of one worker.
 pub struct BrokerSession {
-    /// Receives.
+    /// Receives deliveries.
     pub consumer: Box<dyn Consumer>,
-    /// Settles what was received.
+    /// Settles deliveries.
     pub acker: Arc<dyn Acker>,
-    /// Sends.
+    /// Publishes replies and other messages.
     pub publisher: Arc<dyn Publisher>,
 }
 
-/// How long a message is to wait before it is in its queue.
+/// How long a message waits before the broker puts it into its queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Delay {
     /// The wait.
     pub after: Duration,
-    /// What it was drawn below. Messages of one ceiling may wait in one line, behind each other.
+    /// Upper bound of the random wait. Messages with the same ceiling wait in one retry queue.
     pub ceiling: Duration,
 }
 
@@ -117,31 +116,30 @@ pub struct Delay {
 pub enum Published {
     /// The broker has it, in a queue.
     Confirmed,
-    /// No such queue; the broker returned it.
+    /// The queue does not exist; the broker returned the message.
     Unroutable,
-    /// The broker could not take it now (a full queue, trouble on its side); later it may.
+    /// The broker could not take the message now (a full queue, trouble on its side); later it may.
     Nacked,
-    /// We may not write there, in its words; somebody may grant it later.
+    /// The broker denies write access, with its reason; an administrator may grant it later.
     Forbidden(String),
-    /// The broker will not take this message (it is too large): its words.
+    /// The broker will never take this message (for example, it is too large), with its reason.
     Refused(String),
 }
 
-/// The sending side; shared. Retries over lost connections until it has an answer.
+/// The sending side; shared. Publishes again after a lost connection until the broker has answered.
 pub trait Publisher: Send + Sync {
-    /// Publishes to a queue by name, mandatory, and waits for the broker's confirm.
+    /// Publishes to a queue by name, as mandatory, and waits for the broker's confirm.
     ///
     /// # Errors
-    /// [`BrokerError`] when no connection can be made any more. The message may or may not have
-    /// arrived.
+    /// [`BrokerError`] when no connection can be made any more. The message may have arrived or not.
     fn publish<'a>(
         &'a self,
         queue: &'a str,
         message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>>;
 
-    /// Publishes to a queue by name, where the message is to be after the delay. Confirmed: it waits
-    /// at the broker, and outlives us. Unroutable: there is nothing to wait in.
+    /// Publishes a message that reaches the named queue after the delay. Confirmed: the message waits at the
+    /// broker, also when this process ends. Unroutable: the retry queue does not exist.
     ///
     /// # Errors
     /// As [`Publisher::publish`].
@@ -152,13 +150,13 @@ pub trait Publisher: Send + Sync {
         message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>>;
 
-    /// The broker takes messages now: there is a connection, it answers, and no alarm holds it up. What a
-    /// queue does not confirm meanwhile is the queue's matter.
+    /// Whether the broker takes messages now: it is connected, answers, and has no alarm. A single queue that
+    /// does not confirm makes no difference.
     fn takes_messages(&self) -> bool {
         true
     }
 
-    /// Makes the pool's own queues again, where they are missing. False: that is not ours to do.
+    /// Makes the pool's missing queues again. False: this publisher makes no queues.
     ///
     /// # Errors
     /// As [`Publisher::publish`].
@@ -170,22 +168,22 @@ pub trait Publisher: Send + Sync {
     fn close(&self) -> BoxFuture<'_, ()>;
 }
 
-/// Why there is no broker to work with.
+/// Why the broker cannot be used.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum BrokerError {
-    /// The broker answered and refuses us: password, vhost, permission, arguments. Does not pass
-    /// by itself.
+    /// The broker answered and refuses us: password, virtual host, permission, arguments. Waiting does not
+    /// help.
     #[error("{broker} refused: {reason}")]
     Refused {
         /// The broker's address, without its password.
         broker: String,
-        /// The broker's words, and what to check.
+        /// The broker's message, and what to check.
         reason: String,
     },
     /// No broker could be reached for longer than allowed.
     #[error("no broker reached for {seconds} s: {reason}")]
     Unreachable {
-        /// How long it was tried, in seconds.
+        /// How long this process tried, in seconds.
         seconds: u64,
         /// The last failure, with the address.
         reason: String,

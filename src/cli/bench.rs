@@ -1,5 +1,5 @@
-//! The arguments of `sconce bench` and `sconce bench-device`: what a load is, in words. Parses and bounds
-//! them; decides nothing else.
+//! The arguments of `sconce bench` and `sconce bench-device`, which describe a load. Parses and bounds them;
+//! decides nothing else.
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -47,16 +47,16 @@ pub struct Bench {
     /// Tasks to measure
     #[arg(long, value_name = "N", default_value = "2000", value_parser = count)]
     pub tasks: usize,
-    /// Tasks before them, not counted [default: 200, and with a closed loop no fewer than are in flight]
+    /// Warm-up tasks before them, not measured [default: 200, but at least --in-flight in a closed loop]
     #[arg(long, value_name = "N")]
     pub warmup: Option<usize>,
     /// Closed loop: tasks under way at once
     #[arg(long, value_name = "N", default_value = "512", value_parser = count, conflicts_with = "rate")]
     pub in_flight: usize,
-    /// Open loop: tasks a second, whatever comes back
+    /// Open loop: tasks per second, independent of replies
     #[arg(long, value_name = "R", value_parser = rate)]
     pub rate: Option<f64>,
-    /// What tasks carry.
+    /// The texts of tasks.
     #[command(flatten)]
     pub texts: Texts,
     /// Longest wait for the next reply
@@ -67,13 +67,13 @@ pub struct Bench {
     pub json: bool,
 }
 
-/// What tasks carry: texts made up from a seed, or those of a file.
+/// The texts of tasks: generated from a seed, or read from a file.
 #[derive(Debug, Args)]
 pub struct Texts {
-    /// Texts in a task
+    /// Texts per task
     #[arg(long, value_name = "N", default_value = "1", value_parser = count, conflicts_with = "input")]
     pub inputs: usize,
-    /// Tasks from a file as `publish` reads it, in random order, over and over; `-` is stdin
+    /// Tasks from a file in the format of `publish`, in random order, repeatedly; `-` is stdin
     #[arg(long, short, value_name = "FILE")]
     pub input: Option<PathBuf>,
     /// Words in a generated text; most are short. By default 4 to 256 tokens, 35 on average
@@ -109,7 +109,7 @@ pub struct BenchDevice {
     /// Where settings come from.
     #[command(flatten)]
     pub settings: Settings,
-    /// The pool whose model, dtype and batches to take; may be left out when there is only one
+    /// The pool whose model, dtype and batch settings to use; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
     /// The model: a folder, a Hugging Face id, `echo` or `script`
@@ -118,10 +118,10 @@ pub struct BenchDevice {
     /// The device: `cpu`, `cuda:0`, or a UUID
     #[arg(long)]
     pub device: Option<String>,
-    /// Tasks to compute, over and over
+    /// Tasks to compute, repeatedly
     #[arg(long, value_name = "N", default_value = "2000", value_parser = count)]
     pub tasks: usize,
-    /// What tasks carry.
+    /// The texts of tasks.
     #[command(flatten)]
     pub texts: Texts,
     /// How long to compute

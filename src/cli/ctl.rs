@@ -37,7 +37,7 @@ pub struct Ctl {
     /// Where settings come from.
     #[command(flatten)]
     pub settings: Settings,
-    /// Every slot of every launcher; what commands that only ask go to anyway
+    /// Every slot of every launcher; the default for ping, stats and active
     #[arg(long, global = true)]
     pub all: bool,
     /// The slots of a host
@@ -49,16 +49,16 @@ pub struct Ctl {
     /// One slot: host/pool/index, as in replies
     #[arg(long, global = true, value_name = "HOST/POOL/INDEX")]
     pub slot: Option<String>,
-    /// How long to gather answers
+    /// How long to wait for answers
     #[arg(long, global = true, value_name = "DURATION", default_value = "1s", value_parser = duration)]
     pub timeout: Duration,
-    /// Stop gathering after so many launchers, and fail with fewer
+    /// Stop waiting after answers of N launchers, and fail with fewer
     #[arg(long, global = true, value_name = "N")]
     pub expect: Option<usize>,
-    /// Print answers as JSON, one a line
+    /// Print answers as JSON, one per line
     #[arg(long, global = true)]
     pub json: bool,
-    /// What to ask or to tell
+    /// What to ask for or to change
     #[command(subcommand)]
     pub order: CtlOrder,
 }
@@ -66,28 +66,28 @@ pub struct Ctl {
 /// The commands of `sconce ctl`.
 #[derive(Clone, Debug, Subcommand)]
 pub enum CtlOrder {
-    /// Who is there, and in which state
+    /// Show the slots and their states
     Ping,
-    /// What was counted since each launcher started
+    /// Show the counts since each launcher started
     Stats,
-    /// Which tasks are on the devices now
+    /// Show the tasks on the devices now
     Active,
-    /// Take no more tasks, finish what was taken, keep the model loaded
+    /// Take no more tasks, finish accepted ones, keep the model loaded
     Pause,
     /// Consume again; a slot without a worker gets a new one
     Resume,
-    /// Finish what was taken and end the workers; slots stay empty
+    /// Finish accepted tasks and end the workers; slots stay empty
     Drain,
-    /// Finish what was taken and end the workers for good; a launcher ends with its last slot
+    /// Finish accepted tasks and end the workers for good; a launcher ends with its last slot
     Shutdown,
-    /// Finish what was taken, end the workers, start new ones
+    /// Finish accepted tasks, end the workers, start new ones
     Restart,
-    /// Change the bounds of batches, until settings are loaded again
+    /// Change the bounds of batches, until the settings are loaded again
     SetBatch {
-        /// Most tokens a forward pass
+        /// Most tokens per forward pass
         #[arg(long, value_name = "N")]
         max_tokens: Option<usize>,
-        /// Most inputs a forward pass
+        /// Most inputs per forward pass
         #[arg(long, value_name = "N")]
         max_requests: Option<usize>,
         /// Longest wait of an idle device
@@ -102,7 +102,7 @@ pub enum CtlOrder {
 }
 
 impl CtlOrder {
-    /// The request that it means.
+    /// The request to send.
     pub fn request(&self) -> Request {
         match self {
             Self::Ping => Request::Ping,
@@ -124,11 +124,11 @@ impl CtlOrder {
 }
 
 impl Ctl {
-    /// Whom it is for.
+    /// The target of the request.
     ///
     /// # Errors
-    /// Nobody is named and somebody has to be, or several are: what to say to the user. (Clap could not
-    /// tell: flags may stand before the command and behind it.)
+    /// No target is given for a command that needs one, or several are; the error is a sentence for the user.
+    /// (Clap cannot check this: flags may stand before or after the command.)
     pub fn target(&self) -> Result<Target, &'static str> {
         let named = [
             self.all.then_some(Target::All),

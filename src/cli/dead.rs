@@ -1,4 +1,4 @@
-//! The arguments of `sconce dead`: which dead letters, and what is done with them. Parses and bounds them;
+//! The arguments of `sconce dead`: which dead letters, and what to do with them. Parses and bounds them;
 //! decides nothing else.
 
 use std::time::Duration;
@@ -40,14 +40,14 @@ pub enum Dead {
     List(DeadList),
     /// Show all properties, headers and the body of a dead letter
     Show(DeadShow),
-    /// Publish dead letters to where they belong, and take them out of the dead-letter queue
+    /// Publish dead letters to their queues, and remove them from the dead-letter queue
     #[command(after_help = REQUEUED)]
     Requeue(DeadRequeue),
     /// Show which dead letters would be deleted; with --yes, delete them
     Purge(DeadPurge),
 }
 
-/// Whose dead letters.
+/// The pool of the dead letters.
 #[derive(Debug, Args)]
 pub struct DeadSource {
     /// Where settings come from.
@@ -58,17 +58,17 @@ pub struct DeadSource {
     pub pool: Option<String>,
 }
 
-/// Which of them. All that is given must hold.
+/// Filters of dead letters; all given ones must hold.
 #[derive(Clone, Debug, Default, Args)]
 pub struct DeadFilters {
-    /// Only dead letters with this reason; may be repeated, any of them. The last five are RabbitMQ's own, and
-    /// of those that give none
+    /// Only dead letters with this reason; may be repeated. The last five are of RabbitMQ, and `unknown` for
+    /// those without a reason
     #[arg(long, value_name = "REASON", value_parser = PossibleValuesParser::new(reasons()))]
     pub reason: Vec<String>,
-    /// Only those that have been dead letters for longer, such as 90m or 7d. One without a time has no age
+    /// Only dead letters older than this, such as 90m or 7d. A dead letter without a time has no age
     #[arg(long, value_name = "DURATION", value_parser = age)]
     pub older_than: Option<Duration>,
-    /// Only those that became dead letters since
+    /// Only dead letters newer than this
     #[arg(long, value_name = "DURATION", value_parser = age)]
     pub newer_than: Option<Duration>,
 }
@@ -76,10 +76,10 @@ pub struct DeadFilters {
 /// `sconce dead list`.
 #[derive(Debug, Args)]
 pub struct DeadList {
-    /// Whose dead letters.
+    /// The pool of the dead letters.
     #[command(flatten)]
     pub source: DeadSource,
-    /// Which of them.
+    /// Filters by reason and age.
     #[command(flatten)]
     pub filters: DeadFilters,
     /// Print at most N, the oldest; all are counted
@@ -93,7 +93,7 @@ pub struct DeadList {
 /// `sconce dead show`.
 #[derive(Debug, Args)]
 pub struct DeadShow {
-    /// Whose dead letters.
+    /// The pool of the dead letters.
     #[command(flatten)]
     pub source: DeadSource,
     /// The id of a task, or of a message
@@ -106,10 +106,10 @@ pub struct DeadShow {
 /// `sconce dead requeue`.
 #[derive(Debug, Args)]
 pub struct DeadRequeue {
-    /// What it is about.
+    /// The dead letters to change.
     #[command(flatten)]
     pub which: DeadWhich,
-    /// Say what would be done, and do nothing
+    /// Print what would be done, and do nothing
     #[arg(long)]
     pub dry_run: bool,
 }
@@ -117,7 +117,7 @@ pub struct DeadRequeue {
 /// `sconce dead purge`.
 #[derive(Debug, Args)]
 pub struct DeadPurge {
-    /// What it is about.
+    /// The dead letters to change.
     #[command(flatten)]
     pub which: DeadWhich,
     /// Delete them
@@ -125,27 +125,27 @@ pub struct DeadPurge {
     pub yes: bool,
 }
 
-/// The dead letters that a command is to change: it must be told by ids, filters or `--all`.
+/// The dead letters that a command changes, which needs ids, filters or `--all`.
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("which").args(NARROWER).arg("all").required(true).multiple(true))]
 pub struct DeadWhich {
-    /// Whose dead letters.
+    /// The pool of the dead letters.
     #[command(flatten)]
     pub source: DeadSource,
     /// Ids of tasks, or of messages
     #[arg(value_name = "ID")]
     pub ids: Vec<String>,
-    /// Which of them.
+    /// Filters by reason and age.
     #[command(flatten)]
     pub filters: DeadFilters,
-    /// All dead letters of the pool, and those that do not say whose they are
+    /// All dead letters of the pool, and those that name no pool
     #[arg(long, conflicts_with_all = NARROWER)]
     pub all: bool,
 }
 
 const NARROWER: [&str; 4] = ["ids", "reason", "older_than", "newer_than"];
 
-/// As [`duration`], and in days and weeks.
+/// As [`duration`], also in days and weeks.
 fn age(text: &str) -> Result<Duration, String> {
     for (unit, seconds) in [('d', 86_400), ('w', 7 * 86_400)] {
         if let Some(count) = text.strip_suffix(unit).and_then(|count| count.trim().parse::<u32>().ok()) {

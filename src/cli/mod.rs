@@ -1,4 +1,4 @@
-//! The command line: what can be asked, and the help that teaches it. Parses; decides nothing else.
+//! The command line and its help. Parses; decides nothing else.
 
 mod bench;
 mod ctl;
@@ -37,13 +37,13 @@ pub enum Command {
 SIGTERM or Ctrl-C drains: a batch on a device is finished, the rest goes back to the queue, sequences too.
 A second one aborts. `sconce stop` stops workers behind the work queued before it.")]
     Launch(Settings),
-    /// Run one worker; `launch` starts them, and you may by hand, to debug
+    /// Run one worker. `launch` starts workers itself; start one by hand only to debug
     #[command(after_help = "Example:
   SCONCE_LOG=debug sconce worker --pool embed --device cpu
 
 Events go to stdout as JSON lines, logs to stderr.")]
     Worker(Worker),
-    /// Kill the workers that outlive their launcher, which starts this and tells it of them on stdin
+    /// Kill workers that outlive their launcher, which starts this command and names them on stdin
     #[command(hide = true)]
     Guard,
     /// Publish tasks; with --wait, print their replies as JSON lines
@@ -58,10 +58,10 @@ JSON string: a text to embed. Replies are printed in the order of the tasks.")]
     /// Measure a running pool: publish a load, report rates, latencies and how busy the devices are
     #[command(after_help = bench::EXAMPLES)]
     Bench(Bench),
-    /// Measure a model on one device alone, without queue and broker: what a card can do
+    /// Measure a model on one device alone, without queue and broker
     #[command(after_help = bench::DEVICE_EXAMPLES)]
     BenchDevice(BenchDevice),
-    /// Stop workers, each behind the work that was queued before
+    /// Stop workers, each after the work that was queued before
     #[command(after_help = "Examples:
   sconce stop                   one worker of the only pool, whichever takes the sentinel
   sconce stop --workers 2 --pool embed
@@ -81,7 +81,7 @@ What is shown comes over the broker, as with `sconce ctl stats`."
     /// Ask the launcher of this host whether it is ready, alive or started
     #[command(after_help = ctl::HEALTH_EXAMPLES)]
     Healthcheck(Healthcheck),
-    /// Look at the pool's dead letters, put them back where they belong, or delete them
+    /// Show the pool's dead letters, requeue or delete them
     #[command(subcommand, after_help = dead::EXAMPLES)]
     Dead(Dead),
     /// Run a file of tasks through the same workers without a broker
@@ -92,14 +92,14 @@ Lines are OpenAI's batch format: {\"custom_id\", \"method\": \"POST\", \"url\": 
 Responses come in the order of the requests, errors on lines of their own. Interrupted, the same
 command resumes behind the last finished line.")]
     RunBatch(RunBatch),
-    /// Validate the settings and print those in force, each with where it came from
+    /// Validate the settings and print the effective ones, each with its origin
     #[command(after_help = "Examples:
   sconce check-config
   sconce check-config production.toml --set pool[0].model=echo
 
 Secrets are masked. All problems are reported together; the exit code is then 78.")]
     CheckConfig(CheckConfig),
-    /// Show this host's devices, who computes on them, and which workers would run where
+    /// Show this host's devices, the processes on them, and which workers would run where
     #[command(after_help = "Examples:
   sconce devices
   sconce devices --config production.toml --json
@@ -113,11 +113,11 @@ name a device that is not here or that this build cannot compute on.")]
 /// Where settings come from.
 #[derive(Debug, Args)]
 pub struct Settings {
-    /// A settings file (TOML); may be repeated, later ones win. Without it, SCONCE_CONFIG
+    /// A settings file (TOML); may be repeated, later ones override. Without it, SCONCE_CONFIG
     /// (colon-separated) is read
     #[arg(long, global = true, value_name = "FILE")]
     pub config: Vec<PathBuf>,
-    /// One setting, over files and environment; may be repeated
+    /// One setting, which overrides files and environment; may be repeated
     #[arg(long, global = true, value_name = "PATH=VALUE", value_parser = setting)]
     pub set: Vec<(String, String)>,
 }
@@ -137,7 +137,7 @@ pub struct Worker {
     /// The slot's name
     #[arg(long, hide = true)]
     pub slot: Option<String>,
-    /// The launcher's process id: settings come from it, on stdin
+    /// The launcher's process id; the settings come from it on stdin
     #[arg(long, hide = true, value_name = "PID")]
     pub launched_by: Option<u32>,
 }
@@ -151,7 +151,7 @@ pub struct Publish {
     /// Texts to embed, one task each
     #[arg(value_name = "TEXT", required_unless_present = "input", conflicts_with = "input")]
     pub texts: Vec<String>,
-    /// A file of tasks, one JSON value a line; `-` is stdin
+    /// A file of tasks, one JSON value per line; `-` is stdin
     #[arg(long, short, value_name = "FILE")]
     pub input: Option<PathBuf>,
     /// Wait for the replies and print them
@@ -180,7 +180,7 @@ pub struct StopWorkers {
     /// The pool; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
-    /// After this, a sentinel that nobody took stops nobody
+    /// A sentinel that no worker takes within this time expires and stops no worker
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = duration)]
     pub expires: Duration,
 }
@@ -191,7 +191,7 @@ pub struct RunBatch {
     /// Where settings come from.
     #[command(flatten)]
     pub settings: Settings,
-    /// Requests, one JSON object a line
+    /// Requests, one JSON object per line
     #[arg(long, short)]
     pub input: PathBuf,
     /// Responses; an existing file is resumed
@@ -206,7 +206,7 @@ pub struct RunBatch {
     /// The devices: `auto`, or a list such as `cpu,cpu`
     #[arg(long)]
     pub devices: Option<String>,
-    /// Print a report of the run as JSON: rates, batches, who answered how much, how busy devices were
+    /// Print a report of the run as JSON: rates, batches, lines per device, how busy devices were
     #[arg(long)]
     pub json: bool,
 }

@@ -1,5 +1,5 @@
-//! Decides which reply answers which task, each once, and when it is passed on. Pure: owns what is known of
-//! the tasks under way and the replies that wait for one before them; times are passed in.
+//! Matches each reply with its task, once, and decides when it is passed on. Pure: owns the tasks under way and
+//! the replies that wait for earlier ones; times are passed in.
 
 use std::collections::BTreeMap;
 
@@ -7,14 +7,14 @@ use tokio::time::Instant;
 
 use crate::protocol::Message;
 
-/// Tasks of one run, numbered as they begin.
+/// The tasks of one run, numbered in the order of publishing.
 pub(super) struct Gather<M> {
     first: u64,
     begun: u64,
     in_order: bool,
-    /// Not answered yet, with the time of their beginning. Bound: whoever begins them keeps one.
+    /// Tasks not answered yet, with the time of their publishing. Bound: the caller's.
     waiting: BTreeMap<u64, (M, Instant)>,
-    /// Answered and not passed on. Bound: as above.
+    /// Tasks answered and not passed on. Bound: the caller's.
     answered: BTreeMap<u64, (M, Option<Message>, Instant)>,
 }
 
@@ -23,20 +23,20 @@ impl<M> Gather<M> {
         Self { first, begun: 0, in_order, waiting: BTreeMap::new(), answered: BTreeMap::new() }
     }
 
-    /// The next task begins.
     pub(super) fn begin(&mut self, meta: M, now: Instant) {
         self.waiting.insert(self.first + self.begun, (meta, now));
         self.begun += 1;
     }
 
-    /// A task is answered. False: it was before, or never began; at least once means that replies come again.
+    /// Records a reply. False: the task was answered before or is unknown, since delivery at least once may
+    /// repeat replies.
     pub(super) fn answer(&mut self, number: u64, reply: Option<Message>, at: Instant) -> bool {
         let Some((meta, _)) = self.waiting.remove(&number) else { return false };
         self.answered.insert(number, (meta, reply, at));
         true
     }
 
-    /// The next answer to pass on; none while in order one before it is missing.
+    /// The next answer to pass on; none: in order, the next task is not answered yet.
     pub(super) fn next(&mut self) -> Option<(u64, M, Option<Message>, Instant)> {
         let oldest = self.waiting.first_key_value().map(|(number, _)| *number);
         let (number, _) = self.answered.first_key_value()?;
@@ -47,22 +47,20 @@ impl<M> Gather<M> {
         Some((number, meta, reply, at))
     }
 
-    /// Tasks begun so far.
     pub(super) fn begun(&self) -> u64 {
         self.begun
     }
 
-    /// Tasks begun and not passed on.
+    /// Tasks added and not passed on.
     pub(super) fn held(&self) -> usize {
         self.waiting.len() + self.answered.len()
     }
 
-    /// Tasks not answered.
     pub(super) fn missing(&self) -> usize {
         self.waiting.len()
     }
 
-    /// When the task began that has waited longest.
+    /// When the oldest unanswered task was added.
     pub(super) fn oldest(&self) -> Option<Instant> {
         self.waiting.first_key_value().map(|(_, (_, at))| *at)
     }

@@ -1,6 +1,6 @@
-//! A client of a task queue: publishes tasks with confirms and gathers their replies by `correlation_id`,
-//! each once. What `publish`, `bench` and `run-batch` share. Owns the connection, and what is under way, which
-//! is bounded. Knows no worker and no model.
+//! A client of a task queue, shared by `publish`, `bench` and `run-batch`: publishes tasks with confirms and
+//! gathers their replies by `correlation_id`, each once. Owns the connection and the tasks under way, which are
+//! bounded. Knows no worker and no model.
 
 mod gather;
 
@@ -22,66 +22,66 @@ use crate::config::Broker;
 use crate::protocol::reply::is_part;
 use crate::protocol::{Headers, JSON, Message, Properties};
 
-/// Publishes under way at once: some windows of the publisher.
+/// Publishes under way at once: several times what the publisher sends unconfirmed.
 const PIPELINED: usize = 2_048;
-/// Replies taken and acked together: what came while the last ones were counted.
+/// Most replies that are read and acked together.
 const BURST: usize = 512;
 
-/// What to publish, and what is known of it.
+/// A task to publish, with the caller's data.
 pub(crate) struct Task<M> {
-    /// Given back with the reply.
+    /// The caller's data, given back with the reply.
     pub(crate) meta: M,
-    /// None: there is nothing to ask, and it is answered as it is, in its turn.
+    /// None: nothing is published, and the task counts as answered in its turn.
     pub(crate) request: Option<Request>,
 }
 
-/// A task's message, but for what is alike in all.
+/// The part of a task's message that differs between tasks.
 pub(crate) struct Request {
     pub(crate) message_id: String,
     pub(crate) headers: Headers,
     pub(crate) body: Bytes,
-    /// Where nobody would wait for it any longer.
+    /// Time to live, for tasks whose reply nobody would wait for any longer.
     pub(crate) expires: Option<Duration>,
 }
 
-/// What a run does not exceed.
 pub(crate) struct Bounds {
     /// Tasks published and not yet given to the sink.
     pub(crate) under_way: usize,
-    /// Longest wait for the next reply; none: for ever.
+    /// Longest wait for the next reply; none: no limit.
     pub(crate) timeout: Option<Duration>,
-    /// Replies are given to the sink in the order of the tasks; otherwise as they come.
+    /// Whether the sink gets replies in the order of the tasks; otherwise as they come.
     pub(crate) in_order: bool,
 }
 
-/// What is done with what comes back. Numbers count the tasks of a run.
+/// Receives the events of a run. Numbers count the tasks of a run.
 pub(crate) trait Sink<M, E> {
     /// A task is about to be published.
     fn begun(&mut self, _number: u64, _meta: &M) {}
 
-    /// The broker has it.
+    /// The broker has confirmed a task.
     fn confirmed(&mut self, _number: u64) {}
 
-    /// Its reply came: at this time, once. None where there was nothing to ask, and where nobody replies.
+    /// A task's reply came at this time; called once per task. The reply is none where nothing was published,
+    /// or no replies are expected.
     ///
     /// # Errors
     /// Ends the run.
     fn answered(&mut self, number: u64, meta: M, reply: Option<Message>, at: Instant) -> Result<(), E>;
 
-    /// So many replies came again.
+    /// This number of replies came a second time.
     fn duplicates(&mut self, _count: usize) {}
 }
 
 /// Why a run ended before its tasks were answered.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ClientError {
-    /// The broker refuses a task, or is gone.
+    /// The broker refuses a task, or is lost.
     #[error(transparent)]
     Broker(#[from] BrokerError),
-    /// The time for the next reply is over. What has been published stays so.
+    /// No reply came in time. Published tasks stay published.
     #[error("no reply for {timeout:?}; {missing} of {published} published tasks are not answered")]
     NoReply { timeout: Duration, missing: usize, published: u64 },
-    /// Replies that were under way are lost: their queue was the connection's own.
+    /// The session was lost, and with it replies: their queue was private to the connection.
     #[error(
         "the reply queue was lost with the connection; {missing} of {published} published tasks are not answered"
     )]
@@ -96,15 +96,15 @@ pub(crate) struct Client {
 }
 
 struct Replies {
-    /// Where tasks say that their replies are to go; none: to the pool's own queue.
+    /// The `reply_to` of tasks; none: they name none, and replies go to the pool's own queue.
     queue: Option<String>,
     consumer: Box<dyn Consumer>,
     acker: Arc<dyn Acker>,
 }
 
 impl Client {
-    /// Connects to RabbitMQ. With a `prefetch`, replies come to a private queue, so many ahead of their acks;
-    /// without, nobody takes them.
+    /// Connects to RabbitMQ. With a `prefetch`, replies come to a private queue, consumed with this prefetch;
+    /// without, no replies are consumed.
     ///
     /// # Errors
     /// No broker could be reached, or it refuses.
@@ -136,7 +136,7 @@ impl Client {
     /// Publishes a message until the broker has it in the task queue.
     ///
     /// # Errors
-    /// The broker refuses it, or is gone.
+    /// The broker refuses it, or is lost.
     pub(crate) async fn publish(&mut self, message: Message) -> Result<(), ClientError> {
         publish(&*self.publisher, &self.task_queue, message).await
     }
@@ -180,7 +180,7 @@ impl Client {
                 burst = burst(replies.as_mut()) => {
                     heard = Instant::now();
                     let deliveries = burst?.ok_or_else(|| gather.lost())?;
-                    // Here, because what is awaited in another arm's place may be dropped half done.
+                    // Acked here, because a future in another arm of this `select!` may be dropped half done.
                     acked(acker.as_deref(), &deliveries).await;
                     let again = deliveries.into_iter().filter_map(|it| gather.reply(it.message, heard));
                     sink.duplicates(again.filter(|again| *again).count());
@@ -212,7 +212,6 @@ impl Client {
         }
     }
 
-    /// Closes the connections in order.
     pub(crate) async fn close(mut self) {
         self.publisher.close().await;
         if let Some(replies) = &mut self.replies {
@@ -236,8 +235,8 @@ impl Replies {
     }
 }
 
-/// What has come, at least one; None: the session is over. Without replies: never. Safe to cancel: what has
-/// been taken is returned at once.
+/// All deliveries that have come, at least one; None: the session is over. Without replies it never returns.
+/// Safe to cancel: deliveries that were read are returned at once.
 async fn burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery>>, ClientError> {
     let Some(Replies { consumer, .. }) = replies else { return std::future::pending().await };
     let mut deliveries = Vec::new();

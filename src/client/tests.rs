@@ -1,4 +1,4 @@
-//! A run over a queue in memory, whose pieces take their time where RabbitMQ's may.
+//! Runs over a queue in memory, with delays where RabbitMQ may be slow.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU16;

@@ -1,4 +1,4 @@
-//! Which broker an address means.
+//! Opens the broker that an address names.
 
 use std::num::NonZeroU16;
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription,
 use crate::broker::{BrokerError, BrokerSession, embedded};
 use crate::config::{Assignment, Broker, Pool};
 
-/// Opens a worker's link to its task queue.
+/// Opens a worker's session with its task queue.
 pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<BrokerSession, BrokerError>> {
     Box::pin(async move {
         let Assignment { broker, pool, worker, .. } = assignment;
@@ -27,7 +27,7 @@ pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<BrokerSessio
             if assignment.broker_reached { RefusalPolicy::Reached } else { RefusalPolicy::Service };
         let consuming = Connector::new(broker.clone(), &name).with_refusals(refusals);
         let (consumer, acker) = subscribe(consuming, subscription, prefetch);
-        // It has something to publish once the consumer has been taken.
+        // This connects only with the first message, after the consumer has a session.
         let publishing = Connector::new(broker.clone(), format!("{name} (publisher)"));
         let publishing = publishing.with_refusals(RefusalPolicy::Reached);
         let large = usize::try_from(pool.large_reply).unwrap_or(usize::MAX);
@@ -40,12 +40,12 @@ pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<BrokerSessio
     })
 }
 
-/// The path of the embedded queue, when that is the broker.
+/// The path of the embedded queue, if the address names one.
 fn socket(broker: &Broker) -> Option<&str> {
     broker.url.first().and_then(|url| url.expose().strip_prefix("embedded:"))
 }
 
-/// The queues to make for a pool; none where the settings say to touch nothing.
+/// The queues to make for a pool; none with `declare = false`.
 pub(super) fn topology(broker: &Broker, pool: &Pool) -> Option<Topology> {
     broker.declare.then(|| Topology {
         task_queue: pool.task_queue.clone(),

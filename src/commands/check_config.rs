@@ -8,7 +8,7 @@ use super::{Registry, load};
 use crate::cli::{CheckConfig, Settings};
 use crate::shutdown::Exit;
 
-/// Prints the effective settings, and what serves each pool's model.
+/// Prints the effective settings, and the code that serves each pool's model.
 pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Result<Exit> {
     let mut config = arguments.settings.config.clone();
     config.extend(arguments.file.clone());

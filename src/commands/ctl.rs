@@ -1,5 +1,5 @@
-//! `sconce ctl`: asks running launchers over the control exchange, gathers their answers until the time
-//! is over, prints them.
+//! `sconce ctl`: sends a request to running launchers over the control exchange, collects answers until the
+//! time-out, and prints them.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -18,7 +18,6 @@ use crate::protocol::stats::{SECONDS, Stage};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// Asks, and prints what comes back.
 pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET));
@@ -35,7 +34,7 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let gathered = runtime.block_on(async {
         let mut lines = open(&settings).await?;
         let until = Instant::now() + arguments.timeout;
-        // One launcher answers for a host or a slot, most likely; two may share a name.
+        // Probably one launcher answers for a host or a slot, but two may have the same name.
         let expected = arguments.expect.or(match target {
             Target::Slot(_) => Some(1),
             _ => None,
@@ -58,7 +57,7 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     Ok(if enough && !refused { Exit::Done } else { Exit::No })
 }
 
-/// The lines to all launchers.
+/// Connects to the control exchange.
 pub(super) async fn open(settings: &Settings) -> anyhow::Result<ControlClient> {
     let exchange = settings.admin.control_exchange.as_deref();
     let exchange = exchange
@@ -68,7 +67,7 @@ pub(super) async fn open(settings: &Settings) -> anyhow::Result<ControlClient> {
     Ok(ControlClient::connect(&connector, exchange).await?)
 }
 
-/// The answers that come in time, by host; no more than are `expected`.
+/// The answers that come in time, sorted by host; at most `expected`.
 pub(super) async fn gather(
     lines: &mut ControlClient,
     (target, request): (&Target, &Request),
@@ -85,9 +84,9 @@ pub(super) async fn gather(
     while answers.len() < expected.unwrap_or(usize::MAX) {
         let Ok(next) = tokio::time::timeout_at(until, lines.next()).await else { break };
         let message = next.context("the broker was lost while answers were awaited")?;
-        // Late ones to what was asked before.
+        // Late answers to earlier requests are ignored.
         if message.properties.correlation_id.as_ref() == Some(&id) {
-            // One launcher of another version is not to hide the others.
+            // An unreadable answer, from a launcher of another version, must not hide the others.
             answers.push(serde_json::from_slice(&message.body).unwrap_or_else(|error| unreadable(&error)));
         }
     }
@@ -120,7 +119,7 @@ fn print(answers: &[Answer], arguments: &Ctl) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// One slot, as far as it was asked for.
+/// The line of one slot, with what was asked for.
 fn line(slot: &SlotReport, order: &CtlOrder) -> String {
     let (name, state, since) = (&slot.slot, slot.state.name(), span(slot.state_ms));
     let head = format!("{name:<14} {state:<11} {since:>7}");
@@ -181,7 +180,7 @@ fn now_ms() -> u64 {
     since.as_millis() as u64
 }
 
-/// A span of time, in its two largest units.
+/// A duration in its two largest units.
 pub(super) fn span(ms: u64) -> String {
     let seconds = ms / 1_000;
     match seconds {

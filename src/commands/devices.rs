@@ -1,4 +1,4 @@
-//! `sconce devices`: what this host has, who is on it, and what would run where.
+//! `sconce devices`: shows this host's devices, the processes on them, and which workers would run where.
 
 use std::io::Write;
 
@@ -12,7 +12,7 @@ use crate::launcher::Host;
 use crate::launcher::gpus::{Gpu, Memory};
 use crate::shutdown::Exit;
 
-/// Prints the devices, and then the plan; where settings name what is not here, that is the error.
+/// Prints the devices and the plan; settings that name a missing device are an error.
 pub(super) fn run(arguments: &Devices, registry: &Registry) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     let host = Host::here();

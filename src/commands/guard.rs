@@ -1,5 +1,5 @@
-//! `sconce guard`: started by a launcher beside its workers, and never by hand. Reads no settings and
-//! has one thread; what it does is in `launcher::guard`.
+//! `sconce guard`: started by a launcher beside its workers, never by hand. Reads no settings and has one
+//! thread; `launcher::guard` does the work.
 
 use std::io;
 
@@ -9,9 +9,9 @@ use super::start_logging;
 use crate::launcher::guard_workers;
 use crate::shutdown::Exit;
 
-/// Guards the workers of the launcher at the other end of stdin, until none of them is left.
+/// Guards the workers of the launcher that writes to stdin, until none of them is left.
 pub(super) fn run() -> anyhow::Result<Exit> {
     start_logging(None);
-    guard_workers(io::stdin().lock()).context("the signals of a service's end cannot be ignored")?;
+    guard_workers(io::stdin().lock()).context("cannot ignore the signals that stop a service")?;
     Ok(Exit::Done)
 }

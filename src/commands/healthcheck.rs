@@ -10,7 +10,7 @@ use crate::admin::Check;
 use crate::cli::Healthcheck;
 use crate::shutdown::Exit;
 
-/// Asks, prints the answer, and says by the exit code what it is.
+/// Prints the answer, and returns it as the exit code.
 pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
     let base = match &arguments.url {
         Some(url) => url.trim_end_matches('/').to_owned(),
@@ -37,7 +37,7 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
     Ok(exit)
 }
 
-/// An address that listens everywhere is reached here.
+/// Replaces an address that listens on all interfaces by one that can be connected to.
 fn reachable(address: SocketAddr) -> SocketAddr {
     let ip = match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),

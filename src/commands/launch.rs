@@ -1,4 +1,4 @@
-//! `sconce launch`: the service, with what operators see of it and ask of it.
+//! `sconce launch`: the service, with metrics, health and remote control.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,11 +19,11 @@ use crate::launcher::{Host, Launching, RawLines};
 use crate::shutdown::{Exit, Hangups, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
 
-/// Requests in hand at once.
+/// Requests handled at once.
 const REQUESTS: u16 = 1;
 /// How long the answer to the request that ended the launcher may take.
 const LAST_ANSWER: Duration = Duration::from_secs(2);
-/// Before the control exchange is tried again, after a broker that was gone for too long.
+/// Wait before the control exchange is tried again, when the broker was unreachable for too long.
 const RETRY: Duration = Duration::from_secs(60);
 
 /// Runs the service.
@@ -32,15 +32,14 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     start_logging(None);
     let host = Host::here();
     let assignments = registry.plan(&settings, &host)?;
-    let program = std::env::current_exe().context("where is this program?")?;
+    let program = std::env::current_exe().context("cannot find this program's file")?;
     for url in &settings.broker.url {
         tracing::info!(broker = redact_url(url.expose()), pools = settings.pools.len(), "settings read");
     }
-    // One thread, this one, which lives to the end: workers are tied by the kernel to the thread that
-    // spawned them.
+    // Only this thread, which lives to the end: the kernel ties workers to the thread that spawned them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let exit = runtime.block_on(serve(arguments, registry, (&settings, &host), (&program, &assignments)));
-    // Whatever waits for a driver or a broker ends with the process.
+    // Threads that wait for a driver or a broker end with the process.
     runtime.shutdown_background();
     exit
 }
@@ -74,12 +73,13 @@ async fn serve(
     control_apart(settings, &place)?;
     let handle = launching.handle();
     let hangup = Notify::new();
-    // Signals are heard while settings are being put in force: the end of the terminal is one of them.
+    // Signals are handled also while settings are being applied, because one may report the end of the
+    // terminal.
     let listening = async {
         while hangups.next().await {
             hangup.notify_one();
         }
-        // The terminal is gone: whoever sat there does not want what they started to stay for ever.
+        // The terminal was closed: its user cannot want the service to run for ever.
         stop.advance(Phase::Returning, "SIGHUP, and the terminal is gone");
     };
     let reloading = async {
@@ -93,13 +93,13 @@ async fn serve(
         exit = launching.run(assignments) => exit,
         never = async { beside.await; std::future::pending().await } => never,
     };
-    // Whoever ordered the end is to be answered.
+    // The client that requested the end gets its answer first.
     let _ = tokio::time::timeout(LAST_ANSWER, place.answering.acquire()).await;
     Ok(exit)
 }
 
-/// Listens to the control exchange on a thread of its own: whatever anybody sends there, or a broker that
-/// is slow to be reached, holds up nobody who watches workers.
+/// Listens to the control exchange on a separate thread: neither a request nor a slow broker delays the
+/// supervision of workers.
 fn control_apart(settings: &Settings, place: &Arc<Place>) -> anyhow::Result<()> {
     let (settings, place) = (settings.clone(), place.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -108,7 +108,7 @@ fn control_apart(settings: &Settings, place: &Arc<Place>) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Obeys what comes over the control exchange, as long as the broker lets us.
+/// Handles requests from the control exchange, as long as the broker allows it.
 async fn listen_to_control(settings: &Settings, place: &Place) {
     let Some(exchange) = settings.admin.control_exchange.clone() else { return };
     if !settings.broker.declare {
@@ -118,7 +118,7 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
     loop {
         let host = &place.host;
         let name = format!("sconce {host} (control)");
-        // Which slots there are may change: who is meant is decided here, by the key of each request.
+        // The set of slots may change, so the target of each request is decided here, by its routing key.
         let keys = vec!["all".to_owned(), format!("host.{host}"), "pool.#".to_owned(), "slot.#".to_owned()];
         let subscription = Subscription::Topic { exchange: exchange.clone(), keys };
         let connector =
@@ -127,7 +127,7 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
         let publisher = Arc::new(AmqpPublisher::new(connector()));
         let broker_session =
             BrokerSession { consumer: Box::new(consumer), acker: Arc::new(acker), publisher };
-        // Also after a refusal: what refuses may pass, and the workers go on meanwhile.
+        // Tried again also after a refusal: its cause may pass, and the workers go on meanwhile.
         match admin::control(broker_session, place).await {
             Err(error @ BrokerError::Refused { .. }) => {
                 tracing::warn!(exchange, %error, "no remote control; trying again");
@@ -138,7 +138,7 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
     }
 }
 
-/// Loads the settings again and puts them in force, or says why those that are stay.
+/// Loads the settings again and applies them; on an error, logs why the current ones stay.
 async fn reload(
     arguments: &cli::Settings,
     registry: &Registry,
@@ -151,7 +151,7 @@ async fn reload(
     let refused = match planned {
         Ok((slots, settings)) => {
             if settings.admin != before.admin {
-                tracing::warn!("[admin] has changed: that needs a new start of the launcher");
+                tracing::warn!("[admin] has changed: restart the launcher to apply it");
             }
             if settings.broker != before.broker {
                 tracing::warn!("remote control stays with the broker of the launcher's start");
@@ -167,6 +167,6 @@ async fn reload(
         }
     };
     if let Err(reason) = refused {
-        tracing::error!("the settings before stay in force: {reason}");
+        tracing::error!("the former settings stay in force: {reason}");
     }
 }

@@ -1,5 +1,4 @@
-//! One file or folder for each command of the program, and what several of them share. No policy of other
-//! rooms.
+//! One file or folder for each command, and what several of them share.
 
 pub mod batch_file;
 mod bench;
@@ -38,7 +37,7 @@ pub use registry::Registry;
 /// Runs a command.
 ///
 /// # Errors
-/// What ended it; an [`Exit`] in its chain is the code to end with.
+/// The cause of the end; an [`Exit`] in its chain is the exit code.
 pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
     match command {
         Command::Launch(settings) => launch::run(&settings, registry),
@@ -73,7 +72,7 @@ fn load(settings: &cli::Settings, flags: &[(String, String)]) -> Result<Loaded, 
     config::load(&files, environment, &overrides)
 }
 
-/// The pool of that name, or the only one.
+/// The pool with this name, or the only one.
 fn pool_named<'a>(pools: &'a [Pool], name: Option<&str>) -> anyhow::Result<(usize, &'a Pool)> {
     let names = || pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
     let mut numbered = pools.iter().enumerate();
@@ -98,8 +97,8 @@ fn start_logging(unless_told: Option<&str>) {
     }
 }
 
-/// How lines look: as `SCONCE_LOG_FORMAT` says; else for a person, except those of a service whose stderr
-/// goes to a collector of logs.
+/// The format of log lines: as in `SCONCE_LOG_FORMAT`; otherwise for a person, except for a service whose
+/// stderr goes to a log collector.
 fn log_format(is_service: bool) -> Format {
     match std::env::var("SCONCE_LOG_FORMAT").as_deref() {
         Ok("json") => Format::Json,

@@ -1,8 +1,8 @@
-//! The progress bar: rate and time left, on stderr, and none at all where that is no terminal.
+//! The progress bar on stderr: rate and time left; hidden where stderr is not a terminal.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// A bar to `total`, or a counter where that is unknown. `done` of it was done before.
+/// A bar to `total`, or a counter where that is unknown. An earlier run did `done` of it.
 pub(super) fn bar(total: Option<u64>, done: u64, what: &str) -> ProgressBar {
     let template = match total {
         Some(_) => "{prefix} [{bar:32}] {human_pos}/{human_len}  {per_sec}  {eta} left  {msg}",
@@ -13,7 +13,7 @@ pub(super) fn bar(total: Option<u64>, done: u64, what: &str) -> ProgressBar {
         .with_style(style.progress_chars("=> "))
         .with_prefix(what.to_owned())
         .with_position(done);
-    // Otherwise the work of an earlier run would count into this one's rate.
+    // Otherwise the work of an earlier run would count in this one's rate.
     bar.reset_eta();
     bar
 }

@@ -21,14 +21,13 @@ use crate::protocol::{Headers, Message, Value};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// Tasks published and not yet printed: bounds what is held back for the order.
+/// Tasks published and not yet printed: bounds the replies held back to keep the order.
 const WINDOW: usize = 4_096;
-/// Replies that the broker sends ahead of their acks.
+/// Replies that the broker sends before they are acked.
 const PREFETCH: u16 = 256;
-/// Lines read ahead of what is published.
+/// Lines read ahead of publishing.
 const READ_AHEAD: usize = 256;
 
-/// Publishes.
 pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET));
@@ -46,7 +45,7 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
         let prefetch = arguments.wait.then_some(PREFETCH);
         let mut client = Client::connect(&settings.broker, "sconce publish", queue, prefetch).await?;
         let mut output = Output { bar: progress::bar(total, 0, "tasks"), published: 0 };
-        // A line that is no task ends the input; what came before it is published and answered.
+        // An invalid line ends the input; the tasks before it are published and answered.
         let mut bad = None;
         let tasks = stream::poll_fn(|context| {
             lines.poll_recv(context).map(|line| match line? {
@@ -72,14 +71,14 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
     })
 }
 
-/// The user's name for it is kept for the reply.
+/// The task, with the user's id for its reply.
 fn task(request: requests::Request) -> Task<Option<String>> {
     let message_id = request.custom_id.clone().unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
     let request_of = Request { message_id, headers: Headers::new(), body: request.body, expires: None };
     Task { meta: request.custom_id, request: Some(request_of) }
 }
 
-/// Prints replies, or counts what is published.
+/// Prints replies, or counts published tasks.
 struct Output {
     bar: ProgressBar,
     published: u64,
@@ -134,9 +133,9 @@ fn tasks_in(path: &Path) -> anyhow::Result<u64> {
     Ok(tasks)
 }
 
-/// Reads on a thread of its own: stdin may bring a line now and the next tomorrow.
+/// Reads on a separate thread, because stdin may block for any time between two lines.
 fn read_ahead(mut requests: Requests) -> io::Result<mpsc::Receiver<anyhow::Result<requests::Request>>> {
-    // Written by the thread, read by whoever publishes.
+    // Written by the thread, read by the publishing task.
     let (read, requested) = mpsc::channel(READ_AHEAD);
     thread::Builder::new()
         .name("input".into())

@@ -1,5 +1,5 @@
-//! Which code serves a pool's `model` setting: what a user registered under its name, else what the model's
-//! files name (`model::registry`). From here on a model type is a [`Starter`].
+//! Decides which code serves a pool's `model` setting: the code registered under its name, else the built-in
+//! code for the model's files (`model::registry`). Other code knows a model only as a [`Starter`].
 
 use std::collections::BTreeMap;
 
@@ -47,7 +47,7 @@ impl Registry {
         self
     }
 
-    /// The same for a model whose sequences take many steps.
+    /// Adds a model of your own whose sequences take many steps, in the same way.
     #[must_use]
     pub fn with_generate<R, G>(
         mut self,
@@ -62,7 +62,7 @@ impl Registry {
         self
     }
 
-    /// Who serves the model of a pool. Models that nothing serves are refused when they are loaded.
+    /// The code that serves a pool's model. A model that nothing serves is refused when it is loaded.
     pub(super) fn starter(&self, pool: &Pool) -> Starter {
         let task = pool.task.clone();
         self.registered(&pool.model).cloned().unwrap_or_else(|| {
@@ -72,7 +72,7 @@ impl Registry {
         })
     }
 
-    /// What serves the model of a pool, in words; none where its files are not on this host.
+    /// The name of what serves a pool's model; none where its files are not on this host.
     ///
     /// # Errors
     /// Nothing serves it.
@@ -83,14 +83,14 @@ impl Registry {
         Ok(served_here(&pool.model, pool.task.as_deref())?.map(|served| served.to_string()))
     }
 
-    /// The slots that settings mean on a host, if they fit it and their models are served.
+    /// The slots of the settings on a host, if they fit it and their models are served.
     ///
     /// # Errors
-    /// What the operator must change.
+    /// The operator must change the settings.
     pub(super) fn plan(&self, settings: &Settings, host: &Host) -> anyhow::Result<Vec<Assignment>> {
         let slots = plan(settings, host)?;
         for pool in &settings.pools {
-            // What else is wrong with its files may pass, and is the worker's to say.
+            // Other problems of the model's files may pass; the worker reports them.
             if let Err(error @ LoadError::Unsupported { .. }) = self.describe(pool) {
                 return Err(error)
                     .with_context(|| format!("pool {:?}", pool.name))
@@ -107,13 +107,13 @@ impl Registry {
         Ok(slots)
     }
 
-    /// The same, while workers run that hold the memory they would need: who finds too little will say so.
+    /// The slots of the settings while workers run, whose memory is not free: a new worker reports if it has
+    /// too little.
     pub(super) fn slots(&self, settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchError> {
         plan(settings, host)
     }
 
-    /// The digest of `model`'s files; none for one that goes by a registered name, which alone knows what
-    /// it is loaded from.
+    /// The digest of `model`'s files; none for a registered model, because only its code knows what it loads.
     pub(super) fn weights(&self, model: &str) -> Result<Option<String>, LoadError> {
         if self.registered(model).is_some() { Ok(None) } else { sentence::digest(model).map(Some) }
     }

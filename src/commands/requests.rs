@@ -1,5 +1,4 @@
-//! Tasks as users write them: one JSON value a line, or a text. Decides what such a line means; reads
-//! only when asked for the next.
+//! Reads tasks as users write them: one JSON value per line, or a text. Reads each only when it is asked for.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -13,12 +12,12 @@ use crate::protocol::shorten;
 
 /// A task to publish.
 pub(super) struct Request {
-    /// The user's name for it, in a batch line.
+    /// The user's id of a batch line.
     pub(super) custom_id: Option<String>,
     pub(super) body: Bytes,
 }
 
-/// Tasks, or why one cannot be read.
+/// Tasks, or the error that one cannot be read.
 pub(super) type Requests = Box<dyn Iterator<Item = anyhow::Result<Request>> + Send>;
 
 /// A text to embed.

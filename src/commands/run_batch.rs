@@ -1,8 +1,8 @@
-//! `sconce run-batch`: a launcher with a queue of its own. Feeds the file's lines as tasks, then one
-//! sentinel a worker; collects the replies and writes them in the order of the lines.
+//! `sconce run-batch`: a launcher with an embedded queue. Publishes the file's lines as tasks, then one
+//! sentinel per worker; collects the replies and writes them in the order of the lines.
 //!
-//! Two runtimes: the launcher's has one thread, the main one, to which workers are tied; the queue
-//! and both files run on another.
+//! There are two runtimes: the launcher's has one thread, the main one, to which workers are tied; the queue
+//! and both files use the other.
 
 mod report;
 
@@ -35,16 +35,15 @@ use crate::protocol::{Headers, Message, Properties};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::QUIET;
 
-/// Lines in work or finished early: what the order may hold back.
+/// Lines under way or waiting for an earlier one to finish.
 const WINDOW: usize = 4_096;
 /// Ready messages in a queue before a publisher waits.
 const MAX_READY: usize = 1_024;
-/// Replies ahead of their acks.
+/// Replies that the queue sends before they are acked.
 const PREFETCH: NonZeroU16 = NonZeroU16::new(256).expect("256 is not zero");
 /// The queue of replies, inside this process.
 const REPLIES: &str = "replies";
 
-/// Runs the file.
 pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Exit> {
     let (settings, pool) = settings(arguments)?;
     start_logging(Some(QUIET));
@@ -62,7 +61,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     for assignment in &mut assignments {
         assignment.broker.url = vec![Secret::new(format!("embedded:{}", socket.display()))];
     }
-    let program = std::env::current_exe().context("where is this program?")?;
+    let program = std::env::current_exe().context("cannot find this program's file")?;
     let queues = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let broker = {
         let _inside = queues.enter();
@@ -113,7 +112,7 @@ fn launched_and_fed(
                 ended = &mut fed, if !is_fed => match ended? {
                     Ok(()) => is_fed = true,
                     Err(error) => {
-                        // A full disk, say: nothing that the workers compute could be kept.
+                        // For example, the disk is full: further results could not be saved.
                         stop.advance(Phase::Returning, "the run failed");
                         launched.await;
                         return Err(error);
@@ -135,7 +134,7 @@ fn nothing_left(arguments: &RunBatch, pool: &Pool, lines: usize) -> anyhow::Resu
     Ok(Exit::Done)
 }
 
-/// Says what was done, and what is missing.
+/// Prints what was done, and what is missing.
 fn conclude(output: &mut Output, pool: &Pool, exit: Exit, point: &ResumePoint) -> anyhow::Result<Exit> {
     output.file.get_ref().sync_all().context("the output")?;
     let (done, errors) = (output.done, output.errors);
@@ -149,7 +148,7 @@ fn conclude(output: &mut Output, pool: &Pool, exit: Exit, point: &ResumePoint) -
         return Err(anyhow::Error::new(changed).context(Exit::Usage));
     }
     if done == total {
-        // However its workers ended.
+        // All lines are written, so it does not matter how the workers ended.
         return Ok(Exit::Done);
     }
     writeln!(says, "stopped at line {done} of {total}; the same command goes on from there")?;
@@ -160,7 +159,6 @@ fn print(tally: &mut Tally, pool: &Pool, errors: u64) -> anyhow::Result<()> {
     Ok(writeln!(io::stdout(), "{}", serde_json::to_string(&tally.report(&pool.name, errors))?)?)
 }
 
-/// A line as a request.
 fn parse(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
     let Some(bytes) = &line.bytes else {
         let problem = format!("longer than {MAX_LINE} bytes");
@@ -169,10 +167,11 @@ fn parse(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
     batch_line::parse(bytes)
 }
 
-/// The output, ours alone, and where to go on in it, provided that what made its lines is what runs now.
+/// Opens and locks the output, and finds where to continue, provided that the same model and settings made its
+/// lines.
 fn files(arguments: &RunBatch, pool: &Pool, weights: Option<String>) -> anyhow::Result<(File, ResumePoint)> {
     let RunBatch { input, output, .. } = arguments;
-    // Before the output is made, so that a wrong name leaves nothing behind.
+    // Opened before the output is made, so that a wrong name leaves no file.
     File::open(input).with_context(|| input.display().to_string())?;
     let mut claimed = claim(output)?;
     let point = ResumePoint::find(input, output)?;
@@ -186,7 +185,7 @@ fn files(arguments: &RunBatch, pool: &Pool, weights: Option<String>) -> anyhow::
     Ok((claimed, point))
 }
 
-/// The settings with the flags of this command, cut down to the one pool that runs.
+/// The settings with the flags of this command, reduced to the one pool that runs.
 fn settings(arguments: &RunBatch) -> anyhow::Result<(Settings, Pool)> {
     let loaded = load(&arguments.settings, &[])?.settings;
     let (index, _) = pool_named(&loaded.pools, arguments.pool.as_deref())?;
@@ -207,23 +206,23 @@ fn queues_of(pool: &Pool) -> Vec<QueueSpec> {
     vec![
         queue(&pool.task_queue, Some(MAX_READY)),
         queue(REPLIES, Some(MAX_READY)),
-        // A task that is dead-lettered has been answered too.
+        // A dead-lettered task has been answered too, so nobody reads its dead letter.
         queue(&pool.dead_letter_queue, None),
     ]
 }
 
-/// A line as it is asked for.
+/// A line of the input.
 enum Line {
     Request {
         custom_id: String,
-        /// As a report counts them; none is asked for: 0.
+        /// Number of inputs for the report; 0 without a report.
         inputs: usize,
     },
-    /// No request: what answers it is known.
+    /// Not a request: its output line is known.
     Invalid(Vec<u8>),
 }
 
-/// The lines of the input behind the first `done`, as tasks.
+/// The lines of the input after the first `done`, as tasks.
 fn tasks(input: &mut CountedInput, counts_inputs: bool) -> impl Iterator<Item = anyhow::Result<Task<Line>>> {
     input.map(move |line| {
         let line = line.context("the input")?;
@@ -242,21 +241,21 @@ fn tasks(input: &mut CountedInput, counts_inputs: bool) -> impl Iterator<Item = 
     })
 }
 
-/// The output. Shared by the run, which writes, and by its end, which says what was written.
+/// The output. Shared by the run, which writes, and `conclude`, which prints the summary.
 struct Output {
     file: BufWriter<File>,
     /// Lines written, those of earlier runs included.
     done: usize,
-    /// Lines written now that hold an error.
+    /// Lines with an error written in this run.
     errors: u64,
-    /// What a report is made of, where one was asked for.
+    /// The counts for the report, if one is requested.
     tally: Option<Tally>,
-    /// How the input has changed since it was counted, known behind the last line.
+    /// How the input has changed since it was counted; known after the last line.
     input_changed: Option<InputChanged>,
     bar: ProgressBar,
 }
 
-/// Each line is flushed: an interrupted run goes on behind it.
+/// Each line is flushed, so that an interrupted run can continue after it.
 impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
     fn answered(&mut self, _: u64, line: Line, reply: Option<Message>, _: Instant) -> anyhow::Result<()> {
         let mut output = lock(self);
@@ -289,21 +288,21 @@ fn lock(output: &Mutex<Output>) -> MutexGuard<'_, Output> {
     output.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What publishes the lines and writes the answers.
+/// Publishes the lines and writes the answers.
 struct Run {
     socket: PathBuf,
     pool: Pool,
-    /// Sentinels at the end.
+    /// Number of sentinels at the end.
     workers: usize,
-    /// From the sentinels to the end of workers that took none.
+    /// Wait after the sentinels before workers that took none are ended.
     grace: Duration,
     output: Arc<Mutex<Output>>,
     stop: Stop,
 }
 
 impl Run {
-    /// Publishes every line that was counted and, once all are answered, a sentinel for each worker: until
-    /// then a task may wait somewhere for another attempt, and the input may still grow.
+    /// Publishes every counted line and, once all are answered, a sentinel for each worker: until then a task
+    /// may wait for another attempt.
     async fn run(mut self, mut input: CountedInput) -> anyhow::Result<()> {
         let queue = self.pool.reply_queue.clone().unwrap_or_default();
         let session =
@@ -327,15 +326,15 @@ impl Run {
             let properties = Properties { kind: Some(SHUTDOWN.into()), ..Properties::default() };
             client.publish(Message { properties, body: "null".into() }).await?;
         }
-        // A worker that died behind its sentinel has been started again, and none is left for it.
+        // A worker that died after its sentinel has been started again, and none is left for it.
         tokio::time::sleep(self.grace).await;
         self.stop.advance(Phase::Returning, "every line is answered");
         Ok(())
     }
 }
 
-/// Waits until every line is written, or, when the run was stopped, all replies that there are; not at all
-/// when the launcher did not end well. Bound: five seconds.
+/// Waits until every line is written or, when the run was stopped, every available reply; does not wait when
+/// the launcher failed. Bound: five seconds.
 async fn written_up_to(
     total: usize,
     output: &Mutex<Output>,

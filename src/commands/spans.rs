@@ -1,4 +1,4 @@
-//! A worker's tracer: made from its assignment, and emptied when the worker has ended.
+//! A worker's tracer: made from its assignment, and flushed when the worker has ended.
 
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use crate::shutdown::{Phase, Stop};
 use crate::telemetry::traces::{Place, Traces};
 use crate::worker::{Ended, WorkerError, load_spec};
 
-/// How long the last spans may take to the collector.
+/// Longest wait for sending the last spans.
 const LAST: Duration = Duration::from_secs(1);
 
-/// The tracer of a worker, off where its settings say so. One that cannot be made stops no worker.
+/// The tracer of a worker, off where the settings say so. If it cannot be made, the worker runs without it.
 pub(super) fn tracer(assignment: &Assignment) -> Traces {
     let Some(endpoint) = &assignment.telemetry.otlp_endpoint else { return Traces::default() };
     let is_embedded = assignment.broker.delivery_timeout().is_none();
@@ -30,7 +30,7 @@ pub(super) fn tracer(assignment: &Assignment) -> Traces {
     })
 }
 
-/// Sends the last spans of a worker that has ended, unless nobody waits for what it has begun.
+/// Sends the last spans of a worker that has ended, unless it is aborting.
 pub(super) async fn send_last(traces: Traces, stop: &Stop, ended: &Result<Ended, WorkerError>) {
     if matches!(ended, Ok(Ended::Aborted)) {
         return;

@@ -1,4 +1,4 @@
-//! `sconce worker`: under a launcher, with the assignment from its stdin; or by hand.
+//! `sconce worker`: runs under a launcher, with the assignment from stdin, or by hand.
 
 use std::io::{self, BufRead, Read};
 use std::os::unix::process::CommandExt;
@@ -20,7 +20,7 @@ use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
 use crate::worker::{self, Control, CrashRecords, Ended, LiveSettings, Reporter, WorkerError};
 
-/// What CUDA shows a process.
+/// The variable that lists the GPUs visible to a process.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// How long the last control line may take.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -42,9 +42,9 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             (by_hand(arguments)?, Patience::SecondAborts)
         }
     };
-    // One thread: its tasks hand messages to each other, and waking another thread for that costs more
-    // than what is done with them. What computes for long has threads of its own. Tasks that are woken
-    // together run in turn, so that a batch's replies leave together.
+    // One thread: its tasks hand messages to each other, and waking another thread costs more than handling
+    // them. Long computations have their own threads. Tasks woken together run in turn, so a batch's replies
+    // are sent together.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
     let traces = spans::tracer(&assignment);
@@ -60,7 +60,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             Ok(_) => stop.cause().unwrap_or_default(),
             Err(error) => error.to_string(),
         };
-        // Nobody may be reading any more.
+        // The launcher may no longer read.
         let farewell = async {
             reporter.send(&Event::Stopped { cause, exit: Some(exit_of(&ended).code().into()) }).await;
             reporter.flush().await;
@@ -70,7 +70,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
         anyhow::Ok(ended)
     };
     let ended = runtime.block_on(work);
-    // Whatever still runs (a forward pass after an abort) ends with the process.
+    // Threads that still run (a forward pass after an abort) end with the process.
     runtime.shutdown_background();
     let ended = ended?;
     if let Err(error) = &ended {
@@ -88,10 +88,10 @@ fn exit_of(ended: &Result<Ended, WorkerError>) -> Exit {
     }
 }
 
-/// Has the kernel signal us when the launcher dies, in case somebody else holds our stdin open.
+/// Asks the kernel for a signal when the launcher dies, in case another process holds our stdin open.
 fn tie_to(launcher: u32) -> anyhow::Result<()> {
     set_pdeathsig(Signal::SIGTERM).context("prctl(PR_SET_PDEATHSIG)")?;
-    // It may have died before we asked.
+    // The launcher may have died before the request.
     if getppid().as_raw() != launcher as i32 {
         bail!("the launcher (process {launcher}) is gone");
     }
@@ -109,7 +109,7 @@ fn assigned(crashes: &CrashRecords, settings: &LiveSettings) -> anyhow::Result<A
         Command::Start { assignment, crashes: records, paused } => {
             crashes.learn(records);
             settings.pause(paused);
-            // Its words would repeat the value, and the values hold a password.
+            // The error's text would repeat the value, which holds a password.
             serde_json::from_value(assignment)
                 .map_err(|_| anyhow!("the assignment is not as this version writes it"))
         }
@@ -137,23 +137,24 @@ fn by_hand(arguments: &Worker) -> anyhow::Result<Assignment> {
     })
 }
 
-/// The device of a worker by hand. A GPU's is started anew, to be shown that GPU alone, as a launcher does.
+/// The device of a worker started by hand. For a GPU, the process is started again with only that GPU visible,
+/// as a launcher does.
 fn own_device(asked: &str, pool: &str, host: &Host) -> anyhow::Result<String> {
     if asked == "cpu" {
         return Ok(asked.to_owned());
     }
     let uuid = host.device(asked, pool).map_err(|error| WorkerError::Device(error.to_string()))?;
     if std::env::var(VISIBLE).as_deref() != Ok(&uuid) {
-        let program = std::env::current_exe().context("where is this program?")?;
+        let program = std::env::current_exe().context("cannot find this program's file")?;
         let mut anew = std::process::Command::new(program);
         anew.args(std::env::args_os().skip(1)).env(VISIBLE, &uuid).env("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
-        return Err(anew.exec()).context("starting the worker anew, to be shown its own GPU alone");
+        return Err(anew.exec()).context("starting the worker again with only its own GPU visible");
     }
     Ok(uuid)
 }
 
-/// Follows the launcher's commands, on a thread of its own: stdin blocks, and when the launcher is
-/// gone this thread ends the process even if nothing else in it moves any more.
+/// Follows the launcher's commands on a separate thread: stdin blocks, and when the launcher is gone this
+/// thread ends the process even if all others hang.
 fn follow_commands(stop: Stop, control: Control) -> io::Result<()> {
     thread::Builder::new().name("commands".into()).spawn(move || {
         let mut lines = io::stdin().lock();
@@ -169,7 +170,7 @@ fn follow_commands(stop: Stop, control: Control) -> io::Result<()> {
         }
         stop.advance(Phase::Returning, "the launcher is gone");
         thread::sleep(ORPHANED);
-        // Not an exit: what libraries do at one would wait for a driver that hangs.
+        // Killed, not exited: exit handlers of libraries would wait for a driver that hangs.
         let _ = kill(Pid::this(), Signal::SIGKILL);
     })?;
     Ok(())

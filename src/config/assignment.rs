@@ -1,5 +1,5 @@
-//! What one worker is to run: a slot with all its settings. The launcher's plan makes it, the
-//! `start` control line carries it.
+//! What one worker runs: a slot with all its settings. The launcher's plan makes it, the `start` control line
+//! carries it.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,11 +10,11 @@ use super::{Broker, Pool, Telemetry};
 const CPU_TOKENS: usize = 1_024;
 /// Tokens a forward pass on a GPU.
 const GPU_TOKENS: usize = 32_768;
-/// A short text, in tokens: before any has come, messages are taken for these.
+/// Tokens of a short text: the assumed size of a message before any has come.
 const SHORT_TEXT: usize = 16;
-/// Most threads that prepare tasks: with the slowest tokenizers, some 80,000 short texts a second.
+/// Most preprocess threads: with the slowest tokenizers, 8 do about 80,000 short texts a second.
 const MOST_FEEDERS: usize = 8;
-/// Most messages to hold before it is known how many tokens they carry.
+/// Most unacked messages before their number of tokens is known.
 const MOST_SHORT_TEXTS: usize = 256;
 
 /// One worker's assignment.
@@ -26,22 +26,23 @@ pub struct Assignment {
     pub worker: String,
     /// `cpu`, or the GPU's UUID.
     pub device: String,
-    /// Workers of the launcher that may compute on the device at once, this one included. A plan says 1; who
-    /// starts a worker says how many there are then.
+    /// Workers of the launcher that may compute on the device at once, this one included. A plan says 1; the
+    /// code that starts a worker sets the number at that time.
     #[serde(default = "alone")]
     pub sharers: usize,
-    /// Threads that compute, or on a GPU's worker those that feed it.
+    /// Compute threads; for a GPU's worker, preprocess threads.
     pub threads: usize,
     /// The pool.
     pub pool: Pool,
     /// The broker.
     pub broker: Broker,
-    /// Where its spans go.
+    /// Where tracing spans are sent.
     pub telemetry: Telemetry,
-    /// Task and dead-letter queues of all pools: no reply goes there.
+    /// Task and dead-letter queues of all pools: no reply may go there.
     #[serde(default)]
     pub reserved_queues: Vec<String>,
-    /// The broker has taken a worker by the same settings before: if it refuses this one, that passes.
+    /// Whether the broker has accepted a worker with the same settings before: if it refuses this one, it is
+    /// worth retrying.
     #[serde(default)]
     pub broker_reached: bool,
 }
@@ -51,31 +52,32 @@ fn alone() -> usize {
 }
 
 impl Assignment {
-    /// Most tokens of a batch: the pool's, or by device.
+    /// Most tokens of a batch: the pool's setting, or the device's default.
     pub fn max_tokens(&self) -> usize {
         let by_device = if self.device == "cpu" { CPU_TOKENS * self.threads.max(1) } else { GPU_TOKENS };
         self.pool.batch.max_tokens.unwrap_or(by_device)
     }
 
-    /// Share of what the device could do that it has to reach: the pool's, for each that computes on it.
+    /// The share of the device's possible speed that it must reach: the pool's setting, divided by the workers
+    /// on the device.
     pub fn min_speed(&self) -> f64 {
         self.pool.min_speed / self.sharers.max(1) as f64
     }
 
-    /// Threads that prepare tasks, and as many that write replies: they take turns on the cores. Those of
-    /// a CPU worker compute.
+    /// Number of preprocess threads, and of threads that write replies; they share the cores. A CPU worker has
+    /// one of each, because its cores compute.
     pub fn feeders(&self) -> usize {
         if self.device == "cpu" { 1 } else { self.threads.clamp(1, MOST_FEEDERS) }
     }
 
-    /// Unacked messages at first, while nobody knows how large they are: the pool's, or as many of the
-    /// largest as its bytes allow.
+    /// Prefetch at first, while the size of messages is unknown: the pool's setting, or as many of the largest
+    /// messages as its bytes allow.
     pub fn first_prefetch(&self) -> u16 {
         let affordable = (self.pool.prefetch_bytes / self.pool.max_body.max(1)).clamp(1, u16::MAX.into());
         self.pool.prefetch.unwrap_or(self.usual_prefetch().min(affordable as u16))
     }
 
-    /// Unacked messages where they are short texts: the pool's, or two batches of them.
+    /// Prefetch for short texts: the pool's setting, or two batches of them.
     pub fn usual_prefetch(&self) -> u16 {
         let batch = self.max_tokens().div_ceil(SHORT_TEXT).min(self.pool.batch.max_requests);
         let auto = (2 * batch).clamp(2, MOST_SHORT_TEXTS) as u16;

@@ -1,6 +1,6 @@
-//! The form of a setting's one definition: key, type, default, reader (which knows the range) and help.
-//! Everything else comes from it: the validated struct, the built-in defaults, `config/default.toml` and
-//! the page of `sconce check-config`. Holds no setting itself.
+//! How a setting is defined, once: key, type, default, reader (which checks the range) and help. The validated
+//! struct, the built-in defaults, `config/default.toml` and the page of `sconce check-config` are derived from
+//! it. Defines no setting itself.
 
 use super::read::Reader;
 
@@ -10,11 +10,11 @@ pub(super) struct Key {
     pub(super) name: &'static str,
     /// The default, as TOML.
     pub(super) default: &'static str,
-    /// Lines of help, each with the blank that follows `///`.
+    /// Lines of help, each with the blank after `///`.
     pub(super) help: &'static [&'static str],
 }
 
-/// A section's settings, in the order in which files show them.
+/// A section's settings, in the order of the files.
 pub(super) struct Outline {
     pub(super) about: &'static [&'static str],
     pub(super) keys: &'static [Key],
@@ -22,19 +22,19 @@ pub(super) struct Outline {
     pub(super) nested: Vec<(&'static str, Outline)>,
 }
 
-/// A section of the settings that has been read and validated.
+/// A section of the settings, read and validated.
 pub(super) trait Section: Sized {
-    /// Its settings.
+    /// The definitions of its settings.
     fn outline() -> Outline;
 
-    /// Reads it. None where something is wrong, which the reader then has reported.
+    /// Reads the section. None where something is wrong, which the reader has reported.
     fn read(reader: Reader<'_>) -> Option<Self>;
 }
 
 /// Defines a section: a struct with a public field for each setting, and its [`Section`].
 ///
-/// `key: Type = default, reader;` is a setting, `nested key: Type;` a section within this one. `check` sees
-/// the section once every setting in it can be used, and reports what does not go together.
+/// `key: Type = default, reader;` is a setting, `nested key: Type;` a section within this one. `check` gets the
+/// section when each of its settings is valid, and reports combinations that are not.
 macro_rules! section {
     (
         $(#[doc = $about:literal])+
@@ -125,7 +125,7 @@ fn write(text: &mut String, path: &str, outline: &Outline) {
     }
 }
 
-/// How a file begins the section at `path`. Of pools there may be several.
+/// The TOML header of the section at `path`. There may be several pools.
 pub(super) fn header(path: &str) -> String {
     if path == "pool" { "[[pool]]".to_owned() } else { format!("[{path}]") }
 }

@@ -1,5 +1,5 @@
-//! Writes the settings in force as TOML that can be read back, each with who wrote it and secrets masked:
-//! what `sconce check-config` prints. Decides nothing about the settings.
+//! Writes the effective settings as TOML, each with its origin and with secrets masked: the output of `sconce
+//! check-config`. Decides nothing about the settings.
 
 use ::config::{Map, Value, ValueKind};
 
@@ -25,8 +25,7 @@ pub(super) fn render(settings: &Value, outline: &[(&str, Outline)]) -> String {
     text
 }
 
-/// Writes a section's settings with their comments below each other; a very long line does not push the
-/// others' away.
+/// Writes a section's settings with their comments in one column, which a very long line does not move.
 fn section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &Outline) {
     const WIDEST: usize = 60;
     let of_key = |key: &Key| {
@@ -35,7 +34,7 @@ fn section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &
     };
     let mut lines: Vec<(String, String)> = outline.keys.iter().filter_map(of_key).collect();
     if outline.keys.is_empty() {
-        // Settings of a model, whose names nobody here knows.
+        // Settings of a model, whose names are unknown here.
         let of_model = |(name, value): (&String, &Value)| (line(&quoted(name), value, ""), origin(value));
         lines.extend(table.iter().map(of_model));
         lines.sort();
@@ -56,18 +55,18 @@ fn section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &
     }
 }
 
-/// `key = value`. What a flag or a variable wrote is text; it is shown as what it stands for, unless the
+/// `key = value`. Flags and variables give text, which is shown as the value that it stands for, unless the
 /// setting is a text.
 fn line(key: &str, value: &Value, default: &str) -> String {
     let is_text = default.starts_with('"');
     let shown = inline(&if is_text { value.clone() } else { typed(value) });
-    // An address in the place of another setting, by mistake, is one all the same.
+    // An address that was given to another setting by mistake may hold a password too.
     let lower = shown.to_ascii_lowercase();
     let is_address = key == "url" || ["amqp://", "amqps://"].iter().any(|scheme| lower.contains(scheme));
     format!("{key} = {}", if is_address { redact_url(&shown) } else { shown })
 }
 
-/// A value as TOML writes it in one line, tables too.
+/// A value as TOML in one line, tables too.
 fn inline(value: &Value) -> String {
     match &value.kind {
         ValueKind::Array(items) => format!("[{}]", items.iter().map(inline).collect::<Vec<_>>().join(", ")),

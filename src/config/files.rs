@@ -1,5 +1,5 @@
-//! Reads the text of the built-in defaults and the files given, each into a [`Layer`] whose values know their
-//! file. Never looks at what the settings mean.
+//! Reads the built-in defaults and the given files, each into a [`Layer`] whose values carry their file. Never
+//! interprets the settings.
 
 use std::fs::File;
 use std::io::Read;
@@ -9,13 +9,14 @@ use ::config::{ConfigError as SourceError, File as Text, FileFormat, Map, Source
 
 use super::problem::Problem;
 
-/// Largest file, in bytes: a thousand pools fit. A device or a log given by mistake is not read on.
+/// Largest file, in bytes: enough for a thousand pools. A device or a log given by mistake is not read to its
+/// end.
 const LARGEST: u64 = 1 << 20;
 
-/// Who wrote the values of the built-in defaults.
+/// The origin of the built-in defaults.
 pub(super) const BUILT_IN: &str = "built-in default";
 
-/// One layer of settings, to be laid over those before it.
+/// One layer of settings, which overrides those before it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Layer(Map<String, Value>);
 
@@ -36,12 +37,12 @@ impl Source for Layer {
     }
 }
 
-/// The built-in defaults, out of the text of `config/default.toml`.
+/// Reads the built-in defaults from the text of `config/default.toml`.
 pub(super) fn defaults(text: &str) -> Result<Layer, Problem> {
     parse(text, BUILT_IN).map_err(|reason| Problem::new(BUILT_IN, reason))
 }
 
-/// The files in their order, or the problem of each that cannot be used.
+/// Reads the files in order; the errors are the problems of all unusable files.
 pub(super) fn read(files: &[PathBuf]) -> Result<Vec<Layer>, Vec<Problem>> {
     let mut layers = Vec::new();
     let mut problems = Vec::new();
@@ -72,7 +73,7 @@ fn parse(text: &str, origin: &str) -> Result<Layer, String> {
     let table = Text::from_str(text, FileFormat::Toml)
         .collect()
         .map_err(|error| without_excerpt(&error.to_string()))?;
-    // The crate takes a quoted top-level key for a path, which could reach into other sections.
+    // The `config` crate takes a quoted top-level key for a path, which could reach into other sections.
     if let Some(key) = table.keys().find(|key| key.contains(['.', '[', ']'])) {
         return Err(format!("top-level key {key:?} is not a setting"));
     }
@@ -81,7 +82,7 @@ fn parse(text: &str, origin: &str) -> Result<Layer, String> {
     Ok(Layer(stamped.collect()))
 }
 
-/// Writes the origin into a value and all below it: parsed from text, they have none.
+/// Writes the origin into a value and all values in it: the parser sets none.
 fn stamp(value: Value, origin: &String) -> Value {
     let kind = match value.kind {
         ValueKind::Table(table) => {
@@ -94,7 +95,7 @@ fn stamp(value: Value, origin: &String) -> Value {
     Value::new(Some(origin), kind)
 }
 
-/// The parser's message without the line of the file that it quotes: that may hold a password.
+/// The parser's message without the quoted line of the file, which may hold a password.
 fn without_excerpt(message: &str) -> String {
     let is_excerpt =
         |line: &str| line.trim_start_matches(|c: char| c.is_ascii_digit() || c == ' ').starts_with('|');

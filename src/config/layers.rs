@@ -1,6 +1,5 @@
-//! Lays the layers over each other: built-in defaults < files < `AMQP_URL` < `SCONCE_…` variables <
-//! flags. Decides who wins, and that a pool's missing keys come from the built-in pool. Never
-//! judges a value.
+//! Merges the layers: built-in defaults < files < `AMQP_URL` < `SCONCE_…` variables < flags. A pool's missing
+//! keys come from the built-in pool. Never checks a value.
 
 use std::path::PathBuf;
 
@@ -10,12 +9,12 @@ use super::files::{self, Layer};
 use super::overrides;
 use super::problem::Problem;
 
-/// All layers as one tree, in which every setting is present and knows who wrote it, and the
-/// problems of variables and flags that found no place in it.
+/// Merges all layers into one tree, in which every setting is present with its origin. Also returns the
+/// problems of variables and flags that name no setting.
 ///
 /// # Errors
-/// The problem of each file that cannot be used. Nothing else is looked at then: without the file,
-/// further complaints would mislead.
+/// The problem of each unusable file. Nothing else is checked then: without the file, further problems would
+/// mislead.
 pub(super) fn merge(
     defaults: &str,
     files: &[PathBuf],
@@ -48,7 +47,7 @@ fn overlay(layers: impl IntoIterator<Item = Layer>) -> Result<Value, Vec<Problem
     Ok(builder.build().map_err(failed)?.cache)
 }
 
-/// Gives each pool the keys that it leaves out, from the one built-in pool.
+/// Fills each pool's missing keys from the one built-in pool.
 fn fill_pools(tree: &mut Value, built_in: &Value) {
     let Some(ValueKind::Array(built_in)) = pools(built_in) else {
         return;

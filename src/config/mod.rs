@@ -1,6 +1,6 @@
-//! Settings: layers of what was written → one validated [`Settings`]. Collects every problem before
-//! it fails. The environment is passed in; secrets are masked wherever settings are shown. Knows
-//! neither broker nor model nor command line.
+//! Settings: merges layers of text into one validated [`Settings`]. Collects every problem before it fails. The
+//! environment is passed in; secrets are masked wherever settings are shown. Knows neither broker nor model nor
+//! command line.
 //!
 //! | file | decides |
 //! |---|---|
@@ -42,12 +42,12 @@ pub use read::{Devices, Secret};
 pub use redact::redact_url;
 pub use settings::{Admin, Batch, Broker, Dtype, Launcher, Pool, Replace, Retry, Settings, Telemetry, Tls};
 
-/// Settings that may be used, and how they came about.
+/// Valid settings, and their origins.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Loaded {
     /// The validated settings.
     pub settings: Settings,
-    /// The same as TOML, each with a comment that says who wrote it; secrets masked.
+    /// The settings as TOML, each with a comment that gives its origin; secrets masked.
     pub effective: String,
 }
 
@@ -55,8 +55,8 @@ pub struct Loaded {
 /// `SCONCE_…` variables of `environment` < `overrides`, pairs of a dotted path and a value.
 ///
 /// # Errors
-/// Every problem of the settings together, to be shown to the operator; nothing can be started.
-/// Files that cannot be read or parsed are reported alone, before all else.
+/// Every problem of the settings together, for the operator; nothing can be started. Files that cannot be read
+/// or parsed are reported first and alone.
 pub fn load(
     files: &[PathBuf],
     environment: impl IntoIterator<Item = (String, String)>,

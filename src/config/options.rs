@@ -7,7 +7,7 @@ use ::config::{Value, ValueKind};
 use super::define::{Outline, Section};
 use super::read::{Reader, typed};
 
-/// Settings of the model's own, by name.
+/// The model's own settings, by name.
 pub type Options = BTreeMap<String, serde_json::Value>;
 
 impl Section for Options {

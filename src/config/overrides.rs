@@ -1,5 +1,5 @@
-//! Environment variables and flags → layers. Decides which variables are settings, and refuses what
-//! names no setting of the tree below it. The environment is passed in, never read here.
+//! Reads environment variables and flags into layers. Decides which variables are settings, and refuses names
+//! that are no setting in the tree of lower layers. The environment is passed in, never read here.
 
 use std::collections::BTreeMap;
 
@@ -13,25 +13,24 @@ use super::suggest::unknown_key;
 
 const PREFIX: &str = "SCONCE_";
 
-/// The broker's address by the name that hosting platforms give it. Weaker than
-/// `SCONCE_BROKER__URL`, stronger than files; empty counts as absent.
+/// The variable in which hosting platforms give the broker's address. It overrides files, and
+/// `SCONCE_BROKER__URL` overrides it; empty counts as absent.
 const AMQP_URL: &str = "AMQP_URL";
 
-/// Variables with our prefix that are no settings: log filter, log format, and the default of
-/// `--config`. Whoever reads them is elsewhere.
+/// Variables with our prefix that are not settings: log filter, log format, and the default of `--config`.
+/// Other code reads them.
 pub const NOT_SETTINGS: [&str; 3] = ["SCONCE_LOG", "SCONCE_LOG_FORMAT", "SCONCE_CONFIG"];
 
-/// What Kubernetes sets in every container for a Service named `sconce`. No setting begins so.
+/// Variables that Kubernetes sets in every container for a Service named `sconce`. No setting begins so.
 const OF_A_SERVICE: [&str; 2] = ["SCONCE_PORT", "SCONCE_SERVICE_"];
 
-/// What the environment sets, in two layers: `AMQP_URL`, then `SCONCE_…` over it. `tree` holds all
-/// settings of the layers below.
+/// Reads two layers: `AMQP_URL`, and `SCONCE_…` over it. `tree` holds all settings of the lower layers.
 pub(super) fn from_environment(
     environment: impl IntoIterator<Item = (String, String)>,
     tree: &Value,
     problems: &mut Vec<Problem>,
 ) -> [Layer; 2] {
-    // Sorted, so that problems come in the same order each time.
+    // Sorted, so that the order of problems does not change.
     let variables: BTreeMap<String, String> = environment.into_iter().collect();
     let mut weak = Map::new();
     let mut strong = Map::new();
@@ -62,11 +61,11 @@ pub(super) fn from_environment(
     [Layer::new(weak), Layer::new(strong)]
 }
 
-/// What the flags set; of two for one setting the later wins. `tree` as above.
+/// Reads the flags; the later of two for one setting wins. `tree` as above.
 pub(super) fn from_flags(flags: &[(String, String)], tree: &Value, problems: &mut Vec<Problem>) -> Layer {
     let mut values = Map::new();
     for (written, text) in flags {
-        // Whoever forgets the path puts the value in its place.
+        // A user who forgets the path gives the value in its place, which may be an address with a password.
         let shown = redact_url(written);
         let origin = format!("flag --set {shown}");
         match SettingPath::from_flag(written).ok_or(()).map(|path| locate(path, tree)) {
@@ -83,7 +82,7 @@ pub(super) fn from_flags(flags: &[(String, String)], tree: &Value, problems: &mu
     Layer::new(values)
 }
 
-/// The path as the crate writes it, once it is known to lead to a single setting.
+/// The path in the syntax of the `config` crate, after a check that it leads to a single setting.
 fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
     let refuse = |expected: String| Err(Problem::new(path.to_string(), expected));
     if is_of_a_model(path.steps(), tree) {
@@ -118,7 +117,7 @@ fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
     }
 }
 
-/// Whether it is one of a pool's own options of its model, whose names only the model knows.
+/// Whether the path is an option of a pool's model; only the model knows these names.
 fn is_of_a_model(steps: &[Step], tree: &Value) -> bool {
     let [Step::Key(pool), Step::Index(index), Step::Key(options), Step::Key(_)] = steps else { return false };
     let pools = match &tree.kind {

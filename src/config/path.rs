@@ -1,5 +1,5 @@
-//! The path of one setting, in its three spellings: `pool[0].model` in messages and flags,
-//! `pool.0.model` in flags, `POOL__0__MODEL` in variables. Pure; does not know which settings exist.
+//! The path of one setting, in three spellings: `pool[0].model` in messages and flags, `pool.0.model` in flags,
+//! `POOL__0__MODEL` in variables. Pure; does not know which settings exist.
 
 use std::fmt;
 
@@ -12,12 +12,12 @@ pub(super) enum Step {
     Index(usize),
 }
 
-/// The way from the root to one setting; at least one step.
+/// The steps from the root to one setting; at least one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SettingPath(Vec<Step>);
 
 impl SettingPath {
-    /// Reads the part of a variable's name that follows the prefix; none if a level is empty.
+    /// Reads a variable's name without the prefix; none if a level is empty.
     pub(super) fn from_variable(name: &str) -> Option<Self> {
         let steps = name.split("__").map(|level| step(&level.to_lowercase()));
         steps.collect::<Option<_>>().map(Self)

@@ -1,37 +1,37 @@
-//! What is wrong with the settings, one [`Problem`] a mistake, and the [`ConfigError`] that carries
-//! them all to the operator. Masks secrets in what it shows. Never decides what is a mistake.
+//! One [`Problem`] for each mistake in the settings, and the [`ConfigError`] that shows them all to the
+//! operator. Masks secrets. Never decides what is a mistake.
 
 use std::fmt;
 
 use super::redact::redact_url;
 use super::text;
 
-/// One mistake: where it is, what was written, what was expected, and who wrote it.
+/// One mistake: its path, the written value, the expected one, and its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
     /// Dotted path of the setting (`pool[0].batch.max_delay`), or the file that could not be read.
     pub path: String,
-    /// What was written, as TOML, secrets masked; none where the value is not the mistake.
+    /// The written value as TOML, secrets masked; none where the value is not the mistake.
     pub value: Option<String>,
     /// What was expected instead.
     pub expected: String,
-    /// Who wrote it: a file, an environment variable, a flag, the built-in default.
+    /// The origin of the value: a file, an environment variable, a flag, the built-in default.
     pub origin: Option<String>,
 }
 
 impl Problem {
-    /// A mistake in which the value does not matter, or must not be shown.
+    /// A problem without a value, which does not matter or must not be shown.
     pub(super) fn new(path: impl Into<String>, expected: impl Into<String>) -> Self {
         Self { path: path.into(), value: None, expected: expected.into(), origin: None }
     }
 
-    /// Adds what was written. Masked here, so that no caller can forget to.
+    /// Adds the written value, masked here so that no caller can forget it.
     pub(super) fn with_value(mut self, value: &::config::Value) -> Self {
         self.value = Some(shorten(&redact_url(&text::of_value(value))));
         self
     }
 
-    /// Adds who wrote it.
+    /// Adds the origin.
     pub(super) fn with_origin(mut self, origin: impl Into<String>) -> Self {
         self.origin = Some(origin.into());
         self
@@ -52,14 +52,14 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Every mistake found in the settings. The operator must act; nothing was started.
+/// Every mistake in the settings. The operator must act; nothing was started.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct ConfigError {
     problems: Vec<Problem>,
 }
 
 impl ConfigError {
-    /// An error with these problems, of which there is at least one.
+    /// An error with at least one problem.
     pub(super) fn new(problems: Vec<Problem>) -> Self {
         debug_assert!(!problems.is_empty(), "an error without a problem");
         Self { problems }

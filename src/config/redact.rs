@@ -1,5 +1,5 @@
-//! Masks the passwords of broker addresses. Decides what of an address may be shown; errs on the
-//! side of hiding, because what it is given may be malformed. Never parses for use: see `urls`.
+//! Masks the passwords of broker addresses. When in doubt it masks, because addresses may be malformed. Never
+//! parses for use: that is `urls`.
 
 const MASK: &str = "***";
 
@@ -12,7 +12,7 @@ pub fn redact_url(text: &str) -> String {
     for address in split_urls(text) {
         let (head, rest) = split_head(address);
         match rest.rfind('@') {
-            // What looked like an address is the end of the password before it.
+            // This part looked like an address, but is the end of the password before it.
             Some(at) if within_password => shown.push_str(&format!("{head}{MASK}{}", &rest[at..])),
             None if within_password => shown.push_str(&format!("{head}{MASK}")),
             _ => shown.push_str(&redact_one(address)),
@@ -23,13 +23,13 @@ pub fn redact_url(text: &str) -> String {
     shown
 }
 
-/// The scheme with its slashes, if any, and what follows.
+/// Splits off the scheme with its slashes, if any.
 fn split_head(address: &str) -> (&str, &str) {
     address.split_at(address.find("//").map_or(0, |slashes| slashes + 2))
 }
 
-/// Splits before each `amqp://`, `amqps://` and `embedded:` that follows a separator; separators
-/// stay at the end of the part before. A comma in a password thus never splits it.
+/// Splits before each `amqp://`, `amqps://` and `embedded:` that follows a separator; separators stay at the
+/// end of the part before. So a comma in a password never splits it.
 pub(super) fn split_urls(text: &str) -> Vec<&str> {
     let mut parts = Vec::new();
     let mut start = 0;
@@ -68,8 +68,8 @@ fn redact_one(address: &str) -> String {
     }
 }
 
-/// In `user:password` without an `@` the password stands where a port would. Where it cannot be
-/// one, gives the place of the colon before it.
+/// In `user:password` without an `@` the password is where a port would be. Where it cannot be a port, returns
+/// the place of the colon before it.
 fn password_without_host(rest: &str) -> Option<usize> {
     let host_end = match rest.strip_prefix('[') {
         Some(inside) => inside.find(']').map_or(0, |bracket| bracket + 2),

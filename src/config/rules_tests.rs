@@ -1,9 +1,9 @@
-//! The rules of the settings, and the file that is made from them.
+//! Tests of the settings' rules, and of the generated default file.
 
 use super::super::{default_file, load};
 use super::Devices;
 
-/// What is said of the settings that these flags make.
+/// The problems of the settings that these flags make.
 fn complaints(flags: &[(&str, &str)]) -> Vec<String> {
     let flags: Vec<_> = flags.iter().map(|(path, value)| ((*path).to_owned(), (*value).to_owned())).collect();
     match load(&[], Vec::new(), &flags) {

@@ -17,13 +17,13 @@ use super::read::{self, BUILT_IN, Devices, Problem, Reader, Report, Secret, orig
 use super::units::show_duration;
 use crate::backoff::Backoff;
 
-/// What a wait may last: longer than nothing, and short enough to add to a clock.
+/// Range of a wait: longer than zero, and short enough to add to a clock.
 const WAIT: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(720 * 3600);
-/// AMQP carries the heartbeat as 16 bits of seconds, and takes 0 for "none".
+/// AMQP carries the heartbeat as 16 bits of seconds; 0 means none.
 const HEARTBEAT: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(u16::MAX as u64);
 /// RabbitMQ caps the prefetch of a consumer of a quorum queue here.
 const PREFETCH: RangeInclusive<u64> = 1..=2000;
-/// RabbitMQ takes no message above 512 MiB, however it is configured.
+/// RabbitMQ's largest message is 512 MiB, whatever its configuration.
 const BODY: RangeInclusive<u64> = 1..=512 << 20;
 const COUNT: RangeInclusive<u64> = 1..=1_000_000;
 const TOKENS: RangeInclusive<u64> = 1..=1_000_000_000;
@@ -31,7 +31,7 @@ const PROCESSES: RangeInclusive<u64> = 1..=1024;
 const TIMES: RangeInclusive<u64> = 1..=u32::MAX as u64;
 /// "0ms" is a policy: never wait.
 const BATCH_DELAY: RangeInclusive<Duration> = Duration::ZERO..=Duration::from_secs(60);
-/// Each ceiling of the delay between attempts is a queue.
+/// Each ceiling of the delay between attempts needs a queue.
 const ATTEMPTS: RangeInclusive<u64> = 1..=100;
 
 section! {
@@ -44,24 +44,23 @@ section! {
         /// permission can run.
         declare: bool = true, read::switch;
         /// Deliveries after which a task is dead-lettered, where the queue counts them (quorum queues do). For
-        /// queues that sconce makes it is also the broker's own limit.
+        /// queues that sconce makes, the broker applies the same limit.
         delivery_limit: u32 = 100, read::whole(TIMES);
         /// AMQP heartbeat, in whole seconds; the broker may ask for less.
         heartbeat: Duration = "20s", read::whole_seconds(HEARTBEAT);
         /// Longest wait for a connection to open.
         connect_timeout: Duration = "10s", read::duration(WAIT);
-        /// Longest wait for the broker to confirm a reply, and a second more for each 64 KiB under way. Then
-        /// the worker tests the connection and replaces it if it does not answer. A broker's alarm stops this
-        /// clock.
+        /// Longest wait for the broker to confirm a reply, plus a second for each 64 KiB under way. Then the
+        /// worker tests the connection and replaces it if the broker does not answer. The time does not run
+        /// during a broker's alarm.
         confirm_timeout: Duration = "30s", read::duration(WAIT);
-        /// How long a worker goes on trying without any connection before it exits (81).
+        /// How long a worker tries to connect before it exits (81).
         give_up_after: Duration = "10m", read::duration(WAIT);
-        /// How long the broker lets a message stay unacknowledged before it takes it back, and all others that
-        /// the worker holds with it. 30 minutes is RabbitMQ's own default. AMQP does not tell it: write here
-        /// what your broker has (consumer_timeout of rabbitmq.conf, a policy, or the queue's
-        /// x-consumer-timeout). Any other value than "30m" is
-        /// also asked of the broker for sconce's consumer, which RabbitMQ 4.3 grants for quorum queues and
-        /// earlier ones ignore.
+        /// How long the broker lets a message stay unacknowledged before it takes back all messages that the
+        /// worker holds. 30 minutes is RabbitMQ's default. AMQP cannot read the broker's value: write it here
+        /// (consumer_timeout of rabbitmq.conf, a policy, or the queue's x-consumer-timeout). Any value other
+        /// than "30m" is also requested for sconce's consumer: RabbitMQ 4.3 grants it on quorum queues, earlier
+        /// versions ignore it.
         consumer_timeout: Duration = "30m", read::duration(WAIT);
         nested tls: Tls;
     }
@@ -75,33 +74,33 @@ section! {
         ca_file: Option<PathBuf> = "", read::optional_file;
         /// Our own certificate, for brokers that ask for one.
         cert_file: Option<PathBuf> = "", read::optional_file;
-        /// Its key. Both or neither.
+        /// The certificate's key. Set both or neither.
         key_file: Option<PathBuf> = "", read::optional_file;
     }
     check refuse_half_a_certificate
 }
 
 section! {
-    /// A pool is a task queue, a model and the devices that serve it. Repeat `[[pool]]` for more of them.
-    /// Your own list of pools takes the place of this one; keys that your pools leave out are filled in
-    /// from here. Names and task queues must differ between pools.
+    /// A pool is a task queue, a model and the devices that serve it. Repeat `[[pool]]` for more pools. Your
+    /// own list of pools replaces this one; missing keys of your pools are filled in from here. Names and task
+    /// queues must differ between pools.
     Pool {
-        /// In logs, replies and slots.
+        /// The pool's name in logs, replies and slots.
         name: String = "embed", read::name;
         /// Queue that tasks come from.
         task_queue: String = "sconce.tasks", read::task_queue;
-        /// Where replies go for a task without `reply_to`; "" publishes none for those. On a cluster a classic
-        /// queue dies with its node, and replies are then dead-lettered: ours is made as a quorum queue.
+        /// Queue for replies to tasks without `reply_to`; with "" these get no reply. On a cluster a classic
+        /// queue is lost with its node, and replies are then dead-lettered: sconce makes a quorum queue.
         reply_queue: Option<String> = "sconce.replies", read::optional_queue;
-        /// Where messages go that cannot be answered.
+        /// Queue for messages that cannot be answered.
         dead_letter_queue: String = "sconce.dead", read::queue;
-        /// How long a queue that a requester named in `reply_to` is waited for when it does not take a reply
-        /// (it is full, or has lost its majority), if the task's deadline is not earlier. Then the task is put
-        /// into the dead-letter queue with the reason `unconfirmed`. At most half of a worker's prefetch, and
-        /// "prefetch_bytes" of replies, wait so: beyond that the one that has waited longest goes at once. The
-        /// pool's own reply_queue holds up the pool instead, for three quarters of broker.consumer_timeout.
+        /// How long a worker waits for a queue named in `reply_to` that does not take a reply (it is full, or
+        /// has lost its majority); a task's deadline may end the wait earlier. Then the task is dead-lettered
+        /// with the reason `unconfirmed`. At most half of a worker's prefetch, and "prefetch_bytes" of replies,
+        /// wait so: beyond that the oldest is dead-lettered at once. The pool's own reply_queue instead holds
+        /// up the pool, for three quarters of broker.consumer_timeout.
         reply_timeout: Duration = "90s", read::duration(WAIT);
-        /// A larger reply goes on a channel of its own, so that a broker that refuses it refuses no other.
+        /// A larger reply is sent on its own channel, so that its refusal affects no other reply.
         large_reply: u64 = "1MiB", read::size(BODY);
         /// A folder, a Hugging Face id ("org/name", "org/name@revision"), a model of your own
         /// (docs/models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
@@ -119,25 +118,25 @@ section! {
         /// Compute threads of a CPU worker; of a GPU's worker, those that prepare tasks and as many that write
         /// replies, 8 at most. "auto": the cores divided among the workers.
         threads: Option<usize> = "auto", read::auto(read::whole(PROCESSES));
-        /// The numbers that the model keeps its weights in and multiplies: "f32", "bf16" or "f16". In f32
-        /// results equal the published model's to 1e-5. The others take half the memory and are for GPUs: a
-        /// CPU is slower with them.
+        /// The number format of weights and products: "f32", "bf16" or "f16". In f32 results equal the
+        /// published model's to 1e-5. The others take half the memory and are for GPUs: a CPU is slower with
+        /// them.
         dtype: Dtype = "f32", read::choice(&Dtype::ALL);
-        /// A GPU that multiplies more slowly than this share of what its multiprocessors and clock make
-        /// possible in f32 takes no work: one whose clock stays low, say. Divided by the workers that the
-        /// launcher has on the device. Where other programs compute on it too: less, or 0 for no judgement.
+        /// A GPU takes no work if it multiplies more slowly than this share of what its multiprocessors and
+        /// clock allow in f32, for example because its clock stays low. The share is divided by the launcher's
+        /// workers on the device. If other programs compute on it too, set less, or 0 for no check.
         min_speed: f64 = 0.2, read::share;
-        /// Unacknowledged messages a worker holds, 1 to 2000. "auto": two batches, by the tokens and inputs
-        /// that messages have been carrying: one that computes, one at hand. On a GPU four: also the next one
-        /// that the device has been given, and one that is being prepared or answered.
+        /// Unacknowledged messages a worker holds, 1 to 2000. "auto": two batches, by the tokens and inputs of
+        /// recent messages: one computes, one waits. On a GPU four: also the next one already given to the
+        /// device, and one that is being prepared or answered.
         prefetch: Option<u16> = "auto", read::auto(read::whole(PREFETCH));
-        /// With "auto", bytes of task bodies to hold at most, by the size that the last messages have been of.
-        /// A worker begins with as many messages as this allows of the largest (max_body); the first of a
-        /// larger kind than before come before that is known.
+        /// With "auto", most bytes of task bodies to hold, estimated from the size of recent messages. A worker
+        /// begins with as many of the largest messages (max_body) as fit. The first messages that are larger
+        /// than before can exceed it.
         prefetch_bytes: u64 = "64MiB", read::size(BODY);
         /// Largest body of a task.
         max_body: u64 = "8MiB", read::size(BODY);
-        /// Most inputs one task may carry.
+        /// Most inputs of one task.
         max_inputs: usize = 2048, read::whole(COUNT);
         nested batch: Batch;
         nested retry: Retry;
@@ -149,30 +148,31 @@ section! {
 section! {
     /// When a batch is ready.
     Batch {
-        /// Real tokens a forward pass, or one step of running sequences. "auto": 1,024 for each CPU thread,
-        /// 32,768 on a GPU.
+        /// Tokens, without padding, in a forward pass or one step of running sequences. "auto": 1,024 for each
+        /// CPU thread, 32,768 on a GPU.
         max_tokens: Option<usize> = "auto", read::auto(read::whole(TOKENS));
-        /// Inputs a forward pass, or sequences that run at once.
+        /// Inputs in a forward pass, or sequences that run at once.
         max_requests: usize = 512, read::whole(COUNT);
         /// Longest wait of an idle device, from the batch's first input, for tasks that are just being
-        /// prepared. A task that comes alone never waits. "0ms": no task does.
+        /// prepared. A task that comes alone never waits. "0ms": no task waits.
         max_delay: Duration = "2ms", read::duration(BATCH_DELAY);
-        /// Longest forward pass. A worker that computes for longer is stuck: /livez says so, and ten seconds
-        /// later it is killed and started again; its tasks are tried again, in halves, apart from all others.
+        /// Longest forward pass. A worker that computes for longer is stuck: /livez reports it, and ten seconds
+        /// later it is killed and started again; its tasks are tried again, in halves, separately from all
+        /// others.
         timeout: Duration = "5m", read::duration(WAIT);
     }
     check |_, _| {}
 }
 
 section! {
-    /// A task whose forward pass fails, on a device that is well, or that finds no memory there even alone, is
-    /// put off and tried again. What cannot pass (bad input) is answered at once.
+    /// A task is tried again later if its forward pass fails on a healthy device, or needs more memory than
+    /// there is even alone. An error that would occur again (bad input) is answered at once.
     Retry {
         /// Attempts in all, the first included; after the last the task is answered with the error and
         /// dead-lettered.
         max_attempts: u32 = 3, read::whole(ATTEMPTS);
-        /// Longest delay before the second attempt; it doubles before each further one, up to delay_max.
-        /// Meanwhile the task waits in a queue of its own, `<task_queue>.retry-<milliseconds>ms`.
+        /// Longest delay before the second attempt; it doubles before each further one, up to delay_max. The
+        /// task waits in a separate queue, `<task_queue>.retry-<milliseconds>ms`.
         delay: Duration = "1s", read::duration(WAIT);
         /// Longest delay of all.
         delay_max: Duration = "1m", read::duration(WAIT);
@@ -185,30 +185,29 @@ section! {
 section! {
     /// How the launcher treats its workers.
     Launcher {
-        /// From the first stop signal to the abort; a second later what is left is killed. Below the 10 s that
-        /// `docker compose stop` allows.
+        /// Time from the first stop signal to the abort; a second later all remaining workers are killed. Less
+        /// than the 10 s that `docker compose stop` allows.
         shutdown_grace: Duration = "8s", read::duration(WAIT);
         /// Delay before a worker that died is started again. It doubles with each quick failure.
         restart_delay: Duration = "500ms", read::duration(WAIT);
         /// Longest delay of all.
         restart_delay_max: Duration = "30s", read::duration(WAIT);
-        /// A worker that fails sooner than this after it was ready, or before, failed quickly.
+        /// A failure before the worker is ready, or sooner than this after, counts as quick.
         quick_failure: Duration = "10s", read::duration(WAIT);
         /// Quick failures in a row after which a slot is given up.
         max_quick_failures: u32 = 5, read::whole(TIMES);
-        /// Deaths of workers that computed one and the same task alone after which it is dead-lettered as
-        /// poison.
+        /// A task is dead-lettered as poison after this many deaths of workers that computed it alone.
         poison_deaths: u32 = 3, read::whole(TIMES);
-        /// A worker is replaced by a new one after so many tasks, or "never". One slot at a time.
+        /// Replace a worker after this many tasks, or "never". One slot at a time.
         recycle_tasks: Option<u64> = "never", read::never(read::whole(1..=i64::MAX as u64));
-        /// The same at this age ("24h").
+        /// Replace a worker at this age ("24h"), or "never".
         recycle_age: Option<Duration> = "never", read::never(read::duration(WAIT));
-        /// The same when its own memory has grown by so much since it was ready ("2GiB").
+        /// Replace a worker when its own memory has grown by this much since it was ready ("2GiB"), or "never".
         recycle_memory: Option<u64> = "never", read::never(read::size(1..=u64::MAX));
-        /// When a worker is replaced, for that or for other settings (SIGHUP). "overlap": the new one is ready
-        /// before the old one drains, so the device needs room for both. "in_turn": the old one drains first,
-        /// for devices that hold one copy of the model; where the new one then does not get ready, one with the
-        /// settings before is started.
+        /// How a worker is replaced, for these reasons or for new settings (SIGHUP). "overlap": the new one is
+        /// ready before the old one drains, so the device needs memory for both. "in_turn": the old one drains
+        /// first, for devices with memory for one copy of the model; if the new one then does not get ready,
+        /// one with the former settings is started.
         replace: Replace = "overlap", read::choice(&Replace::ALL);
     }
     check |launcher, reader| {
@@ -220,11 +219,12 @@ section! {
 section! {
     /// How the launcher is watched and controlled.
     Admin {
-        /// Where the launcher serves /metrics, /livez, /readyz and /startupz over HTTP; "" for nowhere. Without
-        /// a password: keep it off public networks. Where another process listens already, it is done without.
+        /// Address of the launcher's HTTP server with /metrics, /livez, /readyz and /startupz; "" for none. It
+        /// has no password: keep it off public networks. If another process already listens there, the launcher
+        /// runs without it.
         listen: Option<SocketAddr> = "127.0.0.1:9464", read::listen;
-        /// The exchange by which launchers are controlled (`sconce ctl`, `sconce top`); "" for none. Who may
-        /// publish to it may control. Not made, and not listened to, with broker.declare = false.
+        /// The exchange by which launchers are controlled (`sconce ctl`, `sconce top`); "" for none. Every user
+        /// who may publish to it can control them. Neither made nor used with broker.declare = false.
         control_exchange: Option<String> = "sconce.control", read::exchange;
     }
     check |_, _| {}
@@ -233,11 +233,11 @@ section! {
 section! {
     /// Traces.
     Telemetry {
-        /// Where spans go: a collector that takes OTLP over HTTP, by its address without a path, such as
-        /// "http://127.0.0.1:4318". "": tracing is off, and a task's traceparent and tracestate are echoed.
+        /// OTLP-over-HTTP collector of spans, by its address without a path, such as "http://127.0.0.1:4318".
+        /// "": tracing is off, and a task's traceparent and tracestate are echoed.
         otlp_endpoint: Option<String> = "", read::endpoint;
-        /// Of the traces that nobody decided about before us, the share that is recorded, 0 to 1. A task whose
-        /// traceparent says whether it is recorded is taken at its word.
+        /// The share of traces to record, 0 to 1, where the task does not decide it. If a task's traceparent
+        /// says whether it is recorded, that is followed.
         trace_sample: f64 = 1.0, read::share;
     }
     check |_, _| {}
@@ -270,8 +270,8 @@ pub(super) fn outline() -> [(&'static str, Outline); 5] {
 }
 
 impl Settings {
-    /// Reads them from the merged layers, in which no setting is missing; none where the report then has
-    /// problems.
+    /// Reads the settings from the merged layers, in which no setting is missing; none where the report then
+    /// has problems.
     pub(super) fn read(merged: Value, report: &mut Report) -> Option<Self> {
         let mut root = Reader::open(String::new(), merged, report)?;
         let broker = root.section("broker").and_then(Broker::read);
@@ -290,7 +290,7 @@ impl Settings {
         report.problems.is_empty().then_some(settings)
     }
 
-    /// Task and dead-letter queues of all pools: no reply goes there.
+    /// Task and dead-letter queues of all pools: no reply may go there.
     pub fn reserved_queues(&self) -> Vec<String> {
         let of_pool = |pool: &Pool| [pool.task_queue.clone(), pool.dead_letter_queue.clone()];
         let mut queues: Vec<String> = self.pools.iter().flat_map(of_pool).collect();
@@ -301,7 +301,7 @@ impl Settings {
 }
 
 impl Broker {
-    /// [`Broker::consumer_timeout`], where there is one: the embedded queue waits for ever.
+    /// [`Broker::consumer_timeout`]; none for the embedded queue, which waits without limit.
     pub fn delivery_timeout(&self) -> Option<Duration> {
         let embedded = self.url.iter().any(|url| url.expose().starts_with("embedded:"));
         (!embedded).then_some(self.consumer_timeout)
@@ -314,7 +314,7 @@ impl Retry {
         Backoff { first: self.delay, most: self.delay_max }
     }
 
-    /// The ceilings of these delays, each once, ascending.
+    /// The ceilings of these delays, without duplicates, ascending.
     pub fn ceilings(&self) -> Vec<Duration> {
         let mut ceilings: Vec<_> = (1..self.max_attempts).map(|made| self.backoff().ceiling(made)).collect();
         ceilings.dedup();
@@ -409,7 +409,8 @@ fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {
         }
     }
     let (inputs, by) = (pool.batch.max_requests, reader.origin_of("batch.max_requests"));
-    // The default is a ceiling that nobody asked for; the worker's batches then end at the prefetch.
+    // The user did not choose the default ceiling: with a smaller prefetch, the worker's batches end at the
+    // prefetch.
     if let Some(prefetch) = pool.prefetch.filter(|it| usize::from(*it) < inputs && by != BUILT_IN) {
         let path = reader.path_of("batch.max_requests");
         let expected = format!(

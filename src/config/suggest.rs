@@ -1,6 +1,6 @@
 //! The nearest known name to a mistyped one. Pure.
 
-/// What to say of a key that is none of those known in its section.
+/// The message for a key that is not known in its section.
 pub(super) fn unknown_key<'a>(key: &str, known: impl IntoIterator<Item = &'a str>) -> String {
     match nearest(key, known) {
         Some(name) => format!("unknown key; did you mean `{name}`?"),
@@ -8,8 +8,7 @@ pub(super) fn unknown_key<'a>(key: &str, known: impl IntoIterator<Item = &'a str
     }
 }
 
-/// The known name closest to what was written, if it is close enough to be a slip: at most a third
-/// of its letters wrong.
+/// The closest known name, if the written one is likely a slip: at most a third of its letters wrong.
 fn nearest<'a>(written: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let written = written.to_ascii_lowercase().replace(['-', ' '], "_");
     let distances = known.into_iter().map(|name| (strsim::osa_distance(&written, name), name));

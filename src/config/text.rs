@@ -1,5 +1,4 @@
-//! How a value is written as TOML text, in problems and in the effective settings. Pure; masks
-//! nothing: its callers do.
+//! Writes a value as TOML text, for problems and for the effective settings. Pure; its callers mask secrets.
 
 use ::config::{Value, ValueKind};
 

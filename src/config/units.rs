@@ -1,5 +1,4 @@
-//! Durations and sizes with units: text ↔ value. Pure; decides the grammar, never the limits of a
-//! setting.
+//! Reads and writes durations and sizes with units. Pure; decides the grammar, never the limits of a setting.
 
 use std::time::Duration;
 
@@ -21,7 +20,7 @@ const SIZES: [(&str, u64); 7] = [
     ("B", 1),
 ];
 
-/// Reads `"5ms"`, `"2s"`, `"1m30s"`, `"1h"`; none for anything else, a bare number among it.
+/// Reads `"5ms"`, `"2s"`, `"1m30s"`, `"1h"`; none for anything else, such as a bare number.
 pub(super) fn parse_duration(text: &str) -> Option<Duration> {
     // The parser also takes signs, "ago" and clock times ("00:01:30"), which say nothing here.
     if !text.starts_with(|c: char| c.is_ascii_digit()) || text.contains([':', '+', '-']) {

@@ -1,5 +1,5 @@
-//! Remote control as it crosses the broker: requests to launchers, addressed by routing key, and
-//! their answers. Any AMQP client can speak it. Pure.
+//! Remote control over the broker: requests to launchers, addressed by routing key, and their answers. Any AMQP
+//! client can send them. Pure.
 
 use std::collections::BTreeMap;
 
@@ -8,29 +8,29 @@ use serde::{Deserialize, Serialize};
 use super::control::BatchChange;
 use super::stats::Stats;
 
-/// What is asked of a launcher: the body of a request.
+/// A request to launchers: the body of the message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case")]
 pub enum Request {
-    /// Who is there, and in which state.
+    /// Which slots exist, and their states.
     Ping,
-    /// What was counted since the launcher started.
+    /// The counts since the launcher started.
     Stats,
     /// Which tasks are on the devices now.
     Active,
-    /// Take no more tasks, finish what was taken, keep the model loaded.
+    /// Take no more tasks, finish the accepted ones, keep the model loaded.
     Pause,
     /// Consume again; a drained slot gets a new worker.
     Resume,
-    /// Finish what was taken and end the worker; the slot stays empty.
+    /// Finish accepted tasks and end the worker; the slot stays empty.
     Drain,
-    /// Finish what was taken and end the worker for good. A launcher ends with its last slot.
+    /// Finish accepted tasks and end the worker for good. A launcher ends with its last slot.
     Shutdown,
-    /// Finish what was taken, end the worker, start a new one. Also a slot that was given up.
+    /// Finish accepted tasks, end the worker, start a new one; also in a slot that was given up.
     Restart,
-    /// Other bounds of batches, until the settings are loaded again.
+    /// Change the bounds of batches, until the settings are loaded again.
     SetBatch(BatchChange),
-    /// Another log filter, until the launcher ends.
+    /// Change the log filter, until the launcher ends.
     LogLevel {
         /// As in `SCONCE_LOG`.
         filter: String,
@@ -38,13 +38,13 @@ pub enum Request {
 }
 
 impl Request {
-    /// It changes nothing.
+    /// Whether the request changes nothing.
     pub fn only_asks(&self) -> bool {
         matches!(self, Self::Ping | Self::Stats | Self::Active)
     }
 }
 
-/// Whom a request is for: its routing key.
+/// The slots that a request is for: its routing key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
     /// Every slot of every launcher.
@@ -68,7 +68,7 @@ impl Target {
         }
     }
 
-    /// The target that a routing key means, if it means one.
+    /// The target of a routing key, if the key is valid.
     pub fn of_routing_key(key: &str) -> Option<Self> {
         let (kind, name) = key.split_once('.').unwrap_or((key, ""));
         match (kind, name) {
@@ -81,7 +81,7 @@ impl Target {
         }
     }
 
-    /// Whether a slot of this host and pool, with this worker, is meant.
+    /// Whether this target includes a slot of this host and pool, with this worker.
     pub fn means(&self, host: &str, pool: &str, worker: &str) -> bool {
         match self {
             Self::All => true,
@@ -109,16 +109,16 @@ pub enum State {
     Paused,
     /// It finishes what it has taken, and then ends.
     Draining,
-    /// It was asked to end, and has.
+    /// It was asked to end, and has ended.
     Stopped,
-    /// It ended otherwise, and is started again after a delay.
+    /// It ended without being asked, and is started again after a delay.
     Failed,
-    /// It failed too often: it is not started again until it is restarted by hand.
+    /// It failed too often: it is started again only by a person.
     Quarantined,
 }
 
 impl State {
-    /// All, with their names.
+    /// All states, with their names.
     pub const ALL: [(Self, &str); 9] = [
         (Self::Starting, "starting"),
         (Self::Loading, "loading"),
@@ -136,7 +136,7 @@ impl State {
         Self::ALL.iter().find(|(state, _)| *state == self).map_or("", |(_, name)| *name)
     }
 
-    /// It takes tasks.
+    /// Whether it takes tasks.
     pub fn works(self) -> bool {
         matches!(self, Self::Ready | Self::Busy)
     }
@@ -152,7 +152,7 @@ pub struct SlotReport {
     pub worker: String,
     /// The pool.
     pub pool: String,
-    /// Where its tasks come from.
+    /// Its task queue.
     pub queue: String,
     /// `cpu`, or the GPU's UUID.
     pub device: String,
@@ -160,9 +160,9 @@ pub struct SlotReport {
     pub model: String,
     /// What it is doing.
     pub state: State,
-    /// Milliseconds since it began that.
+    /// Milliseconds since this state began.
     pub state_ms: u64,
-    /// Its process.
+    /// The worker's process id.
     pub pid: Option<u32>,
     /// When its worker was ready, in milliseconds since 1970.
     pub ready_at_ms: Option<u64>,
@@ -171,21 +171,21 @@ pub struct SlotReport {
     /// Ids of the tasks on its device.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub active: Vec<String>,
-    /// Milliseconds that they have been there.
+    /// Milliseconds since they were put on the device.
     pub active_ms: Option<u64>,
     /// How many tasks are on its device.
     pub in_flight: u64,
-    /// How often its worker was started again, by reason.
+    /// How many times its worker was started again, by reason.
     pub restarts: BTreeMap<String, u64>,
-    /// Why its last worker ended otherwise than asked to.
+    /// Why its last worker ended without being asked.
     pub last_failure: Option<String>,
-    /// What its workers counted; only where asked for.
+    /// The counts of its workers; only on request.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stats: Option<Box<Stats>>,
-    /// What became of the request, for this slot.
+    /// The result of the request for this slot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub done: Option<String>,
-    /// Why nothing did.
+    /// Why the request was refused for this slot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
 }
@@ -194,15 +194,15 @@ pub struct SlotReport {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Answer {
-    /// Its host.
+    /// The launcher's host.
     pub host: String,
-    /// Its process.
+    /// The launcher's process id.
     pub pid: u32,
     /// Its version of sconce.
     pub version: String,
     /// Milliseconds since it started.
     pub uptime_ms: u64,
-    /// The slots that were meant.
+    /// The slots that the request was for.
     pub slots: Vec<SlotReport>,
     /// Why the request was refused as a whole.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -1,5 +1,5 @@
-//! The lines of `sconce run-batch`: OpenAI's batch input read, its batch output written. Decides
-//! what a request line must hold. Pure; the body passes through as the bytes that came.
+//! The lines of `sconce run-batch`: reads OpenAI's batch input, writes its batch output. Decides what a request
+//! line must hold. Pure; request bodies are passed on byte for byte.
 
 use bytes::Bytes;
 use serde::de::IgnoredAny;
@@ -8,13 +8,13 @@ use serde_json::value::RawValue;
 
 use super::shorten;
 
-/// Longest problem, in bytes: it may hold the value at fault.
+/// Longest problem text, in bytes: it may contain the wrong value.
 const LONGEST: usize = 500;
 
 /// A request line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BatchRequest {
-    /// The caller's name for it, echoed on the output line.
+    /// The caller's id of the request, echoed on the output line.
     pub custom_id: String,
     /// The endpoint, as written (`/v1/embeddings`).
     pub url: String,
@@ -22,11 +22,11 @@ pub struct BatchRequest {
     pub body: Bytes,
 }
 
-/// A line that is no request.
+/// A line that is not a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{problem}")]
 pub struct InvalidLine {
-    /// The line's `custom_id`, where that much could be read.
+    /// The line's `custom_id`, where it could be read.
     pub custom_id: Option<String>,
     /// What is wrong, in one sentence that names the field.
     pub problem: String,
@@ -42,7 +42,7 @@ pub struct BodyNotJson(#[source] serde_json::Error);
 #[error("not a batch output line: {0}")]
 pub struct NotAnOutputLine(#[source] serde_json::Error);
 
-/// The four fields, each any JSON yet: so that the error can name the one at fault.
+/// The four fields, each as any JSON value, so that the error can name the wrong one.
 #[derive(Deserialize)]
 struct Fields<'a> {
     #[serde(borrow)]
@@ -83,7 +83,7 @@ pub fn parse(line: &[u8]) -> Result<BatchRequest, InvalidLine> {
 fn not_an_object(text: &str, error: &serde_json::Error) -> String {
     match serde_json::from_str::<&RawValue>(text) {
         Ok(value) if kind(value) != "an object" => format!("must be a JSON object, is {}", kind(value)),
-        // A duplicate field, say.
+        // For example, a duplicate field.
         Ok(_) => error.to_string(),
         Err(error) => format!("not JSON: {error}"),
     }
@@ -133,11 +133,11 @@ struct LineError {
     message: String,
 }
 
-/// Writes the output line of a request that was answered, well or with an error status. Ends with
-/// a newline; holds no other. Its `id` follows from `request_id`, so the same reply is the same line.
+/// Writes the output line of a request that was answered, with a result or an error. It ends with a newline and
+/// contains no other. Its `id` follows from `request_id`, so the same reply gives the same line.
 ///
 /// # Errors
-/// [`BodyNotJson`]: the reply is not one of ours.
+/// [`BodyNotJson`]: the reply does not come from sconce.
 pub fn response_line(
     custom_id: &str,
     status_code: u16,
@@ -155,8 +155,8 @@ pub fn response_line(
     write(&line).map_err(BodyNotJson)
 }
 
-/// Writes the output line of input line `number` (counting from 1) that could not be a request.
-/// Ends with a newline; holds no other.
+/// Writes the output line of input line `number` (counting from 1) that was not a request. It ends with a
+/// newline and contains no other.
 pub fn error_line(number: usize, invalid: &InvalidLine) -> Vec<u8> {
     let message = format!("line {number}: {}", invalid.problem);
     let line = OutputLine {
@@ -165,14 +165,13 @@ pub fn error_line(number: usize, invalid: &InvalidLine) -> Vec<u8> {
         response: None,
         error: Some(LineError { code: "invalid_line", message }),
     };
-    // Numbers and strings alone: nothing in them that JSON cannot hold.
+    // Only numbers and strings, so writing cannot fail.
     write(&line).unwrap_or_default()
 }
 
 fn write(line: &OutputLine<'_>) -> Result<Vec<u8>, serde_json::Error> {
     let mut bytes = serde_json::to_vec(line)?;
-    // Within JSON a raw line break is blank space between values, from a body written over several
-    // lines: a space means the same.
+    // A raw line break in JSON is white space between values: a space means the same.
     for byte in &mut bytes {
         if matches!(byte, b'\n' | b'\r') {
             *byte = b' ';
@@ -182,18 +181,18 @@ fn write(line: &OutputLine<'_>) -> Result<Vec<u8>, serde_json::Error> {
     Ok(bytes)
 }
 
-/// Whether `bytes` can be the start of an output line that was cut off: what resuming may remove.
+/// Whether `bytes` can be the start of an output line that was cut off, which resuming may remove.
 pub fn is_torn_output(bytes: &[u8]) -> bool {
     let start = b"{\"id\":\"batch_req_";
-    // Zeros: blocks that a file system had given out and not yet filled when the power went.
+    // Zeros come from blocks that a file system had allocated but not filled when the power failed.
     bytes.starts_with(start) || start.starts_with(bytes) || bytes.iter().all(|byte| *byte == 0)
 }
 
-/// Reads the `custom_id` of an output line; none for a line whose request had none. The whole line
-/// is checked to be JSON.
+/// Reads the `custom_id` of an output line; none for a line whose request had none. Checks that the whole line
+/// is JSON.
 ///
 /// # Errors
-/// [`NotAnOutputLine`]: torn, or written by something else.
+/// [`NotAnOutputLine`]: cut off, or not written by sconce.
 pub fn output_custom_id(line: &[u8]) -> Result<Option<String>, NotAnOutputLine> {
     #[derive(Deserialize)]
     struct Line {
@@ -201,7 +200,7 @@ pub fn output_custom_id(line: &[u8]) -> Result<Option<String>, NotAnOutputLine> 
         _response: IgnoredAny,
         #[serde(rename = "error")]
         _error: IgnoredAny,
-        // Must be there, though it may be null: `Option` alone would take its absence too.
+        // The field must be present but may be null: a plain `Option` would accept its absence.
         #[serde(deserialize_with = "Option::deserialize")]
         custom_id: Option<String>,
     }

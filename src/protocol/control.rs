@@ -1,5 +1,5 @@
-//! Control lines: one JSON value a line between launcher (commands, on the worker's stdin) and
-//! worker (events, on its stdout). Both sides know each other through these alone.
+//! Control lines: one JSON value per line between launcher (commands, on the worker's stdin) and worker
+//! (events, on its stdout). The two processes share nothing else.
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::error::Category;
@@ -10,47 +10,46 @@ use super::{Task, shorten};
 /// Longest line that is read, in bytes. The longest written is `start`, with the settings.
 pub const MAX_LINE: usize = 1 << 20;
 
-/// What the launcher tells a worker.
+/// The launcher's commands to a worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
-    /// First line: what to run. Holds the broker's password, which is why it travels here and not
-    /// in argv.
+    /// First line: what to run. It holds the broker's password, which is why it is not in argv.
     Start {
-        /// The worker's assignment, as the `config` room writes it.
+        /// The worker's assignment, as `config` writes it.
         assignment: serde_json::Value,
         /// Tasks that were on a device when their worker died.
         #[serde(default)]
         crashes: Vec<CrashRecord>,
-        /// Load, and consume only once told to.
+        /// Load the model, and consume only after `Resume`.
         #[serde(default)]
         paused: bool,
     },
-    /// Workers died since `start`.
+    /// More workers died since `start`.
     CrashRecords {
-        /// What is known now of the tasks that were on their devices.
+        /// All current records of tasks that were on their devices.
         tasks: Vec<CrashRecord>,
     },
-    /// Take no more, finish what was taken, and wait.
+    /// Take no more tasks, finish the accepted ones, and wait.
     Pause,
     /// Consume again.
     Resume,
-    /// Form batches by other bounds from now on.
+    /// Change the bounds of batches.
     SetBatch(BatchChange),
-    /// Log by another filter from now on.
+    /// Change the log filter.
     LogLevel {
         /// As in `SCONCE_LOG`.
         filter: String,
     },
-    /// Take no more, finish what was taken, exit.
+    /// Take no more tasks, finish the accepted ones, exit.
     Finish,
-    /// Finish what is on the device, hand the rest back, exit.
+    /// Finish the tasks on the device, hand the rest back, exit.
     Drain,
     /// Exit now.
     Abort,
 }
 
-/// Bounds of batches to be changed; those that are absent stay.
+/// New bounds of batches; absent ones stay.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct BatchChange {
@@ -63,7 +62,7 @@ pub struct BatchChange {
 }
 
 impl BatchChange {
-    /// This, and where it says nothing what `before` said.
+    /// This change, with absent bounds taken from `before`.
     #[must_use]
     pub fn over(self, before: Self) -> Self {
         Self {
@@ -73,7 +72,7 @@ impl BatchChange {
         }
     }
 
-    /// What of it cannot be, with what was expected; the bounds are those of the settings.
+    /// Which bound is invalid, and what was expected; the limits are those of the settings.
     pub fn problem(&self) -> Option<String> {
         if self.max_tokens == Some(0) || self.max_requests == Some(0) {
             return Some("max_tokens and max_requests: expected whole numbers from 1".to_owned());
@@ -83,10 +82,10 @@ impl BatchChange {
     }
 }
 
-/// As `batch.max_delay` in the settings.
+/// The limit of `batch.max_delay` in the settings.
 const LONGEST_DELAY_MS: f64 = 60_000.0;
 
-/// What a worker tells its launcher.
+/// A worker's events for its launcher.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
@@ -94,65 +93,65 @@ pub enum Event {
     Loading,
     /// The model is loaded and has computed a known input; the worker goes on to consume.
     Ready {
-        /// The device that was really opened: `cpu`, or a UUID.
+        /// The opened device: `cpu`, or a UUID.
         device: String,
-        /// From process start, in milliseconds.
+        /// Milliseconds from the process's start.
         load_ms: u64,
     },
-    /// Tasks that may have killed a worker are prepared, computed and answered now, and no other begins
-    /// meanwhile. If the process dies, it is known of which.
+    /// From now on the worker processes only these suspect tasks (tasks that may have killed a worker). If it
+    /// dies, the launcher knows which tasks were involved.
     Isolated {
-        /// The tasks; none: no longer.
+        /// The tasks; empty: isolation has ended.
         tasks: Vec<TaskName>,
-        /// Of those before, the ones that were worked on to their ends.
+        /// Those of the previous group that were processed to the end.
         #[serde(default)]
         through: Vec<TaskName>,
     },
-    /// A forward pass begins. If the process dies, it is known with what.
+    /// A forward pass begins. If the worker dies, the launcher knows which tasks were on the device.
     Forward {
-        /// The tasks on the device; none: it has fallen idle.
+        /// The tasks on the device; empty: it is idle.
         tasks: Vec<TaskName>,
     },
-    /// What was done since the last such line, and where the worker stands.
+    /// The counts since the last such line, and the worker's state.
     Stats(Box<Stats>),
-    /// It takes tasks, from now on or again.
+    /// It takes tasks, for the first time or after a pause.
     Serving,
-    /// It has been told to pause, and has nothing in hand any more.
+    /// It was told to pause, and has settled all its tasks.
     Paused,
-    /// No more intake; accepted work is being ended.
+    /// It takes no more tasks, and ends the accepted ones.
     Draining {
-        /// What asked for it.
+        /// The cause of the drain.
         cause: String,
     },
-    /// Its device is not fit to be given work; it takes none, and exits.
+    /// Its device must not be given work; the worker takes no tasks and exits.
     Unfit {
         /// What is wrong with the device.
         why: Unfit,
-        /// The same in words, with numbers and what to do.
+        /// A sentence for people, with numbers and what to do.
         words: String,
     },
     /// Last line before the exit.
     Stopped {
-        /// What ended the worker, in words.
+        /// What ended the worker, as a text.
         cause: String,
-        /// The exit code that it is about to give.
+        /// The exit code that follows.
         #[serde(default)]
         exit: Option<i32>,
     },
 }
 
-/// What a worker finds wrong with its device before it takes work.
+/// A defect of the device, found before the worker takes work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Unfit {
-    /// It computes something else than is known to be right.
+    /// It computes a result that differs from the known one.
     WrongResult,
-    /// It computes rightly, and far slower than it should.
+    /// It computes correctly, but far slower than it should.
     TooSlow,
 }
 
 impl Unfit {
-    /// As it is counted.
+    /// The name in metrics.
     pub fn name(self) -> &'static str {
         match self {
             Self::WrongResult => "wrong_result",
@@ -161,7 +160,7 @@ impl Unfit {
     }
 }
 
-/// What a task is called by those who only pass its name on.
+/// The name of a task, for control lines and logs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskName {
     /// Its id, for people.
@@ -178,20 +177,20 @@ impl TaskName {
     }
 }
 
-/// The deaths of workers that had a task on their device.
+/// The crash record of a task that was on the device of dying workers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CrashRecord {
     /// The task's fingerprint.
     pub task: String,
-    /// How many workers died with it, those left out that died of a group that was isolated.
+    /// How many workers died with it, not counting those that died with an isolated group of tasks.
     pub count: u32,
-    /// How many of them died while it was isolated alone.
+    /// How many of them died while the task was isolated alone.
     #[serde(default)]
     pub alone: u32,
-    /// The fewest tasks, itself included, that one of them died with.
+    /// The smallest number of tasks, itself included, on the device of one of them.
     #[serde(default)]
     pub among: u32,
-    /// How the last one died, once so many died while it was alone that it is not tried again.
+    /// How the last one died; set once it is not tried again as poison.
     pub poison: Option<CrashTail>,
 }
 
@@ -204,8 +203,8 @@ pub struct CrashTail {
     pub log: String,
 }
 
-/// Why a line is no control line. Says where it fails and never what it holds: `start` holds a
-/// password, and what serde says of a value repeats the value.
+/// Why a line is not a control line. It gives the position but never the content: `start` holds a password, and
+/// errors of serde repeat the value.
 #[derive(Debug, thiserror::Error)]
 #[error("not a control line ({length} bytes): {problem} at column {column}")]
 pub struct BadLine {
@@ -224,7 +223,7 @@ pub fn encode(value: &impl Serialize) -> Vec<u8> {
 /// Reads a line.
 ///
 /// # Errors
-/// [`BadLine`] for anything else; the reader logs it and goes on with the next.
+/// [`BadLine`] for anything else; the caller logs it and reads on.
 pub fn decode<T: DeserializeOwned>(line: &str) -> Result<T, BadLine> {
     serde_json::from_str(line).map_err(|error| BadLine {
         length: line.len(),

@@ -1,6 +1,5 @@
-//! Dead letters: writes one (the message as it came, and headers that say why nobody works on it), reads one,
-//! whoever made it, a worker or RabbitMQ itself (`x-death`), and restores the message that it was. Pure; owns no
-//! state.
+//! Writes a dead letter (the message as it came, and headers with the reason), reads one made by a worker or by
+//! RabbitMQ (`x-death`), and restores the original message. Pure; owns no state.
 
 use std::time::{Duration, SystemTime};
 
@@ -11,17 +10,17 @@ use super::message::{ORIGINAL_EXPIRATION, ORIGINALS, without_acting_properties};
 use super::task::{ATTEMPT, EXPIRES, is_control};
 use super::{Headers, Message, Task, Value, shorten};
 
-/// Longest `error` header: all headers must fit one AMQP frame beside the producer's own.
+/// Longest `error` header: all headers, the producer's too, must fit one AMQP frame.
 const ERROR_BYTES: usize = 2_000;
 
-/// Longest of our headers in a dead letter that was too large: a producer may use their names too.
+/// Longest header kept in a dead letter that was too large: a producer may use our header names too.
 const OUR_BYTES: usize = 8_192;
 
-/// Header with when it became a dead letter, ISO-8601.
+/// Header with the time of dead-lettering, ISO-8601.
 const DEAD_LETTERED_AT: &str = "dead_lettered_at";
-/// Header of a parked reply, which earlier versions wrote, with the queue that it was for.
+/// Header of a parked reply (written by earlier versions): the queue that the reply was for.
 const REPLY_QUEUE: &str = "reply_queue";
-/// All headers that a worker writes beside `original_*`; the first four are in each of its dead letters.
+/// All headers that a worker writes besides `original_*`; the first four are in each of its dead letters.
 const OURS: [&str; 10] = [
     "reason",
     "error",
@@ -35,25 +34,25 @@ const OURS: [&str; 10] = [
     "headers_dropped",
 ];
 
-/// Why RabbitMQ dead-letters.
+/// The reasons that RabbitMQ gives in `x-death`.
 const BROKERS: [&str; 4] = ["delivery_limit", "expired", "rejected", "maxlen"];
-/// The reason of a dead letter that gives none.
+/// The reason of a dead letter without one.
 const UNKNOWN: &str = "unknown";
-/// How RabbitMQ's direct reply-to addresses begin.
+/// Prefix of RabbitMQ's direct reply-to addresses.
 const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to";
 
 /// Why a message is in the dead-letter queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// The body is not what its content type says.
+    /// The body does not match its content type.
     Undecodable,
-    /// It killed the workers that computed it alone.
+    /// The task killed the workers that computed it alone.
     Poison,
-    /// It was tried as often as the settings allow, each time in vain.
+    /// All attempts that the settings allow have failed.
     Attempts,
-    /// Its reply has nowhere to go.
+    /// The queue for its reply does not exist.
     Unroutable,
-    /// The queue that its reply is for has not taken it in time.
+    /// The queue for its reply has not confirmed it in time.
     Unconfirmed,
     /// A `control.*` type that this version does not know.
     UnknownControl,
@@ -83,12 +82,12 @@ impl Reason {
     }
 }
 
-/// Why a message becomes a dead letter, by whom and when.
+/// Why, by which worker and when a message becomes a dead letter.
 #[derive(Clone, Copy, Debug)]
 pub struct Cause<'a> {
     /// The kind.
     pub reason: Reason,
-    /// In words.
+    /// A sentence for people.
     pub error: &'a str,
     /// host/pool/slot.
     pub worker: &'a str,
@@ -96,7 +95,7 @@ pub struct Cause<'a> {
     pub at: SystemTime,
 }
 
-/// The dead letter of `task`. It begins anew when somebody puts it back into the task queue.
+/// The dead letter of `task`. If somebody puts it back into the task queue, its attempts are counted anew.
 pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
     let mut message = without_acting_properties(task.message.clone());
     let headers = &mut message.properties.headers;
@@ -113,7 +112,7 @@ pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
     message
 }
 
-/// A dead letter with how the workers died that had the task on their device.
+/// Adds to a dead letter how the workers died that had the task on their device.
 pub fn with_deaths(mut message: Message, deaths: &CrashRecord) -> Message {
     let headers = &mut message.properties.headers;
     headers.insert("deaths".into(), i64::from(deaths.count).into());
@@ -124,8 +123,8 @@ pub fn with_deaths(mut message: Message, deaths: &CrashRecord) -> Message {
     message
 }
 
-/// A dead letter that the broker refuses for its size, with our headers alone: the producer's may be
-/// as large as a whole frame.
+/// Reduces a dead letter that the broker refuses for its size to our headers: the producer's may be as large as
+/// a whole frame.
 pub fn without_producer_headers(mut message: Message) -> Message {
     let headers = &mut message.properties.headers;
     let before = headers.len();
@@ -155,7 +154,7 @@ pub fn reasons() -> impl Iterator<Item = &'static str> {
 #[derive(Clone, Copy, Debug)]
 pub struct DeadLetter<'a> {
     message: &'a Message,
-    /// The reason, where a worker of ours wrote it.
+    /// The reason, where one of our workers wrote it.
     ours: Option<Reason>,
 }
 
@@ -165,7 +164,7 @@ impl<'a> DeadLetter<'a> {
         Self { message, ours: our_reason(&message.properties.headers) }
     }
 
-    /// Why it is here: one of [`reasons`], or what a broker that we do not know has written.
+    /// The reason: one of [`reasons`], or the text of an unknown broker.
     pub fn reason(&self) -> &'a str {
         match (self.ours, self.death("reason").and_then(Value::as_str)) {
             (Some(reason), _) => reason.as_str(),
@@ -174,8 +173,7 @@ impl<'a> DeadLetter<'a> {
         }
     }
 
-    /// When it became a dead letter; where nobody wrote that down, when it was published; none where
-    /// it does not say that either.
+    /// When it became a dead letter; where that is not recorded, when it was published; none where neither is.
     pub fn dead_lettered_at(&self) -> Option<SystemTime> {
         let written = match self.ours {
             Some(_) => self.text(DEAD_LETTERED_AT).and_then(|text| text.parse::<Timestamp>().ok()),
@@ -189,12 +187,12 @@ impl<'a> DeadLetter<'a> {
         written.map(SystemTime::from).or_else(counted)
     }
 
-    /// How long it has been one; no time at all where the clock that wrote it is ahead of ours.
+    /// How long it has been a dead letter; zero where the recorded time is in the future.
     pub fn age(&self, now: SystemTime) -> Option<Duration> {
         Some(now.duration_since(self.dead_lettered_at()?).unwrap_or_default())
     }
 
-    /// The task's id, as its worker had it.
+    /// The task's id, as the worker wrote it.
     pub fn task_id(&self) -> Option<&'a str> {
         let properties = &self.message.properties;
         let given = [&properties.message_id, &properties.correlation_id];
@@ -202,17 +200,17 @@ impl<'a> DeadLetter<'a> {
         self.our_text("task_id").or_else(given)
     }
 
-    /// Whether this is its id: the task's, or its own `message_id`.
+    /// Whether `id` is the task's id or the message's `message_id`.
     pub fn has_id(&self, id: &str) -> bool {
         self.task_id() == Some(id) || self.message.properties.message_id.as_deref() == Some(id)
     }
 
-    /// What went wrong, in the worker's words.
+    /// The error, in the worker's words.
     pub fn error(&self) -> Option<&'a str> {
         self.our_text("error")
     }
 
-    /// Who wrote it: host/pool/slot.
+    /// The worker that wrote it: host/pool/slot.
     pub fn worker(&self) -> Option<&'a str> {
         self.our_text("worker")
     }
@@ -231,26 +229,26 @@ impl<'a> DeadLetter<'a> {
         }
     }
 
-    /// The queue that a parked reply was for. Workers of earlier versions dead-lettered a reply that had no
-    /// queue; now they dead-letter its task.
+    /// The queue that a parked reply was for. Workers of earlier versions dead-lettered a reply whose queue did
+    /// not exist; now they dead-letter its task.
     fn parked_for(&self) -> Option<&'a str> {
         let is_reply = self.message.properties.kind.as_deref() == Some("reply");
         self.text(REPLY_QUEUE).filter(|_| is_reply && self.ours == Some(Reason::Unroutable))
     }
 
-    /// The queue that it belongs into: a task its pool's, a parked reply the one it was for.
+    /// The queue to requeue it to: a task's pool queue, or the queue of a parked reply.
     ///
     /// # Errors
-    /// It is a control message that is not asked for by its id (`by_id`), or the requester is gone.
+    /// It is a control message and was not selected by id (`by_id`), or the requester is gone.
     pub fn destination(&self, task_queue: &'a str, by_id: bool) -> Result<&'a str, String> {
-        // First: anybody can write the headers of a parked reply.
+        // Checked first, because any producer can write the headers of a parked reply.
         if is_control(self.message) && !by_id {
             let kind = self.message.properties.kind.as_deref().unwrap_or("null");
             return Err(format!("it is a control message ({kind}): to put it back, give its id"));
         }
         if let Some(queue) = self.parked_for() {
             if queue.starts_with(DIRECT_REPLY_TO) {
-                return Err("it is a reply by direct reply-to, and who asked is gone".into());
+                return Err("it is a reply by direct reply-to, and its requester is gone".into());
             }
             return Ok(queue);
         }
@@ -277,16 +275,16 @@ impl<'a> DeadLetter<'a> {
     }
 }
 
-/// The reason, where all is there that a worker writes: a producer may have a `reason` of its own.
+/// The reason, where all headers of a worker are present: a producer may use a `reason` header itself.
 fn our_reason(headers: &Headers) -> Option<Reason> {
     let written = headers.get("reason")?.as_str()?;
     let complete = OURS[..4].iter().all(|name| headers.contains_key(*name));
     Reason::ALL.into_iter().find(|reason| reason.as_str() == written).filter(|_| complete)
 }
 
-/// The message as it was before it became a dead letter, to be published again in its producer's name.
-/// What would act at the broker stays off (see [`super::message::without_acting_properties`]), and so
-/// does a deadline that may have been reckoned from an expiration. An attempt begins anew.
+/// Restores the original message, to be published again. Properties that would act at the broker stay off (see
+/// [`super::message::without_acting_properties`]), and so does a deadline that may have been computed from an
+/// expiration. Attempts are counted anew.
 pub fn restored(mut message: Message) -> Message {
     let ours = our_reason(&message.properties.headers);
     let is_reply = DeadLetter::of(&message).parked_for().is_some();
@@ -295,7 +293,7 @@ pub fn restored(mut message: Message) -> Message {
     headers.retain(|name, _| name != "CC" && !is_the_brokers(name));
     let tried = headers.remove(ATTEMPT).is_some();
     match ours {
-        // The reply's own say which task it answers, and who did.
+        // A reply's own `original_*` headers say which task it answers, and which worker answered.
         Some(_) if is_reply => {
             headers.retain(|name, _| matches!(name.as_str(), "task_id" | "worker") || !is_ours(name));
         }
@@ -311,7 +309,7 @@ pub fn restored(mut message: Message) -> Message {
     message
 }
 
-/// What RabbitMQ writes into a message that it dead-letters or delivers again.
+/// Whether RabbitMQ writes this header into a message that it dead-letters or redelivers.
 fn is_the_brokers(header: &str) -> bool {
     matches!(header, "x-death" | "x-delivery-count" | "x-acquired-count")
         || header.starts_with("x-first-death-")

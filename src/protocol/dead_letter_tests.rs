@@ -1,4 +1,4 @@
-//! What a dead letter keeps, what it says, and what it was.
+//! Tests of writing, reading and restoring dead letters.
 
 use super::super::{Incoming, Properties, classify};
 use super::*;
@@ -119,7 +119,7 @@ fn a_deadline_stays_unless_it_may_come_of_an_expiration() {
     assert_eq!(restored(dead(again.properties, Reason::Attempts)).properties, Properties::default());
 }
 
-/// As earlier versions wrote it.
+/// A parked reply, as earlier versions wrote it.
 fn parked_reply(mut reply: Message, queue: &str) -> Message {
     let headers = [
         ("reason", "unroutable"),
@@ -159,7 +159,7 @@ fn a_control_message_is_put_back_only_by_its_id() {
     let sentinel = Message { properties: kind("control.shutdown"), body: "".into() };
     for (message, words) in [
         (dead(kind("control.reboot"), Reason::UnknownControl), "control.reboot"),
-        // One with the headers of a parked reply is a control message all the same.
+        // A control message with the headers of a parked reply is still a control message.
         (parked_reply(sentinel, "tasks"), "control.shutdown"),
         (Message { properties: Properties::default(), body: " null".into() }, "null"),
     ] {

@@ -1,5 +1,5 @@
-//! A message as every broker carries it: AMQP 0-9-1 basic properties, typed headers, a body.
-//! The types hold whatever a producer sent, so that a dead letter can carry it on untouched.
+//! A message as every broker carries it: AMQP 0-9-1 basic properties, typed headers, a body. The types hold
+//! everything that a producer can send, so that a dead letter carries it unchanged.
 
 use std::collections::BTreeMap;
 
@@ -36,12 +36,12 @@ pub enum Value {
     F64(#[serde(with = "f64_bits")] f64),
     /// A decimal (`D`): `value / 10^scale`.
     Decimal {
-        /// Digits behind the point.
+        /// Digits after the decimal point.
         scale: u8,
-        /// The number without its point.
+        /// The digits as one integer.
         value: u32,
     },
-    /// A text, or any bytes a client sent as one (`S`).
+    /// A text, or any bytes sent as one (`S`).
     Text(Vec<u8>),
     /// A byte array (`x`, RabbitMQ's extension).
     Bytes(Vec<u8>),
@@ -53,8 +53,7 @@ pub enum Value {
     Table(Headers),
 }
 
-/// Floats are serialised as their bits: JSON has no NaN and no infinity, and its decimals may come
-/// back one unit off.
+/// Floats are serialised as their bits: JSON has no NaN and no infinity, and its decimals may lose a bit.
 mod f32_bits {
     use serde::{Deserialize, Deserializer, Serializer};
 
@@ -81,7 +80,7 @@ mod f64_bits {
 }
 
 impl Value {
-    /// The text, when this is one and valid UTF-8.
+    /// The text, where the value is a text in valid UTF-8.
     pub fn as_str(&self) -> Option<&str> {
         match self {
             Value::Text(bytes) => std::str::from_utf8(bytes).ok(),
@@ -89,7 +88,7 @@ impl Value {
         }
     }
 
-    /// The number, when this is an integer of any width that fits.
+    /// The number, where the value is an integer that fits.
     pub fn as_i64(&self) -> Option<i64> {
         match *self {
             Value::I8(n) => Some(n.into()),
@@ -154,7 +153,7 @@ pub struct Properties {
     pub timestamp: Option<u64>,
     /// AMQP's `type` property.
     pub kind: Option<String>,
-    /// The authenticated user, as checked by the broker.
+    /// The authenticated user, checked by the broker.
     pub user_id: Option<String>,
     /// The producer's name for itself.
     pub app_id: Option<String>,
@@ -162,12 +161,12 @@ pub struct Properties {
     pub cluster_id: Option<String>,
 }
 
-/// Bytes of headers that fit a frame beside all that we add.
+/// Most bytes of headers that fit one frame together with ours.
 const PLAIN_BYTES: usize = 32 << 10;
 
 impl Properties {
-    /// Whether every broker takes the headers as they are: single values, no number that is infinite or
-    /// none, all of them well within a frame.
+    /// Whether every broker accepts the headers: only single values, all numbers finite, and well below a frame
+    /// in size.
     pub fn is_plain(&self) -> bool {
         let bytes = |value: &Value| match value {
             Value::Text(text) | Value::Bytes(text) => Some(text.len()),
@@ -181,7 +180,7 @@ impl Properties {
     }
 }
 
-/// Properties and body: what is published, and what is delivered.
+/// Properties and body of a message.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Message {
     /// The basic properties.
@@ -190,12 +189,12 @@ pub struct Message {
     pub body: Bytes,
 }
 
-/// What [`without_acting_properties`] writes.
+/// The header in which [`without_acting_properties`] keeps `expiration`.
 pub(super) const ORIGINAL_EXPIRATION: &str = "original_expiration";
 pub(super) const ORIGINALS: [&str; 3] = [ORIGINAL_EXPIRATION, "original_user_id", "original_cc"];
 
-/// A message to be published in another's name. Three properties would act again at the broker and
-/// are kept as `original_*` headers instead: `expiration` would delete it, `user_id` makes the broker
+/// Prepares another producer's message to be published by us. Three properties would act again at the broker
+/// and become `original_*` headers instead: `expiration` would delete the message, `user_id` makes the broker
 /// refuse it from another user, `CC` would copy it to further queues.
 pub fn without_acting_properties(mut message: Message) -> Message {
     let properties = &mut message.properties;

@@ -1,6 +1,6 @@
-//! What crosses a process or host boundary: messages and their properties, tasks, replies,
-//! sentinels, control lines, batch lines. Pure: bytes in, values out, and back. Owns no state and
-//! never does I/O; knows neither broker nor model nor clock.
+//! Data that crosses a process or host boundary: messages and their properties, tasks, replies, sentinels,
+//! control lines, batch lines. Converts bytes to values and back. Pure: owns no state, does no I/O; knows
+//! neither broker nor model nor clock.
 
 pub mod admin;
 pub mod batch_line;
@@ -18,10 +18,10 @@ pub use reply::{Body, Timings, WorkerInfo};
 pub use task::{Incoming, Task, classify};
 pub use task_error::{TaskError, TaskErrorKind};
 
-/// Media type of every body that is read or written unless a model says otherwise.
+/// Media type of every body, unless a model says otherwise.
 pub const JSON: &str = "application/json";
 
-/// `text` for an error message: whole when short, else its beginning and its length in bytes.
+/// Shortens `text` for an error message: a long one is cut, and its length in bytes added.
 pub fn shorten(text: &str, most: usize) -> String {
     if text.len() <= most {
         return text.to_owned();

@@ -1,5 +1,5 @@
-//! Writes a reply: properties echoed from the task, the status headers, the timings, the body.
-//! Decides which status and code an error carries. Owns no state.
+//! Writes a reply: properties echoed from the task, the status headers, the timings, the body. Decides the
+//! status and code of an error. Owns no state.
 
 use std::borrow::Cow;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use super::{Headers, JSON, Message, Properties, Task, TaskError, TaskErrorKind, 
 
 /// The `type` of a part of a reply.
 pub const PART: &str = "reply.part";
-/// The delivery mode of a message that need not outlive its broker.
+/// The delivery mode of a message that may be lost when the broker restarts.
 const TRANSIENT: u8 = 1;
 
-/// Longest trace header that is echoed: twice what W3C asks implementations to carry.
+/// Longest trace header that is echoed: twice what W3C requires.
 const TRACE_BYTES: usize = 1_024;
 
-/// Who answers: goes into the headers of every reply.
+/// The worker that answers; part of the headers of every reply.
 #[derive(Clone, Debug)]
 pub struct WorkerInfo {
     /// host/pool/slot.
@@ -28,38 +28,39 @@ pub struct WorkerInfo {
     pub model: String,
 }
 
-/// Where a task's time went. Whole microseconds: pika, the most used client, cuts doubles to whole numbers.
+/// How long the stages of a task took. Whole microseconds, because pika, the most used client, truncates
+/// doubles to integers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Timings {
-    /// Before its preprocessing began; see [`Task::queued`].
+    /// Before preprocessing; see [`Task::queued`].
     pub queue_us: i64,
     /// Decoding and tokenising.
     pub prepare_us: i64,
-    /// Between preprocessing and its first forward pass.
+    /// From preprocessing to the first forward pass.
     pub wait_us: i64,
-    /// In forward passes, summed when its inputs took several.
+    /// In forward passes; the sum where its inputs took several.
     pub compute_us: i64,
-    /// From its acceptance by this worker to its first piece, for generated text.
+    /// From acceptance by this worker to the first part, for generated text.
     pub first_token_us: Option<i64>,
-    /// Inputs in its last forward pass, its own and its batch-mates'.
+    /// Inputs in its last forward pass, those of other tasks included.
     pub batch_size: i64,
     /// Tokens in its last forward pass.
     pub batch_tokens: i64,
 }
 
-/// Whole microseconds of a duration, as [`Timings`] has them.
+/// Whole microseconds of a duration.
 pub fn micros(duration: Duration) -> i64 {
     i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
 }
 
-/// The body of a reply, with what is said of it in properties.
+/// The body of a reply, with its media type and further headers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Body {
     /// Its media type.
     pub content_type: Cow<'static, str>,
     /// The bytes.
     pub bytes: Bytes,
-    /// Further headers of the reply: flat scalars. None of those that every reply has is replaced.
+    /// Further headers of the reply: flat scalars. They never replace a header that every reply has.
     pub headers: Headers,
 }
 
@@ -74,7 +75,7 @@ impl Body {
         Self { content_type: content_type.into(), bytes: bytes.into(), headers: Headers::new() }
     }
 
-    /// The same with one more header.
+    /// Adds a header.
     #[must_use]
     pub fn header(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.headers.insert(name.to_owned(), value.into());
@@ -100,8 +101,7 @@ impl TaskErrorKind {
     }
 }
 
-/// The reply to `task`, at its `attempt`th attempt. `body` is the model's answer, or
-/// why there is none.
+/// The reply to `task`, at this `attempt`. `body` is the model's answer, or the error.
 pub fn reply(
     task: &Task,
     body: Result<Body, &TaskError>,
@@ -150,21 +150,21 @@ pub fn reply(
     Message { properties, body: body.bytes }
 }
 
-/// Which part of which run a [`part`] is.
+/// The position of a [`part`] in a run.
 #[derive(Clone, Debug)]
 pub struct Place {
-    /// Names the run: a task that is delivered again has another.
+    /// Names the run: a redelivered task gets a new one.
     pub stream_id: String,
     /// Counts the parts of a run from 0.
     pub seq: i64,
 }
 
-/// Whether a message is a part of a reply, which the reply itself follows.
+/// Whether a message is a part of a reply; the reply itself follows it.
 pub fn is_part(message: &Message) -> bool {
     message.properties.kind.as_deref() == Some(PART)
 }
 
-/// One part of the reply to `task`, before the reply itself: transient, since the reply says it all.
+/// One part of the reply to `task`, before the reply itself. Transient, since the reply repeats all parts.
 pub fn part(task: &Task, body: Body, place: &Place) -> Message {
     let asked = &task.message.properties;
     let mut headers = body.headers;
@@ -189,7 +189,7 @@ pub fn part(task: &Task, body: Body, place: &Place) -> Message {
 fn trace_context(asked: &Properties) -> Headers {
     let header = |name: &str| {
         let context = asked.headers.get(name)?.as_str()?;
-        // A longer one is none, and all headers must fit a frame.
+        // A longer header is dropped: it is invalid, and all headers must fit one frame.
         (context.len() <= TRACE_BYTES).then(|| (name.to_owned(), Value::from(context)))
     };
     ["traceparent", "tracestate"].into_iter().filter_map(header).collect()

@@ -1,6 +1,6 @@
-//! What a worker counts, as its control lines carry it: sums since the line before, distributions,
-//! and where it stands now. Sums add up ([`Stats::add`]), so that the launcher can count for a slot
-//! through all the lives of its workers. Pure.
+//! The counts of a worker, as its control lines carry them: sums since the line before, distributions, and its
+//! current state. [`Stats::add`] sums them up, so that the launcher can count for a slot over all its workers.
+//! Pure.
 
 use std::collections::BTreeMap;
 
@@ -17,8 +17,8 @@ pub const INPUTS: [f64; 12] = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.
 pub const TOKENS: [f64; 13] =
     [16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1_024.0, 2_048.0, 4_096.0, 8_192.0, 16_384.0, 32_768.0, 65_536.0];
 
-/// Observations, counted by the first upper bound that they do not exceed; the last count is of those
-/// above all bounds. Empty as long as there are none.
+/// Observations, counted per range: each by the first upper bound that it does not exceed, and last those above
+/// all bounds. Empty while there are none.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Histogram {
@@ -46,7 +46,7 @@ impl Histogram {
         self.sum += other.sum;
     }
 
-    /// What was counted since it stood as in `before`.
+    /// The observations since the state `before`.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
         let earlier = before.counts.iter().copied().chain(std::iter::repeat(0));
@@ -55,25 +55,25 @@ impl Histogram {
         Self { counts, sum: self.sum - before.sum }
     }
 
-    /// How many there are.
+    /// The number of observations.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// What they add up to.
+    /// The sum of the observed values.
     pub fn sum(&self) -> f64 {
         self.sum
     }
 
-    /// How many fell under each of `bounds`, and above the one before; last, those above all.
+    /// The count for each of `bounds`, above the bound before; last, those above all.
     pub fn counts(&self, bounds: &[f64]) -> Vec<u64> {
         let mut counts = self.counts.clone();
         counts.resize(bounds.len() + 1, 0);
         counts
     }
 
-    /// The value that the share `rank` (0 to 1) of all does not exceed, taken as evenly spread between
-    /// two bounds; none without observations. Above all bounds it is the last of them.
+    /// The value that the share `rank` (0 to 1) of observations does not exceed, interpolated between two
+    /// bounds; none without observations; the last bound for those above all.
     pub fn quantile(&self, bounds: &[f64], rank: f64) -> Option<f64> {
         let wanted = rank * self.count() as f64;
         let (mut below, mut floor) = (0.0, 0.0);
@@ -88,23 +88,23 @@ impl Histogram {
     }
 }
 
-/// What a task waits for, or what is done with it.
+/// A stage of a task's way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// From its publication to its preparation.
+    /// From its publication to its preprocessing.
     Queue,
     /// Decoding and tokenising.
     Prepare,
-    /// From there to its first forward pass.
+    /// From the end of its preprocessing to its first forward pass.
     Wait,
     /// Its forward passes.
     Compute,
-    /// Its reply, until the broker has confirmed it.
+    /// From sending its reply until the broker has confirmed it.
     Publish,
 }
 
 impl Stage {
-    /// All, in a task's order, with their names.
+    /// All stages in order, with their names.
     pub const ALL: [(Self, &str); 5] = [
         (Self::Queue, "queue"),
         (Self::Prepare, "prepare"),
@@ -114,7 +114,7 @@ impl Stage {
     ];
 }
 
-/// Tasks that were answered alike.
+/// The number of tasks with the same status and reason.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Answer {
     /// The reply's `status`.
@@ -125,7 +125,7 @@ pub struct Answer {
     pub count: u64,
 }
 
-/// Work done in a span of time, and where the worker stands at its end.
+/// Work done in a time span, and the worker's state at its end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Stats {
@@ -145,36 +145,36 @@ pub struct Stats {
     pub tokens: u64,
     /// Microseconds that the device computed.
     pub busy_us: u64,
-    /// Milliseconds that the span lasted.
+    /// Length of the span in milliseconds.
     pub span_ms: u64,
-    /// How long the stages of tasks took, in the order of [`Stage::ALL`]; over [`SECONDS`].
+    /// Durations of stages, in the order of [`Stage::ALL`]; bounds: [`SECONDS`].
     pub stages: [Histogram; Stage::ALL.len()],
-    /// How long forward passes took; over [`SECONDS`].
+    /// Durations of forward passes; bounds: [`SECONDS`].
     pub batch_seconds: Histogram,
-    /// Their inputs; over [`INPUTS`].
+    /// Inputs of forward passes; bounds: [`INPUTS`].
     pub batch_inputs: Histogram,
-    /// Their tokens; over [`TOKENS`].
+    /// Tokens of forward passes; bounds: [`TOKENS`].
     pub batch_tokens: Histogram,
-    /// Where it stands.
+    /// The worker's state at the end of the span.
     pub now: Standing,
 }
 
-/// Where a worker stands.
+/// A worker's state.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Standing {
-    /// Tasks in hand: delivered and not yet settled.
+    /// Tasks delivered and not yet settled.
     pub held: u64,
-    /// It has a session with the broker.
+    /// Whether it has a session with the broker.
     pub connected: bool,
-    /// Bytes of memory that the process has to itself and in use.
+    /// Resident bytes of memory that only this process uses.
     pub resident: u64,
-    /// What it waits for and cannot help, in words: a broker, a dead-letter queue.
+    /// Why it cannot work, as a text for people: a broker, a dead-letter queue.
     pub problem: Option<String>,
 }
 
 impl Stats {
-    /// Nothing was done.
+    /// Whether no work was done.
     pub fn is_idle(&self) -> bool {
         Self { span_ms: 0, now: Standing::default(), ..self.clone() } == Self::default()
     }
@@ -214,7 +214,7 @@ impl Stats {
         self.batch_tokens.observe(&TOKENS, tokens as f64);
     }
 
-    /// Adds what was done in a further span; where the worker stands is as of then.
+    /// Adds the counts of a further span, and takes over its state.
     pub fn add(&mut self, more: &Self) {
         for answer in &more.answers {
             self.answered(&answer.status, &answer.reason, answer.count);
@@ -238,7 +238,7 @@ impl Stats {
         self.now = more.now.clone();
     }
 
-    /// The share of the span that the device computed, in percent.
+    /// Percentage of the span in which the device computed.
     pub fn busy_percent(&self) -> u64 {
         self.busy_us / (10 * self.span_ms.max(1))
     }

@@ -1,6 +1,6 @@
-//! Decides what a delivered message is (a task, a sentinel, an unknown control message) and reads
-//! what a task's properties say: its id, where its reply goes, until when it is wanted. Never looks
-//! for words in a body; the body is the model's.
+//! Decides what a delivered message is (a task, a sentinel, an unknown control message) and reads a task's
+//! properties: its id, where its reply goes, its deadline. Never looks for control words in a body: the body
+//! belongs to the model.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::{Duration, SystemTime};
@@ -16,18 +16,18 @@ pub const SHUTDOWN: &str = "control.shutdown";
 const CONTROL: &str = "control.";
 /// Header with an absolute deadline, ISO-8601.
 pub const EXPIRES: &str = "expires";
-/// Header that a worker gives a task which it puts off: the number of the attempt to come.
+/// Header of a retried task: the number of its next attempt.
 pub const ATTEMPT: &str = "sconce_attempt";
-/// Header with the OpenAI path that a batch line asked for.
+/// Header with the OpenAI path of a batch line.
 pub const URL: &str = "url";
 
-/// Bytes of a body that a fingerprint reads.
+/// Bytes of a body that the fingerprint includes.
 const FINGERPRINTED: usize = 64 << 10;
 
 /// What a delivered message is.
 #[derive(Debug)]
 pub enum Incoming {
-    /// Work.
+    /// A task to compute.
     Task(Task),
     /// Stops one worker, unless it is past its deadline.
     Sentinel(Message),
@@ -52,20 +52,20 @@ pub fn classify(message: Message, received: SystemTime, made_id: impl FnOnce() -
     Incoming::Task(Task::new(message, received, made_id))
 }
 
-/// Whether a worker would take it for anything but a task.
+/// Whether a worker would treat the message as something other than a task.
 pub fn is_control(message: &Message) -> bool {
     let kind = message.properties.kind.as_deref().unwrap_or_default();
     kind.starts_with(CONTROL) || is_null(&message.body)
 }
 
-/// JSON's blanks are fewer than ASCII's: a form feed is none.
+/// Not ASCII's blanks: a form feed, for example, is not white space in JSON.
 fn is_null(body: &[u8]) -> bool {
     let blank = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\n' | b'\r');
     let start = body.iter().position(|byte| !blank(byte)).unwrap_or(body.len());
     body[start..].strip_prefix(b"null").is_some_and(|rest| rest.iter().all(blank))
 }
 
-/// A decoded request: the message and what its properties mean.
+/// A decoded request: the message and the meaning of its properties.
 #[derive(Clone, Debug)]
 pub struct Task {
     /// The id in logs, dead letters and traces.
@@ -85,8 +85,8 @@ impl Task {
         Self { id, message, received }
     }
 
-    /// Names the task by what it says: the same for each of its deliveries, on every worker, also
-    /// where the producer gave it no id. Of a long body the beginning and the length count.
+    /// A fingerprint of the task's content: the same for each of its deliveries, on every worker, also without
+    /// an id from the producer. Of a long body only the beginning and the length count.
     pub fn fingerprint(&self) -> String {
         let Message { properties, body } = &self.message;
         let mut hasher = DefaultHasher::new();
@@ -95,14 +95,15 @@ impl Task {
         format!("{:016x}", hasher.finish())
     }
 
-    /// Which attempt at this task a worker makes that takes it now, counting from 1. Deliveries don't
-    /// count: brokers count those each in a way of its own, and a drain would use them up.
+    /// The number of the attempt that a worker makes when it takes this message, counting from 1. Deliveries
+    /// are not counted: each broker counts them differently, and a drain adds some.
     pub fn attempt(&self) -> u32 {
         let made = self.message.properties.headers.get(ATTEMPT).and_then(Value::as_i64);
         made.and_then(|made| u32::try_from(made).ok()).unwrap_or(1).max(1)
     }
 
-    /// The message to publish for the next attempt, `deadline` kept: an `expiration` would begin anew.
+    /// The message for the next attempt. It keeps `deadline` instead of the `expiration`, which would begin
+    /// anew.
     pub fn next_attempt(&self, deadline: Option<SystemTime>) -> Message {
         let mut message = without_acting_properties(self.message.clone());
         let headers = &mut message.properties.headers;
@@ -118,11 +119,11 @@ impl Task {
         self.message.properties.reply_to.as_deref().filter(|queue| !queue.is_empty())
     }
 
-    /// Until when the task is wanted: the earlier of `expires` and `expiration`, the latter counted
-    /// from when it was received (before that, the broker counted).
+    /// The task's deadline: the earlier of `expires` and `expiration`, the latter counted from its reception
+    /// (the broker counted before).
     ///
     /// # Errors
-    /// A header that is no ISO-8601 time; the task is answered with the error.
+    /// A header is not an ISO-8601 time; the task is answered with the error.
     pub fn deadline(&self) -> Result<Option<SystemTime>, TaskError> {
         deadline(&self.message, self.received)
     }
@@ -134,8 +135,8 @@ impl Task {
         (!essence.is_empty()).then(|| essence.to_ascii_lowercase())
     }
 
-    /// How long the task waited before `now`: since it was published where the message says when
-    /// (`timestamp_in_ms` header, or the `timestamp` property in whole seconds), else since it was received.
+    /// How long the task waited before `now`: since its publication where the message has a time
+    /// (`timestamp_in_ms` header, or the `timestamp` property in whole seconds), else since its reception.
     pub fn queued(&self, now: SystemTime) -> Duration {
         let properties = &self.message.properties;
         let published = match (properties.headers.get("timestamp_in_ms"), properties.timestamp) {
@@ -151,7 +152,7 @@ impl Task {
     }
 }
 
-/// Whether a sentinel is past its deadline. One whose deadline cannot be read is in force.
+/// Whether a sentinel is past its deadline. A sentinel with an unreadable deadline stays valid.
 pub fn sentinel_is_expired(message: &Message, now: SystemTime) -> bool {
     matches!(deadline(message, now), Ok(Some(deadline)) if deadline <= now)
 }
@@ -177,8 +178,7 @@ fn deadline(message: &Message, received: SystemTime) -> Result<Option<SystemTime
     })
 }
 
-/// An absolute time: ISO-8601 with offset or `Z`; without, it is taken as UTC. AMQP's own
-/// timestamp type is taken too.
+/// An absolute time: ISO-8601 with offset or `Z` (UTC without either), or AMQP's timestamp type.
 fn instant(value: &Value) -> Result<SystemTime, TaskError> {
     let wanted = "must be an ISO-8601 time such as 2026-01-31T12:00:00Z";
     if let Value::Timestamp(seconds) = value {

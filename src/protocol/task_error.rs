@@ -1,16 +1,16 @@
-//! The error of one input: what is wrong with it, told to the one who sent it. The process that
-//! met it is well. (Errors of the process are `worker::WorkerError`; errors that the operator must
-//! mend are `config::ConfigError` and `launcher::LaunchError`.)
+//! The error of one input, reported to its producer; the process is healthy. (Errors of the process are
+//! `worker::WorkerError`; errors that the operator must fix are `config::ConfigError` and
+//! `launcher::LaunchError`.)
 
 use super::shorten;
 
-/// Longest message, in bytes: what libraries say of a value may hold the whole value.
+/// Longest message, in bytes: an error text of a library may contain the whole value.
 const LONGEST: usize = 2_000;
 
-/// What kind of failure, hence which `status` and `status_code` the reply carries.
+/// The kind of failure, which decides the reply's `status` and `status_code`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskErrorKind {
-    /// The body is not what its content type says (not JSON, not UTF-8): 400, and dead-lettered.
+    /// The body does not match its content type (not JSON, not UTF-8): 400, and dead-lettered.
     Undecodable,
     /// Well-formed, but not a request this model can answer: 400.
     BadInput,
@@ -20,23 +20,23 @@ pub enum TaskErrorKind {
     Expired,
     /// Over a limit of this pool: 413.
     TooLarge,
-    /// The model or this program failed on a good input, and would again: 500.
+    /// The model or this program failed on a valid input, and would fail again: 500.
     Internal,
-    /// A forward pass failed on this input alone, on a device that is well: 500, when it fails again.
+    /// A forward pass failed on this input alone, on a healthy device: 500, when a retry fails too.
     Fault,
-    /// The device had no memory for this input, even alone: 507, when it has none later.
+    /// The device had too little memory for this input, even alone: 507, when a retry fails too.
     OutOfMemory,
-    /// Nobody wants the answer any more: 499.
+    /// The answer is no longer wanted: 499.
     Cancelled,
 }
 
 impl TaskErrorKind {
-    /// Whether a model says by it that it failed itself, which a broken device would make it do too.
+    /// Whether the error means that the model itself failed; a broken device would cause the same error.
     pub fn blames_the_model(self) -> bool {
         matches!(self, Self::Internal | Self::Fault | Self::OutOfMemory)
     }
 
-    /// All of them.
+    /// Every kind.
     pub const ALL: [Self; 9] = [
         Self::Undecodable,
         Self::BadInput,
@@ -52,8 +52,8 @@ impl TaskErrorKind {
 
 /// Why a task was not answered with a result.
 ///
-/// The message names the thing and the value; it goes to the producer as it is, so it must not
-/// hold a secret.
+/// The message names the thing and the value. It is sent to the producer as it is, so it must not hold a
+/// secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct TaskError {
@@ -66,7 +66,7 @@ pub struct TaskError {
 }
 
 impl TaskError {
-    /// An error with no field to blame.
+    /// An error that no single field causes.
     pub fn new(kind: TaskErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: shorten(&message.into(), LONGEST), param: None }
     }
@@ -76,7 +76,7 @@ impl TaskError {
         Self::new(TaskErrorKind::BadInput, message).at(param)
     }
 
-    /// The same error, blamed on the field `param`.
+    /// The same error, caused by the field `param`.
     #[must_use]
     pub fn at(mut self, param: impl Into<String>) -> Self {
         self.param = Some(param.into());

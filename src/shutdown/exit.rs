@@ -1,12 +1,12 @@
-//! Exit codes: the documented table, shared by the processes that set them and the launcher that
-//! reads them. 64 and 78 are `sysexits.h`'s.
+//! The documented exit codes, shared by the processes that set them and the launcher that reads them. 64 and 78
+//! are from `sysexits.h`.
 
 use std::fmt;
 
 /// Why a sconce process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// Did what it was asked for, a drain included.
+    /// The process did what it was asked for, a drain included.
     Done,
     /// Refused: unhealthy, nobody answered, or an order or dead letter that could not be handled. Never a
     /// worker's.
@@ -15,7 +15,7 @@ pub enum Exit {
     Usage,
     /// A bug: a panic or a broken invariant.
     Internal,
-    /// The settings are wrong, or the broker refuses what they say.
+    /// The settings are wrong, or the broker refuses them.
     Config,
     /// A sentinel stopped this worker: the slot is done.
     StoppedOnRequest,
@@ -25,7 +25,7 @@ pub enum Exit {
     ModelFailed,
     /// The device failed and only a new process can use it.
     DeviceFailed,
-    /// Stopped by a second signal or the deadline; unfinished tasks are the broker's again.
+    /// Stopped by a second signal or the deadline; the broker delivers unfinished tasks again.
     Aborted,
     /// A slot was given up after too many quick failures.
     SlotGivenUp,
@@ -64,8 +64,8 @@ impl Exit {
         }
     }
 
-    /// The exit that a worker's status means; none for one that is not in the table, and for 1, which
-    /// any library may have ended the process with.
+    /// The exit that a worker's status means; none for an unknown status, and for 1, which any library may exit
+    /// with.
     pub fn from_code(code: i32) -> Option<Self> {
         let mut exits = Self::ALL.into_iter().map(|(exit, _)| exit).filter(|exit| *exit != Exit::No);
         exits.find(|exit| i32::from(exit.code()) == code)

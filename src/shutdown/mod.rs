@@ -1,6 +1,5 @@
-//! Why and how far a process has been told to stop: causes, phases, exit codes, the signal source.
-//! A [`Stop`] is the one piece of state, shared by all who act on it; it only ever moves on. Knows
-//! neither broker nor model.
+//! Why and how far a process has been told to stop: causes, phases, exit codes, the signal source. A [`Stop`]
+//! is the only state; its clones share it, and its phase only moves forward. Knows neither broker nor model.
 
 mod exit;
 mod signals;
@@ -17,24 +16,24 @@ pub enum Phase {
     Running,
     /// No more intake; all accepted work is finished.
     Finishing,
-    /// What is on the device is finished; what waits is handed back.
+    /// Tasks on the device are finished; waiting ones are handed back.
     Returning,
     /// Nothing is waited for.
     Aborting,
 }
 
-/// Where a process stands with its stop. Clones share it.
+/// The stop state of a process. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Stop {
-    /// Written by [`Stop::advance`], read by every task that waits for a phase. One value: the
-    /// latest phase is all that matters.
+    /// Written by [`Stop::advance`], read by every task that waits for a phase. One value, because only the
+    /// latest phase matters.
     state: watch::Sender<State>,
 }
 
 #[derive(Debug)]
 struct State {
     phase: Phase,
-    /// What moved the phase first, which names the stop.
+    /// The cause of the first move.
     cause: Option<String>,
 }
 
@@ -50,7 +49,7 @@ impl Stop {
         self.state.borrow().phase
     }
 
-    /// Moves on to `phase`. False, and nothing happens, when it has been reached already.
+    /// Moves to `phase`. False, without effect, when it has been reached already.
     pub fn advance(&self, phase: Phase, cause: impl Into<String>) -> bool {
         self.state.send_if_modified(|state| {
             let further = phase > state.phase;
@@ -64,11 +63,11 @@ impl Stop {
 
     /// Waits until `phase` is reached.
     pub async fn reached(&self, phase: Phase) {
-        // The sender lives in self, so waiting cannot fail.
+        // `self` holds the sender, so waiting cannot fail.
         let _ = self.state.subscribe().wait_for(|state| state.phase >= phase).await;
     }
 
-    /// What asked for the stop first.
+    /// The first cause of the stop.
     pub fn cause(&self) -> Option<String> {
         self.state.borrow().cause.clone()
     }

@@ -1,5 +1,5 @@
-//! The signal source: SIGTERM and SIGINT move a [`Stop`], SIGHUP asks for settings to be loaded again.
-//! Decides what a second one means, and when a SIGHUP is but the end of a terminal.
+//! The signal source: SIGTERM and SIGINT move a [`Stop`], SIGHUP asks to load the settings again. Decides what
+//! a second signal means, and when a SIGHUP only reports the end of a terminal.
 
 use std::io::{self, IsTerminal};
 
@@ -12,8 +12,8 @@ use super::{Phase, Stop};
 pub enum Patience {
     /// Abort. For a process that a person stops.
     SecondAborts,
-    /// Nothing more than the first. For a worker under a launcher: the terminal or the service
-    /// manager may signal both, and the launcher then says `abort` itself when it must.
+    /// The same as the first. For a worker under a launcher: the terminal or the service manager may signal
+    /// both, and the launcher sends `abort` itself when needed.
     Drain,
 }
 
@@ -25,8 +25,8 @@ pub fn listen(stop: Stop, patience: Patience) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     if patience == Patience::Drain {
-        // Whoever tells all processes of this name to load their settings again means the launcher. The
-        // handler stays once it is there, and does nothing.
+        // A SIGHUP to all processes of this name is meant for the launcher. The handler stays installed, and
+        // ignores the signal.
         drop(signal(SignalKind::hangup())?);
     }
     tokio::spawn(async move {
@@ -44,10 +44,10 @@ pub fn listen(stop: Stop, patience: Patience) -> io::Result<()> {
     Ok(())
 }
 
-/// SIGHUP, as it comes.
+/// The stream of SIGHUPs.
 pub struct Hangups {
     signal: Signal,
-    /// Started in a terminal, whose end is a SIGHUP too.
+    /// Whether the process was started in a terminal, whose end is a SIGHUP too.
     in_terminal: bool,
 }
 
@@ -60,7 +60,7 @@ impl Hangups {
         Ok(Self { signal: signal(SignalKind::hangup())?, in_terminal: io::stdin().is_terminal() })
     }
 
-    /// Waits for the next. False: it says that the terminal is gone.
+    /// Waits for the next SIGHUP. False: it reports the end of the terminal.
     pub async fn next(&mut self) -> bool {
         if self.signal.recv().await.is_none() {
             return std::future::pending().await;

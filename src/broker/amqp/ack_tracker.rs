@@ -1,41 +1,39 @@
-//! Which deliveries of a session are unsettled, and how acks become few commands: one `multiple` for
-//! all up to the first unsettled delivery, one each behind it. Pure.
+//! Knows which deliveries of a session are unsettled, and decides how many acks become few commands: one
+//! `multiple` ack up to the first unsettled delivery, and one ack for each later one. Pure.
 //!
-//! Few matters beyond speed: RabbitMQ holds back what a channel settles on a quorum queue while more
-//! than 32 such commands are under way, and forgets what it holds when the channel closes. Acks in a
-//! burst before a close would so be lost, and their tasks answered twice. And it writes each command to
-//! disk, while a task that comes right behind a reply waits for that.
+//! Few commands matter for safety too: while more than 32 commands are under way on a quorum queue, RabbitMQ
+//! holds back what else the channel settles, and forgets the held ones when the channel closes. A burst of
+//! acks before a close would be lost, and their tasks answered twice. RabbitMQ also writes each command to
+//! disk, and a task sent right after a reply waits for that write.
 
 use std::collections::BTreeSet;
 
-/// An ack to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ack {
-    /// The delivery tag.
     pub(super) tag: u64,
-    /// Acks all unsettled deliveries before it too.
+    /// Also acks all unsettled deliveries before `tag`.
     pub(super) multiple: bool,
 }
 
-/// What becomes of an ack.
+/// What the caller of [`AckTracker::ack`] does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flush {
-    /// The caller sends, see [`AckTracker::take`].
+    /// The caller sends what [`AckTracker::take`] returns, until that is empty.
     Send,
-    /// The caller waits a little for more to send with it, then asks [`AckTracker::begin`].
+    /// The caller waits a little for more acks, then asks [`AckTracker::begin`] whether to send.
     Gather,
-    /// Somebody else sends it.
+    /// Another caller sends this ack.
     Leave,
 }
 
-/// Who cares for the acks that wait.
+/// Which caller, if any, is responsible for the waiting acks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Sender {
     #[default]
     Nobody,
-    /// Somebody waits for more of them. Others may send meanwhile.
+    /// A caller waits for more acks. Others may send meanwhile.
     Gathering,
-    /// Somebody is sending what [`AckTracker::take`] gives, and will take again.
+    /// A caller is sending what [`AckTracker::take`] returned, and will call it again.
     Sending,
 }
 
@@ -45,19 +43,19 @@ pub(super) struct AckTracker {
     unsettled: BTreeSet<u64>,
     acked: BTreeSet<u64>,
     sender: Sender,
-    /// So many acks wait for no more.
+    /// When this many acks wait, they are sent at once.
     enough: usize,
-    /// The last delivery that was not its message's first.
+    /// Tag of the last delivery with `redelivered` set.
     redelivered: u64,
 }
 
 impl AckTracker {
-    /// Acks may wait for more, until they are so many. Without this call none waits.
+    /// Lets acks wait for more, until `enough` of them wait. Without this call no ack waits.
     pub(super) fn gather(&mut self, enough: usize) {
         self.enough = enough;
     }
 
-    /// A delivery came. Called in the order of tags, before anybody can settle it.
+    /// Records a delivery. Called in the order of tags, before anybody can settle the delivery.
     pub(super) fn delivered(&mut self, tag: u64, redelivered: bool) {
         self.unsettled.insert(tag);
         if redelivered {
@@ -65,27 +63,26 @@ impl AckTracker {
         }
     }
 
-    /// Whether `full` deliveries are unsettled, none of them from before the tag `first`, and nobody is
-    /// about to settle one: then the caller is the sender, and no ack passes until it has called
-    /// [`AckTracker::take`].
+    /// True when at least `full` deliveries are unsettled, all with tags from `first` on, and nobody is
+    /// sending acks. Then the caller becomes the sender: no ack is sent until it calls [`AckTracker::take`].
     pub(super) fn hold(&mut self, first: u64, full: usize) -> bool {
         let own = self.unsettled.first().is_some_and(|oldest| *oldest >= first);
         own && self.unsettled.len() >= full && self.begin()
     }
 
-    /// Whether nobody is sending: then the caller is, see [`AckTracker::take`].
+    /// True when nobody is sending: then the caller becomes the sender, see [`AckTracker::take`].
     pub(super) fn begin(&mut self) -> bool {
         std::mem::replace(&mut self.sender, Sender::Sending) != Sender::Sending
     }
 
-    /// A delivery went back. Called once the broker has been told: while this is under way, no
-    /// `multiple` may pass over it, or it would be acked.
+    /// Records that a delivery was handed back. Called after the command is written: until then no `multiple`
+    /// may cover its tag, or the broker would ack it.
     pub(super) fn returned(&mut self, tag: u64) {
         self.unsettled.remove(&tag);
     }
 
-    /// A delivery is to be acked. At once where it, or one behind it, was delivered before: such a one may end
-    /// the process that works on it, and what was done just before would have to be done again.
+    /// Takes an ack. It is sent at once where this delivery or a later one is a redelivery: a redelivered
+    /// task may crash the process, and tasks finished just before would have to be done again.
     pub(super) fn ack(&mut self, tag: u64) -> Flush {
         self.acked.insert(tag);
         let at_once = tag <= self.redelivered || self.acked.len() >= self.enough;
@@ -99,7 +96,7 @@ impl AckTracker {
         flush
     }
 
-    /// What to send now, in this order. Empty: nothing more, and the caller no longer sends.
+    /// The acks to send now, in this order. Empty: there are no more, and the caller is no longer the sender.
     pub(super) fn take(&mut self) -> Vec<Ack> {
         let mut acks = Vec::new();
         while let Some(&first) = self.unsettled.first() {
@@ -117,12 +114,12 @@ impl AckTracker {
         acks
     }
 
-    /// The sender gave up in the middle; the next ack makes a new one.
+    /// The sender was dropped while sending; the next ack makes its caller the sender.
     pub(super) fn abandon(&mut self) {
         self.sender = Sender::Nobody;
     }
 
-    /// Who gathered no longer does.
+    /// The caller that waited for more acks has stopped waiting.
     pub(super) fn gathered(&mut self) {
         if self.sender == Sender::Gathering {
             self.sender = Sender::Nobody;
@@ -214,7 +211,7 @@ mod tests {
     }
 
     proptest! {
-        /// Plays the broker: whatever the order, just the acked deliveries leave it.
+        /// Simulates the broker: in any order of events, exactly the acked deliveries are removed.
         #[test]
         fn the_broker_drops_what_was_acked_and_nothing_else(
             steps in prop::collection::vec((0u8..4, 0usize..20), 1..200),

@@ -1,5 +1,5 @@
-//! Settles deliveries on the session that brought them. Decides how acks and returns are paced: by
-//! the `ack_tracker`, and with pauses where RabbitMQ needs time that it gives no sign of.
+//! Settles deliveries on the session that delivered them. Decides how acks and returns are paced: by the
+//! `ack_tracker`, and with fixed pauses where RabbitMQ needs time but gives no sign when it is done.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,19 +13,19 @@ use super::ack_tracker::{Ack, AckTracker, Flush};
 use super::connect::Failure;
 use crate::broker::{Acker, DeliveryTag};
 
-/// What the broker takes to act on settled deliveries, with room to spare: it says nothing when it
-/// has. See `ack_tracker` for what is at stake.
+/// How long the broker takes to act on settled deliveries, with a margin: it does not report that it has.
+/// `ack_tracker` explains what could be lost.
 const SETTLING: Duration = Duration::from_millis(100);
-/// How long an ack waits for others. The broker writes each such command to disk, and a task that somebody
-/// sends upon a reply would wait for that; by the end of this it has come.
+/// How long an ack waits for others. The broker writes each ack command to disk, and a task that a client
+/// sends on receiving a reply waits for that write; after 2 ms that task has been delivered.
 const GATHER: Duration = Duration::from_millis(2);
-/// Returns in a row between two pauses: half of what a quorum queue's client takes at once.
+/// Returns between two pauses: half of what RabbitMQ's client of a quorum queue takes at once.
 const RETURNS: usize = 16;
-/// The pause between them.
+/// The pause after [`RETURNS`] returns.
 const BREATH: Duration = Duration::from_millis(10);
 
-/// The session that settles, or why there is none. Written by the supervisor when one begins, ends or
-/// cannot be made; read by every settle and by a cancel. A plain mutex, held for a clone only.
+/// The current session, or why there is none. Written by the supervisor when a session begins, ends or cannot
+/// be made; read by every settle and by a cancel. A plain mutex, held for a clone only.
 #[derive(Clone, Default)]
 pub(super) struct Current(Arc<Mutex<Standing>>);
 
@@ -36,17 +36,15 @@ struct Standing {
 }
 
 impl Current {
-    /// The session now, if there is one.
     pub(super) fn open(&self) -> Option<Open> {
         self.lock().open.clone()
     }
 
-    /// From now on this session, or none.
     pub(super) fn hold(&self, open: Option<Open>) {
         *self.lock() = Standing { open, trouble: None };
     }
 
-    /// There is no session, for this reason.
+    /// Records why there is no session.
     pub(super) fn fail(&self, failure: &Failure) {
         self.lock().trouble = Some(format!("{}: {}", failure.broker, failure.reason));
     }
@@ -56,13 +54,13 @@ impl Current {
     }
 }
 
-/// A session, as settling sees it.
+/// What settling needs of a session.
 #[derive(Clone)]
 pub(super) struct Open {
     pub(super) session: u64,
     pub(super) channel: Channel,
-    /// The consumer's name. Written by the supervisor when it consumes anew, held over that; read by a
-    /// cancel, held until the broker has answered.
+    /// The consumer's name. Written by the supervisor while it consumes anew; read by a cancel. Each holds
+    /// the lock until the broker has answered.
     pub(super) consumer_tag: Arc<tokio::sync::Mutex<ShortString>>,
     /// Written by the supervisor for each delivery and by every settle. Held for a few instructions.
     pub(super) ack_tracker: Arc<Mutex<AckTracker>>,
@@ -73,8 +71,8 @@ impl Open {
         self.ack_tracker.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Acks a delivery: several at once become few commands. The one who sends does so for those that come
-    /// meanwhile too. False: the session is over.
+    /// Acks a delivery; concurrent acks become few commands. The caller that sends also sends the acks that
+    /// come meanwhile. False: the session is over.
     async fn ack(&self, tag: u64) -> bool {
         let flush = self.ack_tracker().ack(tag);
         if flush == Flush::Gather {
@@ -86,20 +84,21 @@ impl Open {
         !sends || self.send_acks().await
     }
 
-    /// Sends the acks that wait, as the one who sends. False: the session is over.
+    /// Sends the waiting acks, as the sender. False: the session is over.
     pub(super) async fn send_acks(&self) -> bool {
         let sending = Sending(self);
         loop {
-            // The rest of a batch is being confirmed in this very moment.
+            // The rest of a batch is being confirmed at this moment, and its acks can go with these.
             tokio::task::yield_now().await;
             let acks = self.ack_tracker().take();
             if acks.is_empty() {
-                // `take` has ended the sending, and somebody else may have begun one.
+                // `take` has ended this sending, and another caller may have begun one.
                 std::mem::forget(sending);
                 return true;
             }
             let send = |Ack { tag, multiple }| self.channel.basic_ack(tag, BasicAckOptions { multiple });
-            // Each returns once it is written: awaited one by one, each would be a write of its own.
+            // Each future ends once its command is written: awaited one by one, each would be a separate
+            // write.
             if try_join_all(acks.into_iter().map(send)).await.is_err() {
                 return false;
             }
@@ -107,7 +106,7 @@ impl Open {
     }
 }
 
-/// Settles deliveries of the current session on its channel; shared by all who finish tasks.
+/// Settles deliveries of the current session on its channel; shared.
 pub struct AmqpAcker {
     current: Current,
     /// Returns since the last pause. Written by every return.
@@ -124,7 +123,7 @@ impl AmqpAcker {
     }
 }
 
-/// Lets others gather once this one no longer does.
+/// Dropped when its caller stops waiting for more acks, or is cancelled: the next ack may then wait.
 struct Gathering<'a>(&'a Open);
 
 impl Drop for Gathering<'_> {
@@ -133,7 +132,7 @@ impl Drop for Gathering<'_> {
     }
 }
 
-/// Lets the next ack send when this one is dropped in the middle.
+/// Dropped when the sender is cancelled while sending: the next ack then sends.
 struct Sending<'a>(&'a Open);
 
 impl Drop for Sending<'_> {
@@ -155,7 +154,7 @@ impl Acker for AmqpAcker {
     fn requeue(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
         Box::pin(async move {
             let Some(open) = self.open(delivery_tag) else { return false };
-            // Held over the command, which keeps returns in order.
+            // The lock is held during the command, which keeps returns in order.
             let mut returned = self.returned.lock().await;
             *returned += 1;
             if *returned % RETURNS == 0 {

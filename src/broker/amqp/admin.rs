@@ -1,4 +1,4 @@
-//! One-off requests of the command line: each on a connection of its own, each address tried once.
+//! Single requests of the command line: each on its own connection, each address tried once.
 
 use lapin::options::QueueDeclareOptions;
 use lapin::types::FieldTable;
@@ -9,7 +9,7 @@ use super::convert::short;
 use super::topology::Topology;
 use crate::broker::BrokerError;
 
-/// Makes the queues that are missing.
+/// Makes the missing queues.
 ///
 /// # Errors
 /// No address could be reached, or the broker refuses.
@@ -20,7 +20,7 @@ pub async fn declare(connector: &Connector, topology: &Topology) -> Result<(), B
     Ok(())
 }
 
-/// How many consumers a queue has now, on all hosts.
+/// The number of consumers of a queue now, on all hosts.
 ///
 /// # Errors
 /// As [`declare`]; a queue that does not exist is refused.
@@ -31,12 +31,12 @@ pub async fn consumers_of(connector: &Connector, queue: &str) -> Result<u32, Bro
     Ok(looked.consumer_count())
 }
 
-/// How many messages of a queue nobody holds now.
+/// The number of ready messages of a queue.
 pub(super) async fn ready_in(connection: &Connection, queue: &str) -> Result<u32, Error> {
     Ok(look(connection, queue).await?.message_count())
 }
 
-/// On a channel of its own, because the broker closes the channel to say no.
+/// On a separate channel, because the broker closes the channel when the queue is missing.
 pub(super) async fn look(connection: &Connection, queue: &str) -> Result<Queue, Error> {
     let channel = connection.create_channel().await?;
     let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };

@@ -1,11 +1,12 @@
-//! Alarms: a broker short of memory or disk reads nothing from who publishes, and says so. What is sent
-//! into the alarm is read only after it, so nothing is held against queues that confirm nothing then.
+//! Watches for alarms: a broker short of memory or disk stops reading from connections that publish, and
+//! notifies them. Messages sent during the alarm are read only after it, so queues are not judged slow
+//! meanwhile.
 
 use futures_util::StreamExt;
 use lapin::Connection;
 use tokio::sync::watch;
 
-/// Whether the broker takes no messages from this connection for now; tells for as long as it stands.
+/// True while the broker takes no messages from this connection; updated as long as the connection lasts.
 pub fn watch_alarms(connection: &Connection) -> watch::Receiver<bool> {
     let (sender, blocked) = watch::channel(false);
     let events = connection.events_listener();
@@ -24,7 +25,7 @@ pub fn watch_alarms(connection: &Connection) -> watch::Receiver<bool> {
                 _ => {}
             }
         }
-        // The connection is gone, and with it who would have told of the end.
+        // The connection is closed: no notice of the alarm's end can come.
         sender.send_replace(false);
     });
     blocked

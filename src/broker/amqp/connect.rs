@@ -1,6 +1,6 @@
-//! Opens connections: which address is tried next, how long, with which certificates; and when an
-//! outage has lasted too long. Owns the turn among several addresses and the count of failures;
-//! never retries by itself in a loop that its owner cannot leave.
+//! Opens connections. Decides which address is tried next, how long, with which certificates, and when an
+//! outage has lasted too long. Owns the position in the list of addresses and the count of failures; leaves
+//! the retry loop to its caller.
 
 use std::fs;
 use std::io;
@@ -21,11 +21,11 @@ use crate::broker::BrokerError;
 use crate::config::{Broker, Tls, redact_url};
 
 const BACKOFF: Backoff = Backoff { first: Duration::from_millis(250), most: Duration::from_secs(10) };
-/// A broker that refuses us this often before it ever took us will not change its mind. More than
-/// once, because a broker that boots refuses its virtual hosts for a moment.
+/// After this many refusals before any success, the settings are taken to be wrong. More than one, because a
+/// broker that boots refuses its virtual hosts for a moment.
 const REFUSALS: u32 = 3;
-/// For so long a service goes on at its start where the broker's words may mean a wrong password as well
-/// as an authentication service that is down, or a user that is yet to be made.
+/// How long a starting service retries when the broker's refusal is ambiguous: a wrong password, or an
+/// authentication service that is down, or a user that is not made yet.
 const UNCERTAIN: Duration = Duration::from_secs(15);
 
 /// Longest wait for the broker's answer to a cancel or close.
@@ -36,31 +36,33 @@ pub(super) const FAREWELL: Duration = Duration::from_secs(5);
 pub struct Failure {
     /// The address, without its password.
     pub(super) broker: String,
-    /// The broker's or the system's words.
+    /// The message of the broker or of the operating system.
     pub(super) reason: String,
-    /// What the broker said, where it answered.
+    /// What kind of refusal it was.
     pub(super) refusal: Refusal,
 }
 
-/// What a broker's refusal means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
-    /// It is none, or one that passes by itself: a limit that is reached, a queue that may yet be made.
+    /// Not a refusal, or one that passes without a change here: a limit that is reached, a queue that may yet
+    /// be made.
     None,
-    /// Either the settings are wrong, or something passes by itself: the broker's words are the same.
+    /// Ambiguous: the settings are wrong, or the cause passes; the broker's message is the same.
     Uncertain,
     /// The settings are wrong: certificates, arguments of a queue.
     Settings,
 }
 
-/// How long refusals are borne before the broker has ever taken us. Afterwards they are an outage.
+/// How long refusals are retried before the first connection succeeds. Afterwards a refusal counts as an
+/// outage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalPolicy {
-    /// A few attempts: a person waits for the answer.
+    /// A few attempts, because a person waits for the answer.
     Command,
-    /// 15 s too, where the words leave a doubt.
+    /// The same, but at least 15 s where the refusal is ambiguous.
     Service,
-    /// It has taken another process of ours, or another connection, by the same settings.
+    /// Refusals never end the attempts early: the same settings have worked for another process or
+    /// connection.
     Reached,
 }
 
@@ -69,39 +71,37 @@ pub struct Connector {
     settings: Broker,
     name: String,
     refusals: RefusalPolicy,
-    /// Counts attempts; its remainder is the address whose turn it is. Written by each attempt.
+    /// Counts failed attempts; modulo the number of addresses, it is the index of the next one to try.
     turn: AtomicUsize,
 }
 
 impl Connector {
-    /// `name` is what the broker's management page shows.
+    /// `name` is what the broker's management page shows for the connection.
     pub fn new(settings: Broker, name: impl Into<String>) -> Self {
         Self { settings, name: name.into(), refusals: RefusalPolicy::Command, turn: AtomicUsize::new(0) }
     }
 
-    /// The same, with another policy.
+    /// This connector with another policy.
     #[must_use]
     pub fn with_refusals(self, refusals: RefusalPolicy) -> Self {
         Self { refusals, ..self }
     }
 
-    /// The same under another name.
     pub(super) fn named(&self, name: String) -> Self {
         Self::new(self.settings.clone(), name).with_refusals(self.refusals)
     }
 
-    /// The settings it was made with.
     pub(super) fn settings(&self) -> &Broker {
         &self.settings
     }
 
-    /// What the broker's management page shows.
+    /// The connection's name on the broker's management page.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
 
-    /// One attempt at the address whose turn it is. A failed one passes the turn on; an address that
-    /// works is kept.
+    /// Tries the current address once. After a failure the next attempt takes the next address; after a
+    /// success it takes the same one.
     pub(super) async fn attempt(&self) -> Result<(OpenConnection, String), Failure> {
         let urls = &self.settings.url;
         let turn = self.turn.load(Ordering::Relaxed) % urls.len().max(1);
@@ -117,7 +117,6 @@ impl Connector {
         Err(Failure { broker, reason: reason.0, refusal: reason.1 })
     }
 
-    /// The next attempt goes to the next address.
     pub(super) fn pass_turn(&self) {
         self.turn.fetch_add(1, Ordering::Relaxed);
     }
@@ -132,10 +131,9 @@ impl Connector {
     }
 }
 
-/// As `Connection::connect_uri_with_config`, but an attempt that is given up, because this is dropped, leaves
-/// nothing behind. Lapin connects on a thread of its own, which waits for the broker's first words for as
-/// long as they do not come, and which nobody can end: so it is given a socket that is connected, and
-/// encrypted, and of which we keep hold.
+/// As `Connection::connect_uri_with_config`, but a dropped attempt leaves nothing behind. Lapin connects on a
+/// thread of its own, which waits without limit for the broker's first answer and cannot be ended. So lapin
+/// gets a socket that is already connected (and encrypted), and we keep a handle to shut it down.
 async fn connect(
     uri: AMQPUri,
     tls: OwnedTLSConfig,
@@ -153,7 +151,7 @@ async fn connect(
         AMQPScheme::AMQP => stream,
         AMQPScheme::AMQPS => stream.into_tls(&host, tls.as_ref()).await?,
     };
-    // Lapin asks for it once: it is not to connect again by itself.
+    // Lapin takes the stream once: a second time would be a reconnection, which is ours to make.
     let once = Mutex::new(Some(stream));
     let connection = Connection::connector(
         uri,
@@ -168,8 +166,8 @@ async fn connect(
     Ok(OpenConnection { connection, socket: Some(socket) })
 }
 
-/// Our hold of a connection's socket. When it is dropped the socket is shut down: lapin's thread reads the
-/// end of the stream, and ends.
+/// A handle of a connection's socket. Dropping it shuts the socket down: lapin's thread then reads the end of
+/// the stream, and ends.
 struct Socket(TcpStream);
 
 impl Drop for Socket {
@@ -178,11 +176,11 @@ impl Drop for Socket {
     }
 }
 
-/// A connection that leaves nothing behind. Lapin closes one that is dropped, and waits for the broker's
-/// answer to that for as long as it does not come.
+/// A connection that leaves nothing behind when dropped. Lapin alone would close it in the background and
+/// wait without limit for the broker's answer.
 pub(super) struct OpenConnection {
     connection: Connection,
-    /// None only while it is being dropped.
+    /// None only during the drop.
     socket: Option<Socket>,
 }
 
@@ -197,7 +195,7 @@ impl Deref for OpenConnection {
 impl Drop for OpenConnection {
     fn drop(&mut self) {
         let Some(socket) = self.socket.take() else { return };
-        // A broker that is well closes it in order within this time.
+        // A healthy broker completes the close within this time.
         if self.connection.status().connected()
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {
@@ -209,11 +207,11 @@ impl Drop for OpenConnection {
     }
 }
 
-/// A failure in words, and what it means.
+/// The text of a failure, with a hint, and what kind of refusal it is.
 pub(super) fn words(error: &Error) -> (String, Refusal) {
     let amqp = match error.kind() {
         ErrorKind::ProtocolError(amqp) => amqp,
-        // What rustls says of a certificate, or of an answer that is not TLS.
+        // rustls reports a bad certificate, or an answer that is not TLS, as invalid data.
         ErrorKind::IOError(io) if io.kind() == std::io::ErrorKind::InvalidData => {
             let hint = "check broker.tls (ca_file, cert_file, key_file), and amqp:// or amqps://";
             return (format!("{error}; {hint}"), Refusal::Settings);
@@ -222,7 +220,8 @@ pub(super) fn words(error: &Error) -> (String, Refusal) {
     };
     let message = amqp.get_message().to_string();
     let (refusal, hint) = match amqp.get_id() {
-        // Connections of a user, a virtual host or a node: others end. And a virtual host that is starting.
+        // A limit of connections (of a user, a virtual host or a node), which passes when others end; or a
+        // virtual host that is starting.
         530 if message.contains("is reached") || message.contains("is down") => (Refusal::None, ""),
         403 => (Refusal::Uncertain, "; check user, password and permissions"),
         530 => {
@@ -248,22 +247,23 @@ fn certificates(tls: &Tls) -> Result<OwnedTLSConfig, String> {
     Ok(OwnedTLSConfig { identity, cert_chain })
 }
 
-/// Failures that a connection which does not last counts for, at least.
+/// After a connection, at most this many earlier failures count for the next delay.
 const FLAPPING: u32 = 3;
 
-/// The time without a working connection. Each supervisor owns one.
+/// Counts failures since the last working connection, and decides the delay before the next attempt or the
+/// end of all attempts. Each supervisor owns one.
 #[derive(Default)]
 pub(super) struct ReconnectPolicy {
     since: Option<Instant>,
     failures: u32,
-    /// Refusals in a row that may mean wrong settings, and since when.
+    /// Refusals in a row other than [`Refusal::None`].
     refusals: u32,
     refused_since: Option<Instant>,
     was_connected: bool,
 }
 
 impl ReconnectPolicy {
-    /// Counts a failure of `connector`. The delay before the next attempt, or the end of all attempts.
+    /// Counts a failure. Returns the delay before the next attempt, or the error that ends all attempts.
     pub(super) fn failed(
         &mut self,
         failure: Failure,
@@ -284,7 +284,7 @@ impl ReconnectPolicy {
         Ok(delay)
     }
 
-    /// Whether to believe that the settings are wrong.
+    /// Whether the settings are now taken to be wrong.
     fn is_refused(&mut self, refusal: Refusal, refusals: RefusalPolicy) -> bool {
         if refusal == Refusal::None {
             (self.refusals, self.refused_since) = (0, None);
@@ -298,15 +298,15 @@ impl ReconnectPolicy {
         !was_taken && self.refusals >= REFUSALS && lasted >= borne
     }
 
-    /// There is a connection; whether it lasts is another matter. If not, the delays go on from here,
-    /// not from where a long outage had brought them.
+    /// A connection was made, which may break at once. If so, the delays go on from [`FLAPPING`] failures,
+    /// not from the length that a long outage had brought.
     pub(super) fn connected(&mut self) {
         self.was_connected = true;
         (self.refusals, self.refused_since) = (0, None);
         self.failures = self.failures.min(FLAPPING);
     }
 
-    /// A session has worked for a while.
+    /// A session has worked for a while: forgets all failures.
     pub(super) fn over(&mut self) {
         *self = Self { was_connected: true, ..Self::default() };
     }
@@ -327,7 +327,7 @@ mod tests {
         Connector::new(settings.broker, "test").with_refusals(refusals)
     }
 
-    /// After how many failures of a kind the attempts end, of 50 that follow each other at once.
+    /// Feeds 50 failures of one kind; returns after how many the attempts ended, and with which error.
     fn ends(refusal: Refusal, refusals: RefusalPolicy) -> Option<(usize, BrokerError)> {
         let (mut reconnect, connector) = (ReconnectPolicy::default(), connector(refusals, "1m"));
         (1..=50).find_map(|n| Some((n, reconnect.failed(failure(refusal), &connector).err()?)))

@@ -1,7 +1,6 @@
-//! The receiving side of RabbitMQ: one task supervises sessions (connect, declare, qos, consume),
-//! pumps their deliveries, and makes a new one whenever the old one ends, for whatever reason. Owns
-//! the session; settling works on the current session's channel and on no other, because delivery
-//! tags are a channel's own.
+//! The receiving side of RabbitMQ: one task supervises sessions (connect, declare, qos, consume), passes on
+//! their deliveries, and makes a new session whenever the old one ends. Owns the session; deliveries are
+//! settled only on the current session's channel, because delivery tags belong to a channel.
 
 use std::mem;
 use std::num::NonZeroU16;
@@ -18,33 +17,32 @@ use super::connect::{Connector, FAREWELL, Failure, ReconnectPolicy, Refusal, wor
 use super::session::{Session, Subscription, cancel, delivery_from};
 use crate::broker::{BrokerError, Consumer, Event};
 
-/// Events that may wait for who consumes.
+/// Events that may wait in the channel to the consumer's owner.
 const EVENTS: usize = 260;
-/// A session that ends sooner counts as a failed attempt: the next one waits, longer each time.
+/// A session that ends sooner counts as a failed attempt: the next attempt waits, longer each time.
 const STEADY: Duration = Duration::from_secs(10);
-/// Longest pause after an unreadable message: the broker is well, and every other message waits until
-/// this one has used up its deliveries.
+/// Longest pause after an unreadable message: the broker is healthy, and every other message waits until the
+/// unreadable one has reached its delivery limit.
 const BRIEF: Duration = Duration::from_millis(300);
-/// How long a session takes one message at a time after one that broke on an unreadable message, so
-/// that this message alone uses up its deliveries, and not those that are received with it.
+/// How long a session has a prefetch of 1 after a session that broke on an unreadable message, so that only
+/// this message, and none received with it, reaches its delivery limit.
 const ONE_BY_ONE: Duration = Duration::from_secs(60);
 
-/// Receives deliveries of one queue, over as many sessions as that takes.
+/// Receives deliveries of one queue, over as many sessions as needed.
 pub struct AmqpConsumer {
-    /// Written by the supervisor. Bound: the first prefetch, or [`EVENTS`]; what more the broker sends
-    /// ahead waits in lapin's buffer.
+    /// Written by the supervisor. Bound: the first prefetch, or [`EVENTS`] if larger; further deliveries wait
+    /// in lapin's buffer.
     events: mpsc::Receiver<Result<Event, BrokerError>>,
-    /// True once: stop consuming. Read by the supervisor.
+    /// Set to true once, to stop consuming. Read by the supervisor.
     cancel: watch::Sender<bool>,
-    /// The prefetch that is wanted. Read by the supervisor.
+    /// The wanted prefetch. Read by the supervisor.
     prefetch: watch::Sender<u16>,
     current: Current,
     /// Ends the supervisor, which answers when the session is closed.
     close: mpsc::Sender<oneshot::Sender<()>>,
 }
 
-/// Starts to consume. The first session is made in the background; failures come from
-/// [`Consumer::next`].
+/// Starts to consume. The first session is made in the background; [`Consumer::next`] reports failures.
 pub fn subscribe(
     connector: Connector,
     subscription: Subscription,
@@ -81,10 +79,11 @@ impl Consumer for AmqpConsumer {
 
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
         Box::pin(async {
-            // The flag before the look: a session that begins meanwhile sees the flag.
+            // The flag is set before the current session is read: a session that begins meanwhile sees the
+            // flag.
             self.cancel.send_replace(true);
-            // Awaited here, not left to the supervisor: what is handed back after this must find no
-            // consumer, or the broker would deliver it to us again, and out of its order.
+            // Awaited here, not left to the supervisor: if a consumer still existed when messages are handed
+            // back after this, the broker would deliver them to us again, and out of order.
             if let Some(open) = self.current.open() {
                 let consumer_tag = open.consumer_tag.lock().await;
                 cancel(&open.channel, consumer_tag.clone()).await;
@@ -112,18 +111,17 @@ struct Supervisor {
     current: Current,
 }
 
-/// How a session ended.
 enum End {
-    /// By itself; a new one is made.
+    /// Not by our request; a new session is made.
     Lost(Lost),
-    /// By our close, which wants to hear of it, or because nobody listens any more.
+    /// By our close, which is answered through the sender, or because the consumer was dropped.
     Closed(Option<oneshot::Sender<()>>),
 }
 
 struct Lost {
     reason: String,
-    /// The broker sent what lapin cannot read: a message, most likely, with a property that is not
-    /// UTF-8. It will be sent again.
+    /// Lapin could not parse what the broker sent: most likely a message with a property that is not UTF-8. The
+    /// broker will deliver that message again.
     unreadable: bool,
 }
 
@@ -149,7 +147,7 @@ impl Supervisor {
             let prefetch = if one_by_one { 1 } else { *self.prefetch.borrow_and_update() };
             let opened = tokio::select! {
                 opened = Session::open(&self.connector, &self.subscription, prefetch) => opened,
-                // Without a session there is nothing to cancel: our end is the consumer's.
+                // Without a session there is nothing to cancel: the supervisor ends.
                 _ = raised(&mut self.cancelled) => return,
                 closing = self.closing.recv() => {
                     let _ = closing.map(|closed| closed.send(()));
@@ -197,7 +195,7 @@ impl Supervisor {
         }
     }
 
-    /// Pumps one session until it ends.
+    /// Passes on the deliveries of one session until it ends.
     async fn live(&mut self, number: u64, mut session: Session, one_by_one: bool) -> End {
         let consumer_tag = Arc::new(tokio::sync::Mutex::new(session.consumer.tag()));
         let channel = session.channel.clone();
@@ -212,7 +210,7 @@ impl Supervisor {
         };
         self.current.hold(None);
         if let End::Closed(closed) = &mut end {
-            // Close waits for the broker's answer, so every ack written before has been read.
+            // Waiting for the broker's answer to the close ensures that it has read every ack written before.
             let goodbye = async {
                 let _ = session.channel.close(200, "done".into()).await;
                 let _ = session.connection.close(200, "done".into()).await;
@@ -257,7 +255,7 @@ impl Supervisor {
                     },
                 },
                 raised = raised(&mut self.cancelled), if !cancelling => {
-                    // Without its sender, the consumer was dropped: then nobody wants more.
+                    // Not raised: the consumer, which owns the flag's sender, was dropped.
                     if !raised {
                         break End::Closed(None);
                     }
@@ -274,12 +272,12 @@ impl Supervisor {
         }
     }
 
-    /// After the end of a consumer's stream, which is said once: where we gave it up for another
-    /// prefetch, consumes anew. False: the end was asked for.
+    /// Handles the end of a consumer's stream, which comes once. Where we cancelled the consumer to change the
+    /// prefetch, consumes anew and returns true; false: the owner cancelled.
     async fn go_on(&mut self, open: &Open, session: &mut Session, resizing: bool) -> Result<bool, Lost> {
-        // Held from the look at the flag until the broker has the consumer: a cancel that comes
-        // meanwhile waits for the consumer's name. The flag itself: it was raised before the broker was
-        // told, so it is up by now even where nobody has seen it.
+        // The lock is held from reading the flag until the broker has the new consumer: a cancel that comes
+        // meanwhile waits for the new consumer's name. The flag is up to date: `cancel` sets it before it sends
+        // the command.
         let mut consumer_tag = open.consumer_tag.lock().await;
         if *self.cancelled.borrow() {
             return Ok(false);
@@ -291,12 +289,12 @@ impl Supervisor {
         session.consume_anew(prefetch, &self.connector).await.map_err(|error| Lost::from(&error))?;
         *consumer_tag = session.consumer.tag();
         self.let_acks_gather(open, prefetch);
-        tracing::debug!(prefetch, "the prefetch follows the messages");
+        tracing::debug!(prefetch, "prefetch changed");
         Ok(true)
     }
 
-    /// Has acks wait for more, until a quarter of the prefetch waits. Those of a queue of our own need not:
-    /// they are written nowhere.
+    /// Lets acks wait for more, until a quarter of the prefetch waits. Not for private queues: RabbitMQ does
+    /// not write their acks to disk.
     fn let_acks_gather(&self, open: &Open, prefetch: u16) {
         if let Subscription::Tasks { .. } = self.subscription {
             open.ack_tracker().gather(usize::from(prefetch) / 4);
@@ -304,12 +302,12 @@ impl Supervisor {
     }
 }
 
-/// Cancels the consumer, to make it anew; false: not now.
+/// Cancels the consumer, to make it anew with another prefetch. False: not possible now.
 ///
-/// Only with a full prefetch in hand, all of it from this consumer, and no ack on its way. Then nothing
-/// is on its way to us either, which RabbitMQ, finding its consumer gone, would put back and deliver as
-/// if we had failed on it; and what is in hand is never of more than two consumers. A prefetch that
-/// never fills binds nothing.
+/// It is possible only while a full prefetch is unsettled, all of it from this consumer, and no ack is being
+/// sent. Then the broker has no further delivery on its way to us; otherwise RabbitMQ would requeue that one,
+/// count it as a failed delivery and deliver it again. Also, unsettled messages are then never of more than two
+/// consumers. A prefetch that never fills limits nothing, so it need not change.
 async fn give_up(open: &Open, session: &Session) -> bool {
     let full = open.ack_tracker().hold(session.first_tag(), session.prefetch.into());
     if full {
@@ -319,7 +317,7 @@ async fn give_up(open: &Open, session: &Session) -> bool {
     full
 }
 
-/// Waits for the flag; false when it can no longer be raised.
+/// Waits until the flag is true; false when its sender is gone.
 async fn raised(flag: &mut watch::Receiver<bool>) -> bool {
     flag.wait_for(|raised| *raised).await.is_ok()
 }

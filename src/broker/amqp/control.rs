@@ -1,6 +1,6 @@
-//! The asking side of remote control: publishes a request to the control exchange and gathers the
-//! answers, on one connection, over RabbitMQ's direct reply-to: whoever asks needs no queue and no
-//! permission but to write to that exchange. Owns the connection; a lost one is the caller's end.
+//! The client of remote control: publishes requests to the control exchange and collects the answers, on one
+//! connection, over RabbitMQ's direct reply-to. The caller needs no queue and only the permission to write to
+//! that exchange. Owns the connection, and does not reconnect.
 
 use std::time::Duration;
 
@@ -16,12 +16,12 @@ use super::convert::{properties_from, properties_to, short};
 use crate::broker::BrokerError;
 use crate::protocol::{JSON, Message, Properties};
 
-/// Longest wait for the broker: under a memory or disk alarm it answers nothing.
+/// Longest wait for the broker, which does not answer under a memory or disk alarm.
 const ANSWER: Duration = Duration::from_secs(5);
-/// RabbitMQ's name for "here, on this channel".
+/// RabbitMQ's name for direct replies on the same channel.
 const HERE: &str = "amq.rabbitmq.reply-to";
 
-/// A connection over which launchers are asked.
+/// A connection for requests to launchers.
 pub struct ControlClient {
     broker: String,
     exchange: String,
@@ -50,7 +50,7 @@ impl ControlClient {
         Ok(Self { broker, exchange: exchange.to_owned(), connection, channel, answers })
     }
 
-    /// Publishes a request, which is void after `expires`. False: nobody listens to this routing key.
+    /// Publishes a request, which expires after `expires`. False: no launcher is bound to this routing key.
     ///
     /// # Errors
     /// The broker refuses, or is lost; there is no such exchange.
@@ -84,7 +84,7 @@ impl ControlClient {
         Some(Message { properties: properties_from(&delivery.properties), body: delivery.data.into() })
     }
 
-    /// How many messages wait in a queue, and how many consumers it has; none where it cannot be seen.
+    /// The numbers of ready messages and of consumers of a queue; none where the queue cannot be inspected.
     ///
     /// # Errors
     /// The broker is lost.
@@ -107,7 +107,7 @@ impl ControlClient {
     }
 }
 
-/// What the broker answers, unless it takes longer than `limit`.
+/// The broker's answer, or an error when it takes longer than `limit`.
 async fn in_time<T>(
     broker: &str,
     limit: Duration,

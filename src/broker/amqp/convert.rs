@@ -1,11 +1,11 @@
-//! Lapin's properties and field values ↔ ours. Every AMQP field type survives the round trip.
+//! Converts lapin's properties and field values to ours and back. Every AMQP field type survives the round
+//! trip.
 
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, ByteArray, DecimalValue, FieldArray, FieldTable, LongString, ShortString};
 
 use crate::protocol::{Headers, Properties, Value};
 
-/// What a broker delivered.
 pub(super) fn properties_from(lapin: &BasicProperties) -> Properties {
     let text = |value: &Option<ShortString>| value.as_ref().map(|text| text.as_str().to_owned());
     Properties {
@@ -26,8 +26,8 @@ pub(super) fn properties_from(lapin: &BasicProperties) -> Properties {
     }
 }
 
-/// What we publish. Texts over AMQP's 255 bytes are cut: they can only come from the embedded
-/// queue's producers, since no broker delivers them.
+/// Converts the properties of a message to publish. Texts over AMQP's 255 bytes are cut: they can only come
+/// from producers on the embedded queue.
 pub(super) fn properties_to(ours: &Properties) -> BasicProperties {
     let mut lapin = BasicProperties::default();
     let mut text = |value: &Option<String>, set: fn(BasicProperties, ShortString) -> BasicProperties| {
@@ -57,7 +57,7 @@ pub(super) fn properties_to(ours: &Properties) -> BasicProperties {
     if ours.headers.is_empty() { lapin } else { lapin.with_headers(table_to(&ours.headers)) }
 }
 
-/// A short string of at most 255 bytes.
+/// Converts to a short string, cut to 255 bytes at a character boundary.
 pub(super) fn short(text: &str) -> ShortString {
     let end = (0..=text.len().min(255)).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
     ShortString::try_new(&text[..end]).unwrap_or_default()

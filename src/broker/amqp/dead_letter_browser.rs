@@ -1,5 +1,6 @@
-//! Reads the messages of a dead-letter queue, batch by batch, and holds each unacked until it is acked or, at the end, handed back. Decides which may not be handed back because RabbitMQ would soon drop
-//! them. Owns one connection with one channel: when it is lost, all that was not acked is in the queue again.
+//! Reads the messages of a dead-letter queue in batches, and holds each unacked until it is acked or, at the
+//! end, handed back. Decides which may not be handed back, because RabbitMQ would soon drop them. Owns one
+//! connection with one channel: when it is lost, all messages that were not acked are in the queue again.
 
 use std::collections::VecDeque;
 use std::io;
@@ -23,20 +24,19 @@ use crate::protocol::message::without_acting_properties;
 
 /// Deliveries after which RabbitMQ 4 drops a message of a quorum queue whose arguments set no limit.
 const ASSUMED_LIMIT: u64 = 20;
-/// A message with so few deliveries left is put into the queue anew: handing it back is one delivery, and
-/// others may read the queue too.
+/// A message with so few deliveries left is published to the queue anew: handing it back uses up one delivery,
+/// and other readers may too.
 const MARGIN: u64 = 3;
-/// Acks in a row before a `basic_get` waits until the broker has acted on them.
-///
-/// A channel that has more than 32 acks and returns under way on a quorum queue keeps the further ones to
-/// itself, and when it closes it forgets them: the messages are back in the queue as if nobody had acked them.
-/// The queue answers a `basic_get` behind the acks before it, so none is under way any more when it is answered.
+/// Acks in a row before a `basic_get` waits until the broker has acted on them. A channel with more than 32
+/// acks and returns under way on a quorum queue holds back further ones, and forgets them when it closes: those
+/// messages would be in the queue again as if not acked. The queue answers a `basic_get` after the acks before
+/// it, so none of those is under way any more.
 const ACKS: usize = 16;
-/// Messages read at once. In bytes that is at most as many of the largest.
+/// Messages read at once; so at most 64 of the largest messages are in memory.
 const BATCH: u32 = 64;
-/// Without a message for so long, the broker is asked whether others have taken the rest.
+/// After this long without a message, the broker is asked whether other readers have taken the rest.
 const IDLE: Duration = Duration::from_millis(250);
-/// Between two questions whether all that was handed back is in the queue again.
+/// Interval of the checks whether all messages that were handed back are in the queue again.
 const POLL: Duration = Duration::from_millis(20);
 
 /// The messages of one dead-letter queue, held unacked.
@@ -52,7 +52,8 @@ pub struct DeadLetterBrowser {
     limit: Option<u64>,
     /// How many of the messages that were ready at the start are still to be read.
     left: u32,
-    /// Read and not yet asked for. Bound: [`BATCH`], and one for each [`ACKS`] acks between two calls of `next`.
+    /// Messages read but not yet returned by `next`. Bound: [`BATCH`], and one for each [`ACKS`] acks between
+    /// two calls of `next`.
     at_hand: VecDeque<Delivery>,
     /// How many messages the channel holds unacked.
     held: u32,
@@ -61,17 +62,17 @@ pub struct DeadLetterBrowser {
     left_behind: LeftBehind,
 }
 
-/// Messages near their delivery limit, which could not simply be handed back.
+/// Counts messages near their delivery limit, which could not simply be handed back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LeftBehind {
-    /// Put into the queue anew, at its end.
+    /// Published to the queue anew, at its end.
     pub renewed: usize,
-    /// Handed back all the same, because the queue did not take them anew: it will drop them soon.
+    /// Handed back nevertheless, because publishing anew failed: the queue will drop them soon.
     pub near_limit: usize,
 }
 
 impl DeadLetterBrowser {
-    /// Begins to read the messages that are ready in `queue` now.
+    /// Starts reading the messages that are ready in `queue` now.
     ///
     /// # Errors
     /// No address could be reached, or the broker refuses; a queue that does not exist is refused.
@@ -97,21 +98,21 @@ impl DeadLetterBrowser {
         })
     }
 
-    /// After how many deliveries the queue is assumed to drop a message, where that is not known.
+    /// The assumed delivery limit, where the queue's own is not known.
     pub fn assumed_limit(&self) -> Option<u64> {
         self.limit.is_none().then_some(ASSUMED_LIMIT)
     }
 
-    /// Puts messages into any queue, on a connection of its own.
+    /// Publishes to any queue, on a connection of its own.
     pub fn publisher(&self) -> &AmqpPublisher {
         &self.publisher
     }
 
-    /// The next message, until all that were ready at the start have been read or taken by others. Each is to
-    /// be given to [`DeadLetterBrowser::ack`] or [`DeadLetterBrowser::leave`].
+    /// The next message; none when all that were ready at the start have been read or taken by others. The
+    /// caller gives each to [`DeadLetterBrowser::ack`] or [`DeadLetterBrowser::leave`].
     ///
     /// # Errors
-    /// The connection is lost, or the broker refuses: all that was not acked is in the queue again.
+    /// The connection is lost, or the broker refuses: all messages that were not acked are in the queue again.
     pub async fn next(&mut self) -> Result<Option<Delivery>, BrokerError> {
         if self.left == 0 {
             return Ok(None);
@@ -124,9 +125,9 @@ impl DeadLetterBrowser {
         Ok(next)
     }
 
-    /// Reads a batch by a consumer of its own, cancelled behind it. Not by `basic_get` alone: a quorum queue
-    /// takes each of those for a consumer, and a message costs the more the more of them are held (on
-    /// RabbitMQ 3.10, 10,000 took 10 s and 30,000 took 70 s).
+    /// Reads a batch with a consumer, which is then cancelled. Not with `basic_get` alone: a quorum queue
+    /// counts each as a consumer, and each message gets slower the more of them are held (on RabbitMQ 3.10,
+    /// 10,000 took 10 s and 30,000 took 70 s).
     async fn fetch(&mut self) -> Result<(), BrokerError> {
         let size = self.left.min(BATCH);
         let failed = |error| failed(&self.broker, &self.queue, &error);
@@ -186,8 +187,8 @@ impl DeadLetterBrowser {
         Ok(())
     }
 
-    /// Leaves the message to be handed back at the end; one near its limit is put into the queue anew, at its
-    /// end, and acked once the broker has confirmed that.
+    /// Keeps the message to be handed back at the end. One near its limit is published anew instead, at the
+    /// queue's end, and acked once the broker has confirmed that.
     ///
     /// # Errors
     /// As [`DeadLetterBrowser::next`], also where the message cannot be published.
@@ -202,13 +203,14 @@ impl DeadLetterBrowser {
             self.left_behind.renewed += 1;
             return self.ack(delivery.delivery_tag).await;
         }
-        tracing::debug!(queue = self.queue, ?published, "a message near its limit cannot be put in anew");
+        tracing::debug!(queue = self.queue, ?published, "cannot publish a message near its limit anew");
         self.left_behind.near_limit += 1;
         Ok(())
     }
 
-    /// Hands back all that was not acked, by closing the channel, and waits a moment until it is in the queue
-    /// again: a quorum queue takes it back after it has answered, and a command that came at once would miss it.
+    /// Hands back all messages that were not acked, by closing the channel, and waits a moment until they are
+    /// in the queue again: a quorum queue requeues them after it has answered, and a next command that came at
+    /// once would miss them.
     ///
     /// # Errors
     /// As [`DeadLetterBrowser::next`].
@@ -218,7 +220,7 @@ impl DeadLetterBrowser {
             self.leave(delivery).await?;
         }
         let ready = ready_in(&self.connection, &self.queue).await.map_err(|error| self.failed(&error))?;
-        // The flush may bring one of the ready ones, which does not change the sum.
+        // The flush may fetch a ready message, which does not change the sum.
         let all = ready + self.held;
         self.flush().await?;
         self.channel.close(200, "done".into()).await.map_err(|error| self.failed(&error))?;
@@ -227,7 +229,7 @@ impl DeadLetterBrowser {
                 tokio::time::sleep(POLL).await;
             }
         };
-        // Bounded: others may take messages meanwhile.
+        // The wait is bounded, because other readers may take messages meanwhile.
         let _ = timeout(FAREWELL, back).await;
         let goodbye =
             async { tokio::join!(self.connection.close(200, "done".into()), self.publisher.close()) };

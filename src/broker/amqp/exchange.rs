@@ -1,5 +1,5 @@
-//! One message on its way: on a channel of its own or one that is there, to the broker's answer; and which
-//! returned message is whose. Owns nothing.
+//! Publishes one message, on a given channel or on a new one, and waits for the broker's answer; finds the
+//! request that a returned message belongs to. Owns no state.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,18 +17,18 @@ use super::routes::Publishable;
 use crate::broker::{BrokerError, Published};
 use crate::protocol::Message;
 
-/// How RabbitMQ's direct reply-to addresses begin: no queues, at most once, and no way to know
-/// whether anybody still listens. None of them can hold up another.
+/// Prefix of RabbitMQ's direct reply-to addresses. These are not queues: a message is delivered at most once,
+/// the publisher cannot know whether anybody still consumes, and no address holds up another.
 pub(super) const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to";
 
-/// What a publisher is told.
+/// The outcome of one publish.
 pub(super) type Answer = Result<Published, BrokerError>;
 
-/// A message to be published, and who waits for the broker's answer.
+/// A message to be published, and the sender that brings the broker's answer to the caller.
 pub(super) struct Request {
     pub(super) queue: Arc<str>,
     pub(super) message: Arc<Message>,
-    /// How often a connection has ended while it was under way.
+    /// How many connections have ended, perhaps because of this message, while it was under way.
     pub(super) offences: u32,
     pub(super) answer: oneshot::Sender<Answer>,
 }
@@ -47,20 +47,20 @@ impl Publishable for Request {
     }
 }
 
-/// What became of a message that was sent.
+/// The broker's answer to a message, and the channel it was sent on.
 pub(super) struct Sent {
     pub(super) id: u64,
     pub(super) channel: Option<Channel>,
     pub(super) result: Result<Confirmation, Error>,
 }
 
-/// Frame and syntax errors, and what a broker says when it fails over something: it closes the
-/// connection over, for example, a header with an infinite number.
+/// Whether a message may have caused this connection error: frame, syntax and internal errors. A broker
+/// closes the connection, for example, over a header with an infinite number.
 pub(super) fn may_be_the_messages_fault(failure: &Error) -> bool {
     matches!(code(failure), Some(501..=505 | 540 | 541))
 }
 
-/// The broker's code, where it is the broker's error.
+/// The AMQP reply code; none where the error does not come from the broker.
 pub(super) fn code(failure: &Error) -> Option<u16> {
     match failure.kind() {
         ErrorKind::ProtocolError(amqp) => Some(amqp.get_id()),
@@ -68,7 +68,8 @@ pub(super) fn code(failure: &Error) -> Option<u16> {
     }
 }
 
-/// Asks the broker for what changes nothing, on this channel or a new one, to see whether it answers.
+/// Tests whether the broker answers: sends `confirm.select`, which changes nothing, on this channel or on a
+/// new one.
 pub(super) fn pulse(
     channel: Option<Channel>,
     connection: Arc<OpenConnection>,
@@ -115,20 +116,21 @@ async fn publish_and_confirm(
     // RabbitMQ 4.0 returns a mandatory message to a direct reply-to even as it delivers it.
     let mandatory = !queue.starts_with(DIRECT_REPLY_TO);
     let options = BasicPublishOptions { mandatory, immediate: false };
-    // Its first poll puts the message behind those before it; it ends once lapin's thread has written it.
+    // The first poll of this future enqueues the message behind earlier ones; the future ends once lapin's
+    // thread has written it.
     let confirm = channel.basic_publish("".into(), short(queue), options, &message.body, properties).await?;
-    // A message that is long unconfirmed is not kept in memory by this.
+    // The confirm may take long; this future does not keep the message in memory meanwhile.
     drop(message);
     confirm.await
 }
 
-/// Takes what was returned of this request out of the `strays`, if it is there.
+/// Removes the returned message of this request from `strays`; false when there is none.
 pub(super) fn take_return(strays: &mut Vec<(BasicReturnMessage, Instant)>, request: &Request) -> bool {
     let found = strays.iter().position(|(message, _)| is_return_of(message, request));
     found.map(|at| strays.swap_remove(at)).is_some()
 }
 
-/// Two messages that are equal in all this share a queue, hence a fate.
+/// Messages that are equal in all of this have the same queue, and therefore the same outcome.
 fn is_return_of(returned: &BasicReturnMessage, request: &Request) -> bool {
     let (theirs, ours) = (&returned.delivery.properties, &request.message.properties);
     let same = |theirs: &Option<ShortString>, ours: &Option<String>| {

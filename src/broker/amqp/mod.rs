@@ -1,7 +1,7 @@
-//! RabbitMQ, and any AMQP 0-9-1 broker, through lapin. Consuming and publishing have a connection
-//! each, because a broker under a memory or disk alarm stops reading from connections that publish,
-//! and acks must go on. Lapin's own recovery stays off: after a channel error it leaves a consumer
-//! that never yields again, so each session here is built whole and dropped whole.
+//! RabbitMQ, and any AMQP 0-9-1 broker, through lapin. Consuming and publishing have a connection each,
+//! because a broker under a memory or disk alarm stops reading from connections that publish, and acks must
+//! go on. Lapin's own recovery stays off: after a channel error it leaves a consumer that never yields again.
+//! So each session is built whole and dropped whole.
 
 mod ack_tracker;
 mod acker;

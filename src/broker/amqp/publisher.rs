@@ -1,7 +1,7 @@
-//! The sending side of RabbitMQ. Each message is confirmed by itself; which channel it goes on, and that
-//! no queue, refusal or size holds up another's messages, `routes` decides. Owns the ways to two
-//! connections: one for messages whose headers are ours or plain, and, once there is such a message, one
-//! for those with headers over which a broker may close the connection, so that they end no other's.
+//! The sending side of RabbitMQ. Each message is confirmed individually; `routes` decides its channel, so that
+//! no queue, refusal or large message holds up others. Owns the channels to the tasks of two connections: one
+//! for messages with plain headers, and a second, opened when needed, for messages with foreign headers,
+//! because a broker may close a connection over those.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,25 +19,27 @@ use super::topology::{Topology, retry_queue};
 use crate::broker::{BrokerError, Delay, Publisher};
 use crate::protocol::Message;
 
-/// For so long queues that have been made are taken to be there.
+/// How long queues that were just made are assumed to exist.
 const RESTORED: Duration = Duration::from_secs(1);
-/// Bodies above this go alone, where no pool says otherwise: the broker may refuse them.
+/// Messages with larger bodies get a channel of their own, because the broker may refuse them; used where no
+/// pool sets a limit.
 const LARGE: usize = 1 << 20;
 
 /// Publishes over connections of its own: one for messages with plain headers, one for all others.
 pub struct AmqpPublisher {
     connector: Arc<Connector>,
-    /// Of the pool, to be made again where it is missing; none: nothing is made.
+    /// The pool's queues, made again where they are missing; none: nothing is made.
     topology: Option<Topology>,
-    /// When that was last made. Held while it is being made: the others wait for that.
+    /// When the queues were last made. The lock is held while they are being made, so other callers wait for
+    /// the result.
     restored: Mutex<Option<Instant>>,
     plain: Line,
     foreign: Line,
 }
 
-/// The way to a task that owns a connection.
+/// Handle of the task that owns a connection.
 struct Line {
-    /// The broker takes messages over this connection. Written by its task.
+    /// Whether the broker takes messages over this connection. Written by its task.
     well: Arc<AtomicBool>,
     /// Written by every task that publishes, read by the connection's task.
     requests: mpsc::Sender<Request>,
@@ -46,12 +48,12 @@ struct Line {
 }
 
 impl AmqpPublisher {
-    /// Connects with the first message.
+    /// A publisher without a pool. Connects when the first message is published.
     pub fn new(connector: Connector) -> Self {
         Self::for_pool(connector, LARGE, None)
     }
 
-    /// The same: messages of more than `large` bytes go on channels of their own, and
+    /// A pool's publisher: messages of more than `large` bytes go on channels of their own, and
     /// [`Publisher::restore`] makes `topology`.
     pub fn for_pool(connector: Connector, large: usize, topology: Option<Topology>) -> Self {
         let foreign = Arc::new(connector.named(format!("{} (foreign headers)", connector.name())));
@@ -80,7 +82,7 @@ impl Line {
 }
 
 impl Publisher for AmqpPublisher {
-    /// An answer that is no longer waited for does not hold up anything: the message may still arrive.
+    /// A dropped future holds up nothing; its message may still arrive.
     fn publish<'a>(&'a self, queue: &'a str, message: Arc<Message>) -> BoxFuture<'a, Answer> {
         Box::pin(async move {
             let gone = || BrokerError::Unreachable { seconds: 0, reason: "the publisher is closed".into() };
@@ -92,7 +94,7 @@ impl Publisher for AmqpPublisher {
         })
     }
 
-    /// Into a queue beside it, from which the broker moves the message when its time is over.
+    /// Publishes into the retry queue, from which the broker moves the message when it expires.
     fn publish_later<'a>(
         &'a self,
         queue: &'a str,

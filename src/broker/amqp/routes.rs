@@ -1,84 +1,85 @@
-//! On which channel a message is published: the shared one, or one where it is alone. Owns the messages
-//! that wait and those that are under way. Pure: no I/O, time is passed in.
+//! Decides on which channel a message is published: the shared one, or one where it is alone. Owns the waiting
+//! messages and those under way. Pure: no I/O, time is passed in.
 //!
-//! RabbitMQ works through what a channel publishes in order, and one queue can hold it up: the first
-//! message that a channel sends to a quorum queue without a majority keeps the channel busy for 65 s
-//! (`rabbit_fifo_client` registers itself and waits), and more than 32 unconfirmed ones take away its
-//! credit, after which the broker soon reads nothing more from the whole connection. And over a message
-//! that it refuses it closes the channel, with all that was sent beside it. So a message shares a
-//! channel only where none of that is to be expected: its queue has just confirmed one, and the broker
-//! has taken one as large. All others go alone, one at a time for each queue.
+//! RabbitMQ processes a channel's messages in order, and one queue can hold up the channel: the first message
+//! to a quorum queue without a majority blocks it for 65 s (`rabbit_fifo_client` registers itself and waits),
+//! and more than 32 unconfirmed messages use up its credit, after which the broker soon stops reading the whole
+//! connection. A refused message makes the broker close the channel, with all other messages on it. So a
+//! message uses the shared channel only where none of this is expected: its queue has just confirmed a message,
+//! and the broker has taken one as large. All others go alone, one at a time for each queue.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A queue that has not confirmed a message for so long is slow: its messages go alone.
+/// A queue that has not confirmed a message for this long is slow: its messages go alone.
 pub(super) const SLOW: Duration = Duration::from_secs(1);
-/// For so long a queue that has confirmed a message which went alone may be sent the next beside others.
+/// How long after the confirm of a message that went alone its queue's next message may use the shared channel.
 const FRESH: Duration = Duration::from_millis(250);
-/// From the oldest unconfirmed message on the shared channel to the newest, in messages. RabbitMQ lets
-/// a connection send 400 to a channel that gives no credit back, and gives it back for 200 at a time:
-/// with fewer the connection is never stopped, whatever one of them waits for.
+/// Most messages from the oldest unconfirmed one on the shared channel to the newest. RabbitMQ lets a
+/// connection send 400 messages to a channel that returns no credit, and returns credit for 200 at a time: with
+/// fewer than 200 the connection is never stopped, whatever a message waits for.
 const SPAN: u64 = 190;
-/// Bytes of bodies under way on the shared channel, beyond the first.
+/// Most bytes of bodies under way on the shared channel; a single message may be larger.
 const SHARED_BYTES: usize = 4 << 20;
-/// Messages alone on a channel at once, not counting those of slow queues.
+/// Most messages that are alone on a channel, not counting those of slow queues.
 const ALONE: usize = 16;
-/// The same of bytes, beyond the first.
+/// Most bytes of bodies in those messages; a single message may be larger.
 const ALONE_BYTES: usize = 64 << 20;
-/// The same with those of slow queues: RabbitMQ allows 2,047 channels a connection.
+/// Most messages that are alone on a channel, slow queues included: RabbitMQ allows 2,047 channels a
+/// connection.
 const MOST_ALONE: usize = 256;
-/// How long what is known of a queue without messages is remembered.
+/// How long a queue without messages is remembered.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
 /// A message that waits to be published.
 pub(super) trait Publishable {
     /// Bytes of its body.
     fn bytes(&self) -> usize;
-    /// Somebody still waits for the broker's answer.
+    /// Whether the caller still waits for the broker's answer.
     fn is_wanted(&self) -> bool;
-    /// A connection has ended over it before: nothing else may be under way beside it.
+    /// Whether a connection has ended, perhaps because of this message: it is then sent with nothing else under
+    /// way.
     fn is_suspect(&self) -> bool;
 }
 
-/// Where a message is under way.
+/// The kind of channel on which a message is under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
-    /// On the channel that messages share.
+    /// On the shared channel.
     Shared,
     /// On a channel where it is alone.
     Alone,
-    /// On a channel that was shared, and takes no more.
+    /// On a formerly shared channel, which takes no more messages.
     Retired,
 }
 
-/// What a queue is known to do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Trust {
-    /// Nothing, or nothing good.
+    /// It has confirmed nothing yet, or its last message failed.
     #[default]
     None,
     /// It confirmed a message that went alone.
     Fresh(Instant),
-    /// It confirmed a message on the channel that is shared now.
+    /// It confirmed a message on the current shared channel.
     Shared,
 }
 
 struct Queue<R> {
     waiting: VecDeque<R>,
     trust: Trust,
-    /// One of its messages is alone under way.
+    /// One of its messages is under way alone.
     alone: bool,
-    /// So many are on the shared channel. Never both: messages to one queue keep their order.
+    /// Number of its messages on the shared channel. Never together with `alone`, so that messages to one queue
+    /// keep their order.
     shared: usize,
-    /// None of its messages may go before this.
+    /// Its messages wait until this time.
     not_before: Option<Instant>,
     used: Instant,
 }
 
 struct UnderWay<R> {
-    /// None: nobody waits for its answer, and it is not sent again.
+    /// None: the caller no longer waits, and the message is not sent again.
     request: Option<R>,
     queue: Arc<str>,
     place: Place,
@@ -95,28 +96,27 @@ impl<R: Publishable> UnderWay<R> {
 /// All messages of one connection.
 pub(super) struct Routes<R> {
     queues: HashMap<Arc<str>, Queue<R>>,
-    /// Queues with waiting messages, the next in turn first: none holds up the others.
+    /// Queues with waiting messages, served in turn.
     turns: VecDeque<Arc<str>>,
-    /// Messages over which a connection may have ended, with their queues: one at a time, and nothing
-    /// beside it.
+    /// Messages over which a connection may have ended, with their queues. They are sent one at a time, with
+    /// nothing else under way.
     suspects: VecDeque<(Arc<str>, R)>,
-    /// By number, in the order of sending.
+    /// Messages under way, by number in the order of sending.
     under_way: BTreeMap<u64, UnderWay<R>>,
     next: u64,
-    /// Of those on the shared channel.
+    /// Bytes of bodies under way on the shared channel.
     shared_bytes: usize,
-    /// There is a channel to share.
     is_shared: bool,
-    /// Larger messages go alone: the broker may refuse them.
+    /// Size of the largest confirmed message. Larger ones go alone, because the broker may refuse them.
     largest: usize,
-    /// So do those above this, whatever it has taken; none: all do.
+    /// Messages above this size always go alone; none: all messages do.
     large: Option<usize>,
-    /// Messages alone at once, with those of slow queues.
+    /// Current limit of messages that go alone; see [`MOST_ALONE`].
     most_alone: usize,
 }
 
 impl<R: Publishable> Routes<R> {
-    /// Messages of more than `large` bytes always go alone; none: all do.
+    /// Messages of more than `large` bytes always go alone; none: all messages do.
     pub(super) fn new(large: Option<usize>) -> Self {
         Self {
             queues: HashMap::new(),
@@ -132,7 +132,6 @@ impl<R: Publishable> Routes<R> {
         }
     }
 
-    /// Takes a message for the queue.
     pub(super) fn push(&mut self, queue: Arc<str>, request: R, now: Instant) {
         let known = self.queue(&queue, now);
         known.waiting.push_back(request);
@@ -141,8 +140,8 @@ impl<R: Publishable> Routes<R> {
         }
     }
 
-    /// The next message that may go now, and where: it is under way from here on. None goes where messages
-    /// share a channel before [`Routes::share`].
+    /// The next message that may be sent now, and where; it counts as under way from now on. Before
+    /// [`Routes::share`] no message goes to the shared channel.
     pub(super) fn next(&mut self, now: Instant) -> Option<(u64, Place)> {
         while self.suspects.front().is_some_and(|(_, request)| !request.is_wanted()) {
             self.suspects.pop_front();
@@ -193,7 +192,7 @@ impl<R: Publishable> Routes<R> {
         id
     }
 
-    /// Where the queue's first message may go now; none: nowhere.
+    /// Where the queue's first message may go now; none: it has to wait.
     fn place(&self, name: &str, now: Instant) -> Option<Place> {
         let queue = self.queues.get(name)?;
         let bytes = queue.waiting.front()?.bytes();
@@ -229,19 +228,18 @@ impl<R: Publishable> Routes<R> {
         self.under_way.iter().filter(move |(_, it)| it.place == place)
     }
 
-    /// A message under way, where somebody waits for it, and where it is.
+    /// A message under way and where it is; none where its caller no longer waits.
     pub(super) fn get(&self, id: u64) -> Option<(&R, Place)> {
         let it = self.under_way.get(&id)?;
         Some((it.request.as_ref()?, it.place))
     }
 
-    /// Where a message is under way.
     pub(super) fn place_of(&self, id: u64) -> Option<Place> {
         self.under_way.get(&id).map(|it| it.place)
     }
 
-    /// The broker has answered. `confirmed`: the queue has the message. Who waits for the answer, if
-    /// anybody does.
+    /// Records the broker's answer. `confirmed`: the queue has the message. Returns the request, if its caller
+    /// still waits.
     pub(super) fn answered(&mut self, id: u64, confirmed: bool, now: Instant) -> Option<R> {
         let UnderWay { request, queue, place, bytes, .. } = self.remove(id)?;
         if confirmed {
@@ -258,8 +256,8 @@ impl<R: Publishable> Routes<R> {
         request
     }
 
-    /// A message was not sent after all, or nobody knows: it goes again, before others of its queue, and
-    /// not before `wait` is over.
+    /// Puts back a message that was not sent, or may not have been: it is sent again before others of its
+    /// queue, after `wait`.
     pub(super) fn again(&mut self, id: u64, now: Instant, wait: Duration) {
         let Some(UnderWay { request, queue: name, place, .. }) = self.remove(id) else { return };
         let queue = self.queue(&name, now);
@@ -287,7 +285,7 @@ impl<R: Publishable> Routes<R> {
         Some(it)
     }
 
-    /// The channel on which this message was alone is shared from now on; its queue is known there.
+    /// Makes the channel on which this message was alone the shared one; its queue may use it.
     pub(super) fn share(&mut self, id: u64) {
         self.is_shared = true;
         if let Some(it) = self.under_way.get_mut(&id)
@@ -297,7 +295,7 @@ impl<R: Publishable> Routes<R> {
         }
     }
 
-    /// Nothing more goes on the channel that was shared. What is under way there stays under way.
+    /// Gives up the shared channel for new messages. Those under way there stay under way.
     pub(super) fn retire(&mut self) {
         self.is_shared = false;
         for it in self.under_way.values_mut().filter(|it| it.place == Place::Shared) {
@@ -307,8 +305,8 @@ impl<R: Publishable> Routes<R> {
         self.queues.values_mut().for_each(|queue| (queue.trust, queue.shared) = (Trust::None, 0));
     }
 
-    /// The connection is lost: all that was under way goes again, each after the `wait` for it. How many
-    /// they are.
+    /// The connection is lost: all messages under way are sent again, each after its `wait`. Returns their
+    /// number.
     pub(super) fn lost(&mut self, now: Instant, wait: impl Fn(&R) -> Duration) -> usize {
         self.retire();
         self.largest = 0;
@@ -320,30 +318,30 @@ impl<R: Publishable> Routes<R> {
         ids.len()
     }
 
-    /// Changes all that are under way.
+    /// Applies `change` to all messages under way.
     pub(super) fn accuse(&mut self, change: impl FnMut(&mut R)) {
         self.under_way.values_mut().filter_map(|it| it.request.as_mut()).for_each(change);
     }
 
-    /// Takes those out that are under way and of which `which` holds.
+    /// Takes out the requests under way for which `which` holds.
     pub(super) fn take_if(&mut self, which: impl Fn(&R) -> bool) -> Vec<R> {
         let under_way = self.under_way.values_mut();
         under_way.filter_map(|it| it.request.take_if(|request| which(request))).collect()
     }
 
-    /// The oldest message on the shared channel is unconfirmed for longer than a queue that is well takes,
-    /// counted from `since` at the earliest.
+    /// Whether the oldest message on the shared channel has been unconfirmed for [`SLOW`], counted from `since`
+    /// at the earliest.
     pub(super) fn is_held_up_since(&self, since: Instant, now: Instant) -> bool {
         self.at(Place::Shared).next().is_some_and(|(_, it)| now >= it.since.max(since) + SLOW)
     }
 
-    /// The broker allows fewer channels.
+    /// Limits the messages that go alone to half of those now: the broker allows fewer channels.
     pub(super) fn allow_fewer(&mut self) {
         self.most_alone = (self.at(Place::Alone).count().min(self.most_alone) / 2).max(1);
     }
 
-    /// Something waits for a place, and all places have been held for `long` by messages that nobody waits
-    /// for any more: only another connection frees them.
+    /// Whether messages wait and all channels have been held for `long` by messages that no caller waits for
+    /// any more: only a new connection frees them.
     pub(super) fn is_choked(&self, now: Instant, long: Duration) -> bool {
         let abandoned = |it: &UnderWay<R>| it.request.is_none() && now >= it.since + long;
         let full = self.at(Place::Alone).count() >= self.most_alone;
@@ -352,24 +350,23 @@ impl<R: Publishable> Routes<R> {
         self.has_waiting() && alone || !self.suspects.is_empty() && exclusive
     }
 
-    /// Bytes under way for which somebody waits, and since when the oldest are; none: nothing is.
+    /// Bytes of the messages under way that a caller waits for, and when the oldest was sent; none: there are
+    /// none.
     pub(super) fn wanted(&self) -> Option<(usize, Instant)> {
         let wanted = || self.under_way.values().filter(|it| it.request.as_ref().is_some_and(R::is_wanted));
         let oldest = wanted().map(|it| it.since).min()?;
         Some((wanted().map(|it| it.bytes).sum(), oldest))
     }
 
-    /// Nothing waits, and nothing is under way.
     pub(super) fn is_idle(&self) -> bool {
         !self.has_waiting() && self.under_way.is_empty()
     }
 
-    /// Something waits.
     pub(super) fn has_waiting(&self) -> bool {
         !self.turns.is_empty() || !self.suspects.is_empty()
     }
 
-    /// Forgets messages that nobody wants, and queues that have none.
+    /// Forgets messages that no caller waits for, and old queues without messages.
     pub(super) fn clean(&mut self, now: Instant) {
         for it in self.under_way.values_mut() {
             it.request.take_if(|request| !request.is_wanted());
@@ -383,7 +380,7 @@ impl<R: Publishable> Routes<R> {
         self.turns.retain(|name| queues.get(name).is_some_and(|queue| !queue.waiting.is_empty()));
     }
 
-    /// All that wait or are under way; nothing is left.
+    /// Takes out all messages, waiting and under way.
     pub(super) fn take_all(&mut self) -> Vec<R> {
         self.turns.clear();
         let waiting = self.queues.drain().flat_map(|(_, queue)| queue.waiting);
@@ -445,7 +442,7 @@ mod tests {
             Self { routes: Routes::new(Some(1_000)), now: Instant::now() }
         }
 
-        /// With a shared channel, on which the queue "well" is known, for messages of up to 1,000 bytes.
+        /// Has a shared channel for messages of up to 1,000 bytes, which the queue "well" may use.
         fn sharing() -> Self {
             let mut routes = Self::new();
             routes.push("well", "first", 1_000);
@@ -544,7 +541,7 @@ mod tests {
         (0..1_000).for_each(|_| drop(routes.push("well", "w", 10)));
         let sent = routes.sent();
         assert_eq!(sent.len(), SPAN as usize);
-        // All but the oldest are confirmed: whatever that waits for, no more are sent.
+        // All but the oldest are confirmed; as long as it is not, no more are sent.
         sent[1..].iter().for_each(|(id, _)| drop(routes.routes.answered(*id, true, routes.now)));
         assert_eq!(routes.sent(), []);
         assert!(!routes.routes.is_held_up_since(routes.now, routes.now));

@@ -1,6 +1,5 @@
-//! The task that owns a publishing connection: sends what `routes` lets go, tells what became of each, and
-//! makes the connection anew where it is lost. Decides when a connection counts as dead, and which
-//! message is refused.
+//! The task that owns a publishing connection: sends the messages that `routes` releases, reports the outcome
+//! of each, and reconnects. Decides when a connection counts as dead, and which message is refused.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,81 +20,82 @@ use super::exchange::{
 use super::routes::{Place, Routes};
 use crate::broker::{BrokerError, Published};
 
-/// Requests that may wait for the task; it takes them on at once.
+/// Requests that may wait in the channel to the task, which reads them at once.
 pub(super) const REQUESTS: usize = 512;
-/// Unused channels that are kept.
+/// Unused channels that are kept for reuse.
 const SPARE: usize = 4;
-/// A broker that has not been heard for so long while messages are under way is asked whether it answers, and
-/// so long it has to do so.
+/// When the broker has sent nothing for this long while messages are under way, it is asked whether it answers;
+/// after as long again without an answer it counts as not taking messages.
 const SILENT: Duration = Duration::from_millis(500);
-/// A connection that breaks sooner counts as a failed attempt: the next one waits, longer each time.
+/// A connection that breaks sooner counts as a failed attempt: the next attempt waits, longer each time.
 const STEADY: Duration = Duration::from_secs(10);
-/// How often a connection is looked after while anything is under way.
+/// Interval of the checks of a connection while messages are under way.
 const LOOK: Duration = Duration::from_millis(250);
-/// What a slow link takes at least, in bytes a second: confirms are waited for by so much longer.
+/// Assumed speed of a slow link in bytes per second: the time to send what is under way is added to the confirm
+/// timeout.
 const SLOW_LINK: usize = 64 << 10;
-/// How long an answer waits for a returned message that lapin may have put on another's answer. It does so
-/// within microseconds.
+/// How long an answer waits for a returned message that lapin may have attached to another answer. Lapin does
+/// so within microseconds.
 const RETURNED: Duration = Duration::from_millis(100);
 
-/// A message over which the broker has closed the connection so often, when sent alone, is refused.
-/// More than once, because a broker in trouble closes connections too.
+/// A message is refused when the broker has closed the connection this many times over it while it was sent
+/// alone. More than one, because a broker in trouble closes connections too.
 const OFFENCES: u32 = 3;
-/// Before such a message is sent again the first time; later as often as the square of how often it was.
+/// Wait before such a message is sent again; multiplied by the square of the number of closed connections.
 const SUSPICION: Duration = Duration::from_millis(500);
-/// Before a message is sent again whose channel could not be opened, or was closed.
+/// Wait before a message is sent again when its channel could not be opened, or was closed.
 const REOPEN: Duration = Duration::from_millis(100);
 
-/// A channel so old on which a message is nacked is given up. RabbitMQ 3.10 nacks all that a channel sends
-/// to a quorum queue, for as long as it lives, when it first did so while the queue had no leader.
+/// A shared channel older than this is given up when a message on it is nacked. If a quorum queue has no leader
+/// at a channel's first message to it, RabbitMQ 3.10 nacks all messages of that channel to it.
 const STUBBORN: Duration = Duration::from_secs(1);
 
 struct Live {
     connection: Arc<OpenConnection>,
-    /// The channel that messages share, and since when; none: the next that proves well becomes it.
+    /// The shared channel, and since when; none: the channel of the next message confirmed alone becomes it.
     shared: Option<(Channel, Instant)>,
-    /// Channels that messages were alone on, and may be again.
+    /// Channels for messages that go alone, free now.
     spare: Vec<Channel>,
     broker: String,
-    /// An alarm of the broker holds up what is published. Written by [`watch_alarms`].
+    /// True while an alarm of the broker holds up publishing. Written by [`watch_alarms`].
     blocked: watch::Receiver<bool>,
-    /// The channel by which the broker is asked whether it answers.
+    /// The channel on which the broker is asked whether it answers.
     pulse: Option<Channel>,
-    /// When the broker was last heard: a confirm, or the answer to that question.
+    /// When the broker last answered a message or that question.
     silent_since: Instant,
-    /// From when on slowness counts: the connection's opening, or the end of an alarm.
+    /// Slowness is measured from here at the earliest: the connection's opening, or the end of an alarm.
     clock_since: Instant,
     opened: Instant,
 }
 
-/// An answer that may yet turn out to be another.
+/// An answer that waits, because the message may still turn out to have been returned.
 struct Held {
     request: Request,
     confirmed: bool,
     until: Instant,
 }
 
-/// The task that owns a connection, at work.
+/// The state of the task that owns a connection.
 pub(super) struct Sending {
     connector: Arc<Connector>,
     live: Option<Live>,
     reconnect: ReconnectPolicy,
     routes: Routes<Request>,
     under_way: FuturesUnordered<BoxFuture<'static, Sent>>,
-    /// Answers that came with a message that was returned to another; see [`RETURNED`].
+    /// Answers that came with the returned message of another request; see [`RETURNED`].
     held: Vec<Held>,
-    /// Returned messages that are nobody's yet, and when they came.
+    /// Returned messages not yet matched with a request, and when they came.
     strays: Vec<(BasicReturnMessage, Instant)>,
-    /// The question whether the broker answers, while it is open, and since when it is.
+    /// The open question whether the broker answers, and when it was asked.
     probe: Option<(BoxFuture<'static, Result<Channel, Error>>, Instant)>,
-    /// The broker takes messages. Written here, read by who waits for a queue.
+    /// Whether the broker takes messages. Written here, read by [`super::publisher::AmqpPublisher`].
     well: Arc<AtomicBool>,
-    /// The connection broke soon after it was made: before the next, there is a wait.
+    /// Set when the connection broke soon after it was made: the next attempt has to wait.
     broke: Option<Failure>,
 }
 
 impl Sending {
-    /// One that connects with the first message; `large` as in [`Routes::new`].
+    /// Connects when the first message comes; `large` as in [`Routes::new`].
     pub(super) fn new(connector: Arc<Connector>, large: Option<usize>, well: Arc<AtomicBool>) -> Self {
         Self {
             connector,
@@ -122,7 +122,7 @@ impl Sending {
             let looks = !self.routes.is_idle() || !self.held.is_empty();
             tokio::select! {
                 biased;
-                // First: however much there is to do, it is looked after.
+                // First in the list, so that a busy task does not skip the checks.
                 () = tokio::time::sleep_until(next_look), if looks => {
                     self.look();
                     next_look = tokio::time::Instant::now() + LOOK;
@@ -154,8 +154,8 @@ impl Sending {
         self.say_goodbye().await;
     }
 
-    /// Closes the connection in order. Not where a message is under way: nobody waits for it any more, and
-    /// a broker that is busy with it would not answer.
+    /// Closes the connection in order, unless a message is under way: no caller waits for it any more, and a
+    /// broker that is busy with it would not answer.
     async fn say_goodbye(&mut self) {
         if let Some(live) = self.live.take().filter(|_| self.routes.is_idle()) {
             let close = live.connection.close(200, "done".into());
@@ -172,7 +172,6 @@ impl Sending {
         }
     }
 
-    /// Sends what may go.
     async fn send(&mut self) -> Result<(), BrokerError> {
         if !self.routes.has_waiting() {
             return Ok(());
@@ -192,7 +191,7 @@ impl Sending {
         Ok(())
     }
 
-    /// Looks after what takes long.
+    /// The periodic check: timeouts, alarms, slow queues.
     fn look(&mut self) {
         let now = Instant::now();
         self.routes.clean(now);
@@ -226,13 +225,13 @@ impl Sending {
             );
             self.lose(now);
         } else if answers && self.routes.is_held_up_since(live.clock_since, now) {
-            tracing::info!(broker = live.broker, "a queue is slow to confirm; the others go round it");
+            tracing::info!(broker = live.broker, "a queue is slow to confirm; others get a new channel");
             live.shared = None;
             self.routes.retire();
         }
     }
 
-    /// The broker has answered, or the connection is gone: then what is under way says so too.
+    /// The broker answered the question; or the connection is lost, which the messages under way report too.
     fn take_pulse(&mut self, answer: Result<Channel, Error>) {
         self.probe = None;
         if let Some(live) = &mut self.live
@@ -244,8 +243,8 @@ impl Sending {
         }
     }
 
-    /// Takes in what became of a message, and of all others that are answered by now: one of them may
-    /// have brought what belongs to another.
+    /// Handles the answer of one message, and of all others answered by now: a returned message may have come
+    /// with the answer of another one.
     fn settle(&mut self, first: Sent) {
         let mut sent = vec![first];
         while let Some(Some(more)) = self.under_way.next().now_or_never() {
@@ -273,8 +272,7 @@ impl Sending {
         }
     }
 
-    /// The broker has taken a message, or said that it cannot. `with_return`: beside its answer was a
-    /// message that is returned, its own or another.
+    /// Handles a confirm or nack. `with_return`: a returned message came with it, this one or another.
     fn answer(
         &mut self,
         id: u64,
@@ -310,7 +308,7 @@ impl Sending {
         }
     }
 
-    /// Answers those that have waited long enough for a message that may have been returned.
+    /// Sends the held answers whose returned message has come, or whose wait is over.
     fn give_held(&mut self, now: Instant) {
         for held in std::mem::take(&mut self.held) {
             if take_return(&mut self.strays, &held.request) {
@@ -324,9 +322,8 @@ impl Sending {
         self.strays.retain(|(_, came)| now < *came + 2 * RETURNED);
     }
 
-    /// A message was not answered but by an error.
     fn fail(&mut self, id: u64, error: &Error, now: Instant) {
-        // The connection was lost over one before, and this one goes again.
+        // None when the connection was lost over an earlier message in this round: this one is sent again.
         let Some(place) = self.routes.place_of(id) else { return };
         let Some(live) = &mut self.live else { return };
         let its_channels = error.is_amqp_soft_error()
@@ -339,7 +336,7 @@ impl Sending {
             return self.lose_over(error, now);
         }
         match place {
-            // It was alone: the broker means this very message.
+            // The message was alone on the channel, so the broker refused this one.
             Place::Alone if error.is_amqp_soft_error() => {
                 let words = words(error).0;
                 let answer = match code(error) {
@@ -364,7 +361,7 @@ impl Sending {
         let broker = self.live.as_ref().map(|live| live.broker.clone());
         let (reason, refusal) = words(error);
         if code(error) == Some(530) {
-            // A limit of channels, most likely.
+            // Most likely the limit of channels was reached.
             self.routes.allow_fewer();
         }
         if self.live.as_ref().is_some_and(|live| now < live.opened + STEADY) {
@@ -378,7 +375,7 @@ impl Sending {
         tracing::warn!(broker, reason, messages, "the connection was lost; publishing again");
     }
 
-    /// Gives up the connection: what was under way goes again. Says how many messages that were.
+    /// Drops the connection: the messages under way are sent again. Returns their number.
     fn lose(&mut self, now: Instant) -> usize {
         (self.live, self.probe) = (None, None);
         self.well.store(false, Ordering::Relaxed);
@@ -427,8 +424,8 @@ impl Live {
     }
 }
 
-/// Fills up with what joins in: the rest of a batch is being published in this very moment, and what leaves
-/// together costs the broker one write to disk.
+/// Adds requests that come at this moment: the rest of a batch is just being published, and messages sent
+/// together cost the broker one write to disk.
 async fn gather(queued: &mut mpsc::Receiver<Request>, fresh: &mut Vec<Request>) {
     let mut before = usize::MAX;
     while fresh.len() != before && fresh.len() < REQUESTS {
@@ -442,7 +439,7 @@ async fn gather(queued: &mut mpsc::Receiver<Request>, fresh: &mut Vec<Request>) 
     }
 }
 
-/// The answer to a question that is open; never, where none is.
+/// The answer to the open question; pending forever when none is open.
 async fn answer_to(
     probe: &mut Option<(BoxFuture<'static, Result<Channel, Error>>, Instant)>,
 ) -> Result<Channel, Error> {

@@ -1,5 +1,5 @@
-//! One session with RabbitMQ: a connection, its channel, and the consumer on it. Decides how one is
-//! set up and what its deliveries are. Owns the handles; who replaces them is in `consumer`.
+//! One session with RabbitMQ: a connection, its channel, and the consumer on it. Decides how a session is set
+//! up and how deliveries are converted. Owns the handles; `consumer` replaces them.
 
 use std::time::Duration;
 
@@ -17,27 +17,27 @@ use super::topology::Topology;
 use crate::broker::{Delivery, DeliveryTag};
 use crate::protocol::Message;
 
-/// RabbitMQ's own, which need not be asked for.
+/// RabbitMQ's default consumer timeout, which is not sent.
 const USUAL_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// What to consume.
 pub enum Subscription {
-    /// A pool's task queue, made with its fellows where they are missing; none: touch nothing.
+    /// A pool's task queue.
     Tasks {
         /// The queue's name.
         queue: String,
-        /// What to make, if anything.
+        /// The queues to make where they are missing; none: make nothing.
         topology: Option<Topology>,
     },
-    /// A queue of our own, which the broker names and deletes with the connection. Its name is sent
-    /// here, once a session. Unsettled messages are lost with the session.
+    /// A private queue, which the broker names and deletes with the connection. Its name is sent here once per
+    /// session. Unsettled messages are lost with the session.
     Private(watch::Sender<Option<String>>),
-    /// The same, fed by a topic exchange, which is made where it is missing. Deliveries come with their
+    /// A private queue bound to a topic exchange, which is made where it is missing. Deliveries carry their
     /// routing keys.
     Topic {
         /// The exchange's name.
         exchange: String,
-        /// What of it: binding keys.
+        /// The binding keys.
         keys: Vec<String>,
     },
 }
@@ -48,12 +48,12 @@ pub(super) struct Session {
     pub(super) channel: Channel,
     pub(super) consumer: lapin::Consumer,
     pub(super) prefetch: u16,
-    /// Its deliveries come with their routing keys.
+    /// Whether deliveries carry their routing keys.
     pub(super) addressed: bool,
-    /// Of the first delivery to this consumer.
+    /// Tag of the first delivery to the current consumer.
     first_tag: Option<u64>,
     queue: String,
-    /// Of the first consumer; later ones add their number.
+    /// Consumer tag of the first consumer; later ones append their number.
     tag: String,
     consumers: u32,
 }
@@ -134,11 +134,11 @@ impl Session {
         })
     }
 
-    /// Consumes anew, with another prefetch: RabbitMQ applies one only to consumers made after it. The
-    /// consumer before has been cancelled, and its stream has ended.
+    /// Makes a new consumer with another prefetch: RabbitMQ applies a prefetch only to consumers made after it.
+    /// The old consumer has been cancelled, and its stream has ended.
     pub(super) async fn consume_anew(&mut self, prefetch: u16, connector: &Connector) -> Result<(), Error> {
         self.consumers += 1;
-        // Another name: what lapin still does with the old consumer must not meet the new one.
+        // Another tag, so that lapin does not confuse the old consumer with the new one.
         let tag = format!("{} #{}", self.tag, self.consumers);
         let consumer = consume(&self.channel, (&self.queue, &tag), prefetch, connector);
         let answered = tokio::time::timeout(connector.settings().connect_timeout, consumer).await;
@@ -148,12 +148,11 @@ impl Session {
         Ok(())
     }
 
-    /// The consumer has been given the delivery `tag`.
     pub(super) fn delivered(&mut self, tag: u64) {
         self.first_tag.get_or_insert(tag);
     }
 
-    /// The first delivery to this consumer, or one that is yet to come.
+    /// Tag of the first delivery to this consumer; `u64::MAX` before it comes.
     pub(super) fn first_tag(&self) -> u64 {
         self.first_tag.unwrap_or(u64::MAX)
     }
@@ -170,8 +169,8 @@ async fn consume(
     channel.basic_consume(short(queue), short(tag), BasicConsumeOptions::default(), arguments).await
 }
 
-/// Asks for a timeout of ours where the user has one in mind: RabbitMQ 4.3 grants it on quorum queues
-/// and prefers it to the queue's own, before it the argument means nothing.
+/// Sends the configured consumer timeout where it differs from the default: RabbitMQ 4.3 accepts the argument
+/// on quorum queues and prefers it to the queue's own; earlier versions ignore it.
 fn arguments(timeout: Duration) -> FieldTable {
     let mut arguments = FieldTable::default();
     if timeout != USUAL_TIMEOUT {
@@ -181,7 +180,8 @@ fn arguments(timeout: Duration) -> FieldTable {
     arguments
 }
 
-/// Returns when the broker sends no more, or no longer answers: then the session ends by itself.
+/// Cancels a consumer; returns when the broker has confirmed, or does not answer: then the session ends by
+/// itself.
 pub(super) async fn cancel(channel: &Channel, consumer_tag: ShortString) {
     let cancel = channel.basic_cancel(consumer_tag, BasicCancelOptions::default());
     let _ = tokio::time::timeout(FAREWELL, cancel).await;
@@ -189,7 +189,7 @@ pub(super) async fn cancel(channel: &Channel, consumer_tag: ShortString) {
 
 pub(super) fn delivery_from(lapin: lapin::message::Delivery, session: u64, addressed: bool) -> Delivery {
     let mut properties = properties_from(&lapin.properties);
-    // The broker's count of this message, or of another that somebody published with all its headers.
+    // The broker's count for this message, or for another whose headers were all published again with it.
     let counted = properties.headers.remove("x-delivery-count").and_then(|count| count.as_i64());
     let counted = counted.map(|count| count.max(1) as u64);
     let delivery_count = if lapin.redelivered { counted } else { Some(0) };

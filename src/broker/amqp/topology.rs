@@ -1,5 +1,5 @@
-//! Which queues are made, and with which arguments. An existing queue is used as it is, whatever
-//! its arguments; none is ever deleted.
+//! Decides which queues are made, and with which arguments. An existing queue is used as it is, whatever its
+//! arguments; no queue is ever deleted.
 
 use std::time::Duration;
 
@@ -16,43 +16,43 @@ use crate::protocol::Properties;
 /// The queues of a pool.
 #[derive(Clone, Debug)]
 pub struct Topology {
-    /// Where tasks come from.
+    /// The queue that tasks come from.
     pub task_queue: String,
-    /// Where replies go by default.
+    /// The queue for replies to tasks that name none.
     pub reply_queue: Option<String>,
-    /// Where messages go that cannot be worked on.
+    /// The queue for messages that cannot be worked on.
     pub dead_letter_queue: String,
     /// Deliveries after which the broker itself dead-letters a task.
     pub delivery_limit: u32,
-    /// Ceilings of the delays between two attempts at a task.
+    /// Upper bounds of the delays between two attempts at a task, one retry queue each.
     pub retry_ceilings: Vec<Duration>,
 }
 
-/// Where tasks wait for another attempt, which the broker then puts back into the task queue. One
-/// queue for each ceiling, because only what is at its head expires: a delay is at least half of its
-/// ceiling, so that none waits behind another for longer than that half. The queue lets nothing wait
-/// beyond the ceiling: a message without an expiration would hold up all behind it.
+/// Name of a retry queue, where a task waits for its next attempt until the broker moves it into the task
+/// queue. There is one queue for each ceiling, because RabbitMQ expires messages only at the head of a queue: a
+/// delay is at least half of its ceiling, so a message waits behind another for at most that half. The queue's
+/// TTL equals the ceiling: without it, a message without an expiration would hold up all messages after it.
 pub fn retry_queue(task_queue: &str, ceiling: Duration) -> String {
     format!("{task_queue}.retry-{}ms", ceiling.as_millis())
 }
 
-/// The same as earlier versions had it, without that bound.
+/// The name of the retry queue of earlier versions, which had no TTL.
 fn unbounded_retry_queue(task_queue: &str, ceiling: Duration) -> String {
     format!("{task_queue}.retry.{}ms", ceiling.as_millis())
 }
 
 impl Topology {
-    /// Makes what is missing.
     pub(super) async fn declare(&self, connection: &Connection) -> Result<(), Error> {
         if !exists(connection, &self.dead_letter_queue).await? {
             make(connection, &self.dead_letter_queue, with_high_limit()).await?;
-            // With the queue went what the broker's own dead-lettering goes by.
+            // The bindings of the dead-letter exchange were deleted with the queue.
             self.backstop(connection).await?;
         }
         if let Some(queue) = &self.reply_queue
             && !exists(connection, queue).await?
         {
-            // Not classic: that lives on one node of a cluster, and with it all replies would be unroutable.
+            // Not a classic queue: that is on one node of a cluster, and without this node all replies would be
+            // unroutable.
             make(connection, queue, with_high_limit()).await?;
         }
         if !exists(connection, &self.task_queue).await? {
@@ -65,16 +65,16 @@ impl Topology {
         for ceiling in &self.retry_ceilings {
             let queue = retry_queue(&self.task_queue, *ceiling);
             if !exists(connection, &queue).await? {
-                // The bindings first: who waited there may die of the limit later.
+                // The bindings first: a task that waited in this queue may reach its delivery limit later.
                 self.backstop(connection).await?;
                 make(connection, &queue, self.way_back(*ceiling)).await?;
-                // Asked with the first start of this version alone: the broker logs each such question as an
-                // error where there is no such queue.
+                // Checked only when the new queue was missing (the first start of this version): the broker
+                // logs each check of a missing queue as an error.
                 let unbounded = unbounded_retry_queue(&self.task_queue, *ceiling);
                 if exists(connection, &unbounded).await? {
                     let unblocked = unblock(connection, &unbounded, &self.task_queue);
                     let failed =
-                        |error| tracing::warn!(queue = unbounded, %error, "its first message stays there");
+                        |error| tracing::warn!(queue = unbounded, %error, "its messages cannot be moved");
                     unblocked.await.unwrap_or_else(failed);
                 }
             }
@@ -82,8 +82,8 @@ impl Topology {
         Ok(())
     }
 
-    /// Arguments of a queue whose messages go into the task queue when they expire, each confirmed
-    /// there before it is gone here.
+    /// Arguments of a queue whose messages move into the task queue when they expire. Each is confirmed there
+    /// before it is removed here.
     fn way_back(&self, ceiling: Duration) -> FieldTable {
         let mut arguments = quorum();
         let most = i64::try_from(ceiling.as_millis()).unwrap_or(i64::MAX);
@@ -95,22 +95,22 @@ impl Topology {
         arguments
     }
 
-    /// The exchange through which the broker dead-letters: a headers exchange that lets through what
-    /// died of the delivery limit, and drops what merely expired there. A plain dead-letter route would
-    /// park expired tasks and left-over sentinels among the dead letters.
+    /// Makes the exchange through which the broker dead-letters: a headers exchange that passes on messages
+    /// that exceeded the delivery limit, and drops those that only expired. A plain dead-letter route would put
+    /// expired tasks and old sentinels among the dead letters.
     async fn backstop(&self, connection: &Connection) -> Result<String, Error> {
         let exchange = format!("{}.dlx", self.task_queue);
         let channel = connection.create_channel().await?;
         let durable = ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() };
         let none = FieldTable::default();
         channel.exchange_declare(short(&exchange), ExchangeKind::Headers, durable, none).await?;
-        // A task that was tried again died first in the queue where it waited: it has no expiration
-        // any more, so a second death is one of the limit.
+        // The first death of a retried task is the expiration in its retry queue. It has no expiration
+        // afterwards, so its second death is by the delivery limit.
         let waited = self.retry_ceilings.iter().map(|it| retry_queue(&self.task_queue, *it));
         let limit = ("x-first-death-reason", "delivery_limit".to_owned());
         for (header, value) in waited.map(|queue| ("x-first-death-queue", queue)).chain([limit]) {
             let mut died = FieldTable::default();
-            // Plain `all` ignores headers that begin with `x-`.
+            // `x-match: all` ignores headers that begin with `x-`.
             died.insert("x-match".into(), text("all-with-x"));
             died.insert(header.into(), text(&value));
             let queue = short(&self.dead_letter_queue);
@@ -131,10 +131,10 @@ fn quorum() -> FieldTable {
     arguments
 }
 
-/// Deliveries after which a queue drops a message whose messages may be read and handed back.
+/// Delivery limit of queues whose messages are read and handed back (reply and dead-letter queues).
 pub(super) const HIGH_LIMIT: u64 = 1_000_000;
 
-/// Arguments of a quorum queue whose messages may be read and handed back: without a limit of its own
+/// Arguments of a quorum queue whose messages may be read and handed back. Without a limit in the arguments,
 /// RabbitMQ 4 drops a message after 20 deliveries.
 fn with_high_limit() -> FieldTable {
     let mut arguments = quorum();
@@ -142,10 +142,10 @@ fn with_high_limit() -> FieldTable {
     arguments
 }
 
-/// Whether a queue that exists has the arguments that we give to a dead-letter queue. AMQP tells nobody a
-/// queue's arguments, but to declare it again succeeds only with the same ones.
+/// Whether an existing queue has the arguments that we give to a dead-letter queue. AMQP has no command to read
+/// a queue's arguments, but declaring it again succeeds only with the same ones.
 pub(super) async fn has_high_limit(connection: &Connection, queue: &str) -> Result<bool, Error> {
-    // A channel of its own, because the broker closes it to say no.
+    // On a separate channel, because the broker closes the channel when the arguments differ.
     let channel = connection.create_channel().await?;
     let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
     match channel.queue_declare(short(queue), durable, with_high_limit()).await {
@@ -156,11 +156,11 @@ pub(super) async fn has_high_limit(connection: &Connection, queue: &str) -> Resu
     }
 }
 
-/// Messages that are moved on at most.
+/// The most messages that [`unblock`] moves.
 const UNBLOCKED: usize = 100;
 
-/// Moves on what stands first in a queue of an earlier version and never expires; what is behind it does.
-/// Confirmed in the task queue before it is gone here.
+/// Moves messages without an expiration from the head of an earlier version's retry queue into the task queue;
+/// the messages after them expire by themselves. Each is confirmed in the task queue before it is removed here.
 #[expect(clippy::disallowed_methods, reason = "the publisher is not there yet, and needs this to be done")]
 async fn unblock(connection: &Connection, from: &str, to: &str) -> Result<(), Error> {
     let channel = connection.create_channel().await?;
@@ -174,7 +174,7 @@ async fn unblock(connection: &Connection, from: &str, to: &str) -> Result<(), Er
             break;
         }
         let mandatory = BasicPublishOptions { mandatory: true, immediate: false };
-        // Another's name would have the broker refuse it.
+        // The broker refuses a message with the user id of another user.
         let properties = Properties { user_id: None, ..properties_from(&message.properties) };
         let (queue, properties) = (short(to), properties_to(&properties));
         let confirm =
@@ -182,13 +182,13 @@ async fn unblock(connection: &Connection, from: &str, to: &str) -> Result<(), Er
         if !confirm.is_ack() || confirm.take_message().is_some() {
             break;
         }
-        tracing::warn!(from, to, "a message that would have held up all behind it was moved on");
+        tracing::warn!(from, to, "moved a message that never expires out of an old retry queue");
         channel.basic_ack(message.delivery_tag, BasicAckOptions::default()).await?;
     }
     channel.close(200, "done".into()).await
 }
 
-/// Asks on a channel of its own, because the broker closes the channel to say no.
+/// On a separate channel, because the broker closes the channel when the queue is missing.
 async fn exists(connection: &Connection, queue: &str) -> Result<bool, Error> {
     let channel = connection.create_channel().await?;
     let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
@@ -207,7 +207,7 @@ async fn make(connection: &Connection, queue: &str, arguments: FieldTable) -> Re
             tracing::info!(queue, "queue made");
             channel.close(200, "done".into()).await
         }
-        // Somebody made it since we looked, with other arguments: it exists, which is enough.
+        // Another process has made the queue since our check, with other arguments; that is enough.
         Err(error) if code(&error) == Some(406) => Ok(()),
         Err(error) => Err(error),
     }

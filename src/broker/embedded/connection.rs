@@ -1,6 +1,6 @@
-//! Serves one worker's connection: its requests go to the queue store, whose answers go to its socket.
-//! Owns both halves of the socket and the worker's one consumer; returns what that held when the
-//! connection ends, however it ends. Decides nothing about messages.
+//! Serves one worker's connection: passes its requests to the queue store, and writes the answers to its
+//! socket. Owns both halves of the socket and the worker's one consumer; returns the consumer's unsettled
+//! messages when the connection ends, however it ends. Decides nothing about messages.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,29 +22,27 @@ use super::wire::{FLUSH_AT, Frame, FrameCodec, MAX_PIPELINE, Request, Response, 
 use crate::broker::Published;
 use crate::protocol::Message;
 
-/// How long a peer may take to read its last answers once the connection ends.
+/// How long a peer may take to read its last answers when the connection ends.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// The reading half's state.
 struct Reader {
     queue_store: Arc<QueueStore>,
     consumer_sender: ConsumerSender,
     member: Option<Membership>,
-    /// Publishes not yet answered: the reader adds, the writer takes off. Bound: `MAX_PIPELINE`.
+    /// Number of publishes not yet answered: the reader adds, the writer subtracts. Bound: `MAX_PIPELINE`.
     unanswered: Arc<AtomicUsize>,
 }
 
-/// Why the connection ends.
 enum Ending {
     /// The worker asked for it.
     Asked,
-    /// The worker is gone.
+    /// The socket was closed or failed.
     Gone,
     /// The worker broke the protocol, or the broker is shutting down.
     Cut(String),
 }
 
-/// Serves until the worker closes, vanishes, breaks the protocol, or `stop` is cancelled.
+/// Serves until the worker closes, disappears or breaks the protocol, or `stop` is cancelled.
 pub(super) async fn serve(
     id: u64,
     stream: UnixStream,
@@ -59,7 +57,7 @@ pub(super) async fn serve(
     let mut reader = Reader { queue_store, consumer_sender, member: None, unanswered };
     let ending = reader.read_all(read, stop).await;
     reader.end(ending);
-    // The last sender is gone with `reader`: the writer ends when it has written what is left.
+    // This drops the last sender: the writer ends when it has written what is left.
     drop(reader);
     let writing = writer.abort_handle();
     if timeout(LAST_WORDS, writer).await.is_err() {
@@ -185,7 +183,7 @@ async fn write_all(
 ) {
     let mut gathered = BytesMut::new();
     while let Some(message) = outgoing.recv().await {
-        // Taken off before it is written: the worker cannot publish again ahead of it.
+        // Subtracted before the answer is written: the worker publishes its next message only after reading it.
         if matches!(message, Outgoing::Published { .. }) {
             unanswered.fetch_sub(1, Ordering::Relaxed);
         }
@@ -197,7 +195,7 @@ async fn write_all(
             }
         };
         append(&frame, &mut gathered);
-        // Many small answers, one write.
+        // Small answers are collected into one write.
         if !outgoing.is_empty() && gathered.len() < FLUSH_AT {
             continue;
         }
@@ -224,7 +222,7 @@ fn frame(message: Outgoing) -> Result<Frame, WireError> {
         Outgoing::Published { id, outcome: Published::Confirmed } => Response::Confirmed { id },
         Outgoing::Published { id, outcome: Published::Unroutable } => Response::Unroutable { id },
         Outgoing::Published { id, outcome: Published::Refused(reason) } => Response::Refused { id, reason },
-        // The queue store holds a confirm back instead.
+        // Does not occur: the queue store delays a confirm instead.
         Outgoing::Published { id, outcome: Published::Nacked | Published::Forbidden(_) } => {
             Response::Refused { id, reason: "not taken".into() }
         }

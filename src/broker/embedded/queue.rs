@@ -1,5 +1,5 @@
-//! Decides who gets which message of one queue, and in what order: a pure state machine. Owns the ready
-//! messages, the consumers and what each has not settled. Never sends, knows no socket.
+//! Decides which consumer gets which message of one queue, and in what order: a pure state machine. Owns the
+//! ready messages, the consumers and their unsettled messages. Never sends, knows no socket.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::num::NonZeroU16;
@@ -10,14 +10,14 @@ use crate::protocol::Message;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ConsumerId(u64);
 
-/// A message on its way to a consumer, to be settled by `tag`.
+/// A message for a consumer, to be settled by `tag`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct QueueDelivery {
-    /// Who gets it.
+    /// The consumer.
     pub consumer: ConsumerId,
-    /// Its name for settling, counting from 1 for each consumer.
+    /// The tag to settle it by, counting from 1 for each consumer.
     pub tag: u64,
-    /// It was delivered before.
+    /// Whether it was delivered before.
     pub redelivered: bool,
     /// Earlier deliveries that were not acked.
     pub delivery_count: u64,
@@ -45,7 +45,7 @@ struct Consumer {
     prefetch: NonZeroU16,
     cancelled: bool,
     next_tag: u64,
-    /// By tag: the message and the position that it returns to.
+    /// By tag: the message and its position in the queue, to which it returns.
     unacked: BTreeMap<u64, (u64, Entry)>,
 }
 
@@ -59,11 +59,11 @@ impl Consumer {
 #[derive(Debug, Default)]
 pub struct Queue {
     next_position: u64,
-    /// By position, which a message keeps for life: a return is an insert at the old key.
+    /// By position, which a message keeps: a return inserts it at its old position.
     ready: BTreeMap<u64, Entry>,
     next_consumer: u64,
     consumers: BTreeMap<ConsumerId, Consumer>,
-    /// Whose turn it is: the front was served longest ago.
+    /// The order of turns: the front was served longest ago.
     turns: VecDeque<ConsumerId>,
 }
 
@@ -84,14 +84,14 @@ impl Queue {
         id
     }
 
-    /// The consumer holds at most so many unsettled messages from now on; what it holds, it keeps.
+    /// Sets how many unsettled messages the consumer holds at most; it keeps those it has.
     pub fn set_prefetch(&mut self, id: ConsumerId, prefetch: NonZeroU16) {
         if let Some(consumer) = self.consumers.get_mut(&id) {
             consumer.prefetch = prefetch;
         }
     }
 
-    /// The consumer gets no more; what it holds stays its own until settled.
+    /// Stops deliveries to the consumer; it keeps its unsettled messages.
     pub fn cancel(&mut self, id: ConsumerId) {
         if let Some(consumer) = self.consumers.get_mut(&id) {
             consumer.cancelled = true;
@@ -99,7 +99,7 @@ impl Queue {
         self.turns.retain(|turn| *turn != id);
     }
 
-    /// The consumer is gone: what it holds returns to its old places.
+    /// Removes the consumer; its unsettled messages return to their old places.
     pub fn remove_consumer(&mut self, id: ConsumerId) {
         self.turns.retain(|turn| *turn != id);
         for (position, entry) in
@@ -133,7 +133,7 @@ impl Queue {
         self.ready.insert(position, entry);
     }
 
-    /// The next message for the next consumer with room, or none. Call until none.
+    /// The next message for the next consumer with room. Call until it returns none.
     pub fn deliver(&mut self) -> Option<QueueDelivery> {
         if self.ready.is_empty() {
             return None;

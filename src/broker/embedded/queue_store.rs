@@ -1,5 +1,5 @@
-//! Holds the queues of one launcher and moves messages between them and their consumers. Decides
-//! when a publisher waits. Owns every queue, behind one lock; never touches a socket.
+//! Holds the queues of one launcher and moves messages between them and their consumers. Decides when a
+//! publisher waits. Owns every queue, behind one lock; never uses a socket.
 
 use std::collections::{HashMap, VecDeque};
 use std::num::NonZeroU16;
@@ -15,11 +15,11 @@ use crate::protocol::Message;
 /// A queue to make.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueSpec {
-    /// Its name; one of its kind.
+    /// Its name, which is unique.
     pub name: String,
-    /// Publishers wait while this many messages are ready: a message is taken even then, and its confirm held
-    /// back, so a connection goes over it by what it publishes at once. None: messages are confirmed and
-    /// dropped, because nobody reads them.
+    /// Publishers wait while this many messages are ready. A message is accepted even then and only its confirm
+    /// is delayed, so a connection can exceed the limit by the messages it publishes at once. None: messages
+    /// are confirmed and dropped, because nobody reads them.
     pub max_ready: Option<usize>,
 }
 
@@ -30,8 +30,7 @@ pub(super) struct Membership {
     consumer: ConsumerId,
 }
 
-/// A confirm held back because the queue is over its depth: the publisher of a worker slows down
-/// by it, while its acks go on.
+/// A confirm delayed because the queue is full: the worker publishes more slowly, while its acks go on.
 struct HeldConfirm {
     consumer_sender: ConsumerSender,
     id: u64,
@@ -41,7 +40,7 @@ struct Slot {
     spec: QueueSpec,
     queue: Queue,
     consumer_senders: HashMap<ConsumerId, ConsumerSender>,
-    /// In order of publishing. Bound: [`super::wire::MAX_PIPELINE`] for each connection.
+    /// In the order of publishing. Bound: [`super::wire::MAX_PIPELINE`] for each connection.
     held: VecDeque<HeldConfirm>,
 }
 
@@ -51,18 +50,16 @@ impl Slot {
     }
 }
 
-/// All queues of a launcher.
 pub(super) struct QueueStore {
-    /// Taken by every connection; held for map operations only,
-    /// never across an await. Sends happen under it, so that what a consumer sees is in the order
-    /// of what the queue decided.
+    /// Locked by every connection, for map operations only, never across an await. Messages to consumers are
+    /// sent under the lock, so that each consumer receives them in the order of the queue's decisions.
     slots: Mutex<Vec<Slot>>,
     /// Name → index in `slots`; fixed at start.
     names: HashMap<String, usize>,
 }
 
 impl QueueStore {
-    /// The queues of `specs`. An error in words when a name is used twice.
+    /// Makes the queues of `specs`. The error is a text: a name is used twice.
     pub fn new(specs: &[QueueSpec]) -> Result<Self, String> {
         let mut names = HashMap::new();
         for (index, spec) in specs.iter().enumerate() {
@@ -75,11 +72,12 @@ impl QueueStore {
     }
 
     fn slots(&self) -> MutexGuard<'_, Vec<Slot>> {
-        // Each operation leaves the queues whole before anything in it can panic.
+        // A panic poisons the lock; each operation leaves the queues consistent before anything in it can
+        // panic.
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a message of a worker at once; the confirm comes when the queue is below its depth.
+    /// Accepts a worker's message at once; the confirm is sent when the queue is below its depth.
     pub fn publish_from(&self, consumer_sender: &ConsumerSender, id: u64, queue: &str, message: Message) {
         let answer = |outcome| consumer_sender.send(Outgoing::Published { id, outcome });
         let Some(&index) = self.names.get(queue) else {
@@ -97,8 +95,8 @@ impl QueueStore {
         put(slot, message);
     }
 
-    /// Takes a message of a worker that is to be in its queue later. Bound: the tasks of that queue,
-    /// which were acked for it.
+    /// Accepts a worker's message that reaches its queue after a delay. Bound: the tasks of that queue, which
+    /// were acked for it.
     pub fn publish_later(
         self: Arc<Self>,
         consumer_sender: &ConsumerSender,
@@ -123,7 +121,7 @@ impl QueueStore {
         }
     }
 
-    /// Adds a consumer, and tells it so ahead of its first message. None: no such queue.
+    /// Adds a consumer, and sends `Consuming` before its first message. None: the queue does not exist.
     pub fn join(
         &self,
         queue: &str,
@@ -140,7 +138,7 @@ impl QueueStore {
         Some(Membership { queue: index, consumer })
     }
 
-    /// Delivers up to so many to a consumer ahead of what it settles.
+    /// Changes a consumer's prefetch.
     pub fn set_prefetch(&self, member: Membership, prefetch: NonZeroU16) {
         let mut slots = self.slots();
         let slot = &mut slots[member.queue];
@@ -148,7 +146,7 @@ impl QueueStore {
         pump(slot);
     }
 
-    /// Delivers no more to a consumer, and tells it so behind its last message.
+    /// Stops deliveries to a consumer, and sends `Cancelled` after its last message.
     pub fn cancel(&self, member: Membership) {
         let mut slots = self.slots();
         let slot = &mut slots[member.queue];
@@ -158,7 +156,7 @@ impl QueueStore {
         }
     }
 
-    /// Removes a message for good. False: not known.
+    /// Removes a message for good. False: the tag is not known.
     pub fn ack(&self, member: Membership, tag: u64) -> bool {
         let mut slots = self.slots();
         let slot = &mut slots[member.queue];
@@ -167,7 +165,7 @@ impl QueueStore {
         known
     }
 
-    /// Returns a message to its place. False: not known.
+    /// Returns a message to its place. False: the tag is not known.
     pub fn requeue(&self, member: Membership, tag: u64) -> bool {
         let slot = &mut self.slots()[member.queue];
         let known = slot.queue.requeue(member.consumer, tag);
@@ -175,7 +173,7 @@ impl QueueStore {
         known
     }
 
-    /// The consumer is gone; what it held returns.
+    /// Removes a consumer; its unsettled messages return.
     pub fn leave(&self, member: Membership) {
         let slot = &mut self.slots()[member.queue];
         slot.consumer_senders.remove(&member.consumer);
@@ -183,21 +181,21 @@ impl QueueStore {
         pump(slot);
     }
 
-    /// The connection is gone: nobody waits for its confirms.
+    /// The connection has ended: drops its delayed confirms.
     pub fn forget(&self, consumer_sender: &ConsumerSender) {
         for slot in self.slots().iter_mut() {
             slot.held.retain(|held| held.consumer_sender.id != consumer_sender.id);
         }
     }
 
-    /// Ends every consumer: nothing more is delivered.
+    /// Removes every consumer: nothing more is delivered.
     pub fn end(&self) {
         for slot in self.slots().iter_mut() {
             slot.consumer_senders.clear();
         }
     }
 
-    /// How full a queue is; none: no such queue.
+    /// How full a queue is; none: the queue does not exist.
     pub fn stats(&self, queue: &str) -> Option<Stats> {
         self.names.get(queue).map(|index| self.slots()[*index].queue.stats())
     }
@@ -219,8 +217,8 @@ fn put(slot: &mut Slot, message: Message) {
     }
 }
 
-/// Delivers all that can be, then lets publishers go on into the room that this made. Called
-/// after every change of a queue.
+/// Delivers as much as possible, then sends delayed confirms if there is room. Called after every change of a
+/// queue.
 fn pump(slot: &mut Slot) {
     while let Some(queue_delivery) = slot.queue.deliver() {
         if let Some(consumer_sender) = slot.consumer_senders.get(&queue_delivery.consumer) {
@@ -230,7 +228,7 @@ fn pump(slot: &mut Slot) {
     if slot.is_full() {
         return;
     }
-    // Their messages are in the queue: confirming all at once adds nothing to it.
+    // The messages of these confirms are in the queue already, so confirming all of them adds none.
     for held in slot.held.drain(..) {
         let outcome = Published::Confirmed;
         held.consumer_sender.send(Outgoing::Published { id: held.id, outcome });

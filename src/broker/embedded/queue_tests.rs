@@ -1,4 +1,4 @@
-//! Sentences about one queue, and a property over every interleaving.
+//! Tests of one queue, and a property over every interleaving.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU16;
@@ -137,11 +137,11 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What an onlooker knows: who holds what, and where each message must be.
+/// A model of the queue: which consumer holds which message, and where each must be.
 #[derive(Default)]
 struct Onlooker {
     published: u32,
-    /// Live consumers, cancelled or not, and their prefetch.
+    /// Present consumers, cancelled or not, and their prefetch.
     consumers: BTreeMap<ConsumerId, u16>,
     /// Number of the message by holder and tag.
     held: BTreeMap<(ConsumerId, u64), u32>,

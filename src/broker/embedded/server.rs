@@ -1,6 +1,6 @@
-//! The launcher's side of the embedded queue: listens on a private Unix socket and accepts connections, of
-//! workers and of its own client. Owns the socket's folder, which it makes and removes. Decides nothing about
-//! messages: that is the queue store's.
+//! The launcher's side of the embedded queue: listens on a private Unix socket and accepts connections of
+//! workers and of its own client. Owns the socket's folder, which it makes and removes. Leaves all decisions
+//! about messages to the queue store.
 
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -16,38 +16,37 @@ use super::connection::serve;
 use super::queue::Stats;
 use super::queue_store::{QueueSpec, QueueStore};
 
-/// After a failed accept (no file descriptors left): the next try.
+/// Pause after a failed accept (for example, no file descriptors left).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// The queues of one launcher, and the socket that workers reach them by. Dropped: stops serving,
-/// and removes the socket and its folder.
+/// The queues of one launcher, and the socket for workers. Drop stops serving and removes the socket and its
+/// folder.
 pub struct EmbeddedBroker {
     queue_store: Arc<QueueStore>,
     path: PathBuf,
     /// Cancelled by `shutdown` and drop; the accept loop and each connection listen.
     stop: CancellationToken,
-    /// The accept loop and each connection.
     tasks: TaskTracker,
 }
 
 impl EmbeddedBroker {
-    /// Makes the queues and listens at `path`. The folder that holds `path` is made here, for this
-    /// user alone, and must not exist yet. To be called inside a tokio runtime.
+    /// Makes the queues and listens at `path`. Makes the folder of `path` for this user alone; it must not
+    /// exist yet. Call inside a tokio runtime.
     ///
     /// # Errors
-    /// The folder exists or cannot be made, the path is too long for a socket (about 100 bytes), or a queue
-    /// is named twice: the operator or caller mends it.
+    /// The folder exists or cannot be made, the path is too long for a socket (about 100 bytes), or a queue is
+    /// named twice.
     pub fn bind(path: impl Into<PathBuf>, queues: &[QueueSpec]) -> io::Result<Self> {
         let path = path.into();
         let queue_store =
             QueueStore::new(queues).map_err(|why| io::Error::new(io::ErrorKind::InvalidInput, why))?;
         let folder = path.parent().unwrap_or(Path::new("/"));
-        // Private from its first moment, and never someone else's folder taken over.
+        // Made with its final mode, so it is never open to others; an existing folder is an error.
         std::fs::DirBuilder::new().mode(0o700).create(folder).map_err(|error| at(folder, &error))?;
         let listener = match UnixListener::bind(&path) {
             Ok(listener) => listener,
             Err(error) => {
-                // Ours and empty; the bind's error says more than a failure here.
+                // The folder is ours and empty; the bind's error says more than an error here.
                 let _ = std::fs::remove_dir(folder);
                 return Err(at(&path, &error));
             }
@@ -77,7 +76,8 @@ impl EmbeddedBroker {
         self.queue_store.stats(queue)
     }
 
-    /// Tells every peer that it ends, waits until their connections are closed, a second at most each.
+    /// Ends all connections, with a reason for each peer, and waits until they are closed: at most a second
+    /// each.
     pub async fn shutdown(&self) {
         self.stop.cancel();
         self.tasks.close();

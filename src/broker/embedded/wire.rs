@@ -1,5 +1,5 @@
-//! The frames between a worker and the launcher's queue: two big-endian `u32` (length of the head,
-//! length of the body), a JSON head, the raw body. Decides what fits. Owns no state, does no I/O.
+//! The frames between a worker and the launcher's queue: two big-endian `u32` (length of the head, length of
+//! the body), a JSON head, the raw body. Decides the largest sizes. Owns no state, does no I/O.
 
 use std::num::NonZeroU16;
 use std::time::Duration;
@@ -14,70 +14,67 @@ use crate::protocol::{Message, Properties};
 /// The largest frame, head and body together: 64 MiB. A longer one ends the connection.
 const MAX_FRAME: usize = 64 << 20;
 
-/// The largest message in bytes, its properties written as JSON and its body together. Below
-/// `MAX_FRAME`, so that what was taken can always be delivered: the head of a delivery and the
-/// headers of a dead letter come on top.
+/// The largest message in bytes: its properties written as JSON and its body together. Smaller than
+/// `MAX_FRAME`, so that an accepted message can always be delivered with the head of a delivery and the headers
+/// of a dead letter.
 pub const MAX_MESSAGE: usize = MAX_FRAME - (64 << 10);
 
-/// Publishes of one connection that may wait for their confirms. The client waits above it; the
-/// server cuts off a peer that does not.
+/// Publishes of one connection that may wait for their confirms. The client waits at this number; the server
+/// disconnects a peer that exceeds it.
 pub(super) const MAX_PIPELINE: usize = 1024;
 
 const PREFACE: usize = 8;
 
-/// What a worker asks.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "snake_case")]
 pub(super) enum Request {
-    /// Put the body into a queue; answered by the same `id`.
-    /// With a delay, the message is there after it, and the answer comes at once; one that waits is
-    /// lost with the launcher, as its queues are.
+    /// Put the body into a queue; answered with the same `id`. With a delay, the answer comes at once and the
+    /// message reaches the queue later; like all messages, a delayed one is lost with the launcher.
     Publish { id: u64, queue: String, properties: Box<Properties>, delay: Option<Duration> },
-    /// Deliver from a queue. At most one consumer a connection.
+    /// Deliver from a queue. At most one consumer per connection.
     Consume { queue: String, prefetch: NonZeroU16 },
-    /// Deliver up to so many ahead of what is settled.
+    /// Change the prefetch.
     Prefetch { prefetch: NonZeroU16 },
-    /// Deliver no more.
+    /// Stop delivering.
     Cancel,
     /// Remove a message for good.
     Ack { tag: u64 },
-    /// Return a message to its place.
+    /// Return a message to its place in the queue.
     Nack { tag: u64 },
-    /// The consumer ends; what it holds returns. The connection stays.
+    /// End the consumer; its unsettled messages return. The connection stays.
     Leave,
-    /// The connection ends.
+    /// End the connection.
     Close,
 }
 
-/// What the launcher answers.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "is", rename_all = "snake_case")]
 pub(super) enum Response {
-    /// The message of this `id` is in its queue.
+    /// The message with this `id` is in its queue.
     Confirmed { id: u64 },
-    /// There is no such queue.
+    /// The queue does not exist.
     Unroutable { id: u64 },
-    /// This message is not taken.
+    /// The message is not accepted.
     Refused { id: u64, reason: String },
-    /// Deliveries will follow.
+    /// The consumer exists; deliveries follow.
     Consuming,
-    /// The body is a message.
+    /// A delivery; the body is the message's.
     Deliver { tag: u64, redelivered: bool, delivery_count: u64, properties: Box<Properties> },
-    /// No delivery follows.
+    /// No more deliveries follow.
     Cancelled,
-    /// All that was settled before `leave` is settled.
+    /// All settlements sent before `leave` are done.
     Left,
-    /// The connection ends; the reason when the worker did not ask for it.
+    /// The connection ends; with a reason when the worker did not ask for it.
     Closed { reason: Option<String> },
 }
 
-/// Why bytes are not a frame, or a frame not what was expected.
+/// Why bytes are not a frame, or the frame is not the expected one.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum WireError {
     /// Longer than [`MAX_FRAME`].
     #[error("{length} bytes are more than a frame holds ({MAX_FRAME})")]
     TooLong { length: u64 },
-    /// The head is not the JSON expected, or cannot be written as such.
+    /// The head is not the expected JSON, or cannot be written as JSON.
     #[error("bad head: {0}")]
     Head(#[from] serde_json::Error),
     /// The socket failed.
@@ -111,7 +108,7 @@ fn check(length: u64) -> Result<(), WireError> {
     if length > MAX_FRAME as u64 { Err(WireError::TooLong { length }) } else { Ok(()) }
 }
 
-/// Why a message is too long to be taken, in words for its sender, or none.
+/// Why a message is too long, as a text for its sender; none: it is not.
 pub(super) fn too_long(message: &Message) -> Option<String> {
     let head = match serde_json::to_vec(&message.properties) {
         Ok(head) => head.len(),
@@ -123,7 +120,7 @@ pub(super) fn too_long(message: &Message) -> Option<String> {
     })
 }
 
-/// Cuts a byte stream into frames.
+/// Splits a byte stream into frames.
 #[derive(Debug, Default)]
 pub(super) struct FrameCodec;
 
@@ -149,24 +146,24 @@ impl Decoder for FrameCodec {
     }
 }
 
-/// A writer flushes what it has gathered at this size, in bytes, or when nothing more waits.
+/// A writer flushes at this size, in bytes, or when no more messages wait.
 pub(super) const FLUSH_AT: usize = 64 << 10;
 
-/// Appends a frame's bytes to what a writer has gathered.
+/// Appends a frame's bytes to a writer's buffer.
 pub(super) fn append(frame: &Frame, output: &mut BytesMut) {
     output.reserve(PREFACE + frame.head.len() + frame.body.len());
-    // Each fits: `Frame::new` and `decode` checked the sum.
+    // Each fits into `u32`: `Frame::new` and `decode` checked the sum.
     output.put_u32(frame.head.len() as u32);
     output.put_u32(frame.body.len() as u32);
     output.put_slice(&frame.head);
     output.put_slice(&frame.body);
 }
 
-/// Reads a worker's stream, which comes in `chunks`, as the server does, and writes what was read: for
-/// fuzzing, since nothing else of this module is public.
+/// Reads a worker's stream in `chunks`, as the server does, and writes the frames again: for fuzzing, since
+/// nothing else of this module is public.
 ///
 /// # Errors
-/// In words, what the server would end the connection for.
+/// The reason for which the server would end the connection.
 pub fn reread<'a>(chunks: impl IntoIterator<Item = &'a [u8]>) -> Result<Vec<u8>, String> {
     let (mut input, mut output) = (BytesMut::new(), BytesMut::new());
     for chunk in chunks {

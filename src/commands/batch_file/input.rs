@@ -1,6 +1,5 @@
-//! The input of a run: its digest, its requests, no more of them than were counted when the run began,
-//! and behind them whether it still is what was counted. Owns the place up to which it is read. Never
-//! decides what a line is, nor writes a file.
+//! The input of a run: its digest, its requests, only those counted when the run began, and afterwards a check
+//! that the file has not changed. Owns the read position. Never decides what a line is, never writes a file.
 
 use std::fmt;
 use std::fs::File;
@@ -12,14 +11,14 @@ use sha2::{Digest as _, Sha256};
 
 use super::lines::{InputLine, InputLines};
 
-/// What tells one input from another.
+/// Identifies an input by its content.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InputDigest {
-    /// Requests: lines that are not blank.
+    /// Number of requests: lines that are not blank.
     pub lines: usize,
-    /// All bytes of the file.
+    /// Size of the file in bytes.
     pub bytes: u64,
-    /// Of these bytes, 64 hex digits.
+    /// SHA-256 of these bytes, 64 hex digits.
     pub sha256: String,
 }
 
@@ -29,7 +28,7 @@ impl fmt::Display for InputDigest {
     }
 }
 
-/// Passes on the bytes of a reader, and counts and hashes them.
+/// A reader that counts and hashes the bytes it passes on.
 #[derive(Debug)]
 struct Hashing<R> {
     reader: R,
@@ -50,18 +49,18 @@ impl<R: Read> Read for Hashing<R> {
 #[derive(Debug)]
 pub(super) struct HashedLines {
     lines: InputLines<BufReader<Hashing<File>>>,
-    /// Lines that were read or passed over.
+    /// Number of lines read or skipped.
     read: usize,
 }
 
 impl HashedLines {
-    /// Opens the file behind its first `done` non-blank lines.
+    /// Opens the file after its first `done` non-blank lines.
     pub fn open(path: &Path, done: usize) -> io::Result<Self> {
         let reader = Hashing { reader: File::open(path)?, bytes: 0, sha256: Sha256::new() };
         Ok(Self { lines: InputLines::after(BufReader::new(reader), done)?, read: done })
     }
 
-    /// Of the whole file, once all of its lines are read; before that it says nothing.
+    /// The digest of the bytes read so far: of the whole file once all lines are read.
     pub fn digest(&self) -> InputDigest {
         let Hashing { bytes, sha256, .. } = self.lines.get_ref().get_ref();
         InputDigest { lines: self.read, bytes: *bytes, sha256: format!("{:x}", sha256.clone().finalize()) }
@@ -78,21 +77,21 @@ impl Iterator for HashedLines {
     }
 }
 
-/// The lines of an input that were counted when the run began; none behind them.
+/// The lines of an input that were counted when the run began, and none after them.
 #[derive(Debug)]
 pub struct CountedInput {
     lines: HashedLines,
     counted: InputDigest,
 }
 
-/// How an input is another than it was.
+/// How an input has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// There are lines behind those that were counted.
+    /// There are more lines than were counted.
     Grown,
     /// There are fewer lines than were counted.
     Shorter,
-    /// There are as many lines, and their bytes or the blank ones between them are others.
+    /// There are as many lines, but bytes in them or blank lines between them differ.
     Rewritten,
 }
 
@@ -106,30 +105,30 @@ impl fmt::Display for Change {
     }
 }
 
-/// The input is no longer what was counted when the run began.
+/// The input has changed since it was counted when the run began.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the input has {how} since the run began; {answered} of the {counted} lines that it had then were \
      answered; run again with another output for the new input"
 )]
 pub struct InputChanged {
-    /// In which way.
+    /// The kind of change.
     pub how: Change,
-    /// Lines that were given out, by this run or by those before it.
+    /// Lines handed out, by this run or by earlier ones.
     pub answered: usize,
     /// Lines that were counted.
     pub counted: usize,
 }
 
 impl CountedInput {
-    /// Opens the input that was `counted` behind its first `done` lines.
+    /// Opens the `counted` input after its first `done` lines.
     pub(super) fn open(path: &Path, done: usize, counted: InputDigest) -> io::Result<Self> {
         Ok(Self { lines: HashedLines::open(path, done)?, counted })
     }
 
-    /// Whether the file is another now than the one that was counted. To be asked when all lines are
-    /// read: late, so that what happens while they are answered is seen too. A file that was replaced
-    /// by another of its name, or cut behind what has been read, is still the same to its reader.
+    /// Whether the file has changed since it was counted. Call it when all lines are read and answered, so that
+    /// later changes are seen too. Two changes are not seen: a new file with the same name, and a file
+    /// truncated after the read position.
     ///
     /// # Errors
     /// The file cannot be read.

@@ -1,5 +1,5 @@
-//! Cuts a file into lines, one in memory at a time. Decides what is a line: any bytes up to a
-//! newline or the end, valid UTF-8 or not, except blank ones. Owns the read position.
+//! Splits a file into lines, one in memory at a time. A line is any bytes up to a newline or the end, valid
+//! UTF-8 or not, except blank ones. Owns the read position.
 
 use std::io::{self, BufRead};
 
@@ -9,23 +9,23 @@ pub const MAX_LINE: usize = 64 << 20;
 /// A non-blank line of the input.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InputLine {
-    /// Its place in the file, counting from 1 and blank lines too.
+    /// Its line number, from 1, blank lines included.
     pub number: usize,
-    /// Its bytes without the newline. None: longer than [`MAX_LINE`].
+    /// Its bytes without the newline. None: it is longer than [`MAX_LINE`].
     pub bytes: Option<Vec<u8>>,
 }
 
-/// A line as it stands in the file.
+/// A line of the file, blank or not.
 pub(super) struct RawLine {
-    /// Without the newline. None: over the limit.
+    /// Its bytes without the newline. None: it is over the limit.
     pub bytes: Option<Vec<u8>>,
-    /// Bytes in the file, newline included.
+    /// Its length in the file, newline included.
     pub length: u64,
-    /// It ended with a newline, not with the file.
+    /// Whether it ends with a newline; otherwise the file ended.
     pub complete: bool,
 }
 
-/// Reads the next line; none at the end. What is over `limit` bytes is read past, not kept.
+/// Reads the next line; none at the end. A line over `limit` bytes is skipped.
 pub(super) fn read_line(reader: &mut impl BufRead, limit: usize) -> io::Result<Option<RawLine>> {
     let mut kept = Vec::new();
     let mut line = RawLine { bytes: None, length: 0, complete: false };
@@ -68,7 +68,7 @@ impl<R: BufRead> InputLines<R> {
         Self { reader, number: 0, limit: MAX_LINE }
     }
 
-    /// Reads from the start of `reader`, past its first `done` non-blank lines.
+    /// Reads `reader` from its start and skips its first `done` non-blank lines.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -82,7 +82,7 @@ impl<R: BufRead> InputLines<R> {
         Ok(lines)
     }
 
-    /// The reader, which is ahead of the lines by what it has buffered.
+    /// The reader, whose position is ahead of the lines by its buffer.
     pub(super) fn get_ref(&self) -> &R {
         &self.reader
     }
@@ -91,7 +91,7 @@ impl<R: BufRead> InputLines<R> {
         while let Some(RawLine { mut bytes, .. }) = read_line(&mut self.reader, self.limit)? {
             self.number += 1;
             if let Some(bytes) = &mut bytes {
-                // Windows editors begin a file with a mark that is not JSON.
+                // Windows editors begin a file with a byte order mark, which is not JSON.
                 if self.number == 1 && bytes.starts_with(b"\xef\xbb\xbf") {
                     bytes.drain(..3);
                 }
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     fn read(input: &[u8]) -> Vec<(usize, Vec<u8>)> {
-        // A buffer of three bytes: lines are put together from many reads.
+        // With a buffer of three bytes each line needs several reads.
         let reader = io::BufReader::with_capacity(3, input);
         let lines = InputLines::new(reader).map(|line| line.unwrap());
         lines.map(|line| (line.number, line.bytes.unwrap())).collect()

@@ -1,6 +1,6 @@
-//! What made an output, kept beside it in `OUTPUT.run.json`: decides whether a run may go on with an
-//! output, or is another one. Owns that file; whoever calls holds the output's lock, so it has one
-//! writer. Never reads or changes the output itself.
+//! Records what made an output (model, input, settings) in `OUTPUT.run.json` beside it, and decides whether a
+//! run may continue the output. Owns that file; the caller holds the output's lock, so there is one writer.
+//! Never reads or changes the output itself.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -12,36 +12,36 @@ use super::input::InputDigest;
 use crate::config::{Dtype, Pool};
 use crate::model::model_name;
 
-/// Of the file. A reader of another format refuses it.
+/// Version of the file's format; other versions are refused.
 const FORMAT: u32 = 1;
 
 /// What made an output.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MadeBy {
     format: u32,
-    /// The model's name as replies carry it: of a folder the last component, wherever the folder is.
+    /// The model's name as in replies: for a folder, its last component, wherever the folder is.
     model: String,
-    /// The digest of its files; none for a registered model, of which the name alone is known.
+    /// The digest of its files; none for a registered model, of which only the name is known.
     weights: Option<String>,
     input: InputDigest,
     settings: ReplySettings,
-    /// The first so many lines were in the output before anything told what made them.
+    /// Number of lines at the output's start whose maker was not recorded.
     #[serde(default)]
     unknown_lines: usize,
 }
 
-/// The pool's settings that decide what is answered. All others decide how soon, or how often a task
-/// that failed is tried again; devices differ in the last digits of a number.
+/// The pool's settings that decide the content of replies. Other settings decide only when tasks are computed,
+/// or how often a failed one is tried again; different devices give different last digits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct ReplySettings {
     dtype: Dtype,
     max_inputs: usize,
     max_body: u64,
-    /// Sorted: any order means the same.
+    /// Sorted, because the order has no meaning.
     served_names: Vec<String>,
 }
 
-/// Why a run cannot go on with an output.
+/// Why a run cannot continue an output.
 #[derive(Debug, thiserror::Error)]
 pub enum MadeByError {
     /// The file beside the output cannot be read or written.
@@ -53,7 +53,7 @@ pub enum MadeByError {
         #[source]
         source: io::Error,
     },
-    /// The file beside the output is not what a run writes.
+    /// The file beside the output was not written by a run.
     #[error(
         "{path} does not say what made {output}: {problem}; give another output file, or remove these two",
         path = path.display(), output = output.display()
@@ -73,7 +73,7 @@ pub enum MadeByError {
         path = path.display(), output = output.display()
     )]
     AnotherRun {
-        /// What made the output, as far as it differs.
+        /// What made the output, reduced to the differences.
         then: String,
         /// The same things of this run.
         now: String,
@@ -84,11 +84,11 @@ pub enum MadeByError {
     },
 }
 
-/// A part of what made an output: whether it is the same, and how it is shown.
+/// One criterion: whether it is equal, and how it is shown.
 type Part = (bool, fn(&MadeBy) -> String);
 
 impl MadeBy {
-    /// A run of `input` as `pool`, whose model's files have the digest `weights`.
+    /// The record of a run of `input` in `pool`, whose model's files have the digest `weights`.
     pub fn new(pool: &Pool, weights: Option<String>, input: InputDigest) -> Self {
         let mut served_names = pool.served_names.clone();
         served_names.sort_unstable();
@@ -99,9 +99,9 @@ impl MadeBy {
         Self { format: FORMAT, model, weights, input, settings, unknown_lines: 0 }
     }
 
-    /// Compares with what made the `done` whole lines of the output, and writes down what makes the next
-    /// ones where that is not there yet. Returns how many of the lines nothing tells the maker of: those of
-    /// a version that wrote no such file.
+    /// Compares this run with the record of the `done` whole lines of the output, and writes the record of the
+    /// next lines where there is none yet. Returns how many of the lines have no recorded maker, because an
+    /// earlier version wrote no such file.
     ///
     /// # Errors
     /// [`MadeByError`]: the operator names another output. Nothing is changed.
@@ -119,7 +119,7 @@ impl MadeBy {
         }
     }
 
-    /// What is not the same, as it is with `self` and with `now`.
+    /// The differences, as they are in `self` and in `now`.
     fn differences(&self, now: &Self) -> Option<(String, String)> {
         let (old, new) = (&self.settings, &now.settings);
         let parts: [Part; 6] = [
@@ -146,7 +146,7 @@ impl MadeBy {
         }
     }
 
-    /// None where there is no file.
+    /// Reads the record; none where there is no file.
     fn read(path: &Path, output: &Path) -> Result<Option<Self>, MadeByError> {
         let bytes = match fs::read(path) {
             Ok(bytes) => bytes,
@@ -161,7 +161,7 @@ impl MadeBy {
         Err(MadeByError::Unreadable { path: path.to_owned(), output: output.to_owned(), problem })
     }
 
-    /// Under another name first: whoever reads finds the whole file or none.
+    /// Writes under another name and renames, so that a reader finds the whole file or none.
     fn write(&self, path: &Path) -> Result<(), MadeByError> {
         let unfinished = with_suffix(path, ".new");
         let write = || {
@@ -175,7 +175,7 @@ impl MadeBy {
     }
 }
 
-/// The file that tells what made an output.
+/// The path of the record of an output.
 fn beside(output: &Path) -> PathBuf {
     with_suffix(output, ".run.json")
 }

@@ -1,6 +1,6 @@
-//! The files of `sconce run-batch`: input lines read as a stream, the place in the output where an interrupted run goes on, and what made the output, which says whether it
-//! may. Standard file I/O only, blocking: call it from a blocking task. Knows the lines' ids, not what
-//! they ask.
+//! The files of `sconce run-batch`: input lines read as a stream, the position in the output where an
+//! interrupted run continues, and the record of what made the output. Blocking file I/O only: call it from a
+//! blocking task. Knows the lines' ids, not their requests.
 
 mod input;
 mod lines;

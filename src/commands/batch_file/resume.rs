@@ -1,7 +1,7 @@
-//! Finds where an interrupted `run-batch` goes on. Output is written in input order, so that is
-//! behind its last whole line, provided that its lines answer this input's. Decides what counts as
-//! torn, and what as another input's output. Reads both files as streams, once; never decides whether
-//! the lines that are there were made as those to come will be.
+//! Finds where an interrupted `run-batch` continues. Output is written in the order of the input, so this is
+//! after its last whole line, provided that its lines answer this input. Decides what is a torn line, and what
+//! is the output of another input. Reads both files as streams, once; does not check what made the existing
+//! lines.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
@@ -14,18 +14,18 @@ use crate::protocol::batch_line::{is_torn_output, output_custom_id, parse};
 /// The longest output line that resuming reads, in bytes: 1 GiB. A reply is far below it.
 const MAX_OUTPUT_LINE: usize = 1 << 30;
 
-/// Where to go on.
+/// Where a run continues.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ResumePoint {
-    /// Requests whose output line is written: pass over as many non-blank input lines.
+    /// Requests whose output line is written: skip this many non-blank input lines.
     pub done: usize,
-    /// Bytes of the output that are whole lines; what is behind them is torn.
+    /// Length of the output's whole lines in bytes; the rest is torn.
     pub keep: u64,
-    /// The input as it is now; its lines are all requests.
+    /// The digest of the current input.
     pub input: InputDigest,
 }
 
-/// Why a run cannot go on with this output.
+/// Why a run cannot continue this output.
 #[derive(Debug, thiserror::Error)]
 pub enum ResumeError {
     /// A file cannot be read or written.
@@ -37,13 +37,13 @@ pub enum ResumeError {
         #[source]
         source: io::Error,
     },
-    /// Another run has claimed the output.
+    /// Another run holds the output's lock.
     #[error("{path}: another run writes it", path = path.display())]
     Busy {
         /// The output.
         path: PathBuf,
     },
-    /// The output answers another input, or this one was changed.
+    /// The output answers another input, or the input was changed.
     #[error(
         "line {output_line} of the output answers {output_id}, line {input_line} of the input asks \
          {input_id}: not the output of this input; give another output file, or remove this one"
@@ -58,13 +58,13 @@ pub enum ResumeError {
         /// Its `custom_id`, or `null`.
         input_id: String,
     },
-    /// More answers than requests.
+    /// The output has more lines than the input has requests.
     #[error("the output has more lines than the input has requests ({total}): not its output")]
     TooMany {
         /// Requests in the input.
         total: usize,
     },
-    /// A line is not batch output, nor the torn start of one at the end.
+    /// A line is not batch output, nor the torn beginning of a last one.
     #[error("line {line} of the output: {problem}")]
     NotOutput {
         /// Line of the output, from 1.
@@ -74,8 +74,8 @@ pub enum ResumeError {
     },
 }
 
-/// Opens the output for one run alone, until the file is closed; makes it when there is none. To be
-/// called before [`ResumePoint::find`]: what another run still writes must be neither counted nor cut.
+/// Opens the output and locks it until the file is closed; makes it when there is none. Call it before
+/// [`ResumePoint::find`], so that lines another run still writes are neither counted nor cut off.
 ///
 /// # Errors
 /// [`ResumeError::Busy`], [`ResumeError::Io`].
@@ -93,7 +93,7 @@ impl ResumePoint {
     /// Compares the output written so far, if any, with the input. Changes neither.
     ///
     /// # Errors
-    /// [`ResumeError`]: the operator names other files.
+    /// [`ResumeError`]: the operator has to name other files.
     pub fn find(input: &Path, output: &Path) -> Result<Self, ResumeError> {
         let mut requests = HashedLines::open(input, 0).map_err(|source| failed(input, source))?;
         let mut answers = match File::open(output) {
@@ -121,7 +121,7 @@ impl ResumePoint {
         }
     }
 
-    /// Cuts off the output's torn end, and puts `file`, which [`claim`] gave, behind its whole lines.
+    /// Cuts off the output's torn end, and moves `file`, which [`claim`] returned, after its whole lines.
     ///
     /// # Errors
     /// [`ResumeError::Io`].
@@ -130,7 +130,7 @@ impl ResumePoint {
         cut.map(|_| ()).map_err(|source| failed(output, source))
     }
 
-    /// Opens the input behind the requests that are done.
+    /// Opens the input after the requests that are done.
     ///
     /// # Errors
     /// [`ResumeError::Io`].
@@ -143,7 +143,7 @@ impl ResumePoint {
 /// One whole output line.
 struct Answer {
     custom_id: Option<String>,
-    /// Offset behind its newline.
+    /// Offset after its newline.
     end: u64,
 }
 
@@ -159,8 +159,8 @@ impl<R: BufRead> Answers<R> {
         Self { reader, line: 0, end: 0 }
     }
 
-    /// None at the end, and at a torn last line: the start of one, with no newline behind it or
-    /// nothing behind its newline.
+    /// None at the end, and at a torn last line: the beginning of a line, without a newline or with nothing
+    /// after it.
     fn next(&mut self, path: &Path) -> Result<Option<Answer>, ResumeError> {
         let read = |source| failed(path, source);
         let Some(line) = read_line(&mut self.reader, MAX_OUTPUT_LINE).map_err(read)? else {
@@ -178,7 +178,7 @@ impl<R: BufRead> Answers<R> {
             Err(error) => error.to_string(),
         };
         let last = self.reader.fill_buf().map_err(read)?.is_empty();
-        // Anything else may be someone's file, named as the output by mistake: never cut that.
+        // Any other content may be a file that was named as the output by mistake: never cut that.
         if last && is_torn_output(&bytes) { Ok(None) } else { Err(not_output(problem)) }
     }
 }
@@ -246,7 +246,7 @@ mod tests {
         }
     }
 
-    /// What an uninterrupted run writes.
+    /// The output of an uninterrupted run.
     fn whole_output() -> Vec<u8> {
         InputLines::new(INPUT.as_bytes()).flat_map(|line| answer(&line.unwrap())).collect()
     }

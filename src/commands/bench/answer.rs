@@ -1,26 +1,25 @@
-//! What a reply says about itself: its headers, and of its body the usage alone. Pure.
+//! Reads a reply's headers, and the usage from its body. Pure.
 
 use serde::Deserialize;
 
 use crate::protocol::{Headers, Message, Value};
 
-/// Names of the headers that tell where a task's time went, in this order everywhere.
+/// Headers with the durations of a task's stages, in this order everywhere.
 pub(super) const STAGES: [&str; 4] = ["queue_us", "prepare_us", "wait_us", "compute_us"];
 /// The status code of a reply that was computed.
 const SUCCEEDED: i64 = 200;
 
-/// A reply, as far as it is measured.
 pub(in crate::commands) struct Answer<'a> {
-    /// 200 when it succeeded; none: not one of ours.
+    /// 200 when it succeeded; none: the reply is not from sconce.
     pub(super) status_code: Option<i64>,
     pub(super) worker: Option<&'a str>,
     pub(in crate::commands) device: &'a str,
     pub(in crate::commands) model: &'a str,
-    /// As [`STAGES`], in milliseconds; none where one is missing.
+    /// Durations in the order of [`STAGES`], in milliseconds; none where one is missing.
     pub(in crate::commands) stages: Option<[f64; 4]>,
-    /// Of the last forward pass that it was part of; none: it was part of none.
+    /// The task's last forward pass; none: it had none.
     pub(in crate::commands) batch: Option<Batch>,
-    /// Of a body that says so.
+    /// Tokens, where the body states them.
     pub(super) tokens: Option<u64>,
 }
 
@@ -32,7 +31,7 @@ pub(in crate::commands) struct Batch {
 }
 
 impl Batch {
-    /// Which part of it a task of so many inputs is: at most all.
+    /// The share of the batch that a task with this many inputs has, at most 1.
     pub(in crate::commands) fn share(self, inputs: usize) -> f64 {
         (inputs as f64 / self.inputs).min(1.0)
     }
@@ -49,7 +48,6 @@ struct Usage {
 }
 
 impl<'a> Answer<'a> {
-    /// Reads a reply.
     pub(in crate::commands) fn of(reply: &'a Message) -> Self {
         let headers = &reply.properties.headers;
         let text = |name| headers.get(name).and_then(Value::as_str);
@@ -70,12 +68,12 @@ impl<'a> Answer<'a> {
         }
     }
 
-    /// It is the result that was asked for.
+    /// Whether it is a result, not an error.
     pub(in crate::commands) fn succeeded(&self) -> bool {
         self.status_code == Some(SUCCEEDED)
     }
 
-    /// Milliseconds of its device that it took.
+    /// Milliseconds of device time for this task.
     pub(super) fn device_ms(&self, inputs: usize) -> f64 {
         match (self.stages, self.batch) {
             (Some([.., compute_ms]), Some(batch)) => compute_ms * batch.share(inputs),

@@ -1,5 +1,5 @@
-//! Publishes a load and takes its replies. Decides when the next task goes out: when a reply has made
-//! room, or when it is due. Owns the clock of a run; what replies mean is the tally's.
+//! Publishes a load and takes its replies. Decides when the next task is published: when a reply has made room,
+//! or when it is due. Owns the clock of a run; the tally interprets replies.
 
 use std::time::Duration;
 
@@ -14,28 +14,26 @@ use super::tally::Tally;
 use crate::client::{Bounds, Client, ClientError, Request, Sink, Task};
 use crate::protocol::{Headers, Message};
 
-/// A task that waits in its queue for so many time-outs is dropped there.
+/// A task expires after waiting in its queue for this many time-outs.
 const KEPT: u32 = 10;
 
-/// How many tasks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Plan {
     pub(super) warmup: usize,
     pub(super) tasks: usize,
-    /// That follow the measured ones, to keep the loop full.
+    /// Tasks after the measured ones, which keep the loop full.
     pub(super) behind: usize,
 }
 
 impl Plan {
-    /// All that are published.
     pub(super) fn total(self) -> usize {
         self.warmup + self.tasks + self.behind
     }
 }
 
-/// When the next task goes out.
+/// When the next task is published.
 pub(super) enum Pace {
-    /// While fewer than so many are under way.
+    /// When fewer than this many are under way.
     Closed(usize),
     /// When it is due.
     Open(Arrivals),
@@ -44,11 +42,11 @@ pub(super) enum Pace {
 /// When a task was due, and its inputs.
 type Due = (Duration, usize);
 
-/// Publishes all tasks and waits for all replies. Where one does not come in time, the error says so beside
-/// what was measured until then.
+/// Publishes all tasks and waits for all replies. If a reply does not come in time, returns the error together
+/// with the measurements until then.
 ///
 /// # Errors
-/// The broker refuses a task or is gone.
+/// The broker refuses a task, or is lost.
 pub(super) async fn drive(
     client: &mut Client,
     (plan, bodies, pace): (Plan, Bodies, Pace),
@@ -71,7 +69,7 @@ pub(super) async fn drive(
     Ok((counts.tally.measured(), unanswered))
 }
 
-/// The tasks, each when it may go out: one without a time of its own as soon as it is asked for.
+/// Yields each task when it may be published; a task without a due time at once.
 fn tasks(
     bodies: impl Iterator<Item = super::load::Work>,
     arrivals: Option<Arrivals>,
@@ -93,7 +91,7 @@ fn tasks(
             message_id: format!("{run}/{number}"),
             headers: Headers::new(),
             body: work.body,
-            // Nobody else wants it: should this run end early, it does not stay in the queue.
+            // Expires, because nobody else wants it: if this run ends early, it does not stay in the queue.
             expires: Some(KEPT * timeout),
         };
         let task = Task { meta: (due, work.inputs), request: Some(request) };
@@ -101,7 +99,7 @@ fn tasks(
     })
 }
 
-/// Tells the tally of what happens, in times from the start.
+/// Passes events to the tally, with times from the start.
 struct Counts<'a> {
     tally: Tally,
     start: Instant,

@@ -1,5 +1,5 @@
-//! The load: which bodies come, in which order, and when. Pure: all of it follows from the seed, and
-//! bodies and arrivals are drawn apart, so that the same texts can come at another rate.
+//! The load: which bodies are published, in which order, and when. Pure: everything follows from the seed.
+//! Bodies and arrivals have separate random numbers, so that the same texts can come at another rate.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
 use serde_json::{Value as Json, json};
 
-/// One token each to the tokenizer of English BERT models.
+/// Each is one token for the tokenizer of English BERT models.
 const WORDS: [&str; 48] = [
     "queue", "message", "tide", "carries", "a", "the", "worker", "of", "light", "and", "reads", "slowly",
     "candle", "holder", "wall", "evening", "letter", "answers", "under", "river", "stone", "window",
@@ -18,34 +18,32 @@ const WORDS: [&str; 48] = [
     "night", "book", "open", "road", "winter", "signal", "quiet", "table", "copper", "bridge", "season",
     "number", "morning", "field", "salt", "far",
 ];
-/// Makes most texts short: the mean length is an eighth of the way from the shortest to the longest.
+/// Makes most texts short: the mean length is the shortest plus an eighth of the range.
 const SKEW: f64 = 7.0;
-/// Keeps arrivals apart from bodies.
+/// Makes the random numbers of arrivals differ from those of bodies.
 const ARRIVALS: u64 = 0x5eed_a441_7a15;
 
-/// What a task carries.
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::commands) struct Work {
     pub(in crate::commands) body: Bytes,
-    /// Texts in it.
     pub(in crate::commands) inputs: usize,
 }
 
-/// Endless bodies.
+/// An endless sequence of bodies.
 pub(in crate::commands) enum Bodies {
     /// Texts made up of words.
     Texts { random: Xoshiro256PlusPlus, words: RangeInclusive<usize>, inputs: usize },
-    /// Those of a file, in another order each time round.
+    /// Bodies of a file, in a new random order each round.
     File { random: Xoshiro256PlusPlus, works: Vec<Work>, next: usize },
 }
 
 impl Bodies {
-    /// `inputs` texts a task, each so many words long.
+    /// `inputs` texts per task, each with a number of words from the range.
     pub(super) fn texts(seed: u64, words: RangeInclusive<usize>, inputs: usize) -> Self {
         Self::Texts { random: Xoshiro256PlusPlus::seed_from_u64(seed), words, inputs }
     }
 
-    /// Each of `bodies` once, then again. None when there are none.
+    /// Each of `bodies` once per round. None when there are none.
     pub(super) fn of_file(seed: u64, bodies: Vec<Bytes>) -> Option<Self> {
         let work = |body: Bytes| Work { inputs: inputs_of(&body), body };
         let works: Vec<Work> = bodies.into_iter().map(work).collect();
@@ -86,7 +84,8 @@ fn text(random: &mut Xoshiro256PlusPlus, words: &RangeInclusive<usize>) -> Strin
     (0..length).map(word).collect::<Vec<_>>().join(" ")
 }
 
-/// As a pool for embeddings counts them: the items of a list, unless they are the tokens of one text.
+/// Number of inputs as a pool for embeddings counts them: the items of a list, unless they are the tokens of
+/// one text.
 pub(in crate::commands) fn inputs_of(body: &[u8]) -> usize {
     let body: Json = serde_json::from_slice(body).unwrap_or_default();
     match body.get("input") {
@@ -95,7 +94,7 @@ pub(in crate::commands) fn inputs_of(body: &[u8]) -> usize {
     }
 }
 
-/// When tasks of an open loop are due, counted from its start: a Poisson process.
+/// Due times of an open loop's tasks, from its start: a Poisson process.
 pub(super) struct Arrivals {
     random: Xoshiro256PlusPlus,
     rate: f64,
@@ -108,7 +107,6 @@ impl Arrivals {
         Self { random: Xoshiro256PlusPlus::seed_from_u64(seed ^ ARRIVALS), rate, at: 0.0 }
     }
 
-    /// The next one.
     pub(super) fn next(&mut self) -> Duration {
         self.at -= (1.0 - self.random.random::<f64>()).ln() / self.rate;
         Duration::try_from_secs_f64(self.at).unwrap_or(Duration::MAX)
@@ -144,7 +142,7 @@ mod tests {
         let mut lengths: Vec<usize> = texts(1).iter().map(count).collect();
         lengths.sort_unstable();
         assert!(lengths[0] >= 2 && lengths[1_999] <= 254 && lengths[1_999] > 200);
-        // Two tokens frame a text.
+        // Each text has two special tokens.
         let mean = 2.0 + lengths.iter().sum::<usize>() as f64 / 2_000.0;
         assert!((32.0..38.0).contains(&mean), "{mean}");
         assert!(lengths[1_000] < 8, "the median is {}", lengths[1_000]);
@@ -194,7 +192,7 @@ mod tests {
         let times: Vec<f64> = (0..10_000).map(|_| arrivals.next().as_secs_f64()).collect();
         let rate = 10_000.0 / times[9_999];
         assert!((48.0..52.0).contains(&rate), "{rate}");
-        // The gaps of a Poisson process deviate by as much as they last.
+        // The standard deviation of a Poisson process's gaps equals their mean.
         let gaps: Vec<f64> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
         let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
         let deviation = (gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / gaps.len() as f64).sqrt();

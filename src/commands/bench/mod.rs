@@ -1,5 +1,5 @@
-//! `sconce bench`: publishes a seeded load to a running pool and reports what came back. Wires the load,
-//! the broker and the report together; each decides alone.
+//! `sconce bench`: publishes a seeded load to a running pool and reports the results. Connects the load, the
+//! broker and the report.
 
 mod answer;
 mod drive;
@@ -31,19 +31,19 @@ pub(super) use self::load::{Bodies, Work, inputs_of};
 pub(super) use self::replies::{OfReplies, WorkerShare, busy_percent};
 pub(super) use self::summary::{Sizes, Summary, rounded};
 
-/// Before a load is measured, where the user does not say and no more are in flight.
+/// Warm-up tasks, where the user gives no number and no more are in flight.
 const WARMUP: usize = 200;
-/// Replies that the broker sends ahead of their acks.
+/// Replies that the broker sends before they are acked.
 const PREFETCH: u16 = 2_048;
 
-/// Measures.
 pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
     let settings = super::load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET));
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let bodies = bodies(&arguments.texts).context(Exit::Usage)?;
     let plan = plan(arguments);
-    // One thread, which is woken less often: a client that takes cores and time belongs to no measurement.
+    // One thread, which wakes less often: the client should take as little of the cores as possible from the
+    // measured service.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (measured, unanswered) = runtime.block_on(measure(arguments, (&settings, pool), plan, bodies))?;
     let load = match arguments.rate {
@@ -88,14 +88,13 @@ async fn measure(
     measured
 }
 
-/// A closed loop is full before it is measured, and until it has been.
+/// Keeps a closed loop full before and during the whole measurement.
 fn plan(arguments: &Bench) -> Plan {
     let in_flight = if arguments.rate.is_some() { 1 } else { arguments.in_flight };
     let warmup = arguments.warmup.unwrap_or(WARMUP.max(in_flight));
     Plan { warmup, tasks: arguments.tasks, behind: in_flight - 1 }
 }
 
-/// The endless load that the arguments mean.
 pub(super) fn bodies(texts: &Texts) -> anyhow::Result<Bodies> {
     let Texts { seed, words, inputs, input } = texts;
     let Some(path) = input else {

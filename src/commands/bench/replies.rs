@@ -1,5 +1,5 @@
-//! Rates and busy shares, counted from replies as they come. Owns the sums; knows no clock: times are
-//! passed in, counted from any one moment.
+//! Computes rates and busy shares from replies as they come. Owns the sums; has no clock: times are passed in,
+//! from any one start.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,15 +9,14 @@ use serde::Serialize;
 use super::answer::Answer;
 use super::summary::rounded;
 
-/// Replies in a span of time.
 #[derive(Debug, Default)]
 pub(in crate::commands) struct OfReplies {
     pub(in crate::commands) began: Duration,
-    /// The last reply.
+    /// Time of the last reply.
     pub(in crate::commands) ended: Duration,
     pub(in crate::commands) succeeded: u64,
     pub(in crate::commands) inputs: u64,
-    /// None where no reply says any.
+    /// None where no reply states any.
     pub(in crate::commands) tokens: Option<u64>,
     workers: BTreeMap<String, Worker>,
 }
@@ -29,7 +28,6 @@ struct Worker {
     busy_ms: f64,
 }
 
-/// One worker's part.
 #[derive(Debug, Serialize)]
 pub(in crate::commands) struct WorkerShare {
     pub(in crate::commands) worker: String,
@@ -39,7 +37,7 @@ pub(in crate::commands) struct WorkerShare {
 }
 
 impl OfReplies {
-    /// The reply to a task of so many inputs came.
+    /// Counts the reply to a task with this many inputs.
     pub(in crate::commands) fn count(&mut self, inputs: usize, at: Duration, answer: &Answer<'_>) {
         self.ended = at;
         if answer.succeeded() {
@@ -60,21 +58,19 @@ impl OfReplies {
         }
     }
 
-    /// How long the span is.
     pub(in crate::commands) fn seconds(&self) -> f64 {
         self.ended.saturating_sub(self.began).as_secs_f64()
     }
 
-    /// So many in the span, as a rate; 0 of none.
+    /// `count` in the span as a rate per second; 0 for an empty span.
     pub(in crate::commands) fn a_second(&self, count: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 }
     }
 
-    /// What each worker did of it.
     pub(in crate::commands) fn shares(&self) -> Vec<WorkerShare> {
         let seconds = self.seconds();
-        // A batch at the edge may have begun before the span did.
+        // A batch at the edge may have begun before the span, which would give over 100 %.
         let percent = |ms: f64| if seconds > 0.0 { (ms / seconds / 10.0).min(100.0) } else { 0.0 };
         let share = |(worker, of): (&String, &Worker)| WorkerShare {
             worker: worker.clone(),
@@ -86,7 +82,7 @@ impl OfReplies {
     }
 }
 
-/// The mean of the workers'; none without workers.
+/// The mean of all workers; none without workers.
 pub(in crate::commands) fn busy_percent(workers: &[WorkerShare]) -> Option<f64> {
     let busy: f64 = workers.iter().map(|worker| worker.busy_percent).sum();
     (!workers.is_empty()).then(|| rounded(busy / workers.len() as f64))

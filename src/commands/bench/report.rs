@@ -1,4 +1,4 @@
-//! The report of a load: what its JSON says, and the same as a table for people. Pure.
+//! The report of a load, as JSON and as a table for people. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Write as _};
@@ -8,7 +8,6 @@ use serde::Serialize;
 use super::replies::WorkerShare;
 use super::summary::{Sizes, Summary};
 
-/// What was asked, and what came of it.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     pub(super) pool: String,
@@ -22,37 +21,36 @@ pub(super) struct Report {
     pub(super) measured: Measured,
 }
 
-/// How tasks came.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub(super) enum Load {
-    /// One for each reply.
+    /// Each reply lets the next task go.
     Closed {
         /// Tasks under way at once.
         in_flight: usize,
     },
-    /// By themselves.
+    /// Independently of replies.
     Open {
-        /// Tasks a second, as asked.
+        /// Requested tasks per second.
         rate: f64,
-        /// As the broker confirmed them. None: of one task there is no rate.
+        /// Tasks per second by the broker's confirms. None: a single task has no rate.
         achieved_rate: Option<f64>,
     },
 }
 
-/// What the tally counted. Times in milliseconds where their name does not say otherwise.
+/// The tally's results. Times are in milliseconds unless the name says otherwise.
 #[derive(Debug, Serialize)]
 pub(super) struct Measured {
-    /// At which measured tasks were confirmed.
+    /// Rate at which measured tasks were confirmed.
     #[serde(skip)]
     pub(super) achieved_rate: Option<f64>,
-    /// As the replies name it.
+    /// The models named by the replies.
     #[serde(skip)]
     pub(super) model: BTreeSet<String>,
     pub(super) device: BTreeSet<String>,
     pub(super) inputs_per_task: f64,
     pub(super) succeeded: u64,
-    /// By status code.
+    /// Number of errors by status code.
     pub(super) errors: BTreeMap<String, u64>,
     pub(super) duplicates: u64,
     /// Published tasks whose reply did not come in time, measured or not.
@@ -71,7 +69,7 @@ pub(super) struct Measured {
     pub(super) device_busy_percent: Option<f64>,
 }
 
-/// The forward passes, each once.
+/// The forward passes, each counted once.
 #[derive(Debug, Serialize)]
 pub(super) struct Batches {
     pub(super) inputs: Option<Sizes>,

@@ -2,7 +2,8 @@
 
 use serde::Serialize;
 
-/// Of durations in milliseconds. A percentile is the smallest value that so many percent do not exceed.
+/// Summary of durations in milliseconds. A percentile is the smallest value that this percentage of values does
+/// not exceed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(in crate::commands) struct Summary {
     pub(in crate::commands) mean: f64,
@@ -14,7 +15,7 @@ pub(in crate::commands) struct Summary {
 }
 
 impl Summary {
-    /// None of nothing.
+    /// None without values.
     pub(in crate::commands) fn of(mut values: Vec<f64>) -> Option<Self> {
         values.sort_unstable_by(f64::total_cmp);
         let max = *values.last()?;
@@ -28,7 +29,6 @@ impl Summary {
     }
 }
 
-/// Of the sizes of batches.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(in crate::commands) struct Sizes {
     pub(in crate::commands) mean: f64,
@@ -37,7 +37,7 @@ pub(in crate::commands) struct Sizes {
 }
 
 impl Sizes {
-    /// Of sizes, each with its weight. None of nothing.
+    /// Of sizes with their weights. None without values.
     pub(in crate::commands) fn of(mut sizes: Vec<(f64, f64)>) -> Option<Self> {
         sizes.sort_unstable_by(|(a, _), (b, _)| a.total_cmp(b));
         let (max, _) = *sizes.last()?;
@@ -52,7 +52,7 @@ impl Sizes {
     }
 }
 
-/// To three places: more is noise.
+/// Rounded to three decimal places: more is noise.
 pub(in crate::commands) fn rounded(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }

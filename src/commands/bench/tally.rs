@@ -1,8 +1,7 @@
 //! Counts a load's replies. Decides which count: latencies, stages, batches and errors are those of the
-//! measured *tasks*, so that none that is slow can be left out; rates and busy shares are those of the
-//! measured *replies*, as many and in the order they came, so that they are of a time in which the load
-//! was the same throughout. Owns what was published and what came back; knows no clock: times are
-//! passed in, counted from the start.
+//! measured *tasks*, so that no slow task is left out. Rates and busy shares are those of as many *replies*, in
+//! the order they came, so that the load was constant during the measured time. Owns the published tasks and
+//! their replies; has no clock: times are passed in, from the start.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,7 +11,6 @@ use super::replies::{OfReplies, busy_percent};
 use super::report::{Batches, Measured};
 use super::summary::{Sizes, Summary, rounded};
 
-/// A task that was published.
 #[derive(Clone, Copy, Debug)]
 struct Sent {
     due: Duration,
@@ -24,11 +22,11 @@ struct Sent {
 pub(super) struct Tally {
     warmup: usize,
     tasks: usize,
-    /// By number.
+    /// Indexed by task number.
     sent: Vec<Sent>,
     answered: usize,
     duplicates: u64,
-    /// First and last confirm of a measured task, and how many.
+    /// First and last confirm of a measured task, and the number of confirms.
     confirms: Option<(Duration, Duration, u32)>,
     models: BTreeSet<String>,
     devices: BTreeSet<String>,
@@ -36,25 +34,25 @@ pub(super) struct Tally {
     of_replies: OfReplies,
 }
 
-/// Of the measured tasks.
+/// Results of the measured tasks.
 #[derive(Debug, Default)]
 struct OfTasks {
     succeeded: u64,
     errors: BTreeMap<String, u64>,
     latency_ms: Vec<f64>,
     stages_ms: [Vec<f64>; STAGES.len()],
-    /// With the share of the batch that the task is.
+    /// Batch sizes, each weighted by the task's share of the batch.
     batch_inputs: Vec<(f64, f64)>,
     batch_tokens: Vec<(f64, f64)>,
 }
 
 impl Tally {
-    /// Measures `tasks` behind the first `warmup`.
+    /// Measures `tasks` after the first `warmup`.
     pub(super) fn new(warmup: usize, tasks: usize) -> Self {
         Self { warmup, tasks, ..Self::default() }
     }
 
-    /// The next task, in the order of their numbers, is due or published now.
+    /// Records the next task, in the order of numbers, as due or published now.
     pub(super) fn published(&mut self, due: Duration, inputs: usize) {
         if self.sent.is_empty() {
             self.of_replies.began = due;
@@ -62,7 +60,7 @@ impl Tally {
         self.sent.push(Sent { due, inputs });
     }
 
-    /// The broker has the task with this number.
+    /// Records the broker's confirm of a task.
     pub(super) fn confirmed(&mut self, number: usize, at: Duration) {
         if self.measures(number) {
             let (first, last, count) = self.confirms.unwrap_or((at, at, 0));
@@ -70,17 +68,16 @@ impl Tally {
         }
     }
 
-    /// Of tasks counted by number, and of replies counted as they come.
+    /// Whether the task or reply with this number counts.
     fn measures(&self, number: usize) -> bool {
         (self.warmup..self.warmup + self.tasks).contains(&number)
     }
 
-    /// So many replies came again.
+    /// This number of replies came a second time.
     pub(super) fn duplicates(&mut self, count: u64) {
         self.duplicates += count;
     }
 
-    /// A task's reply came.
     pub(super) fn reply(&mut self, number: usize, at: Duration, answer: &Answer<'_>) {
         let Some(sent) = self.sent.get(number).copied() else { return };
         let before = self.answered;
@@ -101,7 +98,6 @@ impl Tally {
         }
     }
 
-    /// What was measured.
     pub(super) fn measured(self) -> Measured {
         let achieved_rate = self.confirms.and_then(|(first, last, count)| {
             let seconds = (last - first).as_secs_f64();

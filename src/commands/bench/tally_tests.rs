@@ -1,4 +1,4 @@
-//! What the tally counts, and what it leaves out.
+//! Tests of what the tally counts.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ fn bad(status_code: Option<i64>) -> Answer<'static> {
     Answer { status_code, worker: None, device, model, stages: None, batch: None, tokens: None }
 }
 
-/// A tally of `tasks` behind `warmup`, each due at 10 ms times its number.
+/// A tally of `tasks` after `warmup`, each due at 10 ms times its number.
 fn tally(warmup: usize, tasks: usize, published: u64) -> Tally {
     let mut tally = Tally::new(warmup, tasks);
     (0..published).for_each(|number| tally.published(ms(10 * number), 1));

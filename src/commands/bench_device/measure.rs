@@ -1,4 +1,4 @@
-//! Runs tasks through the engine of a worker, without a queue, over and over, with a clock.
+//! Runs tasks through a worker's engine repeatedly, without a queue, and measures the time.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -14,18 +14,17 @@ use crate::protocol::control::TaskName;
 use crate::shutdown::Exit;
 use crate::worker::{WorkerError, load_spec, policy};
 
-/// The part of the time that goes before the measured one, to warm up.
+/// The warm-up lasts this fraction (one over this number) of the measured time.
 const WARMUP: u32 = 4;
 
-/// What was measured.
 pub(in crate::commands) struct Measured {
     pub(super) loading: Duration,
     pub(super) inputs: usize,
     pub(super) tokens: usize,
-    /// All tasks, once, on one thread.
+    /// Time to preprocess all tasks once, on one thread.
     pub(super) preprocessing: Duration,
     pub(super) passes: Vec<Pass>,
-    /// From the first task's arrival at the engine to the last one's end, in all rounds.
+    /// Time from the first task's arrival at the engine to the last one's end, in all rounds.
     pub(super) computing: Duration,
 }
 
@@ -36,7 +35,7 @@ pub(super) struct Pass {
     pub(super) took: Duration,
 }
 
-/// Keeps what passed.
+/// Records all passes.
 #[derive(Clone, Default)]
 struct Passes(Arc<Mutex<Vec<Pass>>>);
 
@@ -59,10 +58,10 @@ impl Observer for Passes {
     }
 }
 
-/// Loads the model of a slot, and computes `tasks` again and again for so long.
+/// Loads the model of a slot, and computes `tasks` repeatedly for the given time.
 ///
 /// # Errors
-/// The model, its device, or a task, with its number.
+/// The model or its device fails, or a task does, whose number is named.
 pub(super) fn measure(
     slot: &Assignment,
     starter: &Starter,
@@ -110,9 +109,9 @@ fn preprocessed(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<Box<dyn J
     tasks.iter().zip(1..).map(job).collect()
 }
 
-/// Computes all of them, and returns how long that took.
+/// Computes all jobs, and returns how long that took.
 fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<Duration> {
-    // So that the first batch is a full one.
+    // Announces further jobs, so that the first batch is a full one.
     loaded.engine.expect(Expect::More);
     let begun = Instant::now();
     for (number, job) in jobs.iter_mut().enumerate() {
@@ -134,7 +133,7 @@ fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<D
     let took = begun.elapsed();
     for (number, mut job) in jobs.into_iter().enumerate() {
         let mut context = Context::from_waker(Waker::noop());
-        // What it would send on the way is left out.
+        // Parts that a worker would send are ignored.
         while let Poll::Ready(JobEvent::Parts(_)) = job.poll_event(&mut context, false) {}
         job.finish().map_err(|error| WorkerError::Device(format!("task {}: {error}", number + 1)))?;
     }

@@ -1,5 +1,4 @@
-//! `sconce bench-device`: a model on one device, as a worker of the pool would have it, without a queue.
-//! Wires settings, texts and measuring together.
+//! `sconce bench-device`: measures a model on one device as a pool's worker runs it, without a queue.
 
 mod measure;
 mod report;
@@ -19,7 +18,6 @@ use crate::launcher::{Host, environment};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// Measures.
 pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Exit> {
     let slot = slot(arguments, registry)?;
     as_a_worker(&slot)?;
@@ -34,7 +32,7 @@ pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Resul
     Ok(Exit::Done)
 }
 
-/// The first worker that the settings mean, if it fits its device.
+/// The first slot of the settings, if it fits its device.
 fn slot(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Assignment> {
     let loaded = load(&arguments.settings, &[])?.settings;
     let (index, _) = pool_named(&loaded.pools, arguments.pool.as_deref())?;
@@ -46,18 +44,18 @@ fn slot(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Assignme
     let mut settings = load(&arguments.settings, &flags.into_iter().flatten().collect::<Vec<_>>())?.settings;
     settings.pools = vec![settings.pools.swap_remove(index)];
     let slots = registry.plan(&settings, &Host::here())?;
-    slots.into_iter().next().context("the settings mean no worker")
+    slots.into_iter().next().context("the settings have no worker")
 }
 
-/// Starts this program anew where it has not what a launcher gives a worker: CUDA and the pools of threads
-/// look at their variables once.
+/// Starts this program again where its environment is not that of a launched worker: CUDA and the thread pools
+/// read their variables only once.
 fn as_a_worker(slot: &Assignment) -> anyhow::Result<()> {
     let environment = environment(slot);
     if environment.iter().all(|(name, value)| std::env::var(name).as_ref() == Ok(value)) {
         return Ok(());
     }
-    let program = std::env::current_exe().context("where is this program?")?;
+    let program = std::env::current_exe().context("cannot find this program's file")?;
     let mut anew = std::process::Command::new(program);
     anew.args(std::env::args_os().skip(1)).envs(environment);
-    Err(anew.exec()).context("starting anew, with the environment of a worker")
+    Err(anew.exec()).context("starting again with the environment of a worker")
 }

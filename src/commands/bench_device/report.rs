@@ -1,4 +1,4 @@
-//! The report of a device: what its JSON says, and the same for people. Pure.
+//! The report of a device, as JSON and as a table for people. Pure.
 
 use std::fmt;
 use std::time::Duration;
@@ -10,7 +10,6 @@ use crate::commands::bench::{Sizes, Summary, rounded};
 use crate::config::Assignment;
 use crate::worker::load_spec;
 
-/// What was measured, and of what.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     model: String,
@@ -28,7 +27,7 @@ pub(super) struct Report {
     batch: Batches,
 }
 
-/// How much in how long.
+/// A number in a time.
 #[derive(Debug, Serialize)]
 struct Rate {
     seconds: f64,
@@ -55,7 +54,7 @@ impl Rate {
 }
 
 impl Report {
-    /// Of so many tasks on a slot's device.
+    /// The report of this many tasks on a slot's device.
     pub(super) fn new(slot: &Assignment, tasks: usize, measured: Measured) -> Self {
         let Measured { loading, inputs, tokens, preprocessing, passes, computing } = measured;
         let sizes = |size: fn(&Pass) -> usize| {

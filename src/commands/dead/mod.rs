@@ -20,10 +20,9 @@ use crate::cli::{Dead, DeadList, DeadPurge, DeadShow};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// Bytes of bodies that `show` holds.
+/// Most bytes of bodies that `show` holds.
 const SHOWN_BYTES: usize = 64 << 20;
 
-/// Runs one of its commands.
 pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {
     start_logging(Some(QUIET));
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -37,7 +36,7 @@ pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {
     })
 }
 
-/// Prints once the dead letters are back in the queue: a pager may hold up what is printed.
+/// Prints only after the dead letters are back in the queue, because a pager may delay the printing.
 async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
     let mut session = BrowserSession::open(&arguments.source, &[], &arguments.filters).await?;
     let mut rows = Rows::at_most(arguments.limit);
@@ -106,7 +105,7 @@ async fn purge(arguments: &DeadPurge) -> anyhow::Result<Exit> {
     let closed = session.close().await;
     let mut out = io::stdout().lock();
     if arguments.yes {
-        // Told also of an end in the middle: what is deleted by then stays deleted.
+        // Printed also after an error: dead letters deleted by then stay deleted.
         let at_most = if ended.is_err() { "at most " } else { "" };
         writeln!(out, "deleted from {queue}: {at_most}{}", rows.summary(""))?;
     } else if ended.is_ok() {
@@ -118,7 +117,7 @@ async fn purge(arguments: &DeadPurge) -> anyhow::Result<Exit> {
     closed
 }
 
-/// A line to whoever runs this, beside the result. Much of it may be words of a dead letter.
+/// Prints a line to stderr, beside the result. It may contain text of a dead letter.
 fn tell(line: &str) -> io::Result<()> {
     writeln!(io::stderr(), "sconce: {}", view::printable(line))
 }

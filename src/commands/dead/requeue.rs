@@ -1,5 +1,5 @@
-//! `sconce dead requeue`: publishes dead letters to where they belong, and takes out of the dead-letter
-//! queue what the broker has confirmed there (`confirm-before-ack`), and only that.
+//! `sconce dead requeue`: publishes dead letters to their queues, and removes from the dead-letter queue only
+//! what the broker has confirmed there (`confirm-before-ack`).
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -17,9 +17,9 @@ use crate::cli::DeadRequeue;
 use crate::protocol::dead_letter::restored;
 use crate::shutdown::Exit;
 
-/// Dead letters published at once: what a crash may leave in both queues.
+/// Dead letters published at once: the most that a crash may leave in both queues.
 const WINDOW: usize = 64;
-/// And bytes of their bodies.
+/// Most bytes of their bodies.
 const WINDOW_BYTES: usize = 16 << 20;
 
 /// How many dead letters went to which queue, and how many could not go.
@@ -29,7 +29,7 @@ struct Requeued {
     stayed: usize,
 }
 
-/// Requeues, or says what it would.
+/// Requeues, or prints what it would do.
 pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     let mut session = BrowserSession::of(&arguments.which).await?;
     let (mut requeued, mut rows) = (Requeued::default(), Rows::at_most(rows::MOST));
@@ -40,7 +40,7 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     let closed = session.close().await;
     let mut out = io::stdout().lock();
     rows.write_table(&mut out, "TO")?;
-    // Told also of an end in the middle: what is requeued by then stays requeued.
+    // Printed also after an error: dead letters requeued by then stay requeued.
     requeued.write(&mut out, if arguments.dry_run { "would requeue" } else { "requeued" })?;
     ended?;
     let exit = closed?;
@@ -100,7 +100,7 @@ async fn requeue(session: &mut BrowserSession, requeued: &mut Requeued) -> Resul
                 }
                 Ok(Err(why)) => {
                     let [id, reason, ..] = Row::of(&delivery, session.selection.now).cells();
-                    // A stderr that is gone must not keep what is confirmed from being acked.
+                    // A closed stderr must not prevent the acks of confirmed messages.
                     let _ = tell(&format!("dead letter {id} ({reason}) stays: {why}"));
                     requeued.stayed += 1;
                     session.browser.leave(delivery).await
@@ -114,7 +114,6 @@ async fn requeue(session: &mut BrowserSession, requeued: &mut Requeued) -> Resul
     }
 }
 
-/// The next dead letters to publish.
 async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerError> {
     let (mut window, mut bytes) = (Vec::new(), 0);
     while window.len() < WINDOW
@@ -127,7 +126,7 @@ async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerErr
     Ok(window)
 }
 
-/// The queue that has it now, or why none has.
+/// The queue that confirmed it, or why none did.
 async fn send(session: &BrowserSession, delivery: &Delivery) -> Result<Result<String, String>, BrokerError> {
     let queue = match session.selection.destination(delivery) {
         Ok(queue) => queue,

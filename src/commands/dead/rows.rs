@@ -1,12 +1,12 @@
-//! The rows of a result, the oldest dead letter first, and how many there are of which reason. Bounded, since
-//! a queue of dead letters is not.
+//! The rows of a result, the oldest dead letter first, and the number for each reason. Bounded, because a
+//! dead-letter queue is not.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use super::view::{Row, dead_letters, printable};
 
-/// Most rows where nobody says how many are wanted.
+/// Most rows without `--limit`.
 pub(super) const MOST: usize = 10_000;
 
 /// The oldest `most` rows, and the number of all by reason.
@@ -17,22 +17,21 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// None yet, and never more than so many.
+    /// Empty, for at most this many rows.
     pub(super) fn at_most(most: usize) -> Self {
         Self { most, kept: Vec::new(), reasons: BTreeMap::new() }
     }
 
-    /// One more.
     pub(super) fn add(&mut self, row: Row) {
         *self.reasons.entry(row.reason.clone()).or_default() += 1;
         self.kept.push(row);
-        // Now and then, so that adding a row costs little and twice the most are held at most.
+        // Cut only sometimes, so that adding a row is cheap; at most twice the limit is held.
         if self.kept.len() >= self.most.saturating_mul(2) {
             self.cut();
         }
     }
 
-    /// Sorts by time, those without one last, and drops what is beyond the most.
+    /// Sorts by time, rows without one last, and drops those over the limit.
     fn cut(&mut self) {
         self.kept.sort_by(|one, other| match (&one.dead_lettered_at, &other.dead_lettered_at) {
             (Some(one), Some(other)) => one.cmp(other),
@@ -41,17 +40,15 @@ impl Rows {
         self.kept.truncate(self.most);
     }
 
-    /// How many there were.
     fn count(&self) -> usize {
         self.reasons.values().sum()
     }
 
-    /// How many of them are not shown.
     pub(super) fn more(&self) -> usize {
         self.count().saturating_sub(self.most)
     }
 
-    /// `2 dead letters{place}: 1 attempts, 1 poison`, of all.
+    /// A line for all rows: `2 dead letters{place}: 1 attempts, 1 poison`.
     pub(super) fn summary(&self, place: &str) -> String {
         let reasons = self.reasons.iter().map(|(reason, count)| format!("{count} {}", printable(reason)));
         let colon = if self.reasons.is_empty() { "" } else { ": " };
@@ -64,7 +61,8 @@ impl Rows {
         self.kept.iter().try_for_each(|row| writeln!(out, "{}", serde_json::to_string(row)?))
     }
 
-    /// A table with this head of its last column, and a line for what is not shown; nothing without rows.
+    /// Writes a table, with `last` as the head of its last column, and a line for rows not shown; nothing
+    /// without rows.
     pub(super) fn write_table(&mut self, out: &mut impl Write, last: &str) -> io::Result<()> {
         self.cut();
         if self.kept.is_empty() {
@@ -78,7 +76,7 @@ impl Rows {
     }
 }
 
-/// Rows under a head, in columns as wide as they need.
+/// Formats rows under a head, with columns as wide as needed.
 fn table(last: &str, rows: impl Iterator<Item = [String; 6]>) -> String {
     let head = ["TASK", "REASON", "AGE", "WORKER", "BYTES", last].map(str::to_owned);
     let rows: Vec<_> = std::iter::once(head).chain(rows).collect();
@@ -98,7 +96,7 @@ mod tests {
     use super::*;
     use crate::broker::{Delivery, DeliveryTag};
 
-    /// A dead letter that says when it was published.
+    /// The row of a dead letter with this time of publication.
     fn row(timestamp: Option<u64>, error: &str) -> Row {
         let mut message = crate::protocol::Message::default();
         message.properties.timestamp = timestamp;

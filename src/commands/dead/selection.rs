@@ -1,6 +1,6 @@
-//! Which dead letters a command is about: by id, by reason, by age, and by pool, since several may share a
-//! dead-letter queue and no settings know them all. Pure. Owns the account of which ids have been found, and of
-//! how many dead letters of other pools were left out.
+//! Decides which dead letters a command is about: by id, reason, age and pool, since several pools may share a
+//! dead-letter queue and the settings may not name them all. Pure. Owns the set of found ids, and the number of
+//! dead letters of other pools that were left out.
 
 use std::collections::BTreeSet;
 use std::time::SystemTime;
@@ -9,22 +9,22 @@ use crate::broker::Delivery;
 use crate::cli::DeadFilters;
 use crate::protocol::dead_letter::DeadLetter;
 
-/// The conditions that a dead letter must meet, and what has met them so far.
+/// The conditions for a dead letter, and what has matched so far.
 #[derive(Debug)]
 pub(super) struct Selection {
     ids: Vec<String>,
     filters: DeadFilters,
     pool: String,
     task_queue: String,
-    /// The time by which ages are reckoned.
+    /// The time from which ages are computed.
     pub(super) now: SystemTime,
     found: BTreeSet<String>,
-    /// How many met them but for their pool.
+    /// How many matched except for their pool.
     pub(super) others: usize,
 }
 
 impl Selection {
-    /// Without ids and filters, all of this pool, and those that do not say whose they are.
+    /// Without ids and filters, selects all dead letters of this pool, and those that name none.
     pub(super) fn new(ids: &[String], filters: &DeadFilters, pool: &str, task_queue: &str) -> Self {
         Self {
             ids: ids.to_vec(),
@@ -37,7 +37,6 @@ impl Selection {
         }
     }
 
-    /// Whether the command is about this one.
     pub(super) fn matches(&mut self, dead_letter: &DeadLetter<'_>) -> bool {
         let ids: Vec<&String> = self.ids.iter().filter(|id| dead_letter.has_id(id)).collect();
         let DeadFilters { reason, older_than, newer_than } = &self.filters;
@@ -52,7 +51,7 @@ impl Selection {
         if !is_wanted {
             return false;
         }
-        // An id means that very dead letter, whosever it is: the pool may have had another name.
+        // An id selects a dead letter of any pool: the pool may have been renamed.
         if ids.is_empty() && self.is_of_another_pool(dead_letter) {
             self.others += 1;
             return false;
@@ -67,7 +66,7 @@ impl Selection {
         dead_letter.destination(&self.task_queue, !self.ids.is_empty()).map(str::to_owned)
     }
 
-    /// What does not say whose it is counts as ours.
+    /// A dead letter that names no pool counts as ours.
     fn is_of_another_pool(&self, dead_letter: &DeadLetter<'_>) -> bool {
         if let Some(pool) = dead_letter.pool() {
             return pool != self.pool;
@@ -77,7 +76,7 @@ impl Selection {
         !behind.is_some_and(|behind| behind.is_empty() || behind.starts_with(".retry"))
     }
 
-    /// The ids that no dead letter has.
+    /// The ids without a dead letter.
     pub(super) fn missing(&self) -> Vec<&str> {
         self.ids.iter().filter(|id| !self.found.contains(*id)).map(String::as_str).collect()
     }
@@ -92,7 +91,7 @@ mod tests {
 
     const NOW: u64 = 1_000_000;
 
-    /// A poison dead letter of this worker, from so many seconds ago.
+    /// A poison dead letter of this worker, this many seconds old.
     fn dead(id: &str, worker: &str, ago: i64) -> Message {
         let at = jiff::Timestamp::from_second(NOW as i64 - ago).unwrap().to_string();
         let of = [
@@ -156,7 +155,7 @@ mod tests {
         assert_eq!(selection.missing(), ["a", "c"]);
     }
 
-    /// Dead-lettered by RabbitMQ.
+    /// A message dead-lettered by RabbitMQ.
     fn dropped_from(queue: &str) -> Message {
         let death = Headers::from([("reason".into(), "expired".into()), ("queue".into(), queue.into())]);
         let headers = Headers::from([("x-death".into(), Value::Array(vec![Value::Table(death)]))]);

@@ -1,5 +1,5 @@
-//! What every command works with: the browser of the pool's dead-letter queue, and which of the dead letters
-//! match. Owns both until it is closed.
+//! The state that every command uses: the browser of the pool's dead-letter queue, and the selection. Owns both
+//! until it is closed.
 
 use super::selection::Selection;
 use super::{tell, view};
@@ -10,14 +10,14 @@ use crate::commands::{load, pool_named};
 use crate::protocol::dead_letter::DeadLetter;
 use crate::shutdown::Exit;
 
-/// The dead letters of a pool, and which of them a command is about.
+/// The dead letters of a pool, and the selection.
 pub(super) struct BrowserSession {
     pub(super) browser: DeadLetterBrowser,
     pub(super) selection: Selection,
     queue: String,
 }
 
-/// What becomes of a dead letter that a command has looked at.
+/// What happens to a selected dead letter.
 pub(super) enum Fate {
     Leave,
     Delete,
@@ -29,7 +29,6 @@ impl BrowserSession {
         Self::open(&which.source, &which.ids, &which.filters).await
     }
 
-    /// Loads the settings, then connects.
     pub(super) async fn open(
         source: &DeadSource,
         ids: &[String],
@@ -48,12 +47,11 @@ impl BrowserSession {
         Ok(Self { browser, selection, queue: queue.clone() })
     }
 
-    /// The dead-letter queue.
     pub(super) fn queue(&self) -> &str {
         &self.queue
     }
 
-    /// The next dead letter that matches; all others are left.
+    /// The next selected dead letter; all others are left.
     pub(super) async fn next(&mut self) -> Result<Option<Delivery>, BrokerError> {
         while let Some(delivery) = self.browser.next().await? {
             if self.selection.matches(&DeadLetter::of(&delivery.message)) {
@@ -64,7 +62,7 @@ impl BrowserSession {
         Ok(None)
     }
 
-    /// Leaves or deletes each dead letter that matches, as `decide` says.
+    /// Leaves or deletes each selected dead letter, as `decide` says.
     pub(super) async fn for_each(
         &mut self,
         mut decide: impl FnMut(&Delivery, &Selection) -> Fate,
@@ -78,8 +76,8 @@ impl BrowserSession {
         self.browser.flush().await
     }
 
-    /// Hands back what was left, and says on stderr what the command's result does not. Gives the exit code of
-    /// a command that did all it was to do.
+    /// Hands back the dead letters that were left, and prints to stderr what the command's result does not say.
+    /// Returns the exit code of a command that did everything it was asked.
     pub(super) async fn close(self) -> anyhow::Result<Exit> {
         let LeftBehind { renewed, near_limit } = self.browser.close().await?;
         let queue = self.queue;

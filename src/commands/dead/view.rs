@@ -1,5 +1,5 @@
-//! How dead letters are shown: a row of a table, a JSON line, or all of one. Pure. What others wrote into a dead
-//! letter never reaches the terminal as a command to it.
+//! Formats dead letters: a row of a table, a JSON line, or everything. Pure. Removes control characters, so
+//! that text in a dead letter cannot control the terminal.
 
 use std::fmt::Write as _;
 use std::time::{Duration, SystemTime};
@@ -14,25 +14,25 @@ use crate::broker::Delivery;
 use crate::protocol::dead_letter::DeadLetter;
 use crate::protocol::{Headers, Properties, Value, shorten};
 
-/// Longest text of a row: what others wrote has no bound.
+/// Longest text of a row: texts of a dead letter may be of any length.
 const TEXT_BYTES: usize = 2_100;
-/// And in the last column of a table.
+/// Longest text in the last column of a table.
 const LAST_BYTES: usize = 100;
 
-/// What a list says of a dead letter, and its line of JSON.
+/// The row of a dead letter in a list, and its line of JSON.
 #[derive(Debug, Serialize)]
 pub(super) struct Row {
     task_id: Option<String>,
     message_id: Option<String>,
     correlation_id: Option<String>,
     pub(super) reason: String,
-    /// ISO-8601, and so in the order of time.
+    /// ISO-8601, so sorting texts sorts times.
     pub(super) dead_lettered_at: Option<String>,
     age_s: Option<u64>,
     worker: Option<String>,
     error: Option<String>,
     size: usize,
-    /// Where it goes, in the place of the error.
+    /// Its destination, shown instead of the error.
     #[serde(skip)]
     to: Option<String>,
 }
@@ -55,12 +55,11 @@ impl Row {
         }
     }
 
-    /// With this in its last column.
     pub(super) fn to(self, to: String) -> Self {
         Self { to: Some(to), ..self }
     }
 
-    /// The row of a table: id, reason, age, worker, size, and where it goes or the error.
+    /// The cells of a table row: id, reason, age, worker, size, and the destination or the error.
     pub(super) fn cells(&self) -> [String; 6] {
         let dash = || "-".to_owned();
         [
@@ -80,7 +79,7 @@ pub(super) fn dead_letters(count: usize) -> String {
     format!("{count} dead {}", if count == 1 { "letter" } else { "letters" })
 }
 
-/// All of a dead letter, for a person.
+/// Everything in a dead letter, for a person.
 pub(super) fn whole(delivery: &Delivery, now: SystemTime) -> String {
     let (message, row) = (&delivery.message, Row::of(delivery, now));
     let [id, reason, age, worker, size, _] = row.cells();
@@ -112,7 +111,7 @@ fn fields(text: &mut String, fields: Map<String, Json>) {
     }
 }
 
-/// All of a dead letter, for a program: bodies and texts that are no UTF-8 in base64.
+/// Everything in a dead letter, for a program: bodies and texts that are not UTF-8 are in base64.
 pub(super) fn whole_json(delivery: &Delivery, now: SystemTime) -> Json {
     let mut whole = json!(Row::of(delivery, now));
     let message = &delivery.message;
@@ -126,7 +125,7 @@ pub(super) fn whole_json(delivery: &Delivery, now: SystemTime) -> Json {
     whole
 }
 
-/// Those that are set, by their names in AMQP.
+/// The properties that are set, by their AMQP names.
 fn properties(properties: &Properties) -> Map<String, Json> {
     let Json::Object(mut all) = json!(Properties { headers: Headers::new(), ..properties.clone() }) else {
         return Map::new();
@@ -166,7 +165,7 @@ fn iso(at: SystemTime) -> Option<String> {
     Timestamp::try_from(at).ok().map(|at| format!("{at:.3}"))
 }
 
-/// The two largest units: `3d 4h`.
+/// A duration in its two largest units: `3d 4h`.
 fn in_words(seconds: u64) -> String {
     let (days, hours, minutes) = (seconds / 86_400, seconds / 3_600 % 24, seconds / 60 % 60);
     match (days, hours, minutes) {
@@ -177,7 +176,7 @@ fn in_words(seconds: u64) -> String {
     }
 }
 
-/// On one line, without anything that a terminal obeys.
+/// One line without control characters.
 pub(super) fn printable(text: &str) -> String {
     text.chars().map(tame).collect()
 }

@@ -1,4 +1,4 @@
-//! What a reader of dead letters sees.
+//! Tests of how dead letters are shown.
 
 use super::*;
 use crate::broker::DeliveryTag;

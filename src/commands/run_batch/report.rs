@@ -1,4 +1,4 @@
-//! What `run-batch --json` says of a run: rates, batches, and who answered. Owns the sums.
+//! The report of `run-batch --json`: rates, batches, and which devices answered. Owns the sums.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -7,11 +7,9 @@ use serde::Serialize;
 
 use crate::commands::bench::{Answer, OfReplies, WorkerShare, busy_percent, rounded};
 
-/// Counts replies.
 pub(super) struct Tally {
-    /// Times count from here.
     made: Instant,
-    /// When the first line was taken in hand: what lies before is the start of the workers.
+    /// When the first line reached a worker; the time before is the workers' start.
     began: Option<Duration>,
     answered: u64,
     replies: OfReplies,
@@ -20,7 +18,7 @@ pub(super) struct Tally {
     batches: Batches,
 }
 
-/// Forward passes, each once, however many lines tell of it.
+/// Forward passes, each counted once, however many replies name it.
 #[derive(Clone, Copy, Debug, Default)]
 struct Batches {
     passes: f64,
@@ -43,14 +41,14 @@ impl Default for Tally {
 }
 
 impl Tally {
-    /// The reply to a line of so many inputs is here.
+    /// Counts the reply to a line with this many inputs.
     pub(super) fn count(&mut self, inputs: usize, answer: &Answer<'_>) {
         self.count_at(self.made.elapsed(), inputs, answer);
     }
 
     fn count_at(&mut self, at: Duration, inputs: usize, answer: &Answer<'_>) {
         self.answered += 1;
-        // All stages but the wait in the queue, which for the first lines is for the workers' start.
+        // All stages except the wait in the queue, which includes the workers' start for the first lines.
         let in_hand = answer.stages.map_or(0.0, |[_, prepare, wait, compute]| prepare + wait + compute);
         let taken = at.saturating_sub(Duration::from_secs_f64(in_hand / 1e3));
         self.began = Some(self.began.map_or(taken, |before| before.min(taken)));
@@ -67,7 +65,7 @@ impl Tally {
         }
     }
 
-    /// What was counted, for a pool of this name, with so many lines that hold an error.
+    /// The report for this pool, with this many lines that hold an error.
     pub(super) fn report(&mut self, pool: &str, errors: u64) -> Report {
         self.replies.began = self.began.unwrap_or_default();
         let replies = &self.replies;
@@ -96,21 +94,20 @@ impl Tally {
     }
 }
 
-/// The JSON.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     pool: String,
-    /// As the first reply names it.
+    /// The model as the first reply names it.
     model: String,
     /// Answered by a worker in this run.
     lines: u64,
-    /// Lines written in this run that hold an error, those that were no requests among them.
+    /// Lines written in this run that hold an error, invalid requests included.
     errors: u64,
     /// How many of `lines` each device has answered, by its name in the reply.
     devices: BTreeMap<String, u64>,
     inputs: u64,
     tokens: Option<u64>,
-    /// From the first line in a worker's hands to the last reply.
+    /// Seconds from the first line's reaching a worker to the last reply.
     seconds: f64,
     lines_per_second: f64,
     inputs_per_second: f64,

@@ -1,5 +1,5 @@
-//! `sconce top`: a live view of all launchers that answer over the control exchange. One task looks
-//! and orders, this one draws and reads keys. Owns the terminal, and gives it back when it ends.
+//! `sconce top`: a live view of all launchers that answer over the control exchange. One task asks and sends
+//! orders, the other draws and reads keys. Owns the terminal, and restores it at the end.
 
 mod rates;
 mod view;
@@ -26,26 +26,25 @@ use crate::shutdown::Exit;
 use rates::{Look, Row, rows};
 use view::{Words, draw};
 
-/// How long launchers may take to answer where it is not known how many there are.
+/// How long to wait for answers while the number of launchers is unknown.
 const PATIENCE: Duration = Duration::from_millis(800);
-/// Every so many looks, launchers that are new are waited for.
+/// Every this many rounds, it waits for new launchers too.
 const NEWCOMERS: u64 = 5;
-/// Before a broker that was lost is tried again.
+/// Wait before a lost broker is tried again.
 const AGAIN: Duration = Duration::from_secs(2);
 
-/// At the foot, until one does.
+/// Shown at the foot until a launcher answers.
 const NOBODY: &str = "no launcher answers yet";
 
-/// What the looking task tells.
+/// A message of the asking task.
 enum News {
     Look(Box<Look>),
-    /// What became of an order.
+    /// The result of an order.
     Done(String),
-    /// Why there is nothing to see.
+    /// Why no data could be read.
     Trouble(String),
 }
 
-/// Shows the view until it is left.
 pub(super) fn run(arguments: &Top) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
@@ -56,7 +55,7 @@ pub(super) fn run(arguments: &Top) -> anyhow::Result<Exit> {
     let (news_in, news) = mpsc::channel(8);
     let (orders, ordered) = mpsc::channel(8);
     let every = arguments.every;
-    // The first connection is made before the screen is taken: what fails then is an error.
+    // Connects before taking over the screen, so that a failure is printed as an error.
     let first = runtime.block_on(open(&settings))?;
     runtime.spawn(async move { watch(first, settings, every, (news_in, ordered)).await });
     let terminal = ratatui::try_init().context("the terminal cannot be used")?;
@@ -66,7 +65,7 @@ pub(super) fn run(arguments: &Top) -> anyhow::Result<Exit> {
     shown.map(|()| Exit::Done)
 }
 
-/// Looks again and again, and gives orders in between.
+/// Asks repeatedly, and sends orders in between.
 async fn watch(
     first: ControlClient,
     settings: Settings,
@@ -138,7 +137,7 @@ async fn order(
     Ok(format!("{key}: {}", said.unwrap_or_default()))
 }
 
-/// What is on the screen.
+/// The state of the screen.
 #[derive(Default)]
 struct Screen {
     before: Look,
@@ -150,7 +149,7 @@ struct Screen {
     trouble: Option<String>,
 }
 
-/// Draws what is new, and obeys keys, until one says to leave.
+/// Draws new data and handles keys, until the user quits.
 async fn show(
     mut terminal: DefaultTerminal,
     mut news: mpsc::Receiver<News>,
@@ -184,7 +183,7 @@ async fn show(
     }
 }
 
-/// What a key asks of others than the screen.
+/// An action of a key beyond the screen.
 enum Press {
     Leave,
     Order(Target, Request),
@@ -247,7 +246,7 @@ impl Screen {
     }
 }
 
-/// Keys as they are pressed. Reading them blocks: a thread of its own, which ends with the process.
+/// Reads keys. Reading blocks, so it has a separate thread, which ends with the process.
 fn keys() -> mpsc::Receiver<Event> {
     let (pressed, keys) = mpsc::channel(16);
     thread::spawn(move || {

@@ -1,19 +1,19 @@
-//! Two looks at the same slots → what went on between them. Pure: time is passed in.
+//! Computes rates from two snapshots of the same slots. Pure: time is passed in.
 
 use std::collections::BTreeMap;
 
 use crate::protocol::admin::{Answer, SlotReport};
 use crate::protocol::stats::{SECONDS, Stage, Stats};
 
-/// One look at all launchers that answered, and at the queues of their pools.
+/// A snapshot of all launchers that answered, and of the queues of their pools.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Look {
     pub(super) answers: Vec<Answer>,
-    /// Messages that wait and consumers, by queue; none where it cannot be seen.
+    /// Numbers of ready messages and consumers by queue; none where the queue cannot be inspected.
     pub(super) queues: BTreeMap<String, Option<(u32, u32)>>,
 }
 
-/// One slot over the time between two looks.
+/// One slot in the time between two snapshots.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Row {
     pub(super) report: SlotReport,
@@ -21,7 +21,7 @@ pub(super) struct Row {
     pub(super) tokens_per_second: f64,
     /// Share of the time that the device computed.
     pub(super) busy: f64,
-    /// Mean tokens of a batch over the most that it may have.
+    /// Mean tokens of a batch divided by the allowed maximum.
     pub(super) fill: Option<f64>,
     /// Median and 99th percentile of the time on the device, in seconds.
     pub(super) compute: Option<(f64, f64)>,
@@ -31,14 +31,13 @@ pub(super) struct Row {
     pub(super) errors_per_second: f64,
 }
 
-/// What goes on in each slot. Of one that was not there a moment before, nothing is known yet but where
-/// it stands.
+/// The rows of all slots. For a slot that is new in the second snapshot, only its state is known.
 pub(super) fn rows(before: &Look, now: &Look) -> Vec<Row> {
     let slots = now.answers.iter().flat_map(|answer| answer.slots.iter().map(move |slot| (answer, slot)));
     slots
         .map(|(answer, slot)| {
-            // By the launcher's own clock. One that has started anew, perhaps with the same process id, has
-            // counted from nought.
+            // Compares uptimes: a launcher that was restarted, perhaps with the same process id, counts from
+            // zero.
             let is_earlier = |it: &&Answer| {
                 (&it.host, it.pid) == (&answer.host, answer.pid) && it.uptime_ms < answer.uptime_ms
             };
@@ -78,8 +77,8 @@ pub(super) mod tests {
     use crate::protocol::admin::State;
     use crate::protocol::control::BatchChange;
 
-    /// A look at one slot that has answered so many tasks, each alone in a batch of 500 tokens that
-    /// took 20 ms.
+    /// A snapshot of one slot that has answered this many tasks, each alone in a batch of 500 tokens that took
+    /// 20 ms.
     pub(in super::super) fn look(at: f64, tasks: u64) -> Look {
         let mut stats = Stats::default();
         stats.answered("succeeded", "", tasks);

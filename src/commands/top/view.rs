@@ -1,4 +1,4 @@
-//! How it looks: queues above, slots below, keys or a question at the foot. Draws what it is given.
+//! Draws the screen: queues above, slots below, keys or a question at the foot.
 
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -10,17 +10,16 @@ use super::rates::{Look, Row};
 use crate::commands::ctl::span;
 use crate::protocol::admin::State;
 
-/// What is shown beside the slots.
+/// The texts beside the slots.
 pub(super) struct Words<'a> {
-    /// Which broker.
+    /// The broker's address.
     pub(super) broker: &'a str,
-    /// At the foot: a question, or what became of the last order.
+    /// Shown at the foot: a question, or the result of the last order.
     pub(super) foot: Option<&'a str>,
     /// Why nothing new is shown.
     pub(super) trouble: Option<&'a str>,
 }
 
-/// Draws everything.
 pub(super) fn draw(
     frame: &mut Frame<'_>,
     look: &Look,

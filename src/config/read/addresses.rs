@@ -1,5 +1,5 @@
-//! Addresses: of brokers, of the collector of spans, and where the launcher listens. Splits and checks;
-//! connects to nothing, and never puts a broker's address into its complaints.
+//! Reads addresses: of brokers, of the collector of spans, and of the launcher's HTTP port. Connects to
+//! nothing, and never puts a broker's address into an error.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -11,7 +11,7 @@ use super::super::redact::split_urls;
 use super::reader::Expected;
 use super::values::{parse_array, text};
 
-/// Where a collector takes spans.
+/// The collector's path for spans.
 const TRACES: &str = "/v1/traces";
 
 /// A value that must not be shown: `Debug` and `Display` mask it.

@@ -1,4 +1,4 @@
-//! The `devices` setting. Knows which entries can be devices, not which devices there are.
+//! Reads the `devices` setting. Checks the form of entries, not whether the devices exist.
 
 use std::collections::BTreeSet;
 
@@ -17,7 +17,7 @@ pub enum Devices {
     List(Vec<String>),
 }
 
-/// `"auto"`, or a list. A GPU may be in it once.
+/// Reads `"auto"`, or a list that names each GPU once.
 pub(crate) fn devices(value: &Value) -> Result<Devices, Expected> {
     const EXPECTED: &str =
         "\"auto\", or a list of devices such as [\"cpu\", \"cpu\"] or [\"GPU-5a…\", \"cuda:1\"]";

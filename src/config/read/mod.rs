@@ -1,5 +1,5 @@
-//! Readers of settings: merged tree → values, with every mistake collected. `reader` walks the keys of a
-//! section; the others read single values, each saying what it expected.
+//! Readers of settings: turn the merged tree into values and collect every mistake. `reader` walks the keys of
+//! a section; the others read single values, and each error says what was expected.
 
 mod addresses;
 mod devices;

@@ -1,4 +1,4 @@
-//! Names that the broker is told, and names that requests may use.
+//! Reads names of queues and exchanges, and names by which requests call a model.
 
 use ::config::Value;
 
@@ -7,7 +7,7 @@ use super::values::{list, name, optional_name};
 
 /// AMQP carries a name's length in one byte.
 const LONGEST: usize = 255;
-/// What is put behind a task queue's name at most: `.retry-2592000000ms`.
+/// The longest suffix of a task queue's name: `.retry-2592000000ms`.
 const LONGEST_SUFFIX: usize = 19;
 
 /// A queue.

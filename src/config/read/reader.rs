@@ -1,5 +1,5 @@
-//! A cursor over one section of the merged settings: each key is read once, what cannot be read
-//! becomes a problem, and what was never asked for is an unknown key. Owns the [`Report`]'s growth.
+//! A cursor over one section of the merged settings: each key is read once, unreadable values become problems,
+//! and keys that were never read are unknown. Adds to the [`Report`].
 
 use std::collections::BTreeMap;
 
@@ -9,15 +9,15 @@ use super::super::files::BUILT_IN;
 use super::super::problem::Problem;
 use super::super::suggest::unknown_key;
 
-/// Why a value cannot be used: what was expected of it, as the end of a sentence.
+/// What was expected of an invalid value, as the end of a sentence.
 pub(crate) type Expected = String;
 
-/// What validation finds: the problems, and who wrote each setting.
+/// The result of validation: the problems, and the origin of each setting.
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     /// Every problem, in the order of the settings.
     pub(crate) problems: Vec<Problem>,
-    /// Dotted path → who wrote the value in force.
+    /// Dotted path → origin of the effective value.
     pub(crate) origins: BTreeMap<String, String>,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Reader<'r> {
 }
 
 impl<'r> Reader<'r> {
-    /// Opens the section at `path` (empty: the root). A value that is no table is a problem.
+    /// Opens the section at `path` (empty: the root). A value that is not a table is a problem.
     pub(crate) fn open(path: String, value: Value, report: &'r mut Report) -> Option<Self> {
         let problem = Problem::new(path.as_str(), "expected a section with keys")
             .with_value(&value)
@@ -43,7 +43,7 @@ impl<'r> Reader<'r> {
         Some(Self { path, left, known, report })
     }
 
-    /// Reads a key. None if it is missing or wrong, which is then among the problems.
+    /// Reads a key. None if it is missing or wrong, which is reported.
     pub(crate) fn read<T>(
         &mut self,
         key: &'static str,
@@ -71,7 +71,7 @@ impl<'r> Reader<'r> {
         Reader::open(self.path_of(key), value, self.report)
     }
 
-    /// Takes a key's value as it is. None if it is missing, which is then a problem.
+    /// Takes a key's raw value. None if it is missing, which is reported.
     pub(crate) fn take(&mut self, key: &'static str) -> Option<Value> {
         self.known.push(key);
         let value = self.left.remove(key);
@@ -82,13 +82,13 @@ impl<'r> Reader<'r> {
         value
     }
 
-    /// Adds a problem of a key that reads well by itself.
+    /// Adds a problem of a key whose value alone is valid.
     pub(crate) fn refuse(&mut self, key: &str, value: impl Into<Value>, expected: Expected) {
         let path = self.path_of(key);
         self.report.refuse(path, value, expected);
     }
 
-    /// Who wrote a key that was read before.
+    /// The origin of a key that was read before.
     pub(crate) fn origin_of(&self, key: &str) -> String {
         self.report.origin_of(&self.path_of(key))
     }
@@ -106,13 +106,13 @@ impl<'r> Reader<'r> {
         self.report
     }
 
-    /// Takes all keys that are left, as they are.
+    /// Takes all keys not read yet, as raw values.
     pub(crate) fn take_rest(&mut self) -> Map<String, Value> {
         std::mem::take(&mut self.left)
     }
 
-    /// Ends the section: keys that nobody asked for are unknown. Their values are not shown: a
-    /// mistyped `password` holds one.
+    /// Ends the section: keys that were not read are unknown. Their values are not shown, because a mistyped
+    /// `password` holds one.
     pub(crate) fn finish(self) {
         let mut left: Vec<_> = self.left.iter().collect();
         left.sort_by_key(|(key, _)| key.as_str());
@@ -133,15 +133,14 @@ impl Report {
         self.problems.push(problem);
     }
 
-    /// Who wrote the setting at `path`.
+    /// The origin of the setting at `path`.
     pub(crate) fn origin_of(&self, path: &str) -> String {
         let origin = self.origins.get(path).map(String::as_str);
         origin.unwrap_or(BUILT_IN).to_owned()
     }
 }
 
-/// Who wrote a value. Sections merged from several layers have no origin of their own; then whoever
-/// wrote the first setting in them.
+/// The origin of a value. A section merged from several layers has none: then the origin of its first setting.
 pub(crate) fn origin(value: &Value) -> String {
     fn written_by(value: &Value) -> Option<&str> {
         let below = || match &value.kind {

@@ -1,5 +1,5 @@
-//! Readers of single values: text, names, numbers, switches, lists, durations, sizes. Each says what
-//! it expected. Lenient where environment variables and flags, which are always text, need it.
+//! Readers of single values: text, names, numbers, switches, lists, durations, sizes. Each error says what was
+//! expected. Environment variables and flags are always text, which the readers accept for any type.
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use super::super::units::{A_DURATION, A_SIZE, parse_duration, parse_size};
 use super::super::units::{show_duration, show_size};
 use super::reader::Expected;
 
-/// How the origins of values begin that can only be text.
+/// Prefixes of the origins whose values can only be text.
 const OF_TEXT: [&str; 2] = ["flag ", "environment variable "];
 
 /// Any text.
@@ -22,7 +22,7 @@ pub(crate) fn text(value: &Value) -> Result<String, Expected> {
     }
 }
 
-/// Text with something in it, and no blanks around it.
+/// Text that is not empty, without blanks around it.
 pub(crate) fn name(value: &Value) -> Result<String, Expected> {
     let text = text(value)?;
     if text.is_empty() {
@@ -47,7 +47,7 @@ pub(crate) fn optional_file(value: &Value) -> Result<Option<PathBuf>, Expected> 
     Ok(optional_name(value)?.map(PathBuf::from))
 }
 
-/// One of these names, for the value beside it.
+/// One of these names; returns the value beside it.
 pub(crate) fn choice<T: Copy>(all: &'static [(T, &str)]) -> impl Fn(&Value) -> Result<T, Expected> {
     move |value| {
         let written = text(value).ok();
@@ -86,7 +86,7 @@ pub(crate) fn whole<T: TryFrom<u64>>(range: RangeInclusive<u64>) -> impl Fn(&Val
     }
 }
 
-/// `"auto"` for none, or what `read` takes.
+/// `"auto"` for none, or a value that `read` accepts.
 pub(crate) fn auto<T>(
     read: impl Fn(&Value) -> Result<T, Expected>,
 ) -> impl Fn(&Value) -> Result<Option<T>, Expected> {
@@ -96,7 +96,7 @@ pub(crate) fn auto<T>(
     }
 }
 
-/// `"never"` for none, or what `read` takes.
+/// `"never"` for none, or a value that `read` accepts.
 pub(crate) fn never<T>(
     read: impl Fn(&Value) -> Result<T, Expected>,
 ) -> impl Fn(&Value) -> Result<Option<T>, Expected> {
@@ -159,8 +159,8 @@ pub(crate) fn share(value: &Value) -> Result<f64, Expected> {
     number.filter(|number| (0.0..=1.0).contains(number)).ok_or_else(|| "a number from 0 to 1".to_owned())
 }
 
-/// A list of text. As text: comma-separated, or an array as TOML and JSON write it. Blanks around
-/// the parts are dropped; parts may come out empty, text without anything in it is no parts.
+/// A list of texts, also as one text: comma-separated, or an array as TOML and JSON write it. Blanks around
+/// parts are dropped; parts may be empty, an empty text has no parts.
 pub(crate) fn list(value: &Value) -> Result<Vec<String>, Expected> {
     match &value.kind {
         ValueKind::String(written) if written.trim_start().starts_with('[') => {
@@ -181,12 +181,12 @@ fn a_list() -> Expected {
     "a list of text, such as [\"a\", \"b\"]".to_owned()
 }
 
-/// Reads an array out of text; none unless it is nothing but an array.
+/// Reads a text that is an array; none for any other text.
 pub(crate) fn parse_array(written: &str) -> Option<Value> {
     parse_value(written).filter(|value| matches!(value.kind, ValueKind::Array(_)))
 }
 
-/// A value as TOML would read it where a flag or a variable, which are always text, wrote it.
+/// The value that TOML would read from a flag's or variable's text.
 pub(crate) fn typed(value: &Value) -> Value {
     let is_text = value.origin().is_some_and(|origin| OF_TEXT.iter().any(|it| origin.starts_with(it)));
     match &value.kind {
@@ -195,7 +195,7 @@ pub(crate) fn typed(value: &Value) -> Value {
     }
 }
 
-/// Reads a value as TOML writes it; none unless the text is nothing else.
+/// Reads a text that is one TOML value; none for any other text.
 pub(crate) fn parse_value(written: &str) -> Option<Value> {
     let document = format!("value = {}", written.trim());
     let table = File::from_str(&document, FileFormat::Toml).collect().ok()?;

@@ -1,6 +1,6 @@
-//! The body of OpenAI's `/v1/embeddings`, both ways: [`EmbeddingRequest::parse`] decides what a
-//! well-formed request is, [`write_response`] how vectors are written. Pure; owns no state; never
-//! looks at tokens, a vocabulary or a model.
+//! Reads and writes the bodies of OpenAI's `/v1/embeddings`: [`EmbeddingRequest::parse`] decides what a
+//! well-formed request is, [`write_response`] how vectors are written. Pure; owns no state; knows no tokens,
+//! vocabulary or model.
 
 mod request;
 mod response;

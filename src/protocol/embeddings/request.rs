@@ -1,5 +1,5 @@
-//! Reads the request body of `/v1/embeddings`. Decides what is accepted and how a refusal names the
-//! field and the value at fault. The values are scanned in place; only texts and ids are copied.
+//! Reads the request body of `/v1/embeddings`. Decides what is accepted; errors name the field and the value.
+//! The values are scanned in place; only texts and ids are copied.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 use super::Encoding;
 use crate::protocol::{TaskError, TaskErrorKind};
 
-/// Longest part of a refused value that an error repeats, in characters.
+/// Longest part of a wrong value that an error repeats, in characters.
 const SHOWN: usize = 40;
 
 /// One thing to embed.
@@ -35,7 +35,7 @@ pub struct EmbeddingRequest {
     pub dimensions: Option<usize>,
 }
 
-/// The fields as they stand in the body; `null` counts as absent.
+/// The fields as in the body; `null` counts as absent.
 #[derive(Deserialize)]
 struct Fields<'a> {
     #[serde(borrow)]
@@ -52,8 +52,8 @@ impl EmbeddingRequest {
     /// Reads a body; `max_inputs` bounds the number of texts.
     ///
     /// # Errors
-    /// `Undecodable` for what is not UTF-8 or not JSON, `TooLarge` over `max_inputs`, else
-    /// `BadInput` naming the field and the value.
+    /// `Undecodable` for a body that is not UTF-8 or not JSON, `TooLarge` over `max_inputs`, else `BadInput`
+    /// with the field and the value.
     pub fn parse(body: &[u8], max_inputs: usize) -> Result<Self, TaskError> {
         let body = std::str::from_utf8(body)
             .map_err(|error| undecodable(format!("the body is not UTF-8: {error}")))?;
@@ -140,7 +140,7 @@ fn ids(raw: &str, path: &str) -> Result<Vec<u32>, TaskError> {
     match serde_json::from_str::<Vec<u32>>(raw) {
         Ok(ids) if ids.is_empty() => Err(TaskError::bad_input(path, format!("{path} is an empty list"))),
         Ok(ids) => Ok(ids),
-        // Only now is it worth finding out which one it was.
+        // The texts are read one by one only after an error, to find the wrong one.
         Err(_) => {
             let items: Vec<&RawValue> = read(raw, path)?;
             let bad = items.iter().position(|item| serde_json::from_str::<u32>(item.get()).is_err());
@@ -174,7 +174,7 @@ fn dimensions(raw: &RawValue) -> Result<usize, TaskError> {
     }
 }
 
-/// Reads a value whose kind is known; what can still fail is an escape inside a string.
+/// Reads a value whose type is known; it can still fail on an escape inside a string.
 fn read<'a, T: Deserialize<'a>>(raw: &'a str, path: &str) -> Result<T, TaskError> {
     serde_json::from_str(raw)
         .map_err(|error| TaskError::bad_input(path, format!("{path} cannot be read: {error}")))

@@ -1,5 +1,5 @@
-//! Writes the response body of `/v1/embeddings` into one buffer. Decides that a number that is not
-//! finite is an error: JSON has no word for it, and `null` would pass for an answer.
+//! Writes the response body of `/v1/embeddings` into one buffer. A number that is not finite is an error: JSON
+//! cannot express it, and `null` would look like an answer.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -10,7 +10,7 @@ use crate::protocol::{TaskError, TaskErrorKind};
 /// Room for one number as digits and its comma: sign, `0.`, nine digits, exponent.
 const DIGITS: usize = 14;
 
-/// What a response says.
+/// The contents of a response.
 #[derive(Clone, Copy, Debug)]
 pub struct EmbeddingResponse<'a> {
     /// The model's name.

@@ -1,5 +1,5 @@
-//! The receiving side of a worker's connection: what the reader task hands over becomes events.
-//! Owns the deliveries not yet taken. Never reads the socket.
+//! The receiving side of a worker's connection: turns the reader task's messages into events. Owns the
+//! deliveries not yet taken. Never reads the socket.
 
 use std::num::NonZeroU16;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(super) struct SocketConsumer {
 }
 
 impl SocketConsumer {
-    /// Subscribes, and waits for the launcher to say so.
+    /// Subscribes, and waits for the launcher's answer.
     pub async fn subscribe(
         wire: Arc<Wire>,
         incoming: mpsc::Receiver<Incoming>,
@@ -84,7 +84,7 @@ impl Consumer for SocketConsumer {
             if self.wire.send(&Request::Leave).await.is_err() {
                 return;
             }
-            // What is delivered in the meantime is the queue's again.
+            // Messages delivered meanwhile return to the queue.
             while let Some(answer) = self.incoming.recv().await {
                 if matches!(answer, Incoming::Left) {
                     break;

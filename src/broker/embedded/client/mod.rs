@@ -1,6 +1,6 @@
-//! A worker's end of the embedded queue: one Unix connection behind the broker traits, its sending
-//! side here. Decides how many publishes are under way at once. When the socket closes the launcher
-//! is gone: everything fails, nothing reconnects.
+//! A worker's side of the embedded queue: one Unix connection behind the broker traits; the sending side is
+//! here. Decides how many publishes are under way at once. When the socket closes, the launcher has ended:
+//! everything fails, nothing reconnects.
 
 mod consumer;
 mod socket;
@@ -24,10 +24,10 @@ use super::wire::{Frame, MAX_PIPELINE, Request, too_long};
 use crate::broker::{Acker, BrokerError, BrokerSession, Delay, DeliveryTag, Published, Publisher};
 use crate::protocol::Message;
 
-/// The one life of a connection.
+/// The connection is never made again, so there is one session.
 const SESSION: u64 = 1;
 
-/// Requests that may wait for the socket; above it, who asks waits.
+/// Requests that may wait for the socket; further callers wait.
 const REQUESTS_BOUND: usize = 64;
 
 /// What to consume.
@@ -35,23 +35,23 @@ const REQUESTS_BOUND: usize = 64;
 pub struct Subscription {
     /// The queue's name.
     pub queue: String,
-    /// Deliveries held unsettled at most.
+    /// The most unsettled deliveries.
     pub prefetch: NonZeroU16,
 }
 
 /// Connects to the launcher's queue at `path` and subscribes.
 ///
 /// # Errors
-/// [`BrokerError::Unreachable`]: the launcher is not there; [`BrokerError::Refused`]: it has no such
-/// queue. The worker exits on either.
+/// [`BrokerError::Unreachable`]: the launcher does not answer; [`BrokerError::Refused`]: the queue does not
+/// exist. The worker exits on either.
 pub async fn connect(path: &Path, subscription: Subscription) -> Result<BrokerSession, BrokerError> {
     let at = path.display().to_string();
     let stream = UnixStream::connect(path).await.map_err(|error| unreached(&at, &error.to_string()))?;
     let (read, write) = stream.into_split();
-    // Every handle writes, the writer task reads. Bound: small, the socket's own buffer is behind it.
+    // Every handle writes, the writer task reads. The bound is small, because the socket has a buffer too.
     let (requests, queued) = mpsc::channel(REQUESTS_BOUND);
-    // The reader task writes, the consumer reads. Bound: the largest prefetch, and the four answers that
-    // are not deliveries; so the reader never waits, and confirms never stand behind deliveries.
+    // The reader task writes, the consumer reads. Bound: the largest prefetch, and the four answers that are
+    // not deliveries; so the reader never waits, and confirms never wait for deliveries to be read.
     let (answers, incoming) = mpsc::channel(usize::from(u16::MAX) + 4);
     let waiting = Arc::new(Waiting::default());
     tokio::spawn(write_all(write, queued));
@@ -72,13 +72,13 @@ fn unreached(at: &str, why: &str) -> BrokerError {
     BrokerError::Unreachable { seconds: 0, reason: format!("the launcher's queue at {at}: {why}") }
 }
 
-/// What the handles share: the way to the socket.
+/// The state that consumer, acker and publisher share.
 struct Wire {
     at: String,
     requests: mpsc::Sender<Frame>,
     waiting: Arc<Waiting>,
     next_id: AtomicU64,
-    /// A permit for each publish without an answer; the server cuts off who has more.
+    /// One permit for each unanswered publish; the server disconnects a client that has more.
     pipeline: Arc<Semaphore>,
     /// Cancelled when the consumer closes: its deliveries can no longer be settled.
     consumer_closed: CancellationToken,
@@ -117,12 +117,12 @@ impl Acker for Wire {
         self.settle(delivery_tag, Request::Nack { tag: delivery_tag.tag }).boxed()
     }
 
-    /// Settles and the close share one stream, which the queue reads in order.
+    /// Nothing to wait for: settles and the close share one stream, which the queue reads in order.
     fn flush(&self) -> BoxFuture<'_, ()> {
         std::future::ready(()).boxed()
     }
 
-    /// Once made, it lasts as long as the launcher.
+    /// The connection lasts as long as the launcher.
     fn is_connected(&self) -> bool {
         true
     }
@@ -138,15 +138,15 @@ impl Wire {
         if let Some(reason) = too_long(&message) {
             return Ok(Published::Refused(reason));
         }
-        // Never closed, so the error does not occur.
+        // The semaphore is never closed, so the error does not occur.
         let permit = self.pipeline.clone().acquire_owned().await.map_err(|_| self.gone())?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let Message { properties, body } = Arc::unwrap_or_clone(message);
         let properties = Box::new(properties);
         let request = Request::Publish { id, queue: queue.to_owned(), properties, delay };
         let frame = self.frame(&request, body)?;
-        // A place first: between `add` and `send` this future cannot be dropped, which would
-        // leave a permit waiting for an answer to what was never asked.
+        // The place in the channel is reserved first: this future cannot be dropped between `add` and `send`,
+        // which would leave a permit waiting for the answer to a request that was never sent.
         let place = self.requests.reserve().await.map_err(|_| self.gone())?;
         let (answer, answered) = oneshot::channel();
         if !self.waiting.add(id, (answer, permit)) {

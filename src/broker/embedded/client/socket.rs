@@ -1,5 +1,5 @@
-//! The two tasks of a worker's connection: one writes requests, one reads answers and hands them to
-//! who waits. Owns both halves of the socket, and the publishes that wait for their confirms.
+//! The two tasks of a worker's connection: one writes requests, one reads answers and passes them on. Owns both
+//! halves of the socket, and the publishes that wait for their confirms.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,8 +20,8 @@ use crate::protocol::Message;
 /// A publish that waits for its confirm. The permit is its place in the pipeline.
 pub(super) type Confirm = (oneshot::Sender<Published>, OwnedSemaphorePermit);
 
-/// The publishes that wait for their confirms. Publishers add, the reader task takes off and closes.
-/// The lock is held for map operations only. Bound: the pipeline's permits.
+/// The publishes that wait for their confirms. Publishers add, the reader task removes and closes. The lock is
+/// held for map operations only. Bound: the pipeline's permits.
 #[derive(Default)]
 pub(super) struct Waiting {
     confirms: Mutex<HashMap<u64, Confirm>>,
@@ -37,7 +37,7 @@ impl Waiting {
     /// False: the connection has ended.
     pub fn add(&self, id: u64, confirm: Confirm) -> bool {
         let mut confirms = self.confirms();
-        // Under the lock, so that `close` misses no one.
+        // Checked under the lock, so that `close` misses no publish.
         if self.over.is_cancelled() {
             return false;
         }
@@ -47,7 +47,7 @@ impl Waiting {
 
     pub fn answer(&self, id: u64, outcome: Published) {
         if let Some((publisher, _permit)) = self.confirms().remove(&id) {
-            // A publisher that no longer waits has dropped its end.
+            // Fails only when the publisher no longer waits.
             let _ = publisher.send(outcome);
         }
     }
@@ -59,7 +59,7 @@ impl Waiting {
     }
 }
 
-/// What the reader task tells the consumer.
+/// A message from the reader task to the consumer.
 pub(super) enum Incoming {
     Consuming,
     Delivery(Box<Delivery>),
@@ -73,7 +73,7 @@ pub(super) async fn write_all(mut write: OwnedWriteHalf, mut queued: mpsc::Recei
     let mut gathered = BytesMut::new();
     while let Some(frame) = queued.recv().await {
         append(&frame, &mut gathered);
-        // Many small requests, one write.
+        // Small requests are collected into one write.
         if !queued.is_empty() && gathered.len() < FLUSH_AT {
             continue;
         }
@@ -84,7 +84,7 @@ pub(super) async fn write_all(mut write: OwnedWriteHalf, mut queued: mpsc::Recei
     }
 }
 
-/// Ends when the socket does, and tells everyone who waits.
+/// Reads answers until the socket ends; then fails all waiting publishes.
 pub(super) async fn read_all(read: OwnedReadHalf, answers: mpsc::Sender<Incoming>, waiting: Arc<Waiting>) {
     let mut frames = FramedRead::new(read, FrameCodec);
     while let Some(frame) = frames.next().await {
@@ -94,7 +94,7 @@ pub(super) async fn read_all(read: OwnedReadHalf, answers: mpsc::Sender<Incoming
         };
         let Some(answer) = answer else { continue };
         let last = matches!(answer, Incoming::Refused(_));
-        // Fails only when the consumer is dropped: what it held returns with the connection.
+        // Fails only when the consumer is dropped: its deliveries return when the connection ends.
         let _ = answers.try_send(answer);
         if last {
             break;
