@@ -146,6 +146,7 @@ impl Ctl {
     }
 }
 
+#[cfg(feature = "top")]
 /// `sconce top`.
 #[derive(Debug, Args)]
 pub struct Top {

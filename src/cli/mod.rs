@@ -12,7 +12,9 @@ use clap::{Args, Parser, Subcommand};
 use crate::shutdown::Exit;
 
 pub use bench::{Bench, BenchDevice, Texts};
-pub use ctl::{Ctl, CtlOrder, Healthcheck, Top};
+#[cfg(feature = "top")]
+pub use ctl::Top;
+pub use ctl::{Ctl, CtlOrder, Healthcheck};
 pub use dead::{Dead, DeadFilters, DeadList, DeadPurge, DeadRequeue, DeadShow, DeadSource, DeadWhich};
 
 /// GPU inference behind a message queue: one process per device, fed by RabbitMQ.

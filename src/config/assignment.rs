@@ -13,7 +13,7 @@ const GPU_TOKENS: usize = 32_768;
 /// Tokens of a short text: the assumed size of a message before any has come.
 const SHORT_TEXT: usize = 16;
 /// Most preprocess threads: with the slowest tokenizers, 8 do about 80,000 short texts a second.
-const MOST_FEEDERS: usize = 8;
+const MOST_PREPROCESS_THREADS: usize = 8;
 /// Most unacked messages before their number of tokens is known.
 const MOST_SHORT_TEXTS: usize = 256;
 
@@ -66,8 +66,8 @@ impl Assignment {
 
     /// Number of preprocess threads, and of threads that write replies; they share the cores. A CPU worker has
     /// one of each, because its cores compute.
-    pub fn feeders(&self) -> usize {
-        if self.device == "cpu" { 1 } else { self.threads.clamp(1, MOST_FEEDERS) }
+    pub fn preprocess_threads(&self) -> usize {
+        if self.device == "cpu" { 1 } else { self.threads.clamp(1, MOST_PREPROCESS_THREADS) }
     }
 
     /// Prefetch at first, while the size of messages is unknown: the pool's setting, or as many of the largest

@@ -26,7 +26,7 @@ type Lines<R> = FramedRead<R, AnyDelimiterCodec>;
 /// How long a worker may take to read a command.
 const HEARING: Duration = Duration::from_secs(10);
 /// How long the output of an ended worker is read if another process holds its pipes open.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+const LAST_LINES: Duration = Duration::from_millis(500);
 
 pub(super) struct Worker {
     child: Child,
@@ -125,7 +125,7 @@ impl Worker {
                 },
                 // The end of its pipes would not do: a process that it started may hold them open.
                 status = self.child.wait(), if until.is_none() => {
-                    self.ended = Some((status?, Instant::now() + LAST_WORDS));
+                    self.ended = Some((status?, Instant::now() + LAST_LINES));
                     // From now on another process may get this process id.
                     drop(self.guarded.take());
                 }

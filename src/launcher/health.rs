@@ -17,7 +17,7 @@ use super::gpus::watch::{Word, listen};
 /// If a worker ends within this time after an event on its device, the event is the reason.
 const LATELY: Duration = Duration::from_secs(10);
 /// After this time without a report the driver counts as unresponsive: it is asked every two seconds.
-const MUTE: Duration = Duration::from_secs(30);
+const UNRESPONSIVE: Duration = Duration::from_secs(30);
 
 /// What the driver has reported of each device. Shared by all slots.
 #[derive(Default)]
@@ -123,7 +123,7 @@ impl Health {
         }
         let status = self.status();
         let silence = status.heard.map_or(Duration::ZERO, |at| at.elapsed());
-        if silence > MUTE {
+        if silence > UNRESPONSIVE {
             let words = format!("the driver has not answered for {} s", silence.as_secs());
             return Some(DeviceFault { kind: Kind::Unresponsive, words });
         }
@@ -241,7 +241,7 @@ mod tests {
     fn a_driver_that_does_not_answer_any_more_hinders_every_start_on_a_gpu() {
         let health = Health::default();
         health.hear(look(None));
-        let silent = Instant::now().checked_sub(MUTE + Duration::from_secs(1));
+        let silent = Instant::now().checked_sub(UNRESPONSIVE + Duration::from_secs(1));
         health.status().heard = silent;
         let refused = health.refuses("GPU-b").map(|it| (it.kind, it.words));
         assert_eq!(refused, Some((Kind::Unresponsive, "the driver has not answered for 31 s".to_owned())));

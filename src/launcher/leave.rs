@@ -10,7 +10,7 @@ use crate::protocol::control::Command;
 use crate::shutdown::{Phase, Stop};
 
 /// The time from the abort command to the kill.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+const LAST_LINES: Duration = Duration::from_secs(1);
 
 /// The next step in ending a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +71,7 @@ impl Step {
             }
             Self::Abort(_) => {
                 worker.tell(&Command::Abort).await;
-                Self::Kill(Instant::now() + LAST_WORDS)
+                Self::Kill(Instant::now() + LAST_LINES)
             }
             Self::Kill(_) | Self::Wait => {
                 worker.kill();

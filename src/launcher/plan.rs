@@ -293,7 +293,7 @@ mod tests {
         let mut host = with_gpus();
         let threads = |host: &Host, flags: &[(&str, &str)]| {
             let slots = planned_on(host, &[&[("pool[0].devices", "cuda:0,cuda:1,cpu")], flags].concat());
-            slots.unwrap().iter().map(|slot| (slot.threads, slot.feeders())).collect::<Vec<_>>()
+            slots.unwrap().iter().map(|slot| (slot.threads, slot.preprocess_threads())).collect::<Vec<_>>()
         };
         assert_eq!(threads(&host, &[]), [(2, 2), (2, 2), (2, 1)]);
         assert_eq!(threads(&host, &[("pool[0].threads", "3")]), [(3, 3), (3, 3), (3, 1)]);

@@ -65,7 +65,7 @@ impl Slot {
         if assignment != before {
             self.take_on(assignment);
         }
-        self.trial = Some(Probation { before, why });
+        self.probation = Some(Probation { before, why });
     }
 
     /// A worker is ready, so the settings on probation are good.
@@ -73,7 +73,7 @@ impl Slot {
         if !current.monitor.is_ready() || current.is_leaving() {
             return;
         }
-        if let Some(Probation { why, .. }) = self.trial.take() {
+        if let Some(Probation { why, .. }) = self.probation.take() {
             self.count_restart(why.reason);
             why.say(Ok(()));
         }
@@ -84,7 +84,7 @@ impl Slot {
         if matches!(then, NextAction::Start) {
             return then;
         }
-        let Some(Probation { before, why }) = self.trial.take() else { return then };
+        let Some(Probation { before, why }) = self.probation.take() else { return then };
         if !matches!(then, NextAction::Judge) {
             return then;
         }

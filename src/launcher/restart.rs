@@ -64,7 +64,7 @@ pub enum Verdict {
     GiveUp(Exit),
 }
 
-/// Judges a death; `quick_failures` counts the quick ones in a row. `jitter` as in [`Backoff::delay`].
+/// Judges a death; `quick_failures` counts the quick ones in a row. `jitter` as `Backoff::delay` takes it.
 pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64) -> Verdict {
     let backoff = Backoff { first: policy.restart_delay, most: policy.restart_delay_max };
     match death.exit {

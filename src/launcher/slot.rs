@@ -177,7 +177,7 @@ impl Slot {
                 Err(refusal) => return (self.not_spawned(refusal, suspects), NextAction::Judge),
             };
         current.monitor.inherit(suspects);
-        if self.trial.is_some() {
+        if self.probation.is_some() {
             current.monitor.be_on_probation();
         }
         self.show_worker(&mut current);
@@ -299,7 +299,7 @@ impl Slot {
         match (then, exit) {
             (_, Some(Exit::StoppedOnRequest)) => NextAction::End(SlotEnd::StoppedOnRequest),
             (NextAction::Start, _) if !stopping => {
-                if self.trial.is_none() {
+                if self.probation.is_none() {
                     self.count_restart("requested");
                 }
                 NextAction::Start

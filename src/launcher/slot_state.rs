@@ -52,7 +52,7 @@ pub(super) struct Slot {
     /// A spent worker is not replaced before this time.
     pub(super) next_turn: Option<Instant>,
     /// Settings with which no worker has been ready yet.
-    pub(super) trial: Option<Probation>,
+    pub(super) probation: Option<Probation>,
 }
 
 impl Slot {
@@ -66,7 +66,7 @@ impl Slot {
             quick_failures: 0,
             found_in_a_row: 0,
             next_turn: None,
-            trial: None,
+            probation: None,
         }
     }
 }
@@ -104,7 +104,7 @@ impl Successor {
     }
 }
 
-/// A trial of settings: a worker is started with them after the old one has drained.
+/// A probation of settings: a worker is started with them after the old one has drained.
 pub(super) struct Probation {
     pub(super) before: Assignment,
     pub(super) why: ReplaceReason,

@@ -29,7 +29,7 @@ pub(super) struct Request {
     pub(super) queue: Arc<str>,
     pub(super) message: Arc<Message>,
     /// How many connections have ended, perhaps because of this message, while it was under way.
-    pub(super) offences: u32,
+    pub(super) suspicions: u32,
     pub(super) answer: oneshot::Sender<Answer>,
 }
 
@@ -43,7 +43,7 @@ impl Publishable for Request {
     }
 
     fn is_suspect(&self) -> bool {
-        self.offences > 0
+        self.suspicions > 0
     }
 }
 

@@ -88,7 +88,7 @@ impl Publisher for AmqpPublisher {
             let gone = || BrokerError::Unreachable { seconds: 0, reason: "the publisher is closed".into() };
             let (answer, answered) = oneshot::channel();
             let line = if message.properties.is_plain() { &self.plain } else { &self.foreign };
-            let request = Request { queue: queue.into(), message, offences: 0, answer };
+            let request = Request { queue: queue.into(), message, suspicions: 0, answer };
             line.requests.send(request).await.map_err(|_| gone())?;
             answered.await.map_err(|_| gone())?
         })

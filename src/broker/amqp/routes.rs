@@ -319,7 +319,7 @@ impl<R: Publishable> Routes<R> {
     }
 
     /// Applies `change` to all messages under way.
-    pub(super) fn accuse(&mut self, change: impl FnMut(&mut R)) {
+    pub(super) fn suspect_all(&mut self, change: impl FnMut(&mut R)) {
         self.under_way.values_mut().filter_map(|it| it.request.as_mut()).for_each(change);
     }
 

@@ -40,7 +40,7 @@ const RETURNED: Duration = Duration::from_millis(100);
 
 /// A message is refused when the broker has closed the connection this many times over it while it was sent
 /// alone. More than one, because a broker in trouble closes connections too.
-const OFFENCES: u32 = 3;
+const SUSPICIONS: u32 = 3;
 /// Wait before such a message is sent again; multiplied by the square of the number of closed connections.
 const SUSPICION: Duration = Duration::from_millis(500);
 /// Wait before a message is sent again when its channel could not be opened, or was closed.
@@ -330,8 +330,9 @@ impl Sending {
             || matches!(error.kind(), ErrorKind::InvalidChannelState(..) | ErrorKind::ChannelsLimitReached);
         if !its_channels || !live.connection.status().connected() {
             if may_be_the_messages_fault(error) {
-                self.routes
-                    .accuse(|request| request.offences += u32::from(!request.message.properties.is_plain()));
+                self.routes.suspect_all(|request| {
+                    request.suspicions += u32::from(!request.message.properties.is_plain())
+                });
             }
             return self.lose_over(error, now);
         }
@@ -368,7 +369,7 @@ impl Sending {
             let (broker, reason) = (broker.clone().unwrap_or_default(), reason.clone());
             self.broke = Some(Failure { broker, reason, refusal });
         }
-        for request in self.routes.take_if(|request| request.offences >= OFFENCES) {
+        for request in self.routes.take_if(|request| request.suspicions >= SUSPICIONS) {
             let _ = request.answer.send(Ok(Published::Refused(reason.clone())));
         }
         let messages = self.lose(now);
@@ -381,7 +382,7 @@ impl Sending {
         self.well.store(false, Ordering::Relaxed);
         self.under_way.clear();
         self.strays.clear();
-        self.routes.lost(now, |request| SUSPICION * request.offences.saturating_mul(request.offences))
+        self.routes.lost(now, |request| SUSPICION * request.suspicions.saturating_mul(request.suspicions))
     }
 
     async fn be_connected(&mut self) -> Result<(), BrokerError> {

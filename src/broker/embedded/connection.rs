@@ -23,7 +23,7 @@ use crate::broker::Published;
 use crate::protocol::Message;
 
 /// How long a peer may take to read its last answers when the connection ends.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+const LAST_LINES: Duration = Duration::from_secs(1);
 
 struct Reader {
     queue_store: Arc<QueueStore>,
@@ -60,7 +60,7 @@ pub(super) async fn serve(
     // This drops the last sender: the writer ends when it has written what is left.
     drop(reader);
     let writing = writer.abort_handle();
-    if timeout(LAST_WORDS, writer).await.is_err() {
+    if timeout(LAST_LINES, writer).await.is_err() {
         writing.abort();
     }
 }

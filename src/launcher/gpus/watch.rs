@@ -49,7 +49,7 @@ pub(crate) fn listen(mut hear: impl FnMut(Word) -> bool) {
     loop {
         match open() {
             Ok(nvml) => match session(&nvml, &mut cards, &mut hear) {
-                Ok(Over::Deaf) => return,
+                Ok(Over::NobodyListens) => return,
                 Ok(Over::Changed) => continue,
                 Err(error) => tracing::warn!(%error, "lost the session with the driver; opening another"),
             },
@@ -72,7 +72,7 @@ pub(crate) fn listen(mut hear: impl FnMut(Word) -> bool) {
 /// Why a session has ended.
 enum Over {
     /// Nobody listens any more.
-    Deaf,
+    NobodyListens,
     /// Devices have disappeared or come back: their events must be registered again.
     Changed,
 }
@@ -84,7 +84,7 @@ fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) 
         .ok();
     let mut known = look(nvml, cards);
     if !hear(Word::Look(known.clone())) {
-        return Ok(Over::Deaf);
+        return Ok(Over::NobodyListens);
     }
     let mut looked = Instant::now();
     loop {
@@ -106,7 +106,7 @@ fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) 
             Err(error) => return Err(error),
         };
         if !word.is_none_or(&mut *hear) {
-            return Ok(Over::Deaf);
+            return Ok(Over::NobodyListens);
         }
         if !at_once && looked.elapsed() < LOOK {
             continue;
@@ -118,7 +118,7 @@ fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) 
         });
         known.clone_from(&now);
         if !hear(Word::Look(now)) {
-            return Ok(Over::Deaf);
+            return Ok(Over::NobodyListens);
         }
         if changed {
             return Ok(Over::Changed);
