@@ -138,6 +138,18 @@ mod tests {
     }
 
     #[test]
+    fn no_password_is_rendered_however_the_addresses_are_written() {
+        let list = r#"["amqp://me:hunter2@h1", "amqp://me:hunter3@h2"]"#;
+        for written in [list, "amqp://me:hunter2@h1 , amqps://me:hunt,er3@h2", "AMQP://me:hunter2@h"] {
+            let flags = [("broker.url".to_owned(), written.to_owned())];
+            let shown = load(&[], Vec::new(), &flags).expect("valid settings").effective;
+            assert!(!shown.contains("hunt") && !shown.contains("er3"), "{shown}");
+        }
+        let shown = load_text(&format!("broker.url = {list}")).effective;
+        assert!(!shown.contains("hunter"), "{shown}");
+    }
+
+    #[test]
     fn an_address_in_the_place_of_another_setting_is_masked_too() {
         let shown = load_text("[[pool]]\nmodel = \"amqp://me:hunter2@host\"").effective;
         assert!(shown.contains("model = \"amqp://me:***@host\""), "{shown}");
