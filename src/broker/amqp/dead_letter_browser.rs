@@ -136,19 +136,24 @@ impl DeadLetterBrowser {
         let (queue, tag) = (short(&self.queue), short(""));
         let consumer = self.channel.basic_consume(queue, tag, options, FieldTable::default()).await;
         let (mut consumer, mut waited) = (consumer.map_err(failed)?, Duration::ZERO);
-        while self.at_hand.len() < size as usize {
+        let mut read = Vec::new();
+        while read.len() < size as usize {
             match timeout(IDLE, consumer.next()).await {
-                Ok(Some(delivery)) => {
-                    self.at_hand.push_back(delivery_from(delivery.map_err(failed)?, 0, false));
-                    self.held += 1;
-                }
+                Ok(Some(delivery)) => read.push(delivery.map_err(failed)?),
                 Ok(None) => break,
+                // Others have taken the rest, or it is on its way here.
                 Err(_) if ready_in(&self.connection, &self.queue).await.map_err(failed)? == 0 => break,
                 Err(_) if waited < self.patience => waited += IDLE,
                 Err(_) => return Err(failed(io::Error::from(io::ErrorKind::TimedOut).into())),
             }
         }
+        // The broker answers the cancel after the messages that it has sent; then the consumer ends.
         cancel(&self.channel, consumer.tag()).await;
+        while let Ok(Some(delivery)) = timeout(self.patience, consumer.next()).await {
+            read.push(delivery.map_err(failed)?);
+        }
+        self.held += read.len() as u32;
+        self.at_hand.extend(read.into_iter().map(|delivery| delivery_from(delivery, 0, false)));
         self.acks = 0;
         Ok(())
     }
