@@ -1,6 +1,10 @@
 //! Decides how many messages a worker holds ahead, unless the user has set that: enough for the batches that
 //! may be submitted, by the average message. Few enough to leave messages for other workers, and to keep the
 //! bodies within a number of bytes. Pure, but for the lock around it; time is passed in.
+//!
+//! Nothing simpler bounds both: RabbitMQ has no limit in bytes, lapin buffers whatever the broker sends, and a
+//! fixed prefetch that the largest bodies allow (8) makes small messages slow: measured with two workers on two
+//! cores, `echo` at 4,309 tasks/s in the place of 8,356, MiniLM at 192 texts/s in the place of 209.
 
 use std::num::NonZeroU16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
