@@ -17,7 +17,9 @@ use tokio::time::Instant;
 
 use self::gather::Gather;
 use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, Topology, declare, subscribe};
-use crate::broker::{Acker, BrokerError, BrokerSession, Consumer, Delivery, Event, Published, Publisher};
+use crate::broker::{
+    Acker, BrokerError, BrokerSession, Consumer, Delivery, DeliveryTag, Event, Published, Publisher,
+};
 use crate::config::Broker;
 use crate::protocol::reply::is_part;
 use crate::protocol::{Headers, JSON, Message, Properties};
@@ -100,6 +102,8 @@ struct Replies {
     queue: Option<String>,
     consumer: Box<dyn Consumer>,
     acker: Arc<dyn Acker>,
+    /// Read and not acked yet. Bound: [`BURST`].
+    taken: Vec<DeliveryTag>,
 }
 
 impl Client {
@@ -129,7 +133,7 @@ impl Client {
     /// A client over a session that consumes the pool's own reply queue.
     pub(crate) fn over(session: BrokerSession, task_queue: &str) -> Self {
         let BrokerSession { consumer, acker, publisher } = session;
-        let replies = Some(Replies { queue: None, consumer, acker });
+        let replies = Some(Replies { queue: None, consumer, acker, taken: Vec::new() });
         Self { publisher, task_queue: task_queue.to_owned(), replies }
     }
 
@@ -154,7 +158,6 @@ impl Client {
     ) -> Result<(), E> {
         let Self { publisher, task_queue, replies } = self;
         let reply_to = replies.as_ref().and_then(|replies| replies.queue.clone());
-        let acker = replies.as_ref().map(|replies| replies.acker.clone());
         let mut tasks = pin!(tasks);
         let mut all_taken = false;
         let mut under_way = FuturesUnordered::new();
@@ -163,6 +166,10 @@ impl Client {
         loop {
             while let Some((number, meta, reply, at)) = gather.next() {
                 sink.answered(number, meta, reply, at)?;
+            }
+            // Only now, and not in an arm of the `select!` below, whose future may be dropped half done.
+            if let Some(replies) = replies.as_mut() {
+                replies.ack_taken().await;
             }
             if all_taken && gather.held() == 0 && under_way.is_empty() {
                 return Ok(());
@@ -180,8 +187,6 @@ impl Client {
                 burst = burst(replies.as_mut()) => {
                     heard = Instant::now();
                     let deliveries = burst?.ok_or_else(|| gather.lost())?;
-                    // Acked here, because a future in another arm of this `select!` may be dropped half done.
-                    acked(acker.as_deref(), &deliveries).await;
                     let again = deliveries.into_iter().filter_map(|it| gather.reply(it.message, heard));
                     sink.duplicates(again.filter(|again| *again).count());
                 }
@@ -221,6 +226,11 @@ impl Client {
 }
 
 impl Replies {
+    /// Acks what was read, together, which is few commands.
+    async fn ack_taken(&mut self) {
+        join_all(self.taken.drain(..).map(|delivery_tag| self.acker.ack(delivery_tag))).await;
+    }
+
     async fn private(connector: Connector, prefetch: u16) -> Result<Self, ClientError> {
         // Written by the consumer, once the broker has made the queue.
         let (told, mut name) = watch::channel(None);
@@ -231,18 +241,19 @@ impl Replies {
             event = consumer.next() => return Err(event.err().unwrap_or_else(|| failed("no reply queue")).into()),
         };
         let queue = Some(queue.ok_or_else(|| failed("the reply queue has no name"))?);
-        Ok(Self { queue, consumer: Box::new(consumer), acker: Arc::new(acker) })
+        Ok(Self { queue, consumer: Box::new(consumer), acker: Arc::new(acker), taken: Vec::new() })
     }
 }
 
 /// All deliveries that have come, at least one; None: the session is over. Without replies it never returns.
 /// Safe to cancel: deliveries that were read are returned at once.
 async fn burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery>>, ClientError> {
-    let Some(Replies { consumer, .. }) = replies else { return std::future::pending().await };
+    let Some(Replies { consumer, taken, .. }) = replies else { return std::future::pending().await };
     let mut deliveries = Vec::new();
     let mut event = Some(consumer.next().await?);
     while let Some(came) = event {
         let Event::Delivery(delivery) = came else { return Ok(None) };
+        taken.push(delivery.delivery_tag);
         deliveries.push(*delivery);
         event = if deliveries.len() < BURST { consumer.next().now_or_never().transpose()? } else { None };
     }
@@ -266,13 +277,6 @@ fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
         ..Properties::default()
     };
     Message { properties, body }
-}
-
-/// Acks them together, which is few commands.
-async fn acked(acker: Option<&dyn Acker>, deliveries: &[Delivery]) {
-    if let Some(acker) = acker {
-        join_all(deliveries.iter().map(|delivery| acker.ack(delivery.delivery_tag))).await;
-    }
 }
 
 impl<M> Gather<M> {

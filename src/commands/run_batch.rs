@@ -109,7 +109,7 @@ fn launched_and_fed(
         let exit = loop {
             tokio::select! {
                 exit = &mut launched => break exit,
-                ended = &mut fed, if !is_fed => match ended? {
+                ended = &mut fed, if !is_fed => match ended.map_err(Into::into).flatten() {
                     Ok(()) => is_fed = true,
                     Err(error) => {
                         // For example, the disk is full: further results could not be saved.

@@ -3,6 +3,7 @@
 //!
 //! Constant field names: `slot`, `device`, `task.id`, `batch.size`, `duration_ms`.
 
+mod span;
 #[cfg_attr(not(feature = "otlp"), path = "no_traces.rs")]
 pub mod traces;
 

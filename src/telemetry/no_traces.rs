@@ -1,46 +1,15 @@
 //! [`Traces`] in a build without the feature `otlp`: nothing is recorded.
 
 use std::convert::Infallible;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 /// As in a build with the feature.
 pub const MAX_LINKS: usize = 0;
 
-/// As in a build with the feature.
-#[derive(Clone, Copy, Debug)]
-#[expect(missing_docs, reason = "as in a build with the feature")]
-pub struct Place<'a> {
-    pub worker: &'a str,
-    pub slot: &'a str,
-    pub device: &'a str,
-    pub model: &'a str,
-    pub queue: &'a str,
-    pub system: &'static str,
-}
+pub use super::span::{Came, Place};
 
-/// As in a build with the feature.
-#[derive(Debug)]
-#[expect(missing_docs, reason = "as in a build with the feature")]
-pub struct Passed<'a> {
-    pub began: SystemTime,
-    pub links: Vec<TaskLink>,
-    pub tasks: usize,
-    pub inputs: usize,
-    pub tokens: usize,
-    pub fault: Option<&'a str>,
-}
-
-/// As in a build with the feature.
-#[derive(Clone, Copy, Debug)]
-#[expect(missing_docs, reason = "as in a build with the feature")]
-pub struct Came<'a> {
-    pub id: &'a str,
-    pub correlation_id: Option<&'a str>,
-    pub traceparent: Option<&'a str>,
-    pub tracestate: Option<&'a str>,
-    pub size: usize,
-    pub at: SystemTime,
-}
+/// A finished forward pass.
+pub type Passed<'a> = super::span::Passed<'a, TaskLink>;
 
 /// Cannot be created in this build.
 pub struct TaskSpan(Infallible);

@@ -16,52 +16,22 @@ mod task;
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use opentelemetry::trace::{Link, Span as _, SpanKind, Status, TraceContextExt, Tracer, TracerProvider};
 use opentelemetry::{Context, Key, KeyValue, Value};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::{SdkTracer, SdkTracerProvider};
 
+pub use super::span::{Came, Place};
 use sampling::Sampling;
-pub use task::{Came, TaskLink, TaskSpan};
+pub use task::{TaskLink, TaskSpan};
+
+/// A forward pass that is over, with links to its tasks' spans.
+pub type Passed<'a> = super::span::Passed<'a, TaskLink>;
 
 /// The most links of a batch's span; further tasks are only counted.
 pub const MAX_LINKS: usize = 128;
-
-/// The process whose spans these are; the same for all of them.
-#[derive(Clone, Copy, Debug)]
-pub struct Place<'a> {
-    /// host/pool/slot; the instance of the service.
-    pub worker: &'a str,
-    /// pool/slot.
-    pub slot: &'a str,
-    /// `cpu`, or the GPU's UUID.
-    pub device: &'a str,
-    /// The model's name.
-    pub model: &'a str,
-    /// The queue that tasks come from.
-    pub queue: &'a str,
-    /// OpenTelemetry's name of the broker: `rabbitmq`.
-    pub system: &'static str,
-}
-
-/// A finished forward pass.
-#[derive(Debug)]
-pub struct Passed<'a> {
-    /// When it began.
-    pub began: SystemTime,
-    /// Links to the recorded tasks in it, [`MAX_LINKS`] at most.
-    pub links: Vec<TaskLink>,
-    /// The number of all tasks in it.
-    pub tasks: usize,
-    /// The number of inputs in it.
-    pub inputs: usize,
-    /// The number of tokens in it.
-    pub tokens: usize,
-    /// Why the device failed, if it did.
-    pub fault: Option<&'a str>,
-}
 
 /// Creates spans, or none if tracing is off. Clones share the exporter.
 #[derive(Clone, Default)]
@@ -239,14 +209,21 @@ mod tests {
     }
 
     fn begin(traces: &Traces, traceparent: Option<&str>) -> TaskSpan {
-        let at = SystemTime::now();
+        let at = std::time::SystemTime::now();
         let came =
             Came { id: "t", correlation_id: None, traceparent, tracestate: Some("vendor=1"), size: 2, at };
         traces.task(|| came).unwrap()
     }
 
     fn pass(links: Vec<TaskLink>) -> Passed<'static> {
-        Passed { began: SystemTime::now(), links, tasks: 1, inputs: 1, tokens: 1, fault: Some("gone") }
+        Passed {
+            began: std::time::SystemTime::now(),
+            links,
+            tasks: 1,
+            inputs: 1,
+            tokens: 1,
+            fault: Some("gone"),
+        }
     }
 
     #[test]

@@ -3,30 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
 
 use opentelemetry::trace::{Span as _, SpanContext, Status};
 use opentelemetry::{KeyValue, Value};
 use opentelemetry_sdk::trace::Span;
 
 use super::context;
-
-/// A task as it was delivered.
-#[derive(Clone, Copy, Debug)]
-pub struct Came<'a> {
-    /// Its id.
-    pub id: &'a str,
-    /// Its correlation id.
-    pub correlation_id: Option<&'a str>,
-    /// The header `traceparent`, unparsed.
-    pub traceparent: Option<&'a str>,
-    /// The header `tracestate`, unparsed.
-    pub tracestate: Option<&'a str>,
-    /// The size of its body in bytes.
-    pub size: usize,
-    /// When the worker received it.
-    pub at: SystemTime,
-}
 
 /// The span of a task. Ends when dropped; without any notes, the task was handed back.
 pub struct TaskSpan {
