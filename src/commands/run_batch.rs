@@ -14,14 +14,14 @@ use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use futures_util::{StreamExt as _, stream};
 use indicatif::ProgressBar;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use self::report::Tally;
-use super::batch_file::{CountedInput, InputChanged, InputLine, MAX_LINE, MadeBy, ResumePoint, claim};
+use super::batch_file::{CountedInput, InputLine, MAX_LINE, MadeBy, ResumePoint, claim};
 use super::bench::{Answer, inputs_of};
 use super::{Registry, load, pool_named, progress, start_logging};
 use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
@@ -144,8 +144,8 @@ fn conclude(output: &mut Output, pool: &Pool, exit: Exit, point: &ResumePoint) -
     let mut says = io::stderr();
     let (now, total) = (done - point.done, point.input.lines);
     writeln!(says, "{now} of {total} lines answered now, {} before; {errors} with an error", point.done)?;
-    if let Some(changed) = output.input_changed {
-        return Err(anyhow::Error::new(changed).context(Exit::Usage));
+    if let Some(changed) = output.input_changed.take() {
+        return Err(anyhow!(changed).context(Exit::Usage));
     }
     if done == total {
         // All lines are written, so it does not matter how the workers ended.
@@ -250,8 +250,8 @@ struct Output {
     errors: u64,
     /// The counts for the report, if one is requested.
     tally: Option<Tally>,
-    /// How the input has changed since it was counted; known after the last line.
-    input_changed: Option<InputChanged>,
+    /// How the input has changed since it was counted, in words; known after the last line.
+    input_changed: Option<String>,
     bar: ProgressBar,
 }
 

@@ -6,6 +6,7 @@ use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
+use anyhow::{Context as _, bail};
 use serde::{Deserialize, Serialize};
 
 use super::input::InputDigest;
@@ -41,49 +42,6 @@ struct ReplySettings {
     served_names: Vec<String>,
 }
 
-/// Why a run cannot continue an output.
-#[derive(Debug, thiserror::Error)]
-pub enum MadeByError {
-    /// The file beside the output cannot be read or written.
-    #[error("{path}: {source}", path = path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        #[source]
-        source: io::Error,
-    },
-    /// The file beside the output was not written by a run.
-    #[error(
-        "{path} does not say what made {output}: {problem}; give another output file, or remove these two",
-        path = path.display(), output = output.display()
-    )]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// The output.
-        output: PathBuf,
-        /// What is wrong with it.
-        problem: String,
-    },
-    /// Another model, input or setting made the output.
-    #[error(
-        "the output was made with {then}; this run has {now}: give another output file, or remove {output} \
-         and {path}",
-        path = path.display(), output = output.display()
-    )]
-    AnotherRun {
-        /// What made the output, reduced to the differences.
-        then: String,
-        /// The same things of this run.
-        now: String,
-        /// The output.
-        output: PathBuf,
-        /// The file beside it.
-        path: PathBuf,
-    },
-}
-
 /// One criterion: whether it is equal, and how it is shown.
 type Part = (bool, fn(&MadeBy) -> String);
 
@@ -102,21 +60,23 @@ impl MadeBy {
     /// Compares this run with the record of the `done` whole lines of the output, and writes the record of the
     /// next lines where there is none yet. Returns how many of the lines have no recorded maker, because an
     /// earlier version wrote no such file.
-    ///
-    /// # Errors
-    /// [`MadeByError`]: the operator names another output. Nothing is changed.
-    pub fn continue_output(mut self, output: &Path, done: usize) -> Result<usize, MadeByError> {
+    /// An error is for the operator, who has to name another output; then nothing is changed.
+    pub fn continue_output(mut self, output: &Path, done: usize) -> anyhow::Result<usize> {
         let path = beside(output);
         let earlier = if done > 0 { Self::read(&path, output)? } else { None };
         let Some(earlier) = earlier else {
             self.unknown_lines = done;
-            self.write(&path)?;
+            self.write(&path).with_context(|| path.display().to_string())?;
             return Ok(done);
         };
-        match earlier.differences(&self) {
-            None => Ok(earlier.unknown_lines),
-            Some((then, now)) => Err(MadeByError::AnotherRun { then, now, output: output.to_owned(), path }),
+        if let Some((then, now)) = earlier.differences(&self) {
+            bail!(
+                "the output was made with {then}; this run has {now}: give another output file, or remove {} and {}",
+                output.display(),
+                path.display()
+            );
         }
+        Ok(earlier.unknown_lines)
     }
 
     /// The differences, as they are in `self` and in `now`.
@@ -147,31 +107,31 @@ impl MadeBy {
     }
 
     /// Reads the record; none where there is no file.
-    fn read(path: &Path, output: &Path) -> Result<Option<Self>, MadeByError> {
+    fn read(path: &Path, output: &Path) -> anyhow::Result<Option<Self>> {
         let bytes = match fs::read(path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(source) => return Err(MadeByError::Io { path: path.to_owned(), source }),
+            Err(error) => return Err(error).with_context(|| path.display().to_string()),
         };
         let problem = match serde_json::from_slice::<Self>(&bytes) {
             Ok(made) if made.format == FORMAT => return Ok(Some(made)),
             Ok(made) => format!("its format is {}, this program reads {FORMAT}", made.format),
             Err(error) => error.to_string(),
         };
-        Err(MadeByError::Unreadable { path: path.to_owned(), output: output.to_owned(), problem })
+        let (path, output) = (path.display(), output.display());
+        bail!(
+            "{path} does not say what made {output}: {problem}; give another output file, or remove these two"
+        )
     }
 
     /// Writes under another name and renames, so that a reader finds the whole file or none.
-    fn write(&self, path: &Path) -> Result<(), MadeByError> {
+    fn write(&self, path: &Path) -> io::Result<()> {
         let unfinished = with_suffix(path, ".new");
-        let write = || {
-            let mut file = File::create(&unfinished)?;
-            file.write_all(&serde_json::to_vec_pretty(self)?)?;
-            file.write_all(b"\n")?;
-            file.sync_all()?;
-            fs::rename(&unfinished, path)
-        };
-        write().map_err(|source| MadeByError::Io { path: path.to_owned(), source })
+        let mut file = File::create(&unfinished)?;
+        file.write_all(&serde_json::to_vec_pretty(self)?)?;
+        file.write_all(b"\n")?;
+        file.sync_all()?;
+        fs::rename(&unfinished, path)
     }
 }
 
@@ -310,8 +270,8 @@ mod tests {
             let output = Output::new();
             fs::write(beside(&output.path), content).unwrap();
             let error = run().continue_output(&output.path, 1).unwrap_err();
-            assert!(matches!(error, MadeByError::Unreadable { .. }), "{error}");
             let named = error.to_string();
+            assert!(named.contains("does not say what made"), "{named}");
             assert!(named.contains(beside(&output.path).to_str().unwrap()), "{named}");
             assert_eq!(output.told(), content);
         }

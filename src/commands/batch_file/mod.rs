@@ -7,7 +7,7 @@ mod lines;
 mod made_by;
 mod resume;
 
-pub use input::{CountedInput, InputChanged};
+pub use input::CountedInput;
 pub use lines::{InputLine, MAX_LINE};
 pub use made_by::MadeBy;
 pub use resume::{ResumePoint, claim};

@@ -5,7 +5,9 @@
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
+use std::path::Path;
+
+use anyhow::{Context as _, bail};
 
 use super::input::{CountedInput, HashedLines, InputDigest};
 use super::lines::{InputLine, read_line};
@@ -25,118 +27,58 @@ pub struct ResumePoint {
     pub input: InputDigest,
 }
 
-/// Why a run cannot continue this output.
-#[derive(Debug, thiserror::Error)]
-pub enum ResumeError {
-    /// A file cannot be read or written.
-    #[error("{path}: {source}", path = path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        #[source]
-        source: io::Error,
-    },
-    /// Another run holds the output's lock.
-    #[error("{path}: another run writes it", path = path.display())]
-    Busy {
-        /// The output.
-        path: PathBuf,
-    },
-    /// The output answers another input, or the input was changed.
-    #[error(
-        "line {output_line} of the output answers {output_id}, line {input_line} of the input asks \
-         {input_id}: not the output of this input; give another output file, or remove this one"
-    )]
-    Mismatch {
-        /// Line of the output, from 1.
-        output_line: usize,
-        /// Its `custom_id`, or `null`.
-        output_id: String,
-        /// Line of the input, from 1.
-        input_line: usize,
-        /// Its `custom_id`, or `null`.
-        input_id: String,
-    },
-    /// The output has more lines than the input has requests.
-    #[error("the output has more lines than the input has requests ({total}): not its output")]
-    TooMany {
-        /// Requests in the input.
-        total: usize,
-    },
-    /// A line is not batch output, nor the torn beginning of a last one.
-    #[error("line {line} of the output: {problem}")]
-    NotOutput {
-        /// Line of the output, from 1.
-        line: usize,
-        /// What is wrong with it.
-        problem: String,
-    },
-}
-
 /// Opens the output and locks it until the file is closed; makes it when there is none. Call it before
 /// [`ResumePoint::find`], so that lines another run still writes are neither counted nor cut off.
-///
-/// # Errors
-/// [`ResumeError::Busy`], [`ResumeError::Io`].
-pub fn claim(output: &Path) -> Result<File, ResumeError> {
+pub fn claim(output: &Path) -> anyhow::Result<File> {
     let file = OpenOptions::new().write(true).create(true).truncate(false).open(output);
-    let file = file.map_err(|source| failed(output, source))?;
+    let file = file.with_context(|| output.display().to_string())?;
     match file.try_lock() {
         Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => Err(ResumeError::Busy { path: output.to_owned() }),
-        Err(TryLockError::Error(source)) => Err(failed(output, source)),
+        Err(TryLockError::WouldBlock) => bail!("{}: another run writes it", output.display()),
+        Err(TryLockError::Error(error)) => Err(error).with_context(|| output.display().to_string()),
     }
 }
 
 impl ResumePoint {
-    /// Compares the output written so far, if any, with the input. Changes neither.
-    ///
-    /// # Errors
-    /// [`ResumeError`]: the operator has to name other files.
-    pub fn find(input: &Path, output: &Path) -> Result<Self, ResumeError> {
-        let mut requests = HashedLines::open(input, 0).map_err(|source| failed(input, source))?;
+    /// Compares the output written so far, if any, with the input. Changes neither. An error is for the operator,
+    /// who has to name other files.
+    pub fn find(input: &Path, output: &Path) -> anyhow::Result<Self> {
+        let mut requests = HashedLines::open(input, 0).with_context(|| input.display().to_string())?;
         let mut answers = match File::open(output) {
             Ok(file) => Some(Answers::new(BufReader::new(file))),
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            Err(error) => return Err(failed(output, error)),
+            Err(error) => return Err(error).with_context(|| output.display().to_string()),
         };
         let (mut done, mut total, mut keep) = (0, 0, 0);
         let mut next_answer = || match &mut answers {
-            Some(answers) => answers.next(output),
+            Some(answers) => answers.next().with_context(|| output.display().to_string()),
             None => Ok(None),
         };
         let mut answer = next_answer()?;
         for request in &mut requests {
-            let request = request.map_err(|source| failed(input, source))?;
+            let request = request.with_context(|| input.display().to_string())?;
             total += 1;
             let Some(Answer { custom_id, end }) = answer else { continue };
             same(total, custom_id, &request)?;
             (done, keep) = (total, end);
             answer = next_answer()?;
         }
-        match answer {
-            Some(_) => Err(ResumeError::TooMany { total }),
-            None => Ok(Self { done, keep, input: requests.digest() }),
+        if answer.is_some() {
+            bail!("the output has more lines than the input has requests ({total}): not its output");
         }
+        Ok(Self { done, keep, input: requests.digest() })
     }
 
     /// Cuts off the output's torn end, and moves `file`, which [`claim`] returned, after its whole lines.
-    ///
-    /// # Errors
-    /// [`ResumeError::Io`].
-    pub fn cut(&self, file: &mut File, output: &Path) -> Result<(), ResumeError> {
+    pub fn cut(&self, file: &mut File, output: &Path) -> anyhow::Result<()> {
         let cut = file.set_len(self.keep).and_then(|()| file.seek(SeekFrom::End(0)));
-        cut.map(|_| ()).map_err(|source| failed(output, source))
+        cut.map(|_| ()).with_context(|| output.display().to_string())
     }
 
     /// Opens the input after the requests that are done.
-    ///
-    /// # Errors
-    /// [`ResumeError::Io`].
-    pub fn open_input(&self, input: &Path) -> Result<CountedInput, ResumeError> {
+    pub fn open_input(&self, input: &Path) -> anyhow::Result<CountedInput> {
         let opened = CountedInput::open(input, self.done, self.input.clone());
-        opened.map_err(|source| failed(input, source))
+        opened.with_context(|| input.display().to_string())
     }
 }
 
@@ -161,33 +103,30 @@ impl<R: BufRead> Answers<R> {
 
     /// None at the end, and at a torn last line: the beginning of a line, without a newline or with nothing
     /// after it.
-    fn next(&mut self, path: &Path) -> Result<Option<Answer>, ResumeError> {
-        let read = |source| failed(path, source);
-        let Some(line) = read_line(&mut self.reader, MAX_OUTPUT_LINE).map_err(read)? else {
-            return Ok(None);
-        };
+    fn next(&mut self) -> anyhow::Result<Option<Answer>> {
+        let Some(line) = read_line(&mut self.reader, MAX_OUTPUT_LINE)? else { return Ok(None) };
         self.line += 1;
-        let not_output = |problem| ResumeError::NotOutput { line: self.line, problem };
-        let bytes = line.bytes.ok_or_else(|| not_output(format!("longer than {MAX_OUTPUT_LINE} bytes")))?;
+        let number = self.line;
+        let Some(bytes) = line.bytes else { bail!("line {number} is longer than {MAX_OUTPUT_LINE} bytes") };
         let problem = match output_custom_id(&bytes) {
             Ok(custom_id) if line.complete => {
                 self.end += line.length;
                 return Ok(Some(Answer { custom_id, end: self.end }));
             }
             Ok(_) => return Ok(None),
-            Err(error) => error.to_string(),
+            Err(problem) => problem,
         };
-        let last = self.reader.fill_buf().map_err(read)?.is_empty();
+        let last = self.reader.fill_buf()?.is_empty();
         // Any other content may be a file that was named as the output by mistake: never cut that.
-        if last && is_torn_output(&bytes) { Ok(None) } else { Err(not_output(problem)) }
+        if last && is_torn_output(&bytes) {
+            Ok(None)
+        } else {
+            bail!("line {number} of the output: {problem}")
+        }
     }
 }
 
-fn failed(path: &Path, source: io::Error) -> ResumeError {
-    ResumeError::Io { path: path.to_owned(), source }
-}
-
-fn same(output_line: usize, answered: Option<String>, request: &InputLine) -> Result<(), ResumeError> {
+fn same(output_line: usize, answered: Option<String>, request: &InputLine) -> anyhow::Result<()> {
     let asked = request.bytes.as_deref().and_then(|bytes| match parse(bytes) {
         Ok(request) => Some(request.custom_id),
         Err(invalid) => invalid.custom_id,
@@ -196,13 +135,17 @@ fn same(output_line: usize, answered: Option<String>, request: &InputLine) -> Re
         return Ok(());
     }
     let shown = |id: Option<String>| id.map_or("null".to_owned(), |id| format!("{id:?}"));
-    let (output_id, input_id) = (shown(answered), shown(asked));
-    Err(ResumeError::Mismatch { output_line, output_id, input_line: request.number, input_id })
+    let (output_id, input_line, input_id) = (shown(answered), request.number, shown(asked));
+    bail!(
+        "line {output_line} of the output answers {output_id}, line {input_line} of the input asks \
+         {input_id}: not the output of this input; give another output file, or remove this one"
+    )
 }
 
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::path::PathBuf;
 
     use super::super::lines::InputLines;
     use super::*;
@@ -307,8 +250,8 @@ mod tests {
         let whole = String::from_utf8(whole_output()).unwrap();
         let broken = whole.replacen("\n", "\nbroken\n", 1);
         let files = files(INPUT, Some(broken.as_bytes()));
-        let error = ResumePoint::find(&files.input, &files.output).unwrap_err();
-        assert!(matches!(error, ResumeError::NotOutput { line: 2, .. }), "{error}");
+        let error = format!("{:#}", ResumePoint::find(&files.input, &files.output).unwrap_err());
+        assert!(error.contains("line 2 of the output: "), "{error}");
         assert_eq!(std::fs::read(&files.output).unwrap(), broken.as_bytes());
     }
 
@@ -316,8 +259,8 @@ mod tests {
     fn a_file_that_is_no_batch_output_is_an_error_and_left_alone() {
         for other in ["my notes", "my notes\n", "{\"a\":1}\n", INPUT] {
             let files = files(INPUT, Some(other.as_bytes()));
-            let error = ResumePoint::find(&files.input, &files.output).unwrap_err();
-            assert!(matches!(error, ResumeError::NotOutput { line: 1, .. }), "{error}");
+            let error = format!("{:#}", ResumePoint::find(&files.input, &files.output).unwrap_err());
+            assert!(error.contains("line 1 of the output: "), "{error}");
         }
     }
 
@@ -334,8 +277,8 @@ mod tests {
     fn an_output_longer_than_its_input_is_an_error() {
         let first = INPUT.lines().next().unwrap();
         let files = files(first, Some(&whole_output()));
-        let error = ResumePoint::find(&files.input, &files.output).unwrap_err();
-        assert!(matches!(error, ResumeError::TooMany { total: 1 }), "{error}");
+        let error = ResumePoint::find(&files.input, &files.output).unwrap_err().to_string();
+        assert!(error.contains("more lines than the input has requests (1)"), "{error}");
     }
 
     #[test]
