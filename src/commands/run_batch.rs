@@ -37,8 +37,6 @@ use crate::telemetry::QUIET;
 
 /// Lines under way or waiting for an earlier one to finish.
 const WINDOW: usize = 4_096;
-/// Ready messages in a queue before a publisher waits.
-const MAX_READY: usize = 1_024;
 /// Replies that the queue sends before they are acked.
 const PREFETCH: NonZeroU16 = NonZeroU16::new(256).expect("256 is not zero");
 /// The queue of replies, inside this process.
@@ -202,13 +200,10 @@ fn settings(arguments: &RunBatch) -> anyhow::Result<(Settings, Pool)> {
 }
 
 fn queues_of(pool: &Pool) -> Vec<QueueSpec> {
-    let queue = |name: &str, max_ready| QueueSpec { name: name.to_owned(), max_ready };
-    vec![
-        queue(&pool.task_queue, Some(MAX_READY)),
-        queue(REPLIES, Some(MAX_READY)),
-        // A dead-lettered task has been answered too, so nobody reads its dead letter.
-        queue(&pool.dead_letter_queue, None),
-    ]
+    // A dead-lettered task has been answered too, so nobody reads its dead letter.
+    [(pool.task_queue.as_str(), true), (REPLIES, true), (&pool.dead_letter_queue, false)]
+        .map(|(name, kept)| QueueSpec { name: name.to_owned(), kept })
+        .into()
 }
 
 /// A line of the input.

@@ -42,7 +42,7 @@ macro_rules! section {
             $($(#[doc = $help:literal])+ $key:ident: $type:ty = $default:tt, $read:expr;)*
             $(nested $nested:ident: $section:ty;)*
         }
-        check $check:expr
+        $(check $check:expr)?
     ) => {
         $(#[doc = $about])+
         #[derive(Clone, Debug, PartialEq, ::serde::Serialize, ::serde::Deserialize)]
@@ -72,10 +72,10 @@ macro_rules! section {
                     .and_then(<$section as $crate::config::define::Section>::read);)*
                 let read = || Some(Self { $($key: $key?,)* $($nested: $nested?,)* });
                 let read = read();
-                if let Some(read) = &read {
+                $(if let Some(read) = &read {
                     let check: fn(&Self, &mut $crate::config::read::Reader<'_>) = $check;
                     check(read, &mut reader);
-                }
+                })?
                 reader.finish();
                 read
             }

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use ::config::{ConfigError as SourceError, File as Text, FileFormat, Map, Source, Value, ValueKind};
+use ::config::{ConfigError as SourceError, FileFormat, Format, Map, Source, Value};
 
 use super::problem::Problem;
 
@@ -70,29 +70,14 @@ fn text_of(file: &Path) -> Result<String, String> {
 }
 
 fn parse(text: &str, origin: &str) -> Result<Layer, String> {
-    let table = Text::from_str(text, FileFormat::Toml)
-        .collect()
+    let origin = origin.to_owned();
+    let table = Format::parse(&FileFormat::Toml, Some(&origin), text)
         .map_err(|error| without_excerpt(&error.to_string()))?;
     // The `config` crate takes a quoted top-level key for a path, which could reach into other sections.
     if let Some(key) = table.keys().find(|key| key.contains(['.', '[', ']'])) {
         return Err(format!("top-level key {key:?} is not a setting"));
     }
-    let origin = origin.to_owned();
-    let stamped = table.into_iter().map(|(key, value)| (key, stamp(value, &origin)));
-    Ok(Layer(stamped.collect()))
-}
-
-/// Writes the origin into a value and all values in it: the parser sets none.
-fn stamp(value: Value, origin: &String) -> Value {
-    let kind = match value.kind {
-        ValueKind::Table(table) => {
-            let stamped = table.into_iter().map(|(k, v)| (k, stamp(v, origin)));
-            ValueKind::Table(stamped.collect())
-        }
-        ValueKind::Array(items) => ValueKind::Array(items.into_iter().map(|v| stamp(v, origin)).collect()),
-        scalar => scalar,
-    };
-    Value::new(Some(origin), kind)
+    Ok(Layer(table))
 }
 
 /// The parser's message without the quoted line of the file, which may hold a password.

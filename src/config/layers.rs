@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use ::config::{Config, ConfigError as SourceError, Map, Value, ValueKind};
+use ::config::{Config, ConfigError as SourceError, Value, ValueKind};
 
 use super::files::{self, Layer};
 use super::overrides;
@@ -24,9 +24,12 @@ pub(super) fn merge(
     let defaults = files::defaults(defaults).map_err(|problem| vec![problem])?;
     let written = files::read(files)?;
 
-    let built_in = overlay([defaults.clone()])?;
+    let mut built_in = overlay([defaults.clone()])?;
     let mut tree = overlay(std::iter::once(defaults).chain(written))?;
-    fill_pools(&mut tree, &built_in);
+    if let (Some(pools), [template]) = (pools(&mut tree), &*pools(&mut built_in).cloned().unwrap_or_default())
+    {
+        pools.iter_mut().for_each(|pool| fill(pool, template));
+    }
 
     let mut problems = Vec::new();
     let [amqp_url, variables] = overrides::from_environment(environment, &tree, &mut problems);
@@ -47,42 +50,23 @@ fn overlay(layers: impl IntoIterator<Item = Layer>) -> Result<Value, Vec<Problem
     Ok(builder.build().map_err(failed)?.cache)
 }
 
-/// Fills each pool's missing keys from the one built-in pool.
-fn fill_pools(tree: &mut Value, built_in: &Value) {
-    let Some(ValueKind::Array(built_in)) = pools(built_in) else {
-        return;
-    };
-    let (Some(template), ValueKind::Table(root)) = (built_in.first(), &mut tree.kind) else {
-        return;
-    };
-    if let Some(ValueKind::Array(pools)) = root.get_mut("pool").map(|pools| &mut pools.kind) {
-        for pool in pools {
-            fill(pool, template);
-        }
-    }
-}
-
-fn pools(tree: &Value) -> Option<&ValueKind> {
-    match &tree.kind {
-        ValueKind::Table(root) => root.get("pool").map(|pools| &pools.kind),
+fn pools(tree: &mut Value) -> Option<&mut Vec<Value>> {
+    let ValueKind::Table(root) = &mut tree.kind else { return None };
+    match root.get_mut("pool").map(|pools| &mut pools.kind) {
+        Some(ValueKind::Array(pools)) => Some(pools),
         _ => None,
     }
 }
 
+/// Adds the keys of `template` that `value` lacks, in its tables too.
 fn fill(value: &mut Value, template: &Value) {
     let (ValueKind::Table(table), ValueKind::Table(missing)) = (&mut value.kind, &template.kind) else {
         return;
     };
-    fill_table(table, missing);
-}
-
-fn fill_table(table: &mut Map<String, Value>, missing: &Map<String, Value>) {
     for (key, template) in missing {
         match table.get_mut(key) {
             Some(present) => fill(present, template),
-            None => {
-                table.insert(key.clone(), template.clone());
-            }
+            None => drop(table.insert(key.clone(), template.clone())),
         }
     }
 }

@@ -2,8 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use ::config::{Value, ValueKind};
-
 use super::define::{Outline, Section};
 use super::read::{Reader, typed};
 
@@ -18,20 +16,7 @@ impl Section for Options {
     }
 
     fn read(mut reader: Reader<'_>) -> Option<Self> {
-        let of_json = |(name, value): (String, Value)| (name, plain(&typed(&value)));
+        let of_json = |(name, value)| (name, typed(&value).try_deserialize().unwrap_or_default());
         Some(reader.take_rest().into_iter().map(of_json).collect())
-    }
-}
-
-fn plain(value: &Value) -> serde_json::Value {
-    match &value.kind {
-        ValueKind::Nil => serde_json::Value::Null,
-        ValueKind::Boolean(switch) => (*switch).into(),
-        ValueKind::I64(number) => (*number).into(),
-        ValueKind::U64(number) => (*number).into(),
-        ValueKind::Float(number) => (*number).into(),
-        ValueKind::Array(items) => items.iter().map(plain).collect(),
-        ValueKind::Table(table) => table.iter().map(|(name, value)| (name.clone(), plain(value))).collect(),
-        other => other.to_string().into(),
     }
 }

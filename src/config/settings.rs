@@ -64,7 +64,6 @@ section! {
         consumer_timeout: Duration = "30m", read::duration(WAIT);
         nested tls: Tls;
     }
-    check |_, _| {}
 }
 
 section! {
@@ -107,7 +106,7 @@ section! {
         /// docs/messages.md).
         model: String = "sentence-transformers/all-MiniLM-L6-v2", read::name;
         /// What the model is used for: "embed". "auto": what its architecture serves first.
-        task: Option<String> = "auto", read::auto(read::name);
+        task: Option<String> = "auto", read::unless("auto", read::name);
         /// Further names that requests may call the model by.
         served_names: Vec<String> = [], read::served_names;
         /// "auto": every GPU in a build with CUDA, else one CPU worker for each core, 16 at most. Or a list:
@@ -117,7 +116,7 @@ section! {
         workers_per_device: usize = 1, read::whole(PROCESSES);
         /// Compute threads of a CPU worker; of a GPU's worker, those that prepare tasks and as many that write
         /// replies, 8 at most. "auto": the cores divided among the workers.
-        threads: Option<usize> = "auto", read::auto(read::whole(PROCESSES));
+        threads: Option<usize> = "auto", read::unless("auto", read::whole(PROCESSES));
         /// The number format of weights and products: "f32", "bf16" or "f16". In f32 results equal the
         /// published model's to 1e-5. The others take half the memory and are for GPUs: a CPU is slower with
         /// them.
@@ -129,7 +128,7 @@ section! {
         /// Unacknowledged messages a worker holds, 1 to 2000. "auto": two batches, by the tokens and inputs of
         /// recent messages: one computes, one waits. On a GPU four: also the next one already given to the
         /// device, and one that is being prepared or answered.
-        prefetch: Option<u16> = "auto", read::auto(read::whole(PREFETCH));
+        prefetch: Option<u16> = "auto", read::unless("auto", read::whole(PREFETCH));
         /// With "auto", most bytes of task bodies to hold, estimated from the size of recent messages. A worker
         /// begins with as many of the largest messages (max_body) as fit. The first messages that are larger
         /// than before can exceed it.
@@ -150,7 +149,7 @@ section! {
     Batch {
         /// Tokens, without padding, in a forward pass or one step of running sequences. "auto": 1,024 for each
         /// CPU thread, 32,768 on a GPU.
-        max_tokens: Option<usize> = "auto", read::auto(read::whole(TOKENS));
+        max_tokens: Option<usize> = "auto", read::unless("auto", read::whole(TOKENS));
         /// Inputs in a forward pass, or sequences that run at once.
         max_requests: usize = 512, read::whole(COUNT);
         /// Longest wait of an idle device, from the batch's first input, for tasks that are just being
@@ -161,7 +160,6 @@ section! {
         /// others.
         timeout: Duration = "5m", read::duration(WAIT);
     }
-    check |_, _| {}
 }
 
 section! {
@@ -199,11 +197,11 @@ section! {
         /// A task is dead-lettered as poison after this many deaths of workers that computed it alone.
         poison_deaths: u32 = 3, read::whole(TIMES);
         /// Replace a worker after this many tasks, or "never". One slot at a time.
-        recycle_tasks: Option<u64> = "never", read::never(read::whole(1..=i64::MAX as u64));
+        recycle_tasks: Option<u64> = "never", read::unless("never", read::whole(1..=i64::MAX as u64));
         /// Replace a worker at this age ("24h"), or "never".
-        recycle_age: Option<Duration> = "never", read::never(read::duration(WAIT));
+        recycle_age: Option<Duration> = "never", read::unless("never", read::duration(WAIT));
         /// Replace a worker when its own memory has grown by this much since it was ready ("2GiB"), or "never".
-        recycle_memory: Option<u64> = "never", read::never(read::size(1..=u64::MAX));
+        recycle_memory: Option<u64> = "never", read::unless("never", read::size(1..=u64::MAX));
         /// How a worker is replaced, for these reasons or for new settings (SIGHUP). "overlap": the new one is
         /// ready before the old one drains, so the device needs memory for both. "in_turn": the old one drains
         /// first, for devices with memory for one copy of the model; if the new one then does not get ready,
@@ -227,7 +225,6 @@ section! {
         /// who may publish to it can control them. Neither made nor used with broker.declare = false.
         control_exchange: Option<String> = "sconce.control", read::exchange;
     }
-    check |_, _| {}
 }
 
 section! {
@@ -240,7 +237,6 @@ section! {
         /// says whether it is recorded, that is followed.
         trace_sample: f64 = 1.0, read::share;
     }
-    check |_, _| {}
 }
 
 /// All settings, validated.

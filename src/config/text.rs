@@ -2,25 +2,9 @@
 
 use ::config::{Value, ValueKind};
 
-/// A TOML basic string. JSON's escapes are not enough: TOML refuses a bare DEL as well.
+/// A TOML basic string: JSON's escapes are TOML's too, but TOML refuses a bare DEL as well.
 pub(super) fn quoted(text: &str) -> String {
-    let mut quoted = String::with_capacity(text.len() + 2);
-    quoted.push('"');
-    for character in text.chars() {
-        match character {
-            '"' => quoted.push_str("\\\""),
-            '\\' => quoted.push_str("\\\\"),
-            '\n' => quoted.push_str("\\n"),
-            '\t' => quoted.push_str("\\t"),
-            '\r' => quoted.push_str("\\r"),
-            control if control.is_control() => {
-                quoted.push_str(&format!("\\u{:04X}", u32::from(control)));
-            }
-            other => quoted.push(other),
-        }
-    }
-    quoted.push('"');
-    quoted
+    serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007F")
 }
 
 /// A value as TOML; a table is only named, since its keys are settings of their own.

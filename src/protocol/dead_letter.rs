@@ -18,16 +18,13 @@ const OUR_BYTES: usize = 8_192;
 
 /// Header with the time of dead-lettering, ISO-8601.
 const DEAD_LETTERED_AT: &str = "dead_lettered_at";
-/// Header of a parked reply (written by earlier versions): the queue that the reply was for.
-const REPLY_QUEUE: &str = "reply_queue";
 /// All headers that a worker writes besides `original_*`; the first four are in each of its dead letters.
-const OURS: [&str; 10] = [
+const OURS: [&str; 9] = [
     "reason",
     "error",
     "task_id",
     "worker",
     DEAD_LETTERED_AT,
-    REPLY_QUEUE,
     "deaths",
     "exit",
     "last_log",
@@ -38,9 +35,6 @@ const OURS: [&str; 10] = [
 const BROKERS: [&str; 4] = ["delivery_limit", "expired", "rejected", "maxlen"];
 /// The reason of a dead letter without one.
 const UNKNOWN: &str = "unknown";
-/// Prefix of RabbitMQ's direct reply-to addresses.
-const DIRECT_REPLY_TO: &str = "amq.rabbitmq.reply-to";
-
 /// Why a message is in the dead-letter queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
@@ -229,30 +223,11 @@ impl<'a> DeadLetter<'a> {
         }
     }
 
-    /// The queue that a parked reply was for. Workers of earlier versions dead-lettered a reply whose queue did
-    /// not exist; now they dead-letter its task.
-    fn parked_for(&self) -> Option<&'a str> {
-        let is_reply = self.message.properties.kind.as_deref() == Some("reply");
-        self.text(REPLY_QUEUE).filter(|_| is_reply && self.ours == Some(Reason::Unroutable))
-    }
-
-    /// The queue to requeue it to: a task's pool queue, or the queue of a parked reply.
-    ///
-    /// # Errors
-    /// It is a control message and was not selected by id (`by_id`), or the requester is gone.
-    pub fn destination(&self, task_queue: &'a str, by_id: bool) -> Result<&'a str, String> {
-        // Checked first, because any producer can write the headers of a parked reply.
-        if is_control(self.message) && !by_id {
-            let kind = self.message.properties.kind.as_deref().unwrap_or("null");
-            return Err(format!("it is a control message ({kind}): to put it back, give its id"));
-        }
-        if let Some(queue) = self.parked_for() {
-            if queue.starts_with(DIRECT_REPLY_TO) {
-                return Err("it is a reply by direct reply-to, and its requester is gone".into());
-            }
-            return Ok(queue);
-        }
-        Ok(task_queue)
+    /// Why it may not be requeued: it is a control message, and was not selected by its id.
+    pub fn stays(&self, by_id: bool) -> Option<String> {
+        let kind = self.message.properties.kind.as_deref().unwrap_or("null");
+        (is_control(self.message) && !by_id)
+            .then(|| format!("it is a control message ({kind}): to put it back, give its id"))
     }
 
     /// A field of the latest entry of `x-death`.
@@ -287,18 +262,12 @@ fn our_reason(headers: &Headers) -> Option<Reason> {
 /// expiration. Attempts are counted anew.
 pub fn restored(mut message: Message) -> Message {
     let ours = our_reason(&message.properties.headers);
-    let is_reply = DeadLetter::of(&message).parked_for().is_some();
     (message.properties.expiration, message.properties.user_id) = (None, None);
     let headers = &mut message.properties.headers;
     headers.retain(|name, _| name != "CC" && !is_the_brokers(name));
     let tried = headers.remove(ATTEMPT).is_some();
-    match ours {
-        // A reply's own `original_*` headers say which task it answers, and which worker answered.
-        Some(_) if is_reply => {
-            headers.retain(|name, _| matches!(name.as_str(), "task_id" | "worker") || !is_ours(name));
-        }
-        Some(_) => headers.retain(|name, _| name == REPLY_QUEUE || !is_ours(name)),
-        None => {}
+    if ours.is_some() {
+        headers.retain(|name, _| !is_ours(name));
     }
     if ours.is_some() || tried {
         if headers.contains_key(ORIGINAL_EXPIRATION) {

@@ -84,7 +84,7 @@ fn a_dead_letter_that_was_too_large_keeps_our_headers_and_no_large_one_of_their_
 
 #[test]
 fn a_task_is_put_back_as_its_producer_sent_it_but_for_what_would_act_at_once() {
-    let headers = Headers::from([("mine".into(), "kept".into()), ("reply_queue".into(), "mine too".into())]);
+    let headers = Headers::from([("mine".into(), "kept".into())]);
     let sent = Properties {
         correlation_id: Some("c".into()),
         reply_to: Some("r".into()),
@@ -104,7 +104,7 @@ fn a_task_is_put_back_as_its_producer_sent_it_but_for_what_would_act_at_once() {
     );
     assert_eq!((read.error(), read.pool()), (Some("it broke"), Some("embed")));
     assert_eq!((read.age(at(130)), read.age(at(1))), (Some(Duration::from_secs(30)), Some(Duration::ZERO)));
-    assert_eq!(read.destination("tasks", false), Ok("tasks"));
+    assert_eq!(read.stays(false), None);
     let back = restored(message);
     assert_eq!((back.properties, &back.body[..]), (sent, &br#"{"input":"a"}"#[..]));
 }
@@ -119,53 +119,17 @@ fn a_deadline_stays_unless_it_may_come_of_an_expiration() {
     assert_eq!(restored(dead(again.properties, Reason::Attempts)).properties, Properties::default());
 }
 
-/// A parked reply, as earlier versions wrote it.
-fn parked_reply(mut reply: Message, queue: &str) -> Message {
-    let headers = [
-        ("reason", "unroutable"),
-        ("error", "it broke"),
-        ("task_id", "t"),
-        ("worker", "host/embed/0"),
-        (REPLY_QUEUE, queue),
-    ];
-    reply.properties.headers.extend(headers.map(|(name, value)| (name.to_owned(), value.into())));
-    reply
-}
-
-#[test]
-fn a_parked_reply_goes_to_the_queue_it_was_for_and_is_a_reply_again() {
-    let headers = Headers::from([
-        ("status".into(), "succeeded".into()),
-        ("task_id".into(), "t".into()),
-        ("worker".into(), "host/embed/0".into()),
-    ]);
-    let properties = Properties { kind: Some("reply".into()), ..with_headers(headers) };
-    let reply = Message { properties, body: "{}".into() };
-    let parked = parked_reply(reply.clone(), "wanted");
-    assert_eq!(DeadLetter::of(&parked).destination("tasks", false), Ok("wanted"));
-    assert_eq!(restored(parked), reply);
-    let direct = parked_reply(reply, "amq.rabbitmq.reply-to.g1");
-    assert!(DeadLetter::of(&direct).destination("tasks", true).is_err(), "nobody would hear it");
-    // Anybody may write the headers of a parked reply into a task.
-    let sent = with_headers(Headers::from([(REPLY_QUEUE.to_owned(), "elsewhere".into())]));
-    let task = dead(sent.clone(), Reason::Unroutable);
-    assert_eq!(DeadLetter::of(&task).destination("tasks", false), Ok("tasks"));
-    assert_eq!(restored(task).properties, sent);
-}
-
 #[test]
 fn a_control_message_is_put_back_only_by_its_id() {
     let kind = |kind: &str| Properties { kind: Some(kind.to_owned()), ..Properties::default() };
-    let sentinel = Message { properties: kind("control.shutdown"), body: "".into() };
     for (message, words) in [
         (dead(kind("control.reboot"), Reason::UnknownControl), "control.reboot"),
-        // A control message with the headers of a parked reply is still a control message.
-        (parked_reply(sentinel, "tasks"), "control.shutdown"),
+        (Message { properties: kind("control.shutdown"), body: "".into() }, "control.shutdown"),
         (Message { properties: Properties::default(), body: " null".into() }, "null"),
     ] {
         let read = DeadLetter::of(&message);
-        assert!(read.destination("tasks", false).is_err_and(|why| why.contains(words)), "{words}");
-        assert_eq!(read.destination("tasks", true), Ok("tasks"));
+        assert!(read.stays(false).is_some_and(|why| why.contains(words)), "{words}");
+        assert_eq!(read.stays(true), None);
     }
 }
 

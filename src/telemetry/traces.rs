@@ -5,26 +5,27 @@
 //! | file | decides |
 //! |---|---|
 //! | `context` | what W3C headers say, and how they are written |
-//! | `sampling` | which traces are recorded |
 //! | `task` | what is noted of a task until its span ends |
 //! | `export` | how finished spans reach the collector, and which are lost |
 
 mod context;
 mod export;
-mod sampling;
 mod task;
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
-use opentelemetry::trace::{Link, Span as _, SpanKind, Status, TraceContextExt, Tracer, TracerProvider};
+use opentelemetry::trace::{
+    Link, Span as _, SpanKind, Status, TraceContextExt, TraceId, Tracer, TracerProvider,
+};
 use opentelemetry::{Context, Key, KeyValue, Value};
 use opentelemetry_sdk::Resource;
-use opentelemetry_sdk::trace::{SdkTracer, SdkTracerProvider};
+use opentelemetry_sdk::trace::{
+    Sampler, SamplingDecision, SamplingResult, SdkTracer, SdkTracerProvider, ShouldSample,
+};
 
 pub use super::span::{Came, Place};
-use sampling::Sampling;
 pub use task::{TaskLink, TaskSpan};
 
 /// A forward pass that is over, with links to its tasks' spans.
@@ -139,6 +140,37 @@ impl Traces {
         if let Err(error) = on.provider.shutdown_with_timeout(most) {
             tracing::debug!(%error, "the last spans did not reach the collector");
         }
+    }
+}
+
+/// A batch with a recorded task is recorded; for all other spans the parent or `others` decides.
+#[derive(Clone, Debug)]
+struct Sampling {
+    others: Sampler,
+}
+
+impl Sampling {
+    /// Records the share `sample` of traces that begin here.
+    fn of(sample: f64) -> Self {
+        Self { others: Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample))) }
+    }
+}
+
+impl ShouldSample for Sampling {
+    fn should_sample(
+        &self,
+        parent: Option<&Context>,
+        trace: TraceId,
+        name: &str,
+        kind: &SpanKind,
+        attributes: &[KeyValue],
+        links: &[Link],
+    ) -> SamplingResult {
+        let mut result = self.others.should_sample(parent, trace, name, kind, attributes, links);
+        if !links.is_empty() {
+            result.decision = SamplingDecision::RecordAndSample;
+        }
+        result
     }
 }
 

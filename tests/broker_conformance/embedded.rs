@@ -25,8 +25,8 @@ impl Rig for EmbeddedRig {
     async fn start() -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let queues: Vec<QueueSpec> = (0..QUEUES)
-            .map(|n| QueueSpec { name: format!("queue-{n}"), max_ready: Some(10_000) })
-            .chain([QueueSpec { name: QUIET.into(), max_ready: Some(1) }])
+            .map(|n| QueueSpec { name: format!("queue-{n}"), kept: true })
+            .chain([QueueSpec { name: QUIET.into(), kept: true }])
             .collect();
         let path = folder.path().join("queue").join("socket");
         let broker = EmbeddedBroker::bind(path, &queues).expect("the socket");

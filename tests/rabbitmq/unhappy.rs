@@ -240,22 +240,8 @@ async fn a_message_without_expiration_in_a_retry_queue_holds_up_none_behind_it()
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).set("pool[0].retry.delay", "500ms");
     let client = Client::connect(&rabbit.url()).await;
-    // As earlier versions made it, with a message that would stay there for ever, and one behind it.
-    let old = format!("{}.retry.500ms", settings.tasks);
-    let text = |text: &str| AMQPValue::LongString(text.into());
-    let way_back = [
-        quorum(),
-        ("x-dead-letter-exchange", text("")),
-        ("x-dead-letter-routing-key", text(&settings.tasks)),
-    ];
-    client.declare(&old, &way_back).await;
-    client.publish(&old, Task::new(json!({"input": 1})).id("first")).await;
-    let expiring = Task::new(json!({"input": 2})).id("second").with(|it| it.with_expiration("100".into()));
-    client.publish(&old, expiring).await;
     let sconce = Sconce::launched(&settings).await;
     let mut replies = client.inbox(&settings.replies).await;
-    one_each(&mut replies, 2).await;
-    // And in the queue of today.
     let now = format!("{}.retry-500ms", settings.tasks);
     client.publish(&now, Task::new(json!({"input": 3})).id("third")).await;
     client.publish(&settings.tasks, Task::new(json!({"input": 4, "fail": "once"})).id("fourth")).await;

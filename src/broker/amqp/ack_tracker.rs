@@ -113,18 +113,6 @@ impl AckTracker {
         self.sender = if acks.is_empty() { Sender::Nobody } else { Sender::Sending };
         acks
     }
-
-    /// The sender was dropped while sending; the next ack makes its caller the sender.
-    pub(super) fn abandon(&mut self) {
-        self.sender = Sender::Nobody;
-    }
-
-    /// The caller that waited for more acks has stopped waiting.
-    pub(super) fn gathered(&mut self) {
-        if self.sender == Sender::Gathering {
-            self.sender = Sender::Nobody;
-        }
-    }
 }
 
 #[cfg(test)]
@@ -175,15 +163,11 @@ mod tests {
         assert_eq!(ack_tracker.take(), [Ack { tag: 4, multiple: true }]);
         assert_eq!((ack_tracker.take(), ack_tracker.ack(5)), (vec![], Flush::Gather));
         assert!(ack_tracker.hold(5, 5), "nobody is sending yet");
-        ack_tracker.gathered();
         assert!(!ack_tracker.begin());
         assert_eq!((ack_tracker.take(), ack_tracker.take()), (vec![Ack { tag: 5, multiple: true }], vec![]));
         assert_eq!(ack_tracker.ack(6), Flush::Gather);
-        ack_tracker.gathered();
-        assert_eq!(ack_tracker.ack(7), Flush::Gather, "the one before was given up");
-        ack_tracker.gathered();
         assert!(ack_tracker.begin());
-        assert_eq!(ack_tracker.take(), [Ack { tag: 7, multiple: true }]);
+        assert_eq!(ack_tracker.take(), [Ack { tag: 6, multiple: true }]);
     }
 
     #[test]

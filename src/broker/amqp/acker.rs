@@ -75,25 +75,30 @@ impl Open {
     /// come meanwhile. False: the session is over.
     async fn ack(&self, tag: u64) -> bool {
         let flush = self.ack_tracker().ack(tag);
-        if flush == Flush::Gather {
-            let gathering = Gathering(self);
-            tokio::time::sleep(GATHER).await;
-            drop(gathering);
+        if flush == Flush::Leave {
+            return true;
         }
-        let sends = flush == Flush::Send || flush == Flush::Gather && self.ack_tracker().begin();
-        !sends || self.send_acks().await
+        let open = self.clone();
+        let sent = async move {
+            if flush == Flush::Gather {
+                tokio::time::sleep(GATHER).await;
+                if !open.ack_tracker().begin() {
+                    return true;
+                }
+            }
+            open.send_acks().await
+        };
+        // A task of its own, because the acks of others depend on it: it goes on where this caller is cancelled.
+        tokio::spawn(sent).await.unwrap_or(false)
     }
 
     /// Sends the waiting acks, as the sender. False: the session is over.
     pub(super) async fn send_acks(&self) -> bool {
-        let sending = Sending(self);
         loop {
             // The rest of a batch is being confirmed at this moment, and its acks can go with these.
             tokio::task::yield_now().await;
             let acks = self.ack_tracker().take();
             if acks.is_empty() {
-                // `take` has ended this sending, and another caller may have begun one.
-                std::mem::forget(sending);
                 return true;
             }
             let send = |Ack { tag, multiple }| self.channel.basic_ack(tag, BasicAckOptions { multiple });
@@ -120,24 +125,6 @@ impl AmqpAcker {
 
     fn open(&self, delivery_tag: DeliveryTag) -> Option<Open> {
         self.current.open().filter(|open| open.session == delivery_tag.session)
-    }
-}
-
-/// Dropped when its caller stops waiting for more acks, or is cancelled: the next ack may then wait.
-struct Gathering<'a>(&'a Open);
-
-impl Drop for Gathering<'_> {
-    fn drop(&mut self) {
-        self.0.ack_tracker().gathered();
-    }
-}
-
-/// Dropped when the sender is cancelled while sending: the next ack then sends.
-struct Sending<'a>(&'a Open);
-
-impl Drop for Sending<'_> {
-    fn drop(&mut self) {
-        self.0.ack_tracker().abandon();
     }
 }
 

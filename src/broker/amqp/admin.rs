@@ -1,12 +1,9 @@
 //! Single requests of the command line: each on its own connection, each address tried once.
 
-use lapin::options::QueueDeclareOptions;
-use lapin::types::FieldTable;
-use lapin::{Connection, Error, Queue};
+use lapin::{Connection, Error};
 
 use super::connect::{Connector, OpenConnection, Refusal, words};
-use super::convert::short;
-use super::topology::Topology;
+use super::topology::{Topology, look};
 use crate::broker::BrokerError;
 
 /// Makes the missing queues.
@@ -36,18 +33,9 @@ pub(super) async fn ready_in(connection: &Connection, queue: &str) -> Result<u32
     Ok(look(connection, queue).await?.message_count())
 }
 
-/// On a separate channel, because the broker closes the channel when the queue is missing.
-pub(super) async fn look(connection: &Connection, queue: &str) -> Result<Queue, Error> {
-    let channel = connection.create_channel().await?;
-    let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-    let declared = channel.queue_declare(short(queue), passive, FieldTable::default()).await?;
-    channel.close(200, "done".into()).await?;
-    Ok(declared)
-}
-
 pub(super) async fn connect(connector: &Connector) -> Result<(OpenConnection, String), BrokerError> {
     let mut last = None;
-    for _ in &connector.settings().url {
+    for _ in &connector.settings.url {
         match connector.attempt().await {
             Ok(connected) => return Ok(connected),
             Err(failure) => last = Some(failure),
@@ -58,7 +46,7 @@ pub(super) async fn connect(connector: &Connector) -> Result<(OpenConnection, St
             BrokerError::Refused { broker: failure.broker, reason: failure.reason }
         }
         Some(failure) => BrokerError::Unreachable {
-            seconds: connector.settings().connect_timeout.as_secs(),
+            seconds: connector.settings.connect_timeout.as_secs(),
             reason: format!("{}: {}", failure.broker, failure.reason),
         },
         None => BrokerError::Refused { broker: "broker.url".into(), reason: "it is empty".into() },

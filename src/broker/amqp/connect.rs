@@ -68,9 +68,10 @@ pub enum RefusalPolicy {
 
 /// Makes connections to one of several addresses.
 pub struct Connector {
-    settings: Broker,
-    name: String,
-    refusals: RefusalPolicy,
+    pub(super) settings: Broker,
+    /// The connection's name on the broker's management page.
+    pub(super) name: String,
+    pub(super) refusals: RefusalPolicy,
     /// Counts failed attempts; modulo the number of addresses, it is the index of the next one to try.
     turn: AtomicUsize,
 }
@@ -85,19 +86,6 @@ impl Connector {
     #[must_use]
     pub fn with_refusals(self, refusals: RefusalPolicy) -> Self {
         Self { refusals, ..self }
-    }
-
-    pub(super) fn named(&self, name: String) -> Self {
-        Self::new(self.settings.clone(), name).with_refusals(self.refusals)
-    }
-
-    pub(super) fn settings(&self) -> &Broker {
-        &self.settings
-    }
-
-    /// The connection's name on the broker's management page.
-    pub(super) fn name(&self) -> &str {
-        &self.name
     }
 
     /// Tries the current address once. After a failure the next attempt takes the next address; after a

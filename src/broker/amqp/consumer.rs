@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use futures_util::future::BoxFuture;
 use lapin::{Error, ErrorKind};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
 
 use super::acker::{AmqpAcker, Current, Open};
 use super::connect::{Connector, FAREWELL, Failure, ReconnectPolicy, Refusal, words};
@@ -33,13 +34,13 @@ pub struct AmqpConsumer {
     /// Written by the supervisor. Bound: the first prefetch, or [`EVENTS`] if larger; further deliveries wait
     /// in lapin's buffer.
     events: mpsc::Receiver<Result<Event, BrokerError>>,
-    /// Set to true once, to stop consuming. Read by the supervisor.
-    cancel: watch::Sender<bool>,
+    /// Stops consuming; also cancelled by `close`. Read by the supervisor.
+    cancel: CancellationToken,
     /// The wanted prefetch. Read by the supervisor.
     prefetch: watch::Sender<u16>,
     current: Current,
-    /// Ends the supervisor, which answers when the session is closed.
-    close: mpsc::Sender<oneshot::Sender<()>>,
+    /// Ends the supervisor, which drops its end of `events` when the session is closed.
+    close: CancellationToken,
 }
 
 /// Starts to consume. The first session is made in the background; [`Consumer::next`] reports failures.
@@ -49,17 +50,17 @@ pub fn subscribe(
     prefetch: u16,
 ) -> (AmqpConsumer, AmqpAcker) {
     let (events_in, events) = mpsc::channel(usize::from(prefetch).max(EVENTS));
-    let (cancel, cancelled) = watch::channel(false);
+    let close = CancellationToken::new();
+    let cancel = close.child_token();
     let (prefetch, wanted) = watch::channel(prefetch);
-    let (close, closing) = mpsc::channel(1);
     let current = Current::default();
     let supervisor = Supervisor {
         connector,
         subscription,
         prefetch: wanted,
         events: events_in,
-        cancelled,
-        closing,
+        cancel: cancel.clone(),
+        close: close.clone(),
         current: current.clone(),
     };
     tokio::spawn(supervisor.run());
@@ -81,7 +82,7 @@ impl Consumer for AmqpConsumer {
         Box::pin(async {
             // The flag is set before the current session is read: a session that begins meanwhile sees the
             // flag.
-            self.cancel.send_replace(true);
+            self.cancel.cancel();
             // Awaited here, not left to the supervisor: if a consumer still existed when messages are handed
             // back after this, the broker would deliver them to us again, and out of order.
             if let Some(open) = self.current.open() {
@@ -93,11 +94,16 @@ impl Consumer for AmqpConsumer {
 
     fn close(&mut self) -> BoxFuture<'_, ()> {
         Box::pin(async {
-            let (closed_in, closed) = oneshot::channel();
-            if self.close.send(closed_in).await.is_ok() {
-                let _ = tokio::time::timeout(2 * FAREWELL, closed).await;
-            }
+            self.close.cancel();
+            let closed = async { while self.events.recv().await.is_some() {} };
+            let _ = tokio::time::timeout(2 * FAREWELL, closed).await;
         })
+    }
+}
+
+impl Drop for AmqpConsumer {
+    fn drop(&mut self) {
+        self.close.cancel();
     }
 }
 
@@ -106,18 +112,12 @@ struct Supervisor {
     subscription: Subscription,
     prefetch: watch::Receiver<u16>,
     events: mpsc::Sender<Result<Event, BrokerError>>,
-    cancelled: watch::Receiver<bool>,
-    closing: mpsc::Receiver<oneshot::Sender<()>>,
+    cancel: CancellationToken,
+    close: CancellationToken,
     current: Current,
 }
 
-enum End {
-    /// Not by our request; a new session is made.
-    Lost(Lost),
-    /// By our close, which is answered through the sender, or because the consumer was dropped.
-    Closed(Option<oneshot::Sender<()>>),
-}
-
+/// Why a session ended without our request.
 struct Lost {
     reason: String,
     /// Lapin could not parse what the broker sent: most likely a message with a property that is not UTF-8. The
@@ -148,21 +148,14 @@ impl Supervisor {
             let opened = tokio::select! {
                 opened = Session::open(&self.connector, &self.subscription, prefetch) => opened,
                 // Without a session there is nothing to cancel: the supervisor ends.
-                _ = raised(&mut self.cancelled) => return,
-                closing = self.closing.recv() => {
-                    let _ = closing.map(|closed| closed.send(()));
-                    return;
-                }
+                () = self.cancel.cancelled() => return,
             };
             let failure = match opened {
                 Ok((session, broker)) => {
                     reconnect.connected();
                     sessions += 1;
                     let (number, began) = (sessions, Instant::now());
-                    let lost = match self.live(number, session, one_by_one).await {
-                        End::Closed(_) => return,
-                        End::Lost(lost) => lost,
-                    };
+                    let Some(lost) = self.live(number, session, one_by_one).await else { return };
                     let reason = lost.reason;
                     tracing::warn!(session = number, reason, "lost the broker");
                     if self.events.send(Ok(Event::Lost { session: number })).await.is_err() {
@@ -180,12 +173,7 @@ impl Supervisor {
             match reconnect.failed(failure, &self.connector) {
                 Ok(delay) => tokio::select! {
                     () = tokio::time::sleep(if one_by_one { delay.min(BRIEF) } else { delay }) => {}
-                    () = self.events.closed() => return,
-                    _ = raised(&mut self.cancelled) => return,
-                    closing = self.closing.recv() => {
-                        let _ = closing.map(|closed| closed.send(()));
-                        return;
-                    }
+                    () = self.cancel.cancelled() => return,
                 },
                 Err(error) => {
                     let _ = self.events.send(Err(error)).await;
@@ -195,35 +183,32 @@ impl Supervisor {
         }
     }
 
-    /// Passes on the deliveries of one session until it ends.
-    async fn live(&mut self, number: u64, mut session: Session, one_by_one: bool) -> End {
+    /// Passes on the deliveries of one session until it ends. None: by our close.
+    async fn live(&mut self, number: u64, mut session: Session, one_by_one: bool) -> Option<Lost> {
         let consumer_tag = Arc::new(tokio::sync::Mutex::new(session.consumer.tag()));
         let channel = session.channel.clone();
         let open = Open { session: number, channel, consumer_tag, ack_tracker: Arc::default() };
         self.let_acks_gather(&open, session.prefetch);
         self.current.hold(Some(open.clone()));
-        let mut end = tokio::select! {
-            end = self.pump(&open, &mut session, one_by_one) => end,
-            () = tokio::time::sleep(ONE_BY_ONE), if one_by_one => {
-                End::Lost(Lost { reason: "back to the full prefetch".into(), unreadable: false })
-            }
+        let lost = tokio::select! {
+            lost = self.pump(&open, &mut session, one_by_one) => lost,
+            () = tokio::time::sleep(ONE_BY_ONE), if one_by_one => Some("back to the full prefetch".into()),
         };
         self.current.hold(None);
-        if let End::Closed(closed) = &mut end {
+        if lost.is_none() {
             // Waiting for the broker's answer to the close ensures that it has read every ack written before.
             let goodbye = async {
                 let _ = session.channel.close(200, "done".into()).await;
                 let _ = session.connection.close(200, "done".into()).await;
             };
             let _ = tokio::time::timeout(FAREWELL, goodbye).await;
-            let _ = closed.take().map(|closed| closed.send(()));
         }
-        end
+        lost
     }
 
-    async fn pump(&mut self, open: &Open, session: &mut Session, one_by_one: bool) -> End {
+    async fn pump(&mut self, open: &Open, session: &mut Session, one_by_one: bool) -> Option<Lost> {
         let mut failures = session.connection.events_listener();
-        let mut cancelling = *self.cancelled.borrow();
+        let mut cancelling = self.cancel.is_cancelled();
         let (mut ended, mut resizing) = (false, false);
         if cancelling {
             cancel(&session.channel, session.consumer.tag()).await;
@@ -236,14 +221,14 @@ impl Supervisor {
             tokio::select! {
                 delivered = session.consumer.next(), if !ended => match delivered {
                     Some(Ok(delivery)) => {
-                        session.delivered(delivery.delivery_tag);
+                        session.first_tag.get_or_insert(delivery.delivery_tag);
                         open.ack_tracker().delivered(delivery.delivery_tag, delivery.redelivered);
                         let event = Event::Delivery(Box::new(delivery_from(delivery, open.session, session.addressed)));
                         if self.events.send(Ok(event)).await.is_err() {
-                            break End::Closed(None);
+                            break None;
                         }
                     }
-                    Some(Err(error)) => break End::Lost((&error).into()),
+                    Some(Err(error)) => break Some((&error).into()),
                     None => match self.go_on(open, session, mem::take(&mut resizing)).await {
                         Ok(true) => {}
                         Ok(false) => {
@@ -251,23 +236,17 @@ impl Supervisor {
                             ended = true;
                             let _ = self.events.send(Ok(Event::End)).await;
                         }
-                        Err(lost) => break End::Lost(lost),
+                        Err(lost) => break Some(lost),
                     },
                 },
-                raised = raised(&mut self.cancelled), if !cancelling => {
-                    // Not raised: the consumer, which owns the flag's sender, was dropped.
-                    if !raised {
-                        break End::Closed(None);
-                    }
-                    cancelling = true;
-                }
+                () = self.cancel.cancelled(), if !cancelling => cancelling = true,
                 Ok(()) = self.prefetch.changed(), if !cancelling && !resizing => {}
                 event = failures.next() => match event {
-                    Some(lapin::Event::Error(error)) => break End::Lost((&error).into()),
+                    Some(lapin::Event::Error(error)) => break Some((&error).into()),
                     Some(_) => {}
-                    None => break End::Lost("the connection ended".into()),
+                    None => break Some("the connection ended".into()),
                 },
-                closed = self.closing.recv() => break End::Closed(closed),
+                () = self.close.cancelled() => break None,
             }
         }
     }
@@ -279,7 +258,7 @@ impl Supervisor {
         // meanwhile waits for the new consumer's name. The flag is up to date: `cancel` sets it before it sends
         // the command.
         let mut consumer_tag = open.consumer_tag.lock().await;
-        if *self.cancelled.borrow() {
+        if self.cancel.is_cancelled() {
             return Ok(false);
         }
         if !resizing {
@@ -309,15 +288,10 @@ impl Supervisor {
 /// count it as a failed delivery and deliver it again. Also, unsettled messages are then never of more than two
 /// consumers. A prefetch that never fills limits nothing, so it need not change.
 async fn give_up(open: &Open, session: &Session) -> bool {
-    let full = open.ack_tracker().hold(session.first_tag(), session.prefetch.into());
+    let full = open.ack_tracker().hold(session.first_tag.unwrap_or(u64::MAX), session.prefetch.into());
     if full {
         cancel(&session.channel, session.consumer.tag()).await;
         open.send_acks().await;
     }
     full
-}
-
-/// Waits until the flag is true; false when its sender is gone.
-async fn raised(flag: &mut watch::Receiver<bool>) -> bool {
-    flag.wait_for(|raised| *raised).await.is_ok()
 }

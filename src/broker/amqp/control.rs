@@ -10,9 +10,10 @@ use lapin::types::FieldTable;
 use lapin::{Channel, Consumer, Error};
 use tokio::time::timeout;
 
-use super::admin::{connect, look, refused};
+use super::admin::{connect, refused};
 use super::connect::{Connector, OpenConnection};
 use super::convert::{properties_from, properties_to, short};
+use super::topology::look;
 use crate::broker::BrokerError;
 use crate::protocol::{JSON, Message, Properties};
 
@@ -37,7 +38,7 @@ impl ControlClient {
     /// No address could be reached, or the broker refuses.
     pub async fn connect(connector: &Connector, exchange: &str) -> Result<Self, BrokerError> {
         let (connection, broker) = connect(connector).await?;
-        let limit = connector.settings().connect_timeout;
+        let limit = connector.settings.connect_timeout;
         let set_up = async {
             let channel = connection.create_channel().await?;
             channel.confirm_select(ConfirmSelectOptions::default()).await?;

@@ -81,13 +81,13 @@ impl DeadLetterBrowser {
         let refuse = |error| failed(&broker, queue, &error);
         let left = ready_in(&connection, queue).await.map_err(refuse)?;
         let is_known =
-            connector.settings().declare && has_high_limit(&connection, queue).await.map_err(refuse)?;
+            connector.settings.declare && has_high_limit(&connection, queue).await.map_err(refuse)?;
         Ok(Self {
             channel: connection.create_channel().await.map_err(refuse)?,
             connection,
             broker,
             queue: queue.to_owned(),
-            patience: connector.settings().connect_timeout,
+            patience: connector.settings.connect_timeout,
             publisher: AmqpPublisher::new(connector),
             limit: is_known.then_some(HIGH_LIMIT),
             left,

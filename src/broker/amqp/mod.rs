@@ -6,7 +6,6 @@
 mod ack_tracker;
 mod acker;
 mod admin;
-mod alarm;
 mod connect;
 mod consumer;
 mod control;

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use futures_util::future::BoxFuture;
 use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 
 use super::admin::declare;
 use super::connect::Connector;
@@ -43,8 +44,8 @@ struct Line {
     well: Arc<AtomicBool>,
     /// Written by every task that publishes, read by the connection's task.
     requests: mpsc::Sender<Request>,
-    /// Ends the connection's task, which answers when the connection is closed.
-    close: mpsc::Sender<oneshot::Sender<()>>,
+    /// Ends the connection's task, which drops its end of `requests` when the connection is closed.
+    close: CancellationToken,
 }
 
 impl AmqpPublisher {
@@ -56,7 +57,9 @@ impl AmqpPublisher {
     /// A pool's publisher: messages of more than `large` bytes go on channels of their own, and
     /// [`Publisher::restore`] makes `topology`.
     pub fn for_pool(connector: Connector, large: usize, topology: Option<Topology>) -> Self {
-        let foreign = Arc::new(connector.named(format!("{} (foreign headers)", connector.name())));
+        let foreign =
+            Connector::new(connector.settings.clone(), format!("{} (foreign headers)", connector.name));
+        let foreign = Arc::new(foreign.with_refusals(connector.refusals));
         let connector = Arc::new(connector);
         let plain = Line::start(connector.clone(), Some(large));
         let restored = Mutex::default();
@@ -67,17 +70,15 @@ impl AmqpPublisher {
 impl Line {
     fn start(connector: Arc<Connector>, large: Option<usize>) -> Self {
         let (requests, queued) = mpsc::channel(REQUESTS);
-        let (close, closing) = mpsc::channel(1);
+        let close = CancellationToken::new();
         let well = Arc::new(AtomicBool::new(false));
-        tokio::spawn(Sending::new(connector, large, well.clone()).run(queued, closing));
+        tokio::spawn(Sending::new(connector, large, well.clone()).run(queued, close.clone()));
         Self { well, requests, close }
     }
 
     async fn close(&self) {
-        let (closed_in, closed) = oneshot::channel();
-        if self.close.send(closed_in).await.is_ok() {
-            let _ = closed.await;
-        }
+        self.close.cancel();
+        self.requests.closed().await;
     }
 }
 
@@ -116,7 +117,7 @@ impl Publisher for AmqpPublisher {
             if restored.is_some_and(|at| at.elapsed() < RESTORED) {
                 return Ok(true);
             }
-            let limit = 2 * self.connector.settings().connect_timeout;
+            let limit = 2 * self.connector.settings.connect_timeout;
             match timeout(limit, declare(&self.connector, topology)).await {
                 Ok(done) => done?,
                 Err(_) => {

@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use futures_util::future::{BoxFuture, FutureExt};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use lapin::message::BasicReturnMessage;
-use lapin::{Channel, Error, ErrorKind};
-use tokio::sync::{mpsc, oneshot, watch};
+use lapin::{Channel, Connection, Error, ErrorKind};
+use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 
-use super::alarm::watch_alarms;
 use super::connect::{Connector, Failure, OpenConnection, ReconnectPolicy, words};
 use super::exchange::{
     DIRECT_REPLY_TO, Request, Sent, code, exchange, may_be_the_messages_fault, pulse, take_return,
@@ -111,11 +111,7 @@ impl Sending {
         }
     }
 
-    pub(super) async fn run(
-        mut self,
-        mut queued: mpsc::Receiver<Request>,
-        mut closing: mpsc::Receiver<oneshot::Sender<()>>,
-    ) {
+    pub(super) async fn run(mut self, mut queued: mpsc::Receiver<Request>, close: CancellationToken) {
         let mut next_look = tokio::time::Instant::now();
         loop {
             let mut fresh = Vec::new();
@@ -134,11 +130,7 @@ impl Sending {
                     gather(&mut queued, &mut fresh).await;
                     self.take(fresh);
                 }
-                closed = closing.recv() => {
-                    self.say_goodbye().await;
-                    let _ = closed.map(|closed| closed.send(()));
-                    return;
-                }
+                () = close.cancelled() => break,
             }
             if let Err(error) = self.send().await {
                 tracing::error!(%error, "cannot publish");
@@ -159,7 +151,7 @@ impl Sending {
     async fn say_goodbye(&mut self) {
         if let Some(live) = self.live.take().filter(|_| self.routes.is_idle()) {
             let close = live.connection.close(200, "done".into());
-            let _ = timeout(self.connector.settings().connect_timeout, close).await;
+            let _ = timeout(self.connector.settings.connect_timeout, close).await;
         }
     }
 
@@ -196,7 +188,7 @@ impl Sending {
         let now = Instant::now();
         self.routes.clean(now);
         self.give_held(now);
-        let settings = self.connector.settings();
+        let settings = &self.connector.settings;
         let choked = self.routes.is_choked(now, settings.confirm_timeout);
         let wanted = self.routes.wanted();
         let Some(live) = &mut self.live else { return };
@@ -428,16 +420,40 @@ impl Live {
 /// Adds requests that come at this moment: the rest of a batch is just being published, and messages sent
 /// together cost the broker one write to disk.
 async fn gather(queued: &mut mpsc::Receiver<Request>, fresh: &mut Vec<Request>) {
-    let mut before = usize::MAX;
-    while fresh.len() != before && fresh.len() < REQUESTS {
-        before = fresh.len();
+    loop {
         tokio::task::yield_now().await;
-        while fresh.len() < REQUESTS
-            && let Ok(request) = queued.try_recv()
-        {
-            fresh.push(request);
+        // With no room left this is nothing too.
+        if queued.recv_many(fresh, REQUESTS - fresh.len()).now_or_never().unwrap_or(0) == 0 {
+            return;
         }
     }
+}
+
+/// True while the broker takes no messages from this connection: short of memory or disk, it stops reading from
+/// connections that publish, and notifies them. Messages sent meanwhile are read only after it, so queues are not
+/// judged slow. Updated as long as the connection lasts.
+fn watch_alarms(connection: &Connection) -> watch::Receiver<bool> {
+    let (sender, blocked) = watch::channel(false);
+    let events = connection.events_listener();
+    tokio::spawn(async move {
+        let mut events = std::pin::pin!(events);
+        while let Some(event) = events.next().await {
+            match event {
+                lapin::Event::ConnectionBlocked(reason) => {
+                    tracing::warn!(reason = reason.as_str(), "the broker takes no messages for now");
+                    sender.send_replace(true);
+                }
+                lapin::Event::ConnectionUnblocked => {
+                    tracing::info!("the broker takes messages again");
+                    sender.send_replace(false);
+                }
+                _ => {}
+            }
+        }
+        // The connection is closed: no notice of the alarm's end can come.
+        sender.send_replace(false);
+    });
+    blocked
 }
 
 /// The answer to the open question; pending forever when none is open.

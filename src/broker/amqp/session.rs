@@ -51,7 +51,7 @@ pub(super) struct Session {
     /// Whether deliveries carry their routing keys.
     pub(super) addressed: bool,
     /// Tag of the first delivery to the current consumer.
-    first_tag: Option<u64>,
+    pub(super) first_tag: Option<u64>,
     queue: String,
     /// Consumer tag of the first consumer; later ones append their number.
     tag: String,
@@ -67,7 +67,7 @@ impl Session {
     ) -> Result<(Self, String), Failure> {
         let (connection, broker) = connector.attempt().await?;
         let session = Self::set_up(connection, subscription, prefetch, connector);
-        let limit = connector.settings().connect_timeout;
+        let limit = connector.settings.connect_timeout;
         let (reason, refusal) = match tokio::time::timeout(limit, session).await {
             Ok(Ok(session)) => {
                 if let Subscription::Topic { exchange, .. } = subscription {
@@ -119,7 +119,7 @@ impl Session {
             }
         };
         let addressed = matches!(subscription, Subscription::Topic { .. });
-        let tag = connector.name().to_owned();
+        let tag = connector.name.clone();
         let consumer = consume(&channel, (&queue, &tag), prefetch, connector).await?;
         Ok(Self {
             connection,
@@ -141,20 +141,11 @@ impl Session {
         // Another tag, so that lapin does not confuse the old consumer with the new one.
         let tag = format!("{} #{}", self.tag, self.consumers);
         let consumer = consume(&self.channel, (&self.queue, &tag), prefetch, connector);
-        let answered = tokio::time::timeout(connector.settings().connect_timeout, consumer).await;
+        let answered = tokio::time::timeout(connector.settings.connect_timeout, consumer).await;
         self.consumer =
             answered.map_err(|_| Error::from(std::io::Error::from(std::io::ErrorKind::TimedOut)))??;
         (self.prefetch, self.first_tag) = (prefetch, None);
         Ok(())
-    }
-
-    pub(super) fn delivered(&mut self, tag: u64) {
-        self.first_tag.get_or_insert(tag);
-    }
-
-    /// Tag of the first delivery to this consumer; `u64::MAX` before it comes.
-    pub(super) fn first_tag(&self) -> u64 {
-        self.first_tag.unwrap_or(u64::MAX)
     }
 }
 
@@ -165,19 +156,15 @@ async fn consume(
     connector: &Connector,
 ) -> Result<lapin::Consumer, Error> {
     channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
-    let arguments = arguments(connector.settings().consumer_timeout);
-    channel.basic_consume(short(queue), short(tag), BasicConsumeOptions::default(), arguments).await
-}
-
-/// Sends the configured consumer timeout where it differs from the default: RabbitMQ 4.3 accepts the argument
-/// on quorum queues and prefers it to the queue's own; earlier versions ignore it.
-fn arguments(timeout: Duration) -> FieldTable {
     let mut arguments = FieldTable::default();
+    let timeout = connector.settings.consumer_timeout;
+    // RabbitMQ 4.3 accepts the argument on quorum queues and prefers it to the queue's own; earlier versions ignore
+    // it.
     if timeout != USUAL_TIMEOUT {
         let ms = i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX);
         arguments.insert("x-consumer-timeout".into(), AMQPValue::LongLongInt(ms));
     }
-    arguments
+    channel.basic_consume(short(queue), short(tag), BasicConsumeOptions::default(), arguments).await
 }
 
 /// Cancels a consumer; returns when the broker has confirmed, or does not answer: then the session ends by

@@ -3,15 +3,12 @@
 
 use std::time::Duration;
 
-use lapin::options::{
-    BasicAckOptions, BasicGetOptions, BasicNackOptions, BasicPublishOptions, ConfirmSelectOptions,
-    ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions,
-};
+use lapin::options::{ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use lapin::{Connection, Error, ErrorKind, ExchangeKind};
+use lapin::{Connection, Error, ExchangeKind, Queue};
 
-use super::convert::{properties_from, properties_to, short};
-use crate::protocol::Properties;
+use super::convert::short;
+use super::exchange::code;
 
 /// The queues of a pool.
 #[derive(Clone, Debug)]
@@ -34,11 +31,6 @@ pub struct Topology {
 /// TTL equals the ceiling: without it, a message without an expiration would hold up all messages after it.
 pub fn retry_queue(task_queue: &str, ceiling: Duration) -> String {
     format!("{task_queue}.retry-{}ms", ceiling.as_millis())
-}
-
-/// The name of the retry queue of earlier versions, which had no TTL.
-fn unbounded_retry_queue(task_queue: &str, ceiling: Duration) -> String {
-    format!("{task_queue}.retry.{}ms", ceiling.as_millis())
 }
 
 impl Topology {
@@ -68,15 +60,6 @@ impl Topology {
                 // The bindings first: a task that waited in this queue may reach its delivery limit later.
                 self.backstop(connection).await?;
                 make(connection, &queue, self.way_back(*ceiling)).await?;
-                // Checked only when the new queue was missing (the first start of this version): the broker
-                // logs each check of a missing queue as an error.
-                let unbounded = unbounded_retry_queue(&self.task_queue, *ceiling);
-                if exists(connection, &unbounded).await? {
-                    let unblocked = unblock(connection, &unbounded, &self.task_queue);
-                    let failed =
-                        |error| tracing::warn!(queue = unbounded, %error, "its messages cannot be moved");
-                    unblocked.await.unwrap_or_else(failed);
-                }
             }
         }
         Ok(())
@@ -156,47 +139,21 @@ pub(super) async fn has_high_limit(connection: &Connection, queue: &str) -> Resu
     }
 }
 
-/// The most messages that [`unblock`] moves.
-const UNBLOCKED: usize = 100;
-
-/// Moves messages without an expiration from the head of an earlier version's retry queue into the task queue;
-/// the messages after them expire by themselves. Each is confirmed in the task queue before it is removed here.
-#[expect(clippy::disallowed_methods, reason = "the publisher is not there yet, and needs this to be done")]
-async fn unblock(connection: &Connection, from: &str, to: &str) -> Result<(), Error> {
-    let channel = connection.create_channel().await?;
-    channel.confirm_select(ConfirmSelectOptions::default()).await?;
-    for _ in 0..UNBLOCKED {
-        let Some(first) = channel.basic_get(short(from), BasicGetOptions::default()).await? else { break };
-        let message = first.delivery;
-        if message.properties.expiration().is_some() {
-            let back = BasicNackOptions { requeue: true, multiple: false };
-            channel.basic_nack(message.delivery_tag, back).await?;
-            break;
-        }
-        let mandatory = BasicPublishOptions { mandatory: true, immediate: false };
-        // The broker refuses a message with the user id of another user.
-        let properties = Properties { user_id: None, ..properties_from(&message.properties) };
-        let (queue, properties) = (short(to), properties_to(&properties));
-        let confirm =
-            channel.basic_publish("".into(), queue, mandatory, &message.data, properties).await?.await?;
-        if !confirm.is_ack() || confirm.take_message().is_some() {
-            break;
-        }
-        tracing::warn!(from, to, "moved a message that never expires out of an old retry queue");
-        channel.basic_ack(message.delivery_tag, BasicAckOptions::default()).await?;
-    }
-    channel.close(200, "done".into()).await
-}
-
-/// On a separate channel, because the broker closes the channel when the queue is missing.
 async fn exists(connection: &Connection, queue: &str) -> Result<bool, Error> {
-    let channel = connection.create_channel().await?;
-    let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
-    match channel.queue_declare(short(queue), passive, FieldTable::default()).await {
-        Ok(_) => channel.close(200, "done".into()).await.map(|()| true),
+    match look(connection, queue).await {
+        Ok(_) => Ok(true),
         Err(error) if code(&error) == Some(404) => Ok(false),
         Err(error) => Err(error),
     }
+}
+
+/// On a separate channel, because the broker closes the channel when the queue is missing.
+pub(super) async fn look(connection: &Connection, queue: &str) -> Result<Queue, Error> {
+    let channel = connection.create_channel().await?;
+    let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
+    let declared = channel.queue_declare(short(queue), passive, FieldTable::default()).await?;
+    channel.close(200, "done".into()).await?;
+    Ok(declared)
 }
 
 async fn make(connection: &Connection, queue: &str, arguments: FieldTable) -> Result<(), Error> {
@@ -210,12 +167,5 @@ async fn make(connection: &Connection, queue: &str, arguments: FieldTable) -> Re
         // Another process has made the queue since our check, with other arguments; that is enough.
         Err(error) if code(&error) == Some(406) => Ok(()),
         Err(error) => Err(error),
-    }
-}
-
-fn code(error: &Error) -> Option<u16> {
-    match error.kind() {
-        ErrorKind::ProtocolError(amqp) => Some(amqp.get_id()),
-        _ => None,
     }
 }

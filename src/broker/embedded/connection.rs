@@ -3,7 +3,6 @@
 //! messages when the connection ends, however it ends. Decides nothing about messages.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -16,10 +15,9 @@ use tokio::time::timeout;
 use tokio_util::codec::FramedRead;
 use tokio_util::sync::CancellationToken;
 
-use super::consumer_sender::{ConsumerSender, OUTLET_BOUND, Outgoing};
-use super::queue_store::{Membership, QueueStore};
-use super::wire::{FLUSH_AT, Frame, FrameCodec, MAX_PIPELINE, Request, Response, WireError, append};
-use crate::broker::Published;
+use super::queue::{ConsumerId, Queue};
+use super::queue_store::{ConsumerSender, Membership, OUTLET_BOUND, QueueStore};
+use super::wire::{FLUSH_AT, Frame, FrameCodec, Request, Response, WireError, append};
 use crate::protocol::Message;
 
 /// How long a peer may take to read its last answers when the connection ends.
@@ -29,8 +27,6 @@ struct Reader {
     queue_store: Arc<QueueStore>,
     consumer_sender: ConsumerSender,
     member: Option<Membership>,
-    /// Number of publishes not yet answered: the reader adds, the writer subtracts. Bound: `MAX_PIPELINE`.
-    unanswered: Arc<AtomicUsize>,
 }
 
 enum Ending {
@@ -52,9 +48,8 @@ pub(super) async fn serve(
     let (read, write) = stream.into_split();
     let (messages, outgoing) = mpsc::channel(OUTLET_BOUND);
     let consumer_sender = ConsumerSender { id, messages, cut: CancellationToken::new() };
-    let unanswered = Arc::new(AtomicUsize::new(0));
-    let writer = tokio::spawn(write_all(write, outgoing, consumer_sender.cut.clone(), unanswered.clone()));
-    let mut reader = Reader { queue_store, consumer_sender, member: None, unanswered };
+    let writer = tokio::spawn(write_all(write, outgoing, consumer_sender.cut.clone()));
+    let mut reader = Reader { queue_store, consumer_sender, member: None };
     let ending = reader.read_all(read, stop).await;
     reader.end(ending);
     // This drops the last sender: the writer ends when it has written what is left.
@@ -92,65 +87,37 @@ impl Reader {
     fn handle(&mut self, request: Request, body: Bytes) -> Option<Ending> {
         match request {
             Request::Publish { id, queue, properties, delay } => {
-                if self.unanswered.fetch_add(1, Ordering::Relaxed) >= MAX_PIPELINE {
-                    return Some(Ending::Cut(format!("more than {MAX_PIPELINE} unanswered publishes")));
-                }
                 let message = Message { properties: *properties, body };
-                match delay {
-                    None => self.queue_store.publish_from(&self.consumer_sender, id, &queue, message),
-                    Some(delay) => self.queue_store.clone().publish_later(
-                        &self.consumer_sender,
-                        id,
-                        queue,
-                        (delay, message),
-                    ),
-                }
-                None
+                self.queue_store.publish(&self.consumer_sender, id, (&queue, delay), message);
             }
             Request::Consume { queue, prefetch } => {
                 if self.member.is_some() {
                     return Some(Ending::Cut("a second consumer on one connection".to_owned()));
                 }
                 self.member = self.queue_store.join(&queue, prefetch, self.consumer_sender.clone());
-                self.member.is_none().then(|| Ending::Cut(format!("no queue {queue:?}")))
+                return self.member.is_none().then(|| Ending::Cut(format!("no queue {queue:?}")));
             }
-            Request::Prefetch { prefetch } => {
-                self.with_member(|queue_store, member| queue_store.set_prefetch(member, prefetch));
-                None
-            }
-            Request::Cancel => {
-                self.with_member(|queue_store, member| queue_store.cancel(member));
-                None
-            }
-            Request::Ack { tag } => {
-                self.settle(tag, QueueStore::ack);
-                None
-            }
-            Request::Nack { tag } => {
-                self.settle(tag, QueueStore::requeue);
-                None
-            }
+            Request::Prefetch { prefetch } => self.change(|queue, id| {
+                queue.set_prefetch(id, prefetch);
+                true
+            }),
+            Request::Cancel => self.member.into_iter().for_each(|member| self.queue_store.cancel(member)),
+            Request::Ack { tag } => self.change(|queue, id| queue.ack(id, tag)),
+            Request::Nack { tag } => self.change(|queue, id| queue.requeue(id, tag)),
             Request::Leave => {
                 self.leave();
-                self.consumer_sender.send(Outgoing::Left);
-                None
+                self.consumer_sender.send(Response::Left, Bytes::new());
             }
-            Request::Close => Some(Ending::Asked),
+            Request::Close => return Some(Ending::Asked),
         }
+        None
     }
 
-    fn with_member(&self, act: impl FnOnce(&QueueStore, Membership)) {
-        if let Some(member) = self.member {
-            act(&self.queue_store, member);
+    /// `act` is false for a delivery that the consumer does not hold.
+    fn change(&self, act: impl FnOnce(&mut Queue, ConsumerId) -> bool) {
+        if self.member.is_some_and(|member| !self.queue_store.change(member, act)) {
+            tracing::warn!(connection = self.consumer_sender.id, "settled a delivery not held");
         }
-    }
-
-    fn settle(&self, tag: u64, how: impl FnOnce(&QueueStore, Membership, u64) -> bool) {
-        self.with_member(|queue_store, member| {
-            if !how(queue_store, member, tag) {
-                tracing::warn!(connection = self.consumer_sender.id, tag, "settled a delivery not held");
-            }
-        });
     }
 
     fn leave(&mut self) {
@@ -161,40 +128,30 @@ impl Reader {
 
     fn end(&mut self, ending: Ending) {
         self.leave();
-        self.queue_store.forget(&self.consumer_sender);
-        match ending {
-            Ending::Asked => self.consumer_sender.send(Outgoing::Closed { reason: None }),
-            Ending::Gone => {
-                tracing::debug!(connection = self.consumer_sender.id, "worker's connection ended");
-            }
-            Ending::Cut(reason) => {
-                tracing::debug!(connection = self.consumer_sender.id, reason, "ending worker's connection");
-                self.consumer_sender.send(Outgoing::Closed { reason: Some(reason) });
-            }
-        }
+        let reason = match ending {
+            Ending::Gone => return,
+            Ending::Asked => None,
+            Ending::Cut(reason) => Some(reason),
+        };
+        tracing::debug!(connection = self.consumer_sender.id, reason, "worker's connection ends");
+        self.consumer_sender.send(Response::Closed { reason }, Bytes::new());
     }
 }
 
 async fn write_all(
     mut write: OwnedWriteHalf,
-    mut outgoing: mpsc::Receiver<Outgoing>,
+    mut outgoing: mpsc::Receiver<(Response, Bytes)>,
     cut: CancellationToken,
-    unanswered: Arc<AtomicUsize>,
 ) {
     let mut gathered = BytesMut::new();
-    while let Some(message) = outgoing.recv().await {
-        // Subtracted before the answer is written: the worker publishes its next message only after reading it.
-        if matches!(message, Outgoing::Published { .. }) {
-            unanswered.fetch_sub(1, Ordering::Relaxed);
-        }
-        let frame = match frame(message) {
-            Ok(frame) => frame,
+    while let Some((response, body)) = outgoing.recv().await {
+        match Frame::new(&response, body) {
+            Ok(frame) => append(&frame, &mut gathered),
             Err(error) => {
                 tracing::error!(%error, "cannot write an answer to a worker");
                 return cut.cancel();
             }
-        };
-        append(&frame, &mut gathered);
+        }
         // Small answers are collected into one write.
         if !outgoing.is_empty() && gathered.len() < FLUSH_AT {
             continue;
@@ -204,32 +161,4 @@ async fn write_all(
             return cut.cancel();
         }
     }
-}
-
-fn frame(message: Outgoing) -> Result<Frame, WireError> {
-    let mut body = Bytes::new();
-    let response = match message {
-        Outgoing::Deliver(queue_delivery) => {
-            let queue_delivery = *queue_delivery;
-            body = queue_delivery.message.body;
-            Response::Deliver {
-                tag: queue_delivery.tag,
-                redelivered: queue_delivery.redelivered,
-                delivery_count: queue_delivery.delivery_count,
-                properties: Box::new(queue_delivery.message.properties),
-            }
-        }
-        Outgoing::Published { id, outcome: Published::Confirmed } => Response::Confirmed { id },
-        Outgoing::Published { id, outcome: Published::Unroutable } => Response::Unroutable { id },
-        Outgoing::Published { id, outcome: Published::Refused(reason) } => Response::Refused { id, reason },
-        // Does not occur: the queue store delays a confirm instead.
-        Outgoing::Published { id, outcome: Published::Nacked | Published::Forbidden(_) } => {
-            Response::Refused { id, reason: "not taken".into() }
-        }
-        Outgoing::Consuming => Response::Consuming,
-        Outgoing::Cancelled => Response::Cancelled,
-        Outgoing::Left => Response::Left,
-        Outgoing::Closed { reason } => Response::Closed { reason },
-    };
-    Frame::new(&response, body)
 }

@@ -5,7 +5,6 @@
 
 mod client;
 mod connection;
-mod consumer_sender;
 mod queue;
 mod queue_store;
 mod server;

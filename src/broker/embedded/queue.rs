@@ -161,11 +161,6 @@ impl Queue {
         let unacked = self.consumers.values().map(|consumer| consumer.unacked.len()).sum();
         Stats { ready: self.ready.len(), unacked }
     }
-
-    /// Messages waiting for a consumer.
-    pub fn ready(&self) -> usize {
-        self.ready.len()
-    }
 }
 
 #[cfg(test)]

@@ -1,15 +1,17 @@
-//! Holds the queues of one launcher and moves messages between them and their consumers. Decides when a
-//! publisher waits. Owns every queue, behind one lock; never uses a socket.
+//! Holds the queues of one launcher and moves messages between them and their consumers. Owns every queue, behind
+//! one lock; never uses a socket.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::num::NonZeroU16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::consumer_sender::{ConsumerSender, Outgoing};
-use super::queue::{ConsumerId, Queue, Stats};
-use super::wire::too_long;
-use crate::broker::Published;
+use bytes::Bytes;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use super::queue::{ConsumerId, Queue, QueueDelivery, Stats};
+use super::wire::Response;
 use crate::protocol::Message;
 
 /// A queue to make.
@@ -17,10 +19,34 @@ use crate::protocol::Message;
 pub struct QueueSpec {
     /// Its name, which is unique.
     pub name: String,
-    /// Publishers wait while this many messages are ready. A message is accepted even then and only its confirm
-    /// is delayed, so a connection can exceed the limit by the messages it publishes at once. None: messages
-    /// are confirmed and dropped, because nobody reads them.
-    pub max_ready: Option<usize>,
+    /// False: messages are confirmed and dropped, because nobody reads them.
+    pub kept: bool,
+}
+
+/// The queue store's handle of one connection.
+#[derive(Clone, Debug)]
+pub(super) struct ConsumerSender {
+    /// The connection's number.
+    pub id: u64,
+    /// Answers with the bodies of messages. The queue store and the connection's reader write; its writer reads.
+    /// Bound: [`OUTLET_BOUND`], which prefetch and pipelining never exceed, so a send never waits.
+    pub messages: mpsc::Sender<(Response, Bytes)>,
+    /// Cancelled when the peer exceeds a bound; its reader listens.
+    pub cut: CancellationToken,
+}
+
+/// The most messages a sender holds: a full prefetch, the confirms of the publishes under way, and the few answers to
+/// consume, cancel, leave and close.
+pub(super) const OUTLET_BOUND: usize = u16::MAX as usize + 8_192;
+
+impl ConsumerSender {
+    /// Sends without waiting. If the channel is full, the peer has exceeded its bounds: it is disconnected, and
+    /// its deliveries return to the queue when its connection ends.
+    pub fn send(&self, response: Response, body: Bytes) {
+        if self.messages.try_send((response, body)).is_err() {
+            self.cut.cancel();
+        }
+    }
 }
 
 /// Names one consumer among all queues.
@@ -30,24 +56,10 @@ pub(super) struct Membership {
     consumer: ConsumerId,
 }
 
-/// A confirm delayed because the queue is full: the worker publishes more slowly, while its acks go on.
-struct HeldConfirm {
-    consumer_sender: ConsumerSender,
-    id: u64,
-}
-
 struct Slot {
-    spec: QueueSpec,
+    kept: bool,
     queue: Queue,
     consumer_senders: HashMap<ConsumerId, ConsumerSender>,
-    /// In the order of publishing. Bound: [`super::wire::MAX_PIPELINE`] for each connection.
-    held: VecDeque<HeldConfirm>,
-}
-
-impl Slot {
-    fn is_full(&self) -> bool {
-        self.spec.max_ready.is_some_and(|most| self.queue.ready() >= most)
-    }
 }
 
 pub(super) struct QueueStore {
@@ -67,7 +79,8 @@ impl QueueStore {
                 return Err(format!("queue {:?} is named twice", spec.name));
             }
         }
-        let slots = specs.iter().map(new_slot).collect();
+        let slot = |kept| Slot { kept, queue: Queue::default(), consumer_senders: HashMap::new() };
+        let slots = specs.iter().map(|spec| slot(spec.kept)).collect();
         Ok(Self { slots: Mutex::new(slots), names })
     }
 
@@ -77,48 +90,25 @@ impl QueueStore {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Accepts a worker's message at once; the confirm is sent when the queue is below its depth.
-    pub fn publish_from(&self, consumer_sender: &ConsumerSender, id: u64, queue: &str, message: Message) {
-        let answer = |outcome| consumer_sender.send(Outgoing::Published { id, outcome });
-        let Some(&index) = self.names.get(queue) else {
-            return answer(Published::Unroutable);
-        };
-        if let Some(reason) = too_long(&message) {
-            return answer(Published::Refused(reason));
-        }
-        let slot = &mut self.slots()[index];
-        if slot.is_full() {
-            slot.held.push_back(HeldConfirm { consumer_sender: consumer_sender.clone(), id });
-        } else {
-            answer(Published::Confirmed);
-        }
-        put(slot, message);
-    }
-
-    /// Accepts a worker's message that reaches its queue after a delay. Bound: the tasks of that queue, which
-    /// were acked for it.
-    pub fn publish_later(
-        self: Arc<Self>,
+    /// Accepts a worker's message, which reaches its queue at once or after a delay. Bound: the tasks that the client
+    /// has under way.
+    pub fn publish(
+        self: &Arc<Self>,
         consumer_sender: &ConsumerSender,
         id: u64,
-        queue: String,
-        (delay, message): (Duration, Message),
+        (queue, delay): (&str, Option<Duration>),
+        message: Message,
     ) {
-        let outcome = match (self.names.contains_key(&queue), too_long(&message)) {
-            (false, _) => Published::Unroutable,
-            (true, Some(reason)) => Published::Refused(reason),
-            (true, None) => Published::Confirmed,
+        let Some(&index) = self.names.get(queue) else {
+            return consumer_sender.send(Response::Unroutable { id }, Bytes::new());
         };
-        let taken = outcome == Published::Confirmed;
-        consumer_sender.send(Outgoing::Published { id, outcome });
-        if taken {
-            tokio::spawn(async move {
-                tokio::time::sleep(delay).await;
-                if let Some(index) = self.names.get(&queue) {
-                    put(&mut self.slots()[*index], message);
-                }
-            });
-        }
+        consumer_sender.send(Response::Confirmed { id }, Bytes::new());
+        let Some(delay) = delay else { return put(&mut self.slots()[index], message) };
+        let store = self.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(delay).await;
+            put(&mut store.slots()[index], message);
+        });
     }
 
     /// Adds a consumer, and sends `Consuming` before its first message. None: the queue does not exist.
@@ -132,45 +122,27 @@ impl QueueStore {
         let mut slots = self.slots();
         let slot = &mut slots[index];
         let consumer = slot.queue.add_consumer(prefetch);
-        consumer_sender.send(Outgoing::Consuming);
+        consumer_sender.send(Response::Consuming, Bytes::new());
         slot.consumer_senders.insert(consumer, consumer_sender);
         pump(slot);
         Some(Membership { queue: index, consumer })
     }
 
-    /// Changes a consumer's prefetch.
-    pub fn set_prefetch(&self, member: Membership, prefetch: NonZeroU16) {
-        let mut slots = self.slots();
-        let slot = &mut slots[member.queue];
-        slot.queue.set_prefetch(member.consumer, prefetch);
+    /// Changes a consumer's queue.
+    pub fn change<T>(&self, member: Membership, act: impl FnOnce(&mut Queue, ConsumerId) -> T) -> T {
+        let slot = &mut self.slots()[member.queue];
+        let done = act(&mut slot.queue, member.consumer);
         pump(slot);
+        done
     }
 
     /// Stops deliveries to a consumer, and sends `Cancelled` after its last message.
     pub fn cancel(&self, member: Membership) {
-        let mut slots = self.slots();
-        let slot = &mut slots[member.queue];
+        let slot = &mut self.slots()[member.queue];
         slot.queue.cancel(member.consumer);
         if let Some(consumer_sender) = slot.consumer_senders.get(&member.consumer) {
-            consumer_sender.send(Outgoing::Cancelled);
+            consumer_sender.send(Response::Cancelled, Bytes::new());
         }
-    }
-
-    /// Removes a message for good. False: the tag is not known.
-    pub fn ack(&self, member: Membership, tag: u64) -> bool {
-        let mut slots = self.slots();
-        let slot = &mut slots[member.queue];
-        let known = slot.queue.ack(member.consumer, tag);
-        pump(slot);
-        known
-    }
-
-    /// Returns a message to its place. False: the tag is not known.
-    pub fn requeue(&self, member: Membership, tag: u64) -> bool {
-        let slot = &mut self.slots()[member.queue];
-        let known = slot.queue.requeue(member.consumer, tag);
-        pump(slot);
-        known
     }
 
     /// Removes a consumer; its unsettled messages return.
@@ -181,56 +153,27 @@ impl QueueStore {
         pump(slot);
     }
 
-    /// The connection has ended: drops its delayed confirms.
-    pub fn forget(&self, consumer_sender: &ConsumerSender) {
-        for slot in self.slots().iter_mut() {
-            slot.held.retain(|held| held.consumer_sender.id != consumer_sender.id);
-        }
-    }
-
-    /// Removes every consumer: nothing more is delivered.
-    pub fn end(&self) {
-        for slot in self.slots().iter_mut() {
-            slot.consumer_senders.clear();
-        }
-    }
-
     /// How full a queue is; none: the queue does not exist.
     pub fn stats(&self, queue: &str) -> Option<Stats> {
         self.names.get(queue).map(|index| self.slots()[*index].queue.stats())
     }
 }
 
-fn new_slot(spec: &QueueSpec) -> Slot {
-    Slot {
-        queue: Queue::default(),
-        spec: spec.clone(),
-        consumer_senders: HashMap::new(),
-        held: VecDeque::new(),
-    }
-}
-
 fn put(slot: &mut Slot, message: Message) {
-    if slot.spec.max_ready.is_some() {
+    if slot.kept {
         slot.queue.publish(message);
         pump(slot);
     }
 }
 
-/// Delivers as much as possible, then sends delayed confirms if there is room. Called after every change of a
-/// queue.
+/// Delivers as much as possible. Called after every change of a queue.
 fn pump(slot: &mut Slot) {
-    while let Some(queue_delivery) = slot.queue.deliver() {
-        if let Some(consumer_sender) = slot.consumer_senders.get(&queue_delivery.consumer) {
-            consumer_sender.send(Outgoing::Deliver(Box::new(queue_delivery)));
+    while let Some(delivery) = slot.queue.deliver() {
+        if let Some(consumer_sender) = slot.consumer_senders.get(&delivery.consumer) {
+            let QueueDelivery { tag, redelivered, delivery_count, message, .. } = delivery;
+            let properties = Box::new(message.properties);
+            let response = Response::Deliver { tag, redelivered, delivery_count, properties };
+            consumer_sender.send(response, message.body);
         }
-    }
-    if slot.is_full() {
-        return;
-    }
-    // The messages of these confirms are in the queue already, so confirming all of them adds none.
-    for held in slot.held.drain(..) {
-        let outcome = Published::Confirmed;
-        held.consumer_sender.send(Outgoing::Published { id: held.id, outcome });
     }
 }

@@ -88,7 +88,6 @@ impl EmbeddedBroker {
 impl Drop for EmbeddedBroker {
     fn drop(&mut self) {
         self.stop.cancel();
-        self.queue_store.end();
         let folder = self.path.parent().unwrap_or(Path::new("/"));
         let removed = std::fs::remove_file(&self.path).and_then(|()| std::fs::remove_dir(folder));
         if let Err(error) = removed {

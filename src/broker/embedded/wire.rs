@@ -19,10 +19,6 @@ const MAX_FRAME: usize = 64 << 20;
 /// of a dead letter.
 pub const MAX_MESSAGE: usize = MAX_FRAME - (64 << 10);
 
-/// Publishes of one connection that may wait for their confirms. The client waits at this number; the server
-/// disconnects a peer that exceeds it.
-pub(super) const MAX_PIPELINE: usize = 1024;
-
 const PREFACE: usize = 8;
 
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -54,8 +50,6 @@ pub(super) enum Response {
     Confirmed { id: u64 },
     /// The queue does not exist.
     Unroutable { id: u64 },
-    /// The message is not accepted.
-    Refused { id: u64, reason: String },
     /// The consumer exists; deliveries follow.
     Consuming,
     /// A delivery; the body is the message's.

@@ -1,7 +1,6 @@
 //! `sconce dead requeue`: publishes dead letters to their queues, and removes from the dead-letter queue only
 //! what the broker has confirmed there (`confirm-before-ack`).
 
-use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::sync::Arc;
 
@@ -22,10 +21,10 @@ const WINDOW: usize = 64;
 /// Most bytes of their bodies.
 const WINDOW_BYTES: usize = 16 << 20;
 
-/// How many dead letters went to which queue, and how many could not go.
+/// How many dead letters went to the task queue, and how many could not go.
 #[derive(Default)]
 struct Requeued {
-    to: BTreeMap<String, usize>,
+    went: usize,
     stayed: usize,
 }
 
@@ -37,29 +36,22 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
         true => rehearse(&mut session, &mut requeued, &mut rows).await,
         false => requeue(&mut session, &mut requeued).await,
     };
+    let task_queue = view::printable(&session.selection.task_queue);
     let closed = session.close().await;
     let mut out = io::stdout().lock();
     rows.write_table(&mut out, "TO")?;
     // Printed also after an error: dead letters requeued by then stay requeued.
-    requeued.write(&mut out, if arguments.dry_run { "would requeue" } else { "requeued" })?;
+    let verb = if arguments.dry_run { "would requeue" } else { "requeued" };
+    match requeued.went {
+        0 => writeln!(out, "{verb} no dead letter")?,
+        went => writeln!(out, "{verb} {} to {task_queue}", view::dead_letters(went))?,
+    }
+    if requeued.stayed > 0 {
+        writeln!(out, "{} asked for, but not requeued", view::dead_letters(requeued.stayed))?;
+    }
     ended?;
     let exit = closed?;
     Ok(if requeued.stayed > 0 { Exit::No } else { exit })
-}
-
-impl Requeued {
-    fn write(&self, out: &mut impl Write, verb: &str) -> io::Result<()> {
-        for (queue, count) in &self.to {
-            writeln!(out, "{verb} {} to {}", view::dead_letters(*count), view::printable(queue))?;
-        }
-        if self.to.is_empty() {
-            writeln!(out, "{verb} no dead letter")?;
-        }
-        match self.stayed {
-            0 => Ok(()),
-            stayed => writeln!(out, "{} asked for, but not requeued", view::dead_letters(stayed)),
-        }
-    }
 }
 
 async fn rehearse(
@@ -68,12 +60,12 @@ async fn rehearse(
     rows: &mut Rows,
 ) -> Result<(), BrokerError> {
     let rehearse = |delivery: &Delivery, selection: &Selection| {
-        let to = match selection.destination(delivery) {
-            Ok(queue) => {
-                *requeued.to.entry(queue.clone()).or_default() += 1;
-                queue
+        let to = match selection.stays(delivery) {
+            None => {
+                requeued.went += 1;
+                selection.task_queue.clone()
             }
-            Err(why) => {
+            Some(why) => {
                 requeued.stayed += 1;
                 format!("stays: {why}")
             }
@@ -94,11 +86,11 @@ async fn requeue(session: &mut BrowserSession, requeued: &mut Requeued) -> Resul
         let mut ended = Ok(());
         for (sent, delivery) in sent.into_iter().zip(window) {
             let settled = match sent {
-                Ok(Ok(queue)) => {
-                    *requeued.to.entry(queue).or_default() += 1;
+                Ok(None) => {
+                    requeued.went += 1;
                     session.browser.ack(delivery.delivery_tag).await
                 }
-                Ok(Err(why)) => {
+                Ok(Some(why)) => {
                     let [id, reason, ..] = Row::of(&delivery, session.selection.now).cells();
                     // A closed stderr must not prevent the acks of confirmed messages.
                     let _ = tell(&format!("dead letter {id} ({reason}) stays: {why}"));
@@ -126,17 +118,17 @@ async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerErr
     Ok(window)
 }
 
-/// The queue that confirmed it, or why none did.
-async fn send(session: &BrowserSession, delivery: &Delivery) -> Result<Result<String, String>, BrokerError> {
-    let queue = match session.selection.destination(delivery) {
-        Ok(queue) => queue,
-        Err(why) => return Ok(Err(why)),
-    };
+/// Why it stays; none: the task queue has confirmed it.
+async fn send(session: &BrowserSession, delivery: &Delivery) -> Result<Option<String>, BrokerError> {
+    if let Some(why) = session.selection.stays(delivery) {
+        return Ok(Some(why));
+    }
+    let queue = session.selection.task_queue.as_str();
     let message = Arc::new(restored(delivery.message.clone()));
-    Ok(match session.browser.publisher().publish(&queue, message).await? {
-        Published::Confirmed => Ok(queue),
-        Published::Unroutable => Err(format!("queue {queue:?} does not exist")),
-        Published::Nacked => Err(format!("queue {queue:?} takes no message now; is it full?")),
-        Published::Refused(words) | Published::Forbidden(words) => Err(format!("queue {queue:?}: {words}")),
+    Ok(match session.browser.publisher().publish(queue, message).await? {
+        Published::Confirmed => None,
+        Published::Unroutable => Some(format!("queue {queue:?} does not exist")),
+        Published::Nacked => Some(format!("queue {queue:?} takes no message now; is it full?")),
+        Published::Refused(words) | Published::Forbidden(words) => Some(format!("queue {queue:?}: {words}")),
     })
 }

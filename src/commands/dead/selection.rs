@@ -15,7 +15,7 @@ pub(super) struct Selection {
     ids: Vec<String>,
     filters: DeadFilters,
     pool: String,
-    task_queue: String,
+    pub(super) task_queue: String,
     /// The time from which ages are computed.
     pub(super) now: SystemTime,
     found: BTreeSet<String>,
@@ -60,10 +60,9 @@ impl Selection {
         true
     }
 
-    /// The queue that a matching dead letter is to be requeued to, or why it may not be.
-    pub(super) fn destination(&self, delivery: &Delivery) -> Result<String, String> {
-        let dead_letter = DeadLetter::of(&delivery.message);
-        dead_letter.destination(&self.task_queue, !self.ids.is_empty()).map(str::to_owned)
+    /// Why a matching dead letter may not be requeued; none: it may.
+    pub(super) fn stays(&self, delivery: &Delivery) -> Option<String> {
+        DeadLetter::of(&delivery.message).stays(!self.ids.is_empty())
     }
 
     /// A dead letter that names no pool counts as ours.

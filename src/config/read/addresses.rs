@@ -92,15 +92,25 @@ fn check_authority(rest: &str) -> Result<(), Expected> {
         Some((host, port)) => (host, Some(port)),
         None => (host_and_port, None),
     };
-    let is_host_letter = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-    if host.is_empty() || !host.chars().all(is_host_letter) {
-        return Err("an address with a host: amqp://user:password@host:5672/vhost".to_owned());
+    check_host(is_host(host), port, "amqp://user:password@host:5672/vhost")
+}
+
+fn is_host_letter(c: char) -> bool {
+    c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_')
+}
+
+fn is_host(text: &str) -> bool {
+    !text.is_empty() && text.chars().all(is_host_letter)
+}
+
+fn check_host(is_host: bool, port: Option<&str>, example: &str) -> Result<(), Expected> {
+    match port {
+        _ if !is_host => Err(format!("an address with a host: {example}")),
+        Some(port) if !port.parse::<u16>().is_ok_and(|port| port > 0) => {
+            Err("an address whose port is a number from 1 to 65535".to_owned())
+        }
+        _ => Ok(()),
     }
-    let is_port = |port: &str| port.parse::<u16>().is_ok_and(|port| port > 0);
-    if port.is_some_and(|port| !is_port(port)) {
-        return Err("an address whose port is a number from 1 to 65535".to_owned());
-    }
-    Ok(())
 }
 
 fn an_address() -> Expected {
@@ -128,18 +138,11 @@ pub(crate) fn endpoint(value: &Value) -> Result<Option<String>, Expected> {
         Some((host, port)) if !port.ends_with(']') => (host, Some(port)),
         _ => (authority, None),
     };
-    let is_host_letter = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-    let inside = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-    let is_host = match inside {
+    let is_host = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
         Some(inside) => inside.parse::<std::net::Ipv6Addr>().is_ok(),
-        None => !host.is_empty() && host.chars().all(is_host_letter),
+        None => is_host(host),
     };
-    if !is_host {
-        return Err("an address with a host: http://host:4318".to_owned());
-    }
-    if port.is_some_and(|port| !port.parse::<u16>().is_ok_and(|port| port > 0)) {
-        return Err("an address whose port is a number from 1 to 65535".to_owned());
-    }
+    check_host(is_host, port, "http://host:4318")?;
     if !path.chars().all(|c| is_host_letter(c) || matches!(c, '/' | '~' | '%' | '+')) {
         return Err("an address that ends with its path, without `?`, `#` or blanks".to_owned());
     }

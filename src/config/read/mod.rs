@@ -2,20 +2,18 @@
 //! a section; the others read single values, and each error says what was expected.
 
 mod addresses;
-mod devices;
 mod names;
 mod reader;
 mod values;
 
 pub use addresses::Secret;
-pub use devices::Devices;
+pub use names::Devices;
 
 pub(super) use super::files::BUILT_IN;
 pub(super) use super::problem::Problem;
 pub(super) use addresses::{endpoint, listen, urls};
-pub(super) use devices::devices;
-pub(super) use names::{exchange, optional_queue, queue, served_names, task_queue};
+pub(super) use names::{devices, exchange, optional_queue, queue, served_names, task_queue};
 pub(super) use reader::{Reader, Report, origin};
 pub(super) use values::{
-    auto, choice, duration, name, never, optional_file, share, size, switch, typed, whole, whole_seconds,
+    choice, duration, name, optional_file, share, size, switch, typed, unless, whole, whole_seconds,
 };

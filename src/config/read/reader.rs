@@ -53,13 +53,11 @@ impl<'r> Reader<'r> {
         let path = self.path_of(key);
         let origin = origin(&value);
         let result = read(&value);
-        self.report.origins.insert(path.clone(), origin.clone());
+        self.report.origins.insert(path.clone(), origin);
         match result {
             Ok(read) => Some(read),
             Err(expected) => {
-                let problem = Problem::new(path, format!("expected {expected}"));
-                let problem = problem.with_value(&value).with_origin(origin);
-                self.report.problems.push(problem);
+                self.report.refuse(path, value, expected);
                 None
             }
         }

@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use ::config::{File, FileFormat, Source, Value, ValueKind};
 
-use super::super::units::{A_DURATION, A_SIZE, parse_duration, parse_size};
-use super::super::units::{show_duration, show_size};
+use super::super::units::{A_DURATION, A_SIZE, parse_duration, parse_size, show_duration, show_size};
 use super::reader::Expected;
 
 /// Prefixes of the origins whose values can only be text.
@@ -86,40 +85,33 @@ pub(crate) fn whole<T: TryFrom<u64>>(range: RangeInclusive<u64>) -> impl Fn(&Val
     }
 }
 
-/// `"auto"` for none, or a value that `read` accepts.
-pub(crate) fn auto<T>(
+/// This word for none, or a value that `read` accepts.
+pub(crate) fn unless<T>(
+    word: &'static str,
     read: impl Fn(&Value) -> Result<T, Expected>,
 ) -> impl Fn(&Value) -> Result<Option<T>, Expected> {
     move |value| match &value.kind {
-        ValueKind::String(text) if text == "auto" => Ok(None),
-        _ => read(value).map(Some).map_err(|expected| format!("\"auto\" or {expected}")),
+        ValueKind::String(text) if text == word => Ok(None),
+        _ => read(value).map(Some).map_err(|expected| format!("\"{word}\" or {expected}")),
     }
 }
 
-/// `"never"` for none, or a value that `read` accepts.
-pub(crate) fn never<T>(
-    read: impl Fn(&Value) -> Result<T, Expected>,
-) -> impl Fn(&Value) -> Result<Option<T>, Expected> {
-    move |value| match &value.kind {
-        ValueKind::String(text) if text == "never" => Ok(None),
-        _ => read(value).map(Some).map_err(|expected| format!("\"never\" or {expected}")),
+/// A value with its unit within the range; `parse` reads it, `show` writes a limit.
+fn with_unit<T: PartialOrd + Copy>(
+    (what, form): (&'static str, &'static str),
+    range: RangeInclusive<T>,
+    (parse, show): (fn(&str) -> Option<T>, fn(T) -> String),
+) -> impl Fn(&Value) -> Result<T, Expected> {
+    move |value| {
+        let read = text(value).ok().and_then(|text| parse(text.trim())).ok_or(form)?;
+        let [start, end] = [range.start(), range.end()].map(|limit| show(*limit));
+        if range.contains(&read) { Ok(read) } else { Err(format!("a {what} from {start} to {end}")) }
     }
 }
 
 /// A duration within the range.
 pub(crate) fn duration(range: RangeInclusive<Duration>) -> impl Fn(&Value) -> Result<Duration, Expected> {
-    move |value| {
-        let read = match &value.kind {
-            ValueKind::String(text) => parse_duration(text.trim()),
-            _ => None,
-        };
-        let duration = read.ok_or_else(|| A_DURATION.to_owned())?;
-        if range.contains(&duration) {
-            return Ok(duration);
-        }
-        let [start, end] = [range.start(), range.end()].map(|limit| show_duration(*limit));
-        Err(format!("a duration from {start} to {end}"))
-    }
+    with_unit(("duration", A_DURATION), range, (parse_duration, show_duration))
 }
 
 /// A duration within the range, in whole seconds.
@@ -134,18 +126,7 @@ pub(crate) fn whole_seconds(
 
 /// A size in bytes within the range.
 pub(crate) fn size(range: RangeInclusive<u64>) -> impl Fn(&Value) -> Result<u64, Expected> {
-    move |value| {
-        let read = match &value.kind {
-            ValueKind::String(text) => parse_size(text.trim()),
-            _ => None,
-        };
-        let size = read.ok_or_else(|| A_SIZE.to_owned())?;
-        if range.contains(&size) {
-            return Ok(size);
-        }
-        let [start, end] = [range.start(), range.end()].map(|limit| show_size(*limit));
-        Err(format!("a size from {start} to {end}"))
-    }
+    with_unit(("size", A_SIZE), range, (parse_size, show_size))
 }
 
 /// A share from 0 to 1, also as text.

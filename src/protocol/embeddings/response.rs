@@ -36,32 +36,21 @@ pub fn write_response(response: &EmbeddingResponse<'_>) -> Result<Vec<u8>, TaskE
             let message = format!("the model gave {bad} in the embedding of input {index}");
             return Err(TaskError::new(TaskErrorKind::Internal, message));
         }
-        if index > 0 {
-            body.push(b',');
-        }
-        body.extend_from_slice(b"{\"object\":\"embedding\",\"index\":");
-        json(&mut body, &index)?;
-        body.extend_from_slice(b",\"embedding\":");
+        let comma = if index > 0 { "," } else { "" };
+        let head = format!(r#"{comma}{{"object":"embedding","index":{index},"embedding":"#);
+        body.extend_from_slice(head.as_bytes());
         match response.encoding {
-            Encoding::Float => json(&mut body, vector)?,
+            Encoding::Float => serde_json::to_writer(&mut body, vector).map_err(|error| {
+                TaskError::new(TaskErrorKind::Internal, format!("the reply cannot be written: {error}"))
+            })?,
             Encoding::Base64 => base64(&mut body, vector),
         }
         body.push(b'}');
     }
-    body.extend_from_slice(b"],\"model\":");
-    json(&mut body, response.model)?;
-    body.extend_from_slice(b",\"usage\":{\"prompt_tokens\":");
-    json(&mut body, &response.prompt_tokens)?;
-    body.extend_from_slice(b",\"total_tokens\":");
-    json(&mut body, &response.prompt_tokens)?;
-    body.extend_from_slice(b"}}");
+    let (model, tokens) = (serde_json::Value::from(response.model), response.prompt_tokens);
+    let end = format!(r#"],"model":{model},"usage":{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}}}"#);
+    body.extend_from_slice(end.as_bytes());
     Ok(body)
-}
-
-fn json<T: serde::Serialize + ?Sized>(body: &mut Vec<u8>, value: &T) -> Result<(), TaskError> {
-    serde_json::to_writer(body, value).map_err(|error| {
-        TaskError::new(TaskErrorKind::Internal, format!("the reply cannot be written: {error}"))
-    })
 }
 
 fn base64(body: &mut Vec<u8>, vector: &[f32]) {

@@ -58,14 +58,9 @@ impl TaskSpan {
         self.context.is_sampled().then(|| TaskLink(self.context.clone()))
     }
 
-    /// Whether attributes are kept.
-    pub fn is_recorded(&self) -> bool {
-        self.context.is_sampled()
-    }
-
     /// Notes an attribute; replaces an earlier one of that name.
     pub fn tell(&self, name: &'static str, value: impl Into<Value>) {
-        if self.is_recorded() {
+        if self.context.is_sampled() {
             self.lock().told.insert(name, value.into());
         }
     }

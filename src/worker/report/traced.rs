@@ -65,7 +65,7 @@ impl Traced {
 
     /// The task is computed, with these timings; publishing comes next.
     pub(in crate::worker) fn worked(&mut self, timings: &Timings, attempt: i64) {
-        let Some(begun) = self.0.as_mut().filter(|it| it.span.is_recorded()) else { return };
+        let Some(begun) = &mut self.0 else { return };
         begun.settling = Some(Instant::now());
         begun.span.tell("sconce.attempt", attempt);
         begun.span.tell("sconce.queue_us", timings.queue_us);
@@ -78,7 +78,7 @@ impl Traced {
 
     /// The task is answered: with a result, or with this error.
     pub(in crate::worker) fn answered(&self, error: Option<&TaskError>) {
-        let Some(span) = self.recorded() else { return };
+        let Some(span) = self.span() else { return };
         let (status, code) = error.map_or(("succeeded", 200), |error| {
             let (status, code, ..) = error.kind.wire();
             (status, code)
@@ -91,7 +91,7 @@ impl Traced {
     }
 
     pub(in crate::worker) fn retried(&self, error: &TaskError) {
-        let Some(span) = self.recorded() else { return };
+        let Some(span) = self.span() else { return };
         span.tell("sconce.status", "retried");
         fail(span, error);
     }
@@ -105,7 +105,7 @@ impl Traced {
 
     /// The task goes to the dead letters; an error reply may follow.
     pub(in crate::worker) fn dead_lettered(&self, reason: Reason) {
-        if let Some(span) = self.recorded() {
+        if let Some(span) = self.span() {
             span.tell("sconce.dead_letter.reason", reason.as_str());
         }
     }
@@ -132,8 +132,8 @@ impl Traced {
         message
     }
 
-    fn recorded(&self) -> Option<&TaskSpan> {
-        self.0.as_ref().map(|it| &it.span).filter(|span| span.is_recorded())
+    fn span(&self) -> Option<&TaskSpan> {
+        self.0.as_ref().map(|it| &it.span)
     }
 }
 

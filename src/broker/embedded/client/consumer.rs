@@ -9,9 +9,10 @@ use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
 use super::socket::Incoming;
-use super::{Subscription, Wire, unreached};
-use crate::broker::embedded::wire::Request;
-use crate::broker::{BrokerError, Consumer, Event};
+use super::{SESSION, Subscription, Wire, unreached};
+use crate::broker::embedded::wire::{Request, Response};
+use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event};
+use crate::protocol::Message;
 
 /// One subscription over the shared connection.
 pub(super) struct SocketConsumer {
@@ -31,10 +32,8 @@ impl SocketConsumer {
         let Subscription { queue, prefetch } = subscription;
         consumer.wire.send(&Request::Consume { queue, prefetch }).await?;
         match consumer.incoming.recv().await {
-            Some(Incoming::Consuming) => Ok(consumer),
-            Some(Incoming::Refused(Some(reason))) => {
-                Err(BrokerError::Refused { broker: consumer.wire.at.clone(), reason })
-            }
+            Some(Ok((Response::Consuming, _))) => Ok(consumer),
+            Some(Err(reason)) => Err(BrokerError::Refused { broker: consumer.wire.at.clone(), reason }),
             _ => Err(consumer.wire.gone()),
         }
     }
@@ -45,13 +44,19 @@ impl Consumer for SocketConsumer {
         async move {
             while !self.ended {
                 match self.incoming.recv().await {
-                    Some(Incoming::Delivery(delivery)) => return Ok(Event::Delivery(delivery)),
-                    Some(Incoming::Cancelled | Incoming::Left) => self.ended = true,
-                    Some(Incoming::Consuming) => {}
-                    Some(Incoming::Refused(Some(reason))) => {
-                        return Err(unreached(&self.wire.at, &reason));
+                    Some(Ok((Response::Deliver { tag, redelivered, delivery_count, properties }, body))) => {
+                        return Ok(Event::Delivery(Box::new(Delivery {
+                            message: Message { properties: *properties, body },
+                            delivery_tag: DeliveryTag { session: SESSION, tag },
+                            routing_key: None,
+                            redelivered,
+                            delivery_count: Some(delivery_count),
+                        })));
                     }
-                    Some(Incoming::Refused(None)) | None => return Err(self.wire.gone()),
+                    Some(Ok((Response::Cancelled | Response::Left, _))) => self.ended = true,
+                    Some(Ok(_)) => {}
+                    Some(Err(reason)) => return Err(unreached(&self.wire.at, &reason)),
+                    None => return Err(self.wire.gone()),
                 }
             }
             Ok(Event::End)
@@ -86,7 +91,7 @@ impl Consumer for SocketConsumer {
             }
             // Messages delivered meanwhile return to the queue.
             while let Some(answer) = self.incoming.recv().await {
-                if matches!(answer, Incoming::Left) {
+                if matches!(answer, Ok((Response::Left, _))) {
                     break;
                 }
             }

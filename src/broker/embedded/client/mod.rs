@@ -15,12 +15,12 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use tokio::net::UnixStream;
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use self::consumer::SocketConsumer;
 use self::socket::{Waiting, read_all, write_all};
-use super::wire::{Frame, MAX_PIPELINE, Request, too_long};
+use super::wire::{Frame, Request, too_long};
 use crate::broker::{Acker, BrokerError, BrokerSession, Delay, DeliveryTag, Published, Publisher};
 use crate::protocol::Message;
 
@@ -61,7 +61,6 @@ pub async fn connect(path: &Path, subscription: Subscription) -> Result<BrokerSe
         requests,
         waiting,
         next_id: AtomicU64::new(0),
-        pipeline: Arc::new(Semaphore::new(MAX_PIPELINE)),
         consumer_closed: CancellationToken::new(),
     });
     let consumer = SocketConsumer::subscribe(wire.clone(), incoming, subscription).await?;
@@ -78,8 +77,6 @@ struct Wire {
     requests: mpsc::Sender<Frame>,
     waiting: Arc<Waiting>,
     next_id: AtomicU64,
-    /// One permit for each unanswered publish; the server disconnects a client that has more.
-    pipeline: Arc<Semaphore>,
     /// Cancelled when the consumer closes: its deliveries can no longer be settled.
     consumer_closed: CancellationToken,
 }
@@ -138,18 +135,15 @@ impl Wire {
         if let Some(reason) = too_long(&message) {
             return Ok(Published::Refused(reason));
         }
-        // The semaphore is never closed, so the error does not occur.
-        let permit = self.pipeline.clone().acquire_owned().await.map_err(|_| self.gone())?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let Message { properties, body } = Arc::unwrap_or_clone(message);
         let properties = Box::new(properties);
         let request = Request::Publish { id, queue: queue.to_owned(), properties, delay };
         let frame = self.frame(&request, body)?;
-        // The place in the channel is reserved first: this future cannot be dropped between `add` and `send`,
-        // which would leave a permit waiting for the answer to a request that was never sent.
+        // The place in the channel is reserved first: this future cannot be dropped between `add` and `send`.
         let place = self.requests.reserve().await.map_err(|_| self.gone())?;
         let (answer, answered) = oneshot::channel();
-        if !self.waiting.add(id, (answer, permit)) {
+        if !self.waiting.add(id, answer) {
             return Err(self.gone());
         }
         place.send(frame);
