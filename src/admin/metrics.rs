@@ -251,7 +251,7 @@ mod tests {
         let flags = flags.map(|(path, value)| (path.to_owned(), value.to_owned()));
         let settings = config::load(&[], [], &flags).unwrap().settings;
         let host = Host { name: "h".into(), cores: 2, gpus: Gpus::default(), visible: None, cuda: None };
-        let launching = Launching::new("none".as_ref(), &settings.launcher, &Stop::default());
+        let launching = Launching::new(("none".as_ref(), None), &settings.launcher, &Stop::default(), None);
         let board = launching.board();
         for assignment in plan(&settings, &host).unwrap() {
             board.assign(&assignment);

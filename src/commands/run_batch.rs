@@ -28,7 +28,7 @@ use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
 use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::config::{Pool, Secret, Settings};
-use crate::launcher::{self, Host};
+use crate::launcher::{Host, Launching};
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
 use crate::protocol::task::{SHUTDOWN, URL};
 use crate::protocol::{Headers, Message, Properties};
@@ -83,7 +83,8 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         stop: stop.clone(),
     };
     let fed = queues.spawn(run.run(input));
-    let launched = launcher::run(&program, &assignments, &settings.launcher, &stop);
+    let launching = Launching::new((&program, Some(&program)), &settings.launcher, &stop, None);
+    let launched = launching.run(&assignments);
     let exit = launched_and_fed(launched, fed, (total, &output), &broker, &stop)?;
     queues.block_on(broker.shutdown());
     let mut output = lock(&output);

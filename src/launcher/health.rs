@@ -57,14 +57,14 @@ impl Health {
             return;
         }
         let health = Arc::downgrade(self);
-        let hear = move |word| health.upgrade().is_some_and(|health| health.hear(word));
+        let hear = move |word| health.upgrade().map(|health| health.hear(word)).is_some();
         if let Err(error) = thread::Builder::new().name("driver".into()).spawn(|| listen(hear)) {
             tracing::warn!(%error, "no thread to listen to the driver; devices are not watched");
         }
     }
 
-    /// Takes in a report of the driver. True: continue to listen.
-    fn hear(&self, word: Word) -> bool {
+    /// Takes in a report of the driver.
+    fn hear(&self, word: Word) {
         let now = Instant::now();
         let mut status = self.status();
         status.heard = Some(now);
@@ -113,7 +113,6 @@ impl Health {
             }
             !failed_devices.is_empty()
         });
-        true
     }
 
     /// The fault for which no worker can be started on a device now.

@@ -144,20 +144,10 @@ pub struct Launching {
 }
 
 impl Launching {
-    /// A launcher that spawns `program` as workers, by `policy`, and ends with `stop`. It has no guard, so
-    /// `program` need not be sconce.
-    pub fn new(program: &Path, policy: &Launcher, stop: &Stop) -> Self {
-        Self::over((program, None), policy, stop, None)
-    }
-
-    /// The same with a guard, for which `program` must be sconce: if the launcher is killed, a worker outlives
-    /// it by the shutdown grace at most, even a stopped one. `raw_lines`, if given, writes workers' log lines
-    /// unchanged.
-    pub fn guarded(program: &Path, policy: &Launcher, stop: &Stop, raw_lines: Option<RawLines>) -> Self {
-        Self::over((program, Some(program)), policy, stop, raw_lines)
-    }
-
-    fn over(
+    /// A launcher that spawns `program` as workers, by `policy`, and ends with `stop`. With a `guard`, which is
+    /// sconce itself, a worker outlives a launcher that is killed by the shutdown grace at most, even a stopped one.
+    /// `raw_lines`, if given, writes workers' log lines unchanged.
+    pub fn new(
         (program, guard): (&Path, Option<&Path>),
         policy: &Launcher,
         stop: &Stop,
@@ -205,9 +195,4 @@ impl Launching {
         tracing::info!(exit = exit.code(), "all workers have ended");
         exit
     }
-}
-
-/// [`Launching::run`] of a [`Launching::guarded`] launcher, without a board or handle for the caller.
-pub async fn run(program: &Path, assignments: &[Assignment], policy: &Launcher, stop: &Stop) -> Exit {
-    Launching::guarded(program, policy, stop, None).run(assignments).await
 }
