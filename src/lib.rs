@@ -4,7 +4,8 @@
 //!
 //! This is a library with a thin binary: to serve a model of your own, implement [`model::Processor`] and
 //! [`model::Forward`] or [`model::Generate`], register what loads them in an [`app::Registry`], and call
-//! [`app::main`]; see `docs/models.md`. The way of one task through these files is in `docs/architecture.md`.
+//! [`app::main`]; see `docs/models.md`. The way of one task through these files, and
+//! what the words mean, is in `docs/architecture.md`.
 //!
 //! # Rooms, and who may import whom
 //!
@@ -30,26 +31,6 @@
 //! | 7 | `app` | the program's entry, exit codes |
 //!
 //! `worker` and `launcher` never import each other: they share only control lines.
-//!
-//! # Glossary
-//!
-//! - **task**: a decoded request. **delivery**: a message that is not settled yet. **reply**: its answer, which
-//!   may come in **parts** before.
-//! - **input**: one row of a batch, or one sequence; a task has one or more. **batch**: inputs of one forward
-//!   pass. **sequence**: an input that takes many **steps**, each of which computes **rows** of several.
-//! - **task state**: whether a task is answered, handed back or cancelled. **in flight**: accepted and not yet
-//!   settled.
-//! - **attempt**: one try at a task, counted in the task itself; **delivery count**: how often the broker
-//!   delivered it, which says less. **poison**: a task that kills the workers that compute it alone.
-//!   **isolation**: processing a group of suspect tasks separately, because one of them may have killed a
-//!   worker.
-//! - **dead letter**: a message in the dead-letter queue, put there by a worker or by the broker.
-//! - **sentinel**: a message that stops one worker, after the work before it.
-//! - **session**: one connection of a worker to the broker, from its opening until all its deliveries are
-//!   finished. **intake**: taking deliveries; **settle**: publish, confirm, ack; **drain**: finishing what is
-//!   on the device and handing the rest back; **abort**: not waiting.
-//! - **slot**: (pool, device, index), filled by one **worker** process. **pool**: a task queue, a model,
-//!   devices and a batch policy. **launcher**: the process that keeps slots filled.
 //!
 //! # Invariants
 //!

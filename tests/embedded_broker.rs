@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use futures_util::poll;
-use sconce::broker::embedded::{EmbeddedBroker, MAX_MESSAGE, QueueSpec, Subscription, connect};
+use sconce::broker::embedded::{EmbeddedBroker, MAX_MESSAGE, QueueSpec, connect};
 use sconce::broker::{BrokerError, BrokerSession, Delivery, Event, Published};
 use sconce::protocol::Message;
 
@@ -36,7 +36,7 @@ async fn publish(broker: &EmbeddedBroker, queue: &str, message: Message) -> Publ
 
 async fn open(broker: &EmbeddedBroker, queue: &str, prefetch: u16) -> Result<BrokerSession, BrokerError> {
     let prefetch = NonZeroU16::new(prefetch).expect("a prefetch");
-    connect(broker.path(), Subscription { queue: queue.to_owned(), prefetch }).await
+    connect(broker.path(), queue.to_owned(), prefetch).await
 }
 
 async fn take(link: &mut BrokerSession) -> Delivery {
@@ -122,7 +122,7 @@ async fn the_sockets_folder_is_private_and_goes_with_the_broker() {
     assert!(EmbeddedBroker::bind(&path, &[]).is_err(), "a folder that exists is not taken over");
     drop(broker);
     assert!(!inner.exists());
-    let link = connect(&path, Subscription { queue: "tasks".into(), prefetch: NonZeroU16::MIN }).await;
+    let link = connect(&path, "tasks".into(), NonZeroU16::MIN).await;
     assert!(matches!(link, Err(BrokerError::Unreachable { .. })));
 }
 

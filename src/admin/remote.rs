@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 
 use crate::broker::{BrokerError, BrokerSession, Delivery, Event, Published};
-use crate::launcher::order::{Handle, Order, Outcome};
+use crate::launcher::order::{Handle, Outcome};
 use crate::launcher::status_board::StatusBoard;
 use crate::protocol::admin::{Answer, Request, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
@@ -111,23 +111,15 @@ impl Place {
 
     /// Has the slots carry out the order; does nothing for a query.
     async fn obey(&self, request: &Request, target: &Target) -> Result<BTreeMap<String, Outcome>, String> {
-        let order = match request {
-            Request::Ping | Request::Stats | Request::Active => return Ok(BTreeMap::new()),
-            Request::Pause => Order::Pause,
-            Request::Resume => Order::Resume,
-            Request::Drain => Order::Drain,
-            Request::Shutdown => Order::Shutdown,
-            Request::Restart => Order::Restart,
-            Request::SetBatch(change) => match change.problem() {
-                Some(problem) => return Err(problem),
-                None => Order::SetBatch(*change),
-            },
+        match request {
+            _ if request.only_asks() => return Ok(BTreeMap::new()),
+            Request::SetBatch(change) => change.problem().map_or(Ok(()), Err)?,
             Request::LogLevel { filter } => {
                 (self.log_filter)(filter).map_err(|problem| format!("log filter {filter:?}: {problem}"))?;
-                Order::LogLevel(filter.clone())
             }
-        };
-        let obeyed = tokio::time::timeout(OBEYING, self.handle.order(target.clone(), order)).await;
+            _ => {}
+        }
+        let obeyed = tokio::time::timeout(OBEYING, self.handle.order(target.clone(), request.clone())).await;
         let outcomes = obeyed.map_err(|_| format!("not every slot has obeyed within {OBEYING:?}"))?;
         Ok(outcomes.into_iter().collect())
     }

@@ -300,7 +300,15 @@ fn number_of(reply: &Message) -> Option<u64> {
     reply.properties.correlation_id.as_deref()?.parse().ok()
 }
 
-async fn publish(publisher: &dyn Publisher, queue: &str, message: Message) -> Result<(), ClientError> {
+/// Publishes a message, and waits for its confirm.
+///
+/// # Errors
+/// The broker refuses it, or is lost.
+pub(crate) async fn publish(
+    publisher: &dyn Publisher,
+    queue: &str,
+    message: Message,
+) -> Result<(), ClientError> {
     let refused =
         |reason: String| Err(BrokerError::Refused { broker: format!("queue {queue:?}"), reason }.into());
     match publisher.publish(queue, message.into()).await? {

@@ -17,8 +17,7 @@ pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<BrokerSessio
         let prefetch = assignment.first_prefetch();
         if let Some(path) = socket(broker) {
             let prefetch = NonZeroU16::new(prefetch).unwrap_or(NonZeroU16::MIN);
-            let subscription = embedded::Subscription { queue: pool.task_queue.clone(), prefetch };
-            return embedded::connect(Path::new(path), subscription).await;
+            return embedded::connect(Path::new(path), pool.task_queue.clone(), prefetch).await;
         }
         let topology = topology(broker, pool);
         let subscription = Subscription::Tasks { queue: pool.task_queue.clone(), topology: topology.clone() };

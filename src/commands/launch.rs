@@ -15,7 +15,7 @@ use crate::broker::{BrokerError, BrokerSession};
 use crate::cli;
 use crate::config::{Assignment, Settings, redact_url};
 use crate::launcher::order::Handle;
-use crate::launcher::{Host, Launching, RawLines};
+use crate::launcher::{Host, Launching, RawLines, plan};
 use crate::shutdown::{Exit, Hangups, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
 
@@ -38,7 +38,7 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     }
     // Only this thread, which lives to the end: the kernel ties workers to the thread that spawned them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let exit = runtime.block_on(serve(arguments, registry, (&settings, &host), (&program, &assignments)));
+    let exit = runtime.block_on(serve(arguments, (&settings, &host), (&program, &assignments)));
     // Threads that wait for a driver or a broker end with the process.
     runtime.shutdown_background();
     exit
@@ -46,7 +46,6 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
 
 async fn serve(
     arguments: &cli::Settings,
-    registry: &Registry,
     (settings, host): (&Settings, &Host),
     (program, assignments): (&Path, &[Assignment]),
 ) -> anyhow::Result<Exit> {
@@ -85,7 +84,7 @@ async fn serve(
     let reloading = async {
         loop {
             hangup.notified().await;
-            reload(arguments, registry, (settings, host), &handle).await;
+            reload(arguments, (settings, host), &handle).await;
         }
     };
     let beside = async { tokio::join!(listening, reloading) };
@@ -139,15 +138,11 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
 }
 
 /// Loads the settings again and applies them; on an error, logs why the current ones stay.
-async fn reload(
-    arguments: &cli::Settings,
-    registry: &Registry,
-    (before, host): (&Settings, &Host),
-    handle: &Handle,
-) {
+async fn reload(arguments: &cli::Settings, (before, host): (&Settings, &Host), handle: &Handle) {
     tracing::info!("SIGHUP: loading the settings again");
     let loaded = load(arguments, &[]).map_err(anyhow::Error::from);
-    let planned = loaded.and_then(|it| Ok((registry.slots(&it.settings, host)?, it.settings)));
+    // Not `Registry::plan`: the workers that run hold their memory, and a new one reports if it has too little.
+    let planned = loaded.and_then(|it| Ok((plan(&it.settings, host)?, it.settings)));
     let refused = match planned {
         Ok((slots, settings)) => {
             if settings.admin != before.admin {

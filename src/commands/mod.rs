@@ -8,7 +8,6 @@ mod check_config;
 mod ctl;
 mod dead;
 mod devices;
-mod guard;
 mod healthcheck;
 mod launch;
 mod progress;
@@ -23,12 +22,14 @@ mod top;
 mod worker;
 
 use std::io::IsTerminal;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 
 use anyhow::Context;
 
 use crate::cli::{self, Command};
 use crate::config::{self, ConfigError, Loaded, Pool};
+use crate::launcher::guard_workers;
 use crate::shutdown::Exit;
 use crate::telemetry::{self, Format};
 
@@ -42,7 +43,12 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
     match command {
         Command::Launch(settings) => launch::run(&settings, registry),
         Command::Worker(arguments) => worker::run(&arguments, registry),
-        Command::Guard => guard::run(),
+        Command::Guard => {
+            start_logging(None);
+            guard_workers(std::io::stdin().lock())
+                .context("cannot ignore the signals that stop a service")?;
+            Ok(Exit::Done)
+        }
         Command::Publish(arguments) => publish::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::BenchDevice(arguments) => bench_device::run(&arguments, registry),
@@ -106,4 +112,15 @@ fn log_format(is_service: bool) -> Format {
         _ if is_service && !std::io::stderr().is_terminal() => Format::Json,
         _ => Format::Human,
     }
+}
+
+/// Starts this program again with these variables, which CUDA and thread pools read only once, unless they are set.
+fn with_environment(variables: &[(&str, String)]) -> anyhow::Result<()> {
+    if variables.iter().all(|(name, value)| std::env::var(name).as_ref() == Ok(value)) {
+        return Ok(());
+    }
+    let program = std::env::current_exe().context("cannot find this program's file")?;
+    let mut anew = std::process::Command::new(program);
+    anew.args(std::env::args_os().skip(1)).envs(variables.iter().cloned());
+    Err(anew.exec()).context("starting again with the environment of a worker")
 }

@@ -7,11 +7,10 @@ use anyhow::Context as _;
 
 use crate::config::{Assignment, Pool, Settings};
 use crate::engine::{Starter, continuous, oneshot};
-use crate::launcher::{Host, LaunchError, Needs, fit, plan};
+use crate::launcher::{Host, fit, plan};
 use crate::model::registry::{Task, served, served_here};
-use crate::model::{
-    Device, Footprint, Forward, Generate, LoadError, LoadSpec, Processor, echo, script, sentence,
-};
+use crate::model::source::weights_size;
+use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, echo, script, sentence};
 use crate::shutdown::Exit;
 use crate::worker::load_spec;
 
@@ -97,20 +96,11 @@ impl Registry {
                     .context(Exit::ModelFailed);
             }
         }
-        fit(&slots, &host.gpus, |slot| {
-            if self.registered(&slot.pool.model).is_some() {
-                return None;
-            }
-            let Footprint { weights, working } = sentence::footprint(&load_spec(slot), slot.max_tokens())?;
-            Some(Needs { weights, working })
+        fit(&slots, &host.gpus, |slot| match self.registered(&slot.pool.model) {
+            Some(_) => None,
+            None => weights_size(&load_spec(slot)),
         })?;
         Ok(slots)
-    }
-
-    /// The slots of the settings while workers run, whose memory is not free: a new worker reports if it has
-    /// too little.
-    pub(super) fn slots(&self, settings: &Settings, host: &Host) -> Result<Vec<Assignment>, LaunchError> {
-        plan(settings, host)
     }
 
     /// The digest of `model`'s files; none for a registered model, because only its code knows what it loads.

@@ -265,7 +265,8 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
                 let status = status.unwrap_or(500) as u16;
                 output.errors += u64::from(status != 200);
                 let id = properties.message_id.unwrap_or_default();
-                batch_line::response_line(&custom_id, status, &id, &body)?
+                batch_line::response_line(&custom_id, status, &id, &body)
+                    .context("a reply's body is not JSON")?
             }
             (Line::Invalid(line), _) => {
                 output.errors += 1;
@@ -301,8 +302,7 @@ impl Run {
     /// may wait for another attempt.
     async fn run(mut self, mut input: CountedInput) -> anyhow::Result<()> {
         let queue = self.pool.reply_queue.clone().unwrap_or_default();
-        let session =
-            embedded::connect(&self.socket, embedded::Subscription { queue, prefetch: PREFETCH }).await?;
+        let session = embedded::connect(&self.socket, queue, PREFETCH).await?;
         let mut client = Client::over(session, &self.pool.task_queue);
         let (first, counts_inputs) = {
             let output = lock(&self.output);

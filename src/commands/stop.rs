@@ -2,12 +2,11 @@
 
 use std::io::Write;
 
-use anyhow::bail;
-
 use super::{load, pool_named, start_logging};
+use crate::broker::Publisher as _;
 use crate::broker::amqp::{AmqpPublisher, Connector, consumers_of};
-use crate::broker::{BrokerError, Published, Publisher};
 use crate::cli::StopWorkers;
+use crate::client::publish;
 use crate::protocol::task::SHUTDOWN;
 use crate::protocol::{Message, Properties};
 use crate::shutdown::Exit;
@@ -22,7 +21,6 @@ pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
     runtime.block_on(async {
         let connector = || Connector::new(settings.broker.clone(), "sconce stop");
         let queue = pool.task_queue.as_str();
-        let refused = |reason| BrokerError::Refused { broker: format!("queue {queue:?}"), reason };
         let count = match arguments.all {
             true => consumers_of(&connector(), queue).await?,
             false => arguments.workers,
@@ -37,12 +35,7 @@ pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
                 ..Properties::default()
             };
             let sentinel = Message { properties, body: "null".into() };
-            match publisher.publish(queue, sentinel.into()).await? {
-                Published::Confirmed => {}
-                Published::Unroutable => bail!(refused("it does not exist: no worker has run yet".into())),
-                Published::Nacked => bail!(refused("a negative confirm; is it full?".into())),
-                Published::Refused(words) | Published::Forbidden(words) => bail!(refused(words)),
-            }
+            publish(&publisher, queue, sentinel).await?;
         }
         publisher.close().await;
         let workers = if count == 1 { "worker" } else { "workers" };

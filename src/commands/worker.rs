@@ -1,7 +1,6 @@
 //! `sconce worker`: runs under a launcher, with the assignment from stdin, or by hand.
 
 use std::io::{self, BufRead, Read};
-use std::os::unix::process::CommandExt;
 use std::thread;
 use std::time::Duration;
 
@@ -11,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getppid};
 
 use super::registry::Registry;
-use super::{broker_session, load, pool_named, spans, start_logging};
+use super::{broker_session, load, pool_named, spans, start_logging, with_environment};
 use crate::cli::Worker;
 use crate::config::Assignment;
 use crate::launcher::Host;
@@ -144,12 +143,7 @@ fn own_device(asked: &str, pool: &str, host: &Host) -> anyhow::Result<String> {
         return Ok(asked.to_owned());
     }
     let uuid = host.device(asked, pool).map_err(|error| WorkerError::Device(error.to_string()))?;
-    if std::env::var(VISIBLE).as_deref() != Ok(&uuid) {
-        let program = std::env::current_exe().context("cannot find this program's file")?;
-        let mut anew = std::process::Command::new(program);
-        anew.args(std::env::args_os().skip(1)).env(VISIBLE, &uuid).env("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
-        return Err(anew.exec()).context("starting the worker again with only its own GPU visible");
-    }
+    with_environment(&[(VISIBLE, uuid.clone()), ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".to_owned())])?;
     Ok(uuid)
 }
 

@@ -10,11 +10,10 @@ use std::mem;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use super::idle::Idle;
 use super::job::{Item, Queue};
 use super::panics::guarded;
 use super::sizing::Sizing;
-use super::turns::{Loop, Next, Waker};
+use super::turns::{Idle, Loop, Next, Waker};
 use super::{Expect, Notice, Notices, Observer, Pass, Passed, TaskState, now};
 use crate::batching::Policy;
 use crate::batching::admit::{Limits, Request, Row, Scheduler};

@@ -12,12 +12,10 @@
 //! | `task_state` | whether a task is answered or handed back |
 //! | `start` | the model thread: opens the device, loads, computes the probe, runs the loop |
 //! | `turns` | how a loop runs turn by turn, and how it is woken |
-//! | `idle` | when the launcher is told that the device is idle |
 //! | `panics` | the one boundary where a panic of a model is caught |
 
 mod batch;
 mod continuous;
-mod idle;
 mod job;
 mod oneshot;
 mod panics;

@@ -6,10 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use super::batch::{Network, Outcome};
-use super::idle::Idle;
 use super::job::{Item, Queue};
 use super::sizing::Sizing;
-use super::turns::{Loop, Next, Waker};
+use super::turns::{Idle, Loop, Next, Waker};
 use super::{Expect, Notice, Pass, Passed, TaskState, now};
 use crate::batching::{Batch, Batcher, Device, Policy};
 use crate::model::{Forward, Processor, SizedInput, TaskError};

@@ -12,10 +12,10 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::timeout;
 
 use super::Launch;
-use super::order::{Ask, Order, Ordered, Outcome};
+use super::order::{Ask, Ordered, Outcome};
 use super::slot_state::{Slot, SlotEnd};
 use crate::config::{Assignment, Launcher};
-use crate::protocol::admin::Target;
+use crate::protocol::admin::{Request, Target};
 use crate::shutdown::Exit;
 
 /// The most orders that may wait for one slot.
@@ -149,7 +149,7 @@ impl Fleet {
     fn order(
         &mut self,
         target: &Target,
-        order: &Order,
+        order: &Request,
         answer: oneshot::Sender<Vec<(String, Outcome)>>,
     ) -> BoxFuture<'static, ()> {
         let (mut outcomes, mut revived) = (Vec::new(), Vec::new());
@@ -166,7 +166,7 @@ impl Fleet {
                 Some(_) => {
                     outcomes.push((name.clone(), Err("it has too many orders before this one".to_owned())))
                 }
-                None if matches!(order, Order::Restart | Order::Resume) => revived.push(assignment),
+                None if matches!(order, Request::Restart | Request::Resume) => revived.push(assignment),
                 None => outcomes.push((name.clone(), Err("it has ended; restart starts it anew".to_owned()))),
             }
         }
@@ -276,7 +276,7 @@ impl Fleet {
                 Some(orders) => {
                     member.after = After::Gone;
                     let (told, _) = oneshot::channel();
-                    let _ = orders.try_send(Ordered::Order(Order::Shutdown, told));
+                    let _ = orders.try_send(Ordered::Order(Request::Shutdown, told));
                 }
                 None => self.forget(name),
             }

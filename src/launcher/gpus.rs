@@ -4,7 +4,6 @@
 
 pub(super) mod device_fault;
 mod nvml;
-mod raw;
 pub(super) mod watch;
 
 use serde::Serialize;

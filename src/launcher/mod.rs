@@ -8,8 +8,7 @@
 //! | `plan` | which slots there are |
 //! | `fit` | whether they fit their devices' memory |
 //! | `fleet` | which slots run, and which slots an order addresses |
-//! | `slot` | what happens in one slot over time (`slot_state` holds its state) |
-//! | `shown` | what the status board shows of a slot |
+//! | `slot` | what happens in one slot over time (`slot_state` holds and shows its state) |
 //! | `replace` | when its worker is replaced by a new one |
 //! | `worker_handle` | one worker process, from its spawn to its end |
 //! | `worker_monitor` | what a worker reports, and what its death means |
@@ -40,7 +39,6 @@ pub mod order;
 mod plan;
 mod replace;
 mod restart;
-mod shown;
 mod slot;
 mod slot_state;
 pub mod status_board;
@@ -60,7 +58,7 @@ use order::{Ask, Handle};
 use status_board::StatusBoard;
 
 pub use child::environment;
-pub use fit::{Needs, fit};
+pub use fit::fit;
 pub use guard::guard_workers;
 pub use logs::RawLines;
 pub use plan::{Cuda, Host, plan};
@@ -81,18 +79,18 @@ pub enum LaunchError {
         /// The devices of this host.
         here: String,
     },
-    /// The device's memory is too small for its workers.
+    /// The device's memory is too small for the weights of its workers.
     #[error(
-        "device {device:?}: too many copies: {workers} need {needed} together, and {free} of {total} are \
-         free; lower workers_per_device or batch.max_tokens, take pool.dtype = \"f16\", or see `sconce \
-         devices` for who holds the rest"
+        "device {device:?}: too many copies: the weights of its {workers} workers need {needed}, and {free} of \
+         {total} are free; lower workers_per_device, take pool.dtype = \"f16\", or see `sconce devices` for who \
+         holds the rest"
     )]
     Memory {
         /// Its UUID.
         device: String,
-        /// What each worker needs.
-        workers: String,
-        /// What all workers need together.
+        /// Workers on it.
+        workers: usize,
+        /// What their weights need together.
         needed: String,
         /// The memory that no process holds.
         free: String,

@@ -7,30 +7,10 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
 use super::status_board::StatusBoard;
 use crate::config::{Assignment, Launcher};
-use crate::protocol::admin::Target;
-use crate::protocol::control::BatchChange;
+use crate::protocol::admin::{Request, Target};
 
 /// The most requests that may wait.
 const WAITING: usize = 64;
-
-/// An order to a slot.
-#[derive(Clone, Debug)]
-pub enum Order {
-    /// Take no more tasks; keep the worker.
-    Pause,
-    /// Take tasks again; start a worker where it was drained.
-    Resume,
-    /// Finish and end the worker; the slot stays empty.
-    Drain,
-    /// Finish and end the worker; the slot is done.
-    Shutdown,
-    /// Finish and end the worker, start a new one.
-    Restart,
-    /// Change the bounds of batches.
-    SetBatch(BatchChange),
-    /// Change the log filter.
-    LogLevel(String),
-}
 
 /// The outcome of an order at one slot: what is done, or why nothing is.
 pub type Outcome = Result<&'static str, String>;
@@ -38,7 +18,7 @@ pub type Outcome = Result<&'static str, String>;
 /// A command on its way to one slot.
 pub(super) enum Ordered {
     /// An order from outside.
-    Order(Order, oneshot::Sender<Outcome>),
+    Order(Request, oneshot::Sender<Outcome>),
     /// From the fleet: replace the worker by one with other settings, in the order of the settings. While the
     /// permit exists, no other slot replaces its worker.
     Replace(Box<Assignment>, OwnedSemaphorePermit, oneshot::Sender<Result<(), String>>),
@@ -46,7 +26,7 @@ pub(super) enum Ordered {
 
 /// A request to the launcher.
 pub(super) enum Ask {
-    Order { target: Target, order: Order, answer: oneshot::Sender<Vec<(String, Outcome)>> },
+    Order { target: Target, order: Request, answer: oneshot::Sender<Vec<(String, Outcome)>> },
     Reload { slots: Vec<Assignment>, policy: Box<Launcher>, answer: oneshot::Sender<Result<String, String>> },
 }
 
@@ -69,9 +49,9 @@ impl Handle {
         self.board.write(|status| status.reloads_refused += 1);
     }
 
-    /// Gives an order to the slots of `target`; returns the outcome of each. Long orders are still in progress
+    /// Gives an order to the slots of `target`; returns the outcome of each. (What only asks is answered from the board.) Long orders are still in progress
     /// when this returns.
-    pub async fn order(&self, target: Target, order: Order) -> Vec<(String, Outcome)> {
+    pub async fn order(&self, target: Target, order: Request) -> Vec<(String, Outcome)> {
         let (answer, answered) = oneshot::channel();
         let _ = self.asks.send(Ask::Order { target, order, answer }).await;
         answered.await.unwrap_or_default()

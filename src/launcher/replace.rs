@@ -109,7 +109,7 @@ impl Slot {
         }
         match WorkerHandle::spawn(&self.launch, assignment, (known, &overrides), true).await {
             Ok(mut running) => {
-                running.monitor.be_on_probation();
+                running.monitor.on_probation = true;
                 *successor = Some(Successor { running, why });
             }
             Err(refusal) => self.give_up_successor(why, &refusal.to_string()),

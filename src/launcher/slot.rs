@@ -6,14 +6,15 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 
-use super::order::{Order, Ordered};
+use super::fault::Fault;
+use super::order::Ordered;
 use super::replace::next_of;
 use super::restart::{Verdict, judge};
 use super::slot_state::{NextAction, ReplaceReason, Slot, SlotEnd, Successor};
 use super::status_board::Entry;
 use super::worker_handle::{Refusal, WorkerHandle};
 use super::worker_monitor::{SuspectTasks, WorkerExit, WorkerMonitor};
-use crate::protocol::admin::State;
+use crate::protocol::admin::{Request, State};
 use crate::protocol::control::Command;
 use crate::shutdown::{Exit, Phase};
 
@@ -121,16 +122,16 @@ impl Slot {
             }
         };
         let (then, done) = match order {
-            Order::Resume => {
+            Request::Resume => {
                 self.overrides.paused = false;
                 (Some(NextAction::Start), "starting a worker")
             }
-            Order::Restart => {
+            Request::Restart => {
                 self.quick_failures = 0;
                 (Some(NextAction::Start), "starting a worker")
             }
-            Order::Drain => (Some(NextAction::Hold), "there is no worker, and none is started"),
-            Order::Shutdown => (Some(NextAction::End(SlotEnd::StoppedOnRequest)), "the slot is done"),
+            Request::Drain => (Some(NextAction::Hold), "there is no worker, and none is started"),
+            Request::Shutdown => (Some(NextAction::End(SlotEnd::StoppedOnRequest)), "the slot is done"),
             order => (None, self.remember(&order)),
         };
         let _ = answer.send(Ok(done));
@@ -138,17 +139,17 @@ impl Slot {
     }
 
     /// Records in the overrides what later workers must be told.
-    fn remember(&mut self, order: &Order) -> &'static str {
+    fn remember(&mut self, order: &Request) -> &'static str {
         match order {
-            Order::Pause => {
+            Request::Pause => {
                 self.overrides.paused = true;
                 "pausing"
             }
-            Order::Resume => {
+            Request::Resume => {
                 self.overrides.paused = false;
                 "resuming"
             }
-            Order::SetBatch(change) => {
+            Request::SetBatch(change) => {
                 self.overrides.batch = change.over(self.overrides.batch);
                 let (batch, board) = (self.overrides.batch, &self.launch.board);
                 board.change(&self.assignment.slot, |entry| {
@@ -156,11 +157,12 @@ impl Slot {
                 });
                 "batches have other bounds"
             }
-            Order::LogLevel(filter) => {
+            Request::LogLevel { filter } => {
                 self.overrides.log = Some(filter.clone());
                 "logging by another filter"
             }
-            Order::Drain | Order::Shutdown | Order::Restart => "finishing",
+            Request::Drain | Request::Shutdown | Request::Restart => "finishing",
+            Request::Ping | Request::Stats | Request::Active => "nothing to do",
         }
     }
 
@@ -178,7 +180,7 @@ impl Slot {
             };
         current.monitor.inherit(suspects);
         if self.probation.is_some() {
-            current.monitor.be_on_probation();
+            current.monitor.on_probation = true;
         }
         self.show_worker(&mut current);
         let (mut successor, mut then) = (None::<Successor>, NextAction::Judge);
@@ -256,19 +258,20 @@ impl Slot {
         };
         let outcome = self.remember(&order);
         let command = match order {
-            Order::Pause => Command::Pause,
-            Order::Resume => {
+            Request::Pause => Command::Pause,
+            Request::Resume => {
                 if current.is_leaving() && matches!(then, NextAction::Hold) {
                     *then = NextAction::Start;
                 }
                 Command::Resume
             }
-            Order::SetBatch(change) => Command::SetBatch(change),
-            Order::LogLevel(filter) => Command::LogLevel { filter },
-            Order::Drain | Order::Shutdown | Order::Restart => {
+            Request::SetBatch(change) => Command::SetBatch(change),
+            Request::LogLevel { filter } => Command::LogLevel { filter },
+            Request::Ping | Request::Stats | Request::Active => return drop(answer.send(Ok(outcome))),
+            Request::Drain | Request::Shutdown | Request::Restart => {
                 *then = match order {
-                    Order::Drain => NextAction::Hold,
-                    Order::Shutdown => NextAction::End(SlotEnd::StoppedOnRequest),
+                    Request::Drain => NextAction::Hold,
+                    Request::Shutdown => NextAction::End(SlotEnd::StoppedOnRequest),
                     _ => NextAction::Start,
                 };
                 self.finish(current, successor).await;
@@ -315,7 +318,7 @@ impl Slot {
         tracing::error!(slot = assignment.slot, reason = %refusal, "no worker was started");
         let mut monitor = WorkerMonitor::new(suspects);
         if let Refusal::Device(device_fault) = refusal {
-            monitor.be_refused(device_fault);
+            monitor.why.fault = Some(Fault::Device(device_fault));
         }
         monitor.end(None, false, (launch, assignment))
     }

@@ -56,14 +56,14 @@ pub(super) struct WorkerMonitor {
     isolated: Vec<TaskName>,
     heard: Instant,
     /// Why it was killed, or why it said that it ends.
-    why: Circumstances,
+    pub(super) why: Circumstances,
     /// The exit code that it announced.
     announced: Option<Exit>,
     /// Work that is not in the log yet.
     untold: Stats,
     born: Instant,
     /// It must show that settings are good, and has [`LOADING`] to get ready.
-    on_probation: bool,
+    pub(super) on_probation: bool,
     answered: u64,
     /// Bytes of memory when it got ready, and now.
     resident: Option<(u64, u64)>,
@@ -105,11 +105,6 @@ impl WorkerMonitor {
             resident: None,
             log: LogTail::default(),
         }
-    }
-
-    /// The worker may never get ready: it has [`LOADING`] for that.
-    pub(super) fn be_on_probation(&mut self) {
-        self.on_probation = true;
     }
 
     /// Takes over the suspects of the worker before.
@@ -196,11 +191,6 @@ impl WorkerMonitor {
             launch.board.change(slot, |entry| entry.stuck_since = Some(Instant::now()));
         }
         Instant::now() + STUCK
-    }
-
-    /// The worker was not started, since its device has failed.
-    pub(super) fn be_refused(&mut self, device_fault: DeviceFault) {
-        self.why.fault = Some(Fault::Device(device_fault));
     }
 
     /// Its device has failed, so it is killed. Recorded now, since a process that hangs in the driver may end

@@ -4,7 +4,6 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 mod fitness;
-mod power;
 
 use candle_core::{Device, Error};
 

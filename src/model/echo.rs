@@ -85,12 +85,6 @@ pub enum Fault {
     Prepare,
 }
 
-/// What the reply needs of its request.
-#[derive(Clone, Copy, Debug)]
-pub struct EchoRequest {
-    listed: bool,
-}
-
 #[derive(Deserialize)]
 struct Fields {
     input: Option<Box<RawValue>>,
@@ -163,7 +157,8 @@ impl Forward for Echo {
 }
 
 impl Processor for EchoProcessor {
-    type Context = EchoRequest;
+    /// Whether the input is a list.
+    type Context = bool;
     type Input = EchoInput;
     type Piece = ();
     type Output = Box<RawValue>;
@@ -204,12 +199,12 @@ impl Processor for EchoProcessor {
         let inputs = values.into_iter();
         let inputs = inputs
             .map(|value| SizedInput::new(EchoInput { value, sleep, hold: hold.clone(), fault, fits }, 1));
-        Ok((EchoRequest { listed }, inputs.collect()))
+        Ok((listed, inputs.collect()))
     }
 
-    fn finish(&self, request: EchoRequest, outputs: Vec<Box<RawValue>>) -> Result<Body, TaskError> {
+    fn finish(&self, listed: bool, outputs: Vec<Box<RawValue>>) -> Result<Body, TaskError> {
         let outputs = outputs.iter().map(|value| value.get()).collect::<Vec<_>>().join(",");
-        let input = if request.listed { format!("[{outputs}]") } else { outputs };
+        let input = if listed { format!("[{outputs}]") } else { outputs };
         Ok(Body::json(format!("{{\"object\":\"echo\",\"input\":{input},\"model\":\"echo\"}}")))
     }
 }

@@ -235,15 +235,6 @@ pub trait Generate: 'static {
     fn close(&mut self, slot: Slot);
 }
 
-/// Memory of a model on a device, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Footprint {
-    /// Of the weights.
-    pub weights: u64,
-    /// Of the largest forward pass.
-    pub working: u64,
-}
-
 /// What a model is loaded from.
 #[derive(Clone, Debug)]
 pub struct LoadSpec {

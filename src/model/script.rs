@@ -46,10 +46,12 @@ struct Sequence {
 }
 
 /// A task's description of its sequence.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Script {
+    #[serde(default = "one")]
     prompt: usize,
+    #[serde(default = "one")]
     max_tokens: usize,
     stream: bool,
     step_ms: u64,
@@ -59,12 +61,8 @@ pub struct Script {
     stall_ms: u64,
 }
 
-impl Default for Script {
-    fn default() -> Self {
-        let (prompt, max_tokens) = (1, 1);
-        let (stream, step_ms, fail) = (false, 0, None);
-        Self { prompt, max_tokens, stream, step_ms, fail, at: 0, fits: 0, stall_ms: 0 }
-    }
+fn one() -> usize {
+    1
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]

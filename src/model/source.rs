@@ -6,12 +6,20 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::LoadError;
+use super::{Dtype, LoadError, LoadSpec};
 
 mod digest;
 mod hub;
 
 use hub::Hub;
+
+/// Bytes of a model's weights on a device, at least: files may hold f32, so half of them counts where the device
+/// computes in half precision. None if the model's files are not on this host yet.
+pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
+    let paths = ModelFiles::at_hand(&spec.source)?.weights().ok()?;
+    let bytes: u64 = paths.iter().filter_map(|path| path.metadata().ok()).map(|file| file.len()).sum();
+    Some(if spec.dtype == Dtype::F32 { bytes } else { bytes / 2 })
+}
 
 /// The files of one model.
 #[derive(Debug)]

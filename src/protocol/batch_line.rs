@@ -32,16 +32,6 @@ pub struct InvalidLine {
     pub problem: String,
 }
 
-/// A body that is not JSON, and so cannot be part of an output line.
-#[derive(Debug, thiserror::Error)]
-#[error("response body is not JSON: {0}")]
-pub struct BodyNotJson(#[source] serde_json::Error);
-
-/// A line that this program did not write as batch output.
-#[derive(Debug, thiserror::Error)]
-#[error("not a batch output line: {0}")]
-pub struct NotAnOutputLine(#[source] serde_json::Error);
-
 /// The four fields, each as any JSON value, so that the error can name the wrong one.
 #[derive(Deserialize)]
 struct Fields<'a> {
@@ -137,14 +127,14 @@ struct LineError {
 /// contains no other. Its `id` follows from `request_id`, so the same reply gives the same line.
 ///
 /// # Errors
-/// [`BodyNotJson`]: the reply does not come from sconce.
+/// The body is not JSON: the reply does not come from sconce.
 pub fn response_line(
     custom_id: &str,
     status_code: u16,
     request_id: &str,
     body: &[u8],
-) -> Result<Vec<u8>, BodyNotJson> {
-    let body: &RawValue = serde_json::from_slice(body).map_err(BodyNotJson)?;
+) -> serde_json::Result<Vec<u8>> {
+    let body: &RawValue = serde_json::from_slice(body)?;
     let unprefixed = request_id.strip_prefix("req_").unwrap_or(request_id);
     let line = OutputLine {
         id: format!("batch_req_{unprefixed}"),
@@ -152,7 +142,7 @@ pub fn response_line(
         response: Some(Response { status_code, request_id, body }),
         error: None,
     };
-    write(&line).map_err(BodyNotJson)
+    write(&line)
 }
 
 /// Writes the output line of input line `number` (counting from 1) that was not a request. It ends with a
@@ -192,8 +182,8 @@ pub fn is_torn_output(bytes: &[u8]) -> bool {
 /// is JSON.
 ///
 /// # Errors
-/// [`NotAnOutputLine`]: cut off, or not written by sconce.
-pub fn output_custom_id(line: &[u8]) -> Result<Option<String>, NotAnOutputLine> {
+/// The line is cut off, or not written by sconce.
+pub fn output_custom_id(line: &[u8]) -> serde_json::Result<Option<String>> {
     #[derive(Deserialize)]
     struct Line {
         #[serde(rename = "response")]
@@ -204,7 +194,7 @@ pub fn output_custom_id(line: &[u8]) -> Result<Option<String>, NotAnOutputLine> 
         #[serde(deserialize_with = "Option::deserialize")]
         custom_id: Option<String>,
     }
-    let line: Line = serde_json::from_slice(line).map_err(NotAnOutputLine)?;
+    let line: Line = serde_json::from_slice(line)?;
     Ok(line.custom_id)
 }
 

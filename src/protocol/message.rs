@@ -54,30 +54,21 @@ pub enum Value {
 }
 
 /// Floats are serialised as their bits: JSON has no NaN and no infinity, and its decimals may lose a bit.
-mod f32_bits {
-    use serde::{Deserialize, Deserializer, Serializer};
+macro_rules! bits {
+    ($module:ident, $float:ty) => {
+        mod $module {
+            pub fn serialize<S: serde::Serializer>(number: &$float, to: S) -> Result<S::Ok, S::Error> {
+                serde::Serialize::serialize(&number.to_bits(), to)
+            }
 
-    pub fn serialize<S: Serializer>(number: &f32, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_u32(number.to_bits())
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
-        u32::deserialize(from).map(f32::from_bits)
-    }
+            pub fn deserialize<'de, D: serde::Deserializer<'de>>(from: D) -> Result<$float, D::Error> {
+                serde::Deserialize::deserialize(from).map(<$float>::from_bits)
+            }
+        }
+    };
 }
-
-/// As [`f32_bits`].
-mod f64_bits {
-    use serde::{Deserialize, Deserializer, Serializer};
-
-    pub fn serialize<S: Serializer>(number: &f64, to: S) -> Result<S::Ok, S::Error> {
-        to.serialize_u64(number.to_bits())
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
-        u64::deserialize(from).map(f64::from_bits)
-    }
-}
+bits!(f32_bits, f32);
+bits!(f64_bits, f64);
 
 impl Value {
     /// The text, where the value is a text in valid UTF-8.

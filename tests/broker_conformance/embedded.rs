@@ -4,7 +4,7 @@ use std::num::NonZeroU16;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use sconce::broker::Published;
-use sconce::broker::embedded::{EmbeddedBroker, QueueSpec, Subscription, connect};
+use sconce::broker::embedded::{EmbeddedBroker, QueueSpec, connect};
 use sconce::protocol::Message;
 
 use crate::rig::{Link, Rig};
@@ -41,8 +41,7 @@ impl Rig for EmbeddedRig {
 
     async fn open(&self, queue: &str, prefetch: u16) -> Link {
         let prefetch = NonZeroU16::new(prefetch).expect("a prefetch");
-        let subscription = Subscription { queue: queue.to_owned(), prefetch };
-        let link = connect(self.broker.path(), subscription).await.expect("a connection");
+        let link = connect(self.broker.path(), queue.to_owned(), prefetch).await.expect("a connection");
         Link { consumer: link.consumer, acker: link.acker, publisher: link.publisher }
     }
 

@@ -1,6 +1,6 @@
 //! Orders to slots: what their workers are told, and what stays when these end.
 
-use sconce::launcher::order::Order;
+use sconce::protocol::admin::Request;
 use sconce::protocol::admin::{State, Target};
 use sconce::protocol::control::BatchChange;
 use sconce::shutdown::Exit;
@@ -18,10 +18,10 @@ async fn an_order_goes_to_the_slots_that_are_meant_and_to_no_other() {
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
         slot_is(&board, "embed/1", State::Ready).await;
-        let told = handle.order(slot(1), Order::Pause).await;
+        let told = handle.order(slot(1), Request::Pause).await;
         assert_eq!(told, [("embed/1".to_owned(), Ok("pausing"))]);
-        assert_eq!(handle.order(Target::Host("other".into()), Order::Shutdown).await, []);
-        assert_eq!(handle.order(Target::Pool("embed".into()), Order::Resume).await.len(), 2);
+        assert_eq!(handle.order(Target::Host("other".into()), Request::Shutdown).await, []);
+        assert_eq!(handle.order(Target::Pool("embed".into()), Request::Resume).await.len(), 2);
         stage.wait_for_lines("trace-1", 2).await;
         stage.wait_for_lines("trace-0", 1).await;
         stage.drain();
@@ -38,7 +38,8 @@ async fn what_was_ordered_holds_for_the_worker_that_comes_after_a_death() {
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
         let change = BatchChange { max_tokens: Some(77), ..BatchChange::default() };
-        for order in [Order::Pause, Order::SetBatch(change), Order::LogLevel("debug".into())] {
+        for order in [Request::Pause, Request::SetBatch(change), Request::LogLevel { filter: "debug".into() }]
+        {
             assert!(handle.order(Target::All, order).await[0].1.is_ok());
         }
         stage.wait_for_lines("trace-0", 3).await;
@@ -61,13 +62,13 @@ async fn a_drained_slot_stays_empty_until_it_is_resumed_and_the_launcher_stays_t
     let stage = Stage::new(1, &format!("{READY}; {OBEY}"));
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
-        handle.order(Target::All, Order::Drain).await;
+        handle.order(Target::All, Request::Drain).await;
         slot_is(&board, "embed/0", State::Stopped).await;
         assert_eq!(stage.lines("trace-0"), [r#"{"command":"finish"}"#]);
-        handle.order(Target::All, Order::Resume).await;
+        handle.order(Target::All, Request::Resume).await;
         slot_is(&board, "embed/0", State::Ready).await;
         assert_eq!(stage.lines("born-0").len(), 2);
-        handle.order(Target::All, Order::Shutdown).await;
+        handle.order(Target::All, Request::Shutdown).await;
     });
     assert_eq!(exit.await, Exit::Done);
     assert_eq!(stage.lines("born-0").len(), 2);
@@ -79,7 +80,7 @@ async fn a_worker_that_does_not_finish_in_time_is_drained_then_aborted_then_kill
     stage.policy.shutdown_grace = std::time::Duration::from_millis(200);
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
-        handle.order(Target::All, Order::Shutdown).await;
+        handle.order(Target::All, Request::Shutdown).await;
     });
     assert_eq!(exit.await, Exit::Done);
     let told = stage.lines("trace-0");
@@ -93,10 +94,10 @@ async fn a_slot_that_was_given_up_is_quarantined_until_it_is_restarted() {
     stage.policy.max_quick_failures = 1;
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Quarantined).await;
-        let refused = handle.order(slot(0), Order::Pause).await;
+        let refused = handle.order(slot(0), Request::Pause).await;
         assert!(refused[0].1.as_ref().is_err_and(|words| words.contains("restart")), "{refused:?}");
         std::fs::write(stage.path("mended"), "").unwrap();
-        handle.order(slot(0), Order::Restart).await;
+        handle.order(slot(0), Request::Restart).await;
         slot_is(&board, "embed/0", State::Ready).await;
         stage.drain();
     });
@@ -109,7 +110,7 @@ async fn restarts_are_counted_by_their_reason() {
     let exit = stage.run_asked(async |handle, board| {
         stage.wait_for_lines("born-0", 2).await;
         slot_is(&board, "embed/0", State::Ready).await;
-        handle.order(Target::All, Order::Restart).await;
+        handle.order(Target::All, Request::Restart).await;
         stage.wait_for_lines("born-0", 3).await;
         slot_is(&board, "embed/0", State::Ready).await;
         stage.kill(0);
@@ -133,9 +134,9 @@ async fn a_resume_while_a_slot_drains_has_a_worker_started_behind_it() {
     let stage = Stage::new(1, &script);
     let exit = stage.run_asked(async |handle, board| {
         slot_is(&board, "embed/0", State::Ready).await;
-        handle.order(Target::All, Order::Drain).await;
+        handle.order(Target::All, Request::Drain).await;
         slot_is(&board, "embed/0", State::Draining).await;
-        handle.order(Target::All, Order::Resume).await;
+        handle.order(Target::All, Request::Resume).await;
         std::fs::write(stage.path("on"), "").unwrap();
         stage.wait_for_lines("born-0", 2).await;
         slot_is(&board, "embed/0", State::Ready).await;

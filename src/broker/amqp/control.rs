@@ -55,6 +55,7 @@ impl ControlClient {
     ///
     /// # Errors
     /// The broker refuses, or is lost; there is no such exchange.
+    #[expect(clippy::disallowed_methods, reason = "the other publisher speaks to queues only")]
     pub async fn ask(
         &self,
         routing_key: &str,
@@ -68,7 +69,12 @@ impl ControlClient {
             expiration: Some(expires.as_millis().to_string()),
             ..Properties::default()
         };
-        let asked = publish(&self.channel, (&self.exchange, routing_key), &body, &properties);
+        let options = BasicPublishOptions { mandatory: true, immediate: false };
+        let (to, key, properties) = (short(&self.exchange), short(routing_key), properties_to(&properties));
+        let asked = async {
+            let confirm = self.channel.basic_publish(to, key, options, &body, properties).await?.await?;
+            Ok(confirm.take_message().is_none())
+        };
         let exchange = format!("exchange {:?}", self.exchange);
         in_time(&exchange, ANSWER, asked).await.map_err(|error| match error {
             BrokerError::Refused { broker, reason } if reason.starts_with("404") => {
@@ -121,19 +127,4 @@ async fn in_time<T>(
 fn unanswered(broker: &str, limit: Duration) -> BrokerError {
     let reason = format!("{broker}: no answer; has it an alarm (rabbitmq-diagnostics check_alarms)?");
     BrokerError::Unreachable { seconds: limit.as_secs(), reason }
-}
-
-#[expect(clippy::disallowed_methods, reason = "the other publisher speaks to queues only")]
-async fn publish(
-    channel: &Channel,
-    (exchange, key): (&str, &str),
-    body: &[u8],
-    properties: &Properties,
-) -> Result<bool, Error> {
-    let options = BasicPublishOptions { mandatory: true, immediate: false };
-    let confirm = channel
-        .basic_publish(short(exchange), short(key), options, body, properties_to(properties))
-        .await?
-        .await?;
-    Ok(confirm.take_message().is_none())
 }

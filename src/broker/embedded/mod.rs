@@ -10,8 +10,8 @@ mod queue_store;
 mod server;
 mod wire;
 
-pub use client::{Subscription, connect};
+pub use client::connect;
 pub use queue::Stats;
 pub use queue_store::QueueSpec;
 pub use server::EmbeddedBroker;
-pub use wire::{MAX_MESSAGE, reread};
+pub use wire::MAX_MESSAGE;

@@ -153,29 +153,25 @@ pub(super) fn append(frame: &Frame, output: &mut BytesMut) {
     output.put_slice(&frame.body);
 }
 
-/// Reads a worker's stream in `chunks`, as the server does, and writes the frames again: for fuzzing, since
-/// nothing else of this module is public.
-///
-/// # Errors
-/// The reason for which the server would end the connection.
-pub fn reread<'a>(chunks: impl IntoIterator<Item = &'a [u8]>) -> Result<Vec<u8>, String> {
-    let (mut input, mut output) = (BytesMut::new(), BytesMut::new());
-    for chunk in chunks {
-        input.extend_from_slice(chunk);
-        while let Some(frame) = FrameCodec.decode(&mut input).map_err(|error| error.to_string())? {
-            let request: Request = frame.head().map_err(|error| error.to_string())?;
-            let frame = Frame::new(&request, frame.body).map_err(|error| error.to_string())?;
-            append(&frame, &mut output);
-        }
-    }
-    Ok(output.to_vec())
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    /// Reads frames from these chunks, and writes them again.
+    fn reread<'a>(chunks: impl IntoIterator<Item = &'a [u8]>) -> Result<Vec<u8>, String> {
+        let (mut input, mut output) = (BytesMut::new(), BytesMut::new());
+        for chunk in chunks {
+            input.extend_from_slice(chunk);
+            while let Some(frame) = FrameCodec.decode(&mut input).map_err(|error| error.to_string())? {
+                let request: Request = frame.head().map_err(|error| error.to_string())?;
+                let frame = Frame::new(&request, frame.body).map_err(|error| error.to_string())?;
+                append(&frame, &mut output);
+            }
+        }
+        Ok(output.to_vec())
+    }
 
     fn written(head: &impl Serialize, body: &'static [u8]) -> BytesMut {
         let mut bytes = BytesMut::new();

@@ -26,9 +26,6 @@ pub struct MadeBy {
     weights: Option<String>,
     input: InputDigest,
     settings: ReplySettings,
-    /// Number of lines at the output's start whose maker was not recorded.
-    #[serde(default)]
-    unknown_lines: usize,
 }
 
 /// The pool's settings that decide the content of replies. Other settings decide only when tasks are computed,
@@ -54,18 +51,16 @@ impl MadeBy {
         let Pool { dtype, max_inputs, max_body, .. } = *pool;
         let settings = ReplySettings { dtype, max_inputs, max_body, served_names };
         let model = model_name(&pool.model).to_owned();
-        Self { format: FORMAT, model, weights, input, settings, unknown_lines: 0 }
+        Self { format: FORMAT, model, weights, input, settings }
     }
 
     /// Compares this run with the record of the `done` whole lines of the output, and writes the record of the
-    /// next lines where there is none yet. Returns how many of the lines have no recorded maker, because an
-    /// earlier version wrote no such file.
+    /// next lines where there is none yet. Returns the number of lines whose maker is not known then.
     /// An error is for the operator, who has to name another output; then nothing is changed.
-    pub fn continue_output(mut self, output: &Path, done: usize) -> anyhow::Result<usize> {
+    pub fn continue_output(self, output: &Path, done: usize) -> anyhow::Result<usize> {
         let path = beside(output);
         let earlier = if done > 0 { Self::read(&path, output)? } else { None };
         let Some(earlier) = earlier else {
-            self.unknown_lines = done;
             self.write(&path).with_context(|| path.display().to_string())?;
             return Ok(done);
         };
@@ -76,7 +71,7 @@ impl MadeBy {
                 path.display()
             );
         }
-        Ok(earlier.unknown_lines)
+        Ok(0)
     }
 
     /// The differences, as they are in `self` and in `now`.
@@ -155,7 +150,7 @@ mod tests {
         let settings =
             ReplySettings { dtype: Dtype::F32, max_inputs: 8, max_body: 1_024, served_names: vec![] };
         let weights = Some("fedcba9876543210".repeat(4));
-        MadeBy { format: FORMAT, model: "a".into(), weights, input, settings, unknown_lines: 0 }
+        MadeBy { format: FORMAT, model: "a".into(), weights, input, settings }
     }
 
     struct Output {
@@ -255,10 +250,10 @@ mod tests {
     }
 
     #[test]
-    fn of_lines_that_were_there_before_it_is_remembered_that_nothing_tells_their_maker() {
+    fn of_lines_that_were_there_before_nothing_tells_the_maker() {
         let output = Output::new();
         assert_eq!(run().continue_output(&output.path, 2).unwrap(), 2);
-        assert_eq!(run().continue_output(&output.path, 3).unwrap(), 2);
+        assert_eq!(run().continue_output(&output.path, 3).unwrap(), 0, "said once");
         let other = MadeBy { model: "b".into(), ..run() };
         assert!(other.continue_output(&output.path, 3).is_err());
     }

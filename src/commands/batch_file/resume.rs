@@ -121,7 +121,7 @@ impl<R: BufRead> Answers<R> {
         if last && is_torn_output(&bytes) {
             Ok(None)
         } else {
-            bail!("line {number} of the output: {problem}")
+            bail!("line {number} of the output is not batch output: {problem}")
         }
     }
 }
@@ -251,7 +251,7 @@ mod tests {
         let broken = whole.replacen("\n", "\nbroken\n", 1);
         let files = files(INPUT, Some(broken.as_bytes()));
         let error = format!("{:#}", ResumePoint::find(&files.input, &files.output).unwrap_err());
-        assert!(error.contains("line 2 of the output: "), "{error}");
+        assert!(error.contains("line 2 of the output is not"), "{error}");
         assert_eq!(std::fs::read(&files.output).unwrap(), broken.as_bytes());
     }
 
@@ -260,7 +260,7 @@ mod tests {
         for other in ["my notes", "my notes\n", "{\"a\":1}\n", INPUT] {
             let files = files(INPUT, Some(other.as_bytes()));
             let error = format!("{:#}", ResumePoint::find(&files.input, &files.output).unwrap_err());
-            assert!(error.contains("line 1 of the output: "), "{error}");
+            assert!(error.contains("line 1 of the output is not"), "{error}");
         }
     }
 

@@ -4,14 +4,13 @@ mod measure;
 mod report;
 
 use std::io::{self, Write};
-use std::os::unix::process::CommandExt;
 
 use anyhow::Context;
 
 use self::measure::measure;
 use self::report::Report;
 use super::bench::{Work, bodies};
-use super::{Registry, load, pool_named, start_logging};
+use super::{Registry, load, pool_named, start_logging, with_environment};
 use crate::cli::BenchDevice;
 use crate::config::Assignment;
 use crate::launcher::{Host, environment};
@@ -20,7 +19,7 @@ use crate::telemetry::QUIET;
 
 pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Exit> {
     let slot = slot(arguments, registry)?;
-    as_a_worker(&slot)?;
+    with_environment(&environment(&slot))?;
     start_logging(Some(QUIET));
     let tasks: Vec<Work> = bodies(&arguments.texts).context(Exit::Usage)?.take(arguments.tasks).collect();
     let measured = measure(&slot, &registry.starter(&slot.pool), &tasks, arguments.time)?;
@@ -45,17 +44,4 @@ fn slot(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Assignme
     settings.pools = vec![settings.pools.swap_remove(index)];
     let slots = registry.plan(&settings, &Host::here())?;
     slots.into_iter().next().context("the settings have no worker")
-}
-
-/// Starts this program again where its environment is not that of a launched worker: CUDA and the thread pools
-/// read their variables only once.
-fn as_a_worker(slot: &Assignment) -> anyhow::Result<()> {
-    let environment = environment(slot);
-    if environment.iter().all(|(name, value)| std::env::var(name).as_ref() == Ok(value)) {
-        return Ok(());
-    }
-    let program = std::env::current_exe().context("cannot find this program's file")?;
-    let mut anew = std::process::Command::new(program);
-    anew.args(std::env::args_os().skip(1)).envs(environment);
-    Err(anew.exec()).context("starting again with the environment of a worker")
 }

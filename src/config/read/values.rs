@@ -100,7 +100,8 @@ pub(crate) fn unless<T>(
 fn with_unit<T: PartialOrd + Copy>(
     (what, form): (&'static str, &'static str),
     range: RangeInclusive<T>,
-    (parse, show): (fn(&str) -> Option<T>, fn(T) -> String),
+    parse: fn(&str) -> Option<T>,
+    show: fn(T) -> String,
 ) -> impl Fn(&Value) -> Result<T, Expected> {
     move |value| {
         let read = text(value).ok().and_then(|text| parse(text.trim())).ok_or(form)?;
@@ -111,7 +112,7 @@ fn with_unit<T: PartialOrd + Copy>(
 
 /// A duration within the range.
 pub(crate) fn duration(range: RangeInclusive<Duration>) -> impl Fn(&Value) -> Result<Duration, Expected> {
-    with_unit(("duration", A_DURATION), range, (parse_duration, show_duration))
+    with_unit(("duration", A_DURATION), range, parse_duration, show_duration)
 }
 
 /// A duration within the range, in whole seconds.
@@ -126,7 +127,7 @@ pub(crate) fn whole_seconds(
 
 /// A size in bytes within the range.
 pub(crate) fn size(range: RangeInclusive<u64>) -> impl Fn(&Value) -> Result<u64, Expected> {
-    with_unit(("size", A_SIZE), range, (parse_size, show_size))
+    with_unit(("size", A_SIZE), range, parse_size, show_size)
 }
 
 /// A share from 0 to 1, also as text.

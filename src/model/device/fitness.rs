@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 
-use super::power::Power;
 use super::{forward_error, open};
 use crate::config::Dtype;
 use crate::model::{ForwardError, LoadError, Unfit};
@@ -98,6 +97,14 @@ fn rows(multiprocessors: usize) -> usize {
     tiles.map_or(MOST, |tiles| (TILE * tiles).min(MOST))
 }
 
+/// With what a GPU multiplies.
+#[derive(Debug)]
+pub(super) struct Power {
+    pub(super) multiprocessors: usize,
+    /// The possible speed in f32, in operations per second; none if the driver reports no clock.
+    pub(super) possible: Option<f64>,
+}
+
 /// Two square matrices of whole numbers, the same at each start.
 struct Known {
     rows: usize,
@@ -123,7 +130,11 @@ impl Known {
         loop {
             let known = Self::new(rows, largest);
             match known.on(device, dtype).and_then(Factors::multiply) {
-                Err(error) if rows > FEWEST && is_out_of_memory(&error) => rows = (rows / 2).max(FEWEST),
+                Err(error)
+                    if rows > FEWEST && matches!(forward_error(&error), ForwardError::OutOfMemory(_)) =>
+                {
+                    rows = (rows / 2).max(FEWEST);
+                }
                 product => return Ok((known, product?)),
             }
         }
@@ -194,10 +205,6 @@ impl Factors {
         drop(product);
         Ok(took)
     }
-}
-
-fn is_out_of_memory(error: &candle_core::Error) -> bool {
-    matches!(forward_error(error), ForwardError::OutOfMemory(_))
 }
 
 /// Multiplies until the rate, in operations per second, reaches `wanted` or [`PATIENCE`] ends; returns the best

@@ -8,7 +8,6 @@ mod config;
 mod encoder;
 mod fast_word_piece;
 mod fitness;
-mod footprint;
 pub mod kernels;
 #[cfg(feature = "cuda")]
 mod on_gpu;
@@ -19,7 +18,6 @@ mod settings;
 mod tokenize;
 mod weights;
 
-pub use footprint::footprint;
 pub use processor::{EmbeddingOptions, Sentence, SentenceProcessor};
 
 use candle_core::{DType, Tensor};

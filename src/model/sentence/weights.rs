@@ -40,12 +40,6 @@ impl Weights {
         Ok(Self { shards, prefix, device: device.clone(), dtype })
     }
 
-    /// The number of values in all tensors.
-    pub fn numbers(&self) -> usize {
-        let tensors = self.shards.iter().flat_map(|shard| shard.metadata.tensors().into_values());
-        tensors.map(|tensor| tensor.shape.iter().product::<usize>()).sum()
-    }
-
     /// The tensor `name`; its shape must be `shape`.
     ///
     /// # Errors

@@ -120,9 +120,9 @@ impl Reporter {
         let _ = self.lines.send(Line::Event(encode(event))).await;
     }
 
-    /// Sends an event unless lines are waiting. False: the event is dropped.
-    pub fn mention(&self, event: &Event) -> bool {
-        self.lines.try_send(Line::Event(encode(event))).is_ok()
+    /// Sends an event, or drops it if lines are waiting.
+    pub fn mention(&self, event: &Event) {
+        let _ = self.lines.try_send(Line::Event(encode(event)));
     }
 
     /// Waits until everything sent before is written, at most one second.
@@ -207,17 +207,15 @@ pub(super) async fn every(counters: Arc<Counters>, reporter: Reporter) {
     loop {
         tokio::time::sleep(STATS_EVERY).await;
         silent += STATS_EVERY;
+        // Without room the counts wait for the next time.
+        let Ok(room) = reporter.lines.try_reserve() else { continue };
         if let Some(stats) = counters.take(|stats| {
             let of = |now: &Standing| (now.held, now.connected, now.problem.clone());
             let moved = of(&stats.now) != of(&stood);
             moved || silent >= SIGN_OF_LIFE || !stats.is_idle()
         }) {
-            let now = stats.now.clone();
-            if reporter.mention(&Event::Stats(Box::new(stats.clone()))) {
-                (silent, stood) = (Duration::ZERO, now);
-            } else {
-                counters.give_back(stats);
-            }
+            (silent, stood) = (Duration::ZERO, stats.now.clone());
+            room.send(Line::Event(encode(&Event::Stats(Box::new(stats)))));
         }
     }
 }
@@ -288,15 +286,6 @@ impl Counters {
         span.since = Instant::now();
         let next = Stats { now: span.stats.now.clone(), ..Stats::default() };
         Some(std::mem::replace(&mut span.stats, next))
-    }
-
-    /// Adds back counts that could not be sent.
-    fn give_back(&self, mut stats: Stats) {
-        let mut span = self.lock();
-        stats.add(&span.stats);
-        let before = span.since.checked_sub(Duration::from_millis(stats.span_ms));
-        span.since = before.unwrap_or(span.since);
-        span.stats = stats;
     }
 
     /// Whether there has been a session with the broker.
@@ -378,9 +367,5 @@ mod tests {
         let second = counters.take(|_| true).unwrap();
         assert_eq!((second.retried, second.now.held), (0, 7));
         assert!(second.is_idle());
-        counters.count(|stats| (stats.retried, stats.now.held) = (3, 1));
-        counters.give_back(first);
-        let third = counters.take(|_| true).unwrap();
-        assert_eq!((third.retried, third.now.held), (5, 1), "nothing that could not be told is lost");
     }
 }

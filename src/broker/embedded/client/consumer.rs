@@ -9,7 +9,7 @@ use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
 use super::socket::Incoming;
-use super::{SESSION, Subscription, Wire, unreached};
+use super::{SESSION, Wire, unreached};
 use crate::broker::embedded::wire::{Request, Response};
 use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event};
 use crate::protocol::Message;
@@ -26,10 +26,9 @@ impl SocketConsumer {
     pub async fn subscribe(
         wire: Arc<Wire>,
         incoming: mpsc::Receiver<Incoming>,
-        subscription: Subscription,
+        (queue, prefetch): (String, NonZeroU16),
     ) -> Result<Self, BrokerError> {
         let mut consumer = Self { wire, incoming, ended: false };
-        let Subscription { queue, prefetch } = subscription;
         consumer.wire.send(&Request::Consume { queue, prefetch }).await?;
         match consumer.incoming.recv().await {
             Some(Ok((Response::Consuming, _))) => Ok(consumer),

@@ -30,21 +30,12 @@ const SESSION: u64 = 1;
 /// Requests that may wait for the socket; further callers wait.
 const REQUESTS_BOUND: usize = 64;
 
-/// What to consume.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Subscription {
-    /// The queue's name.
-    pub queue: String,
-    /// The most unsettled deliveries.
-    pub prefetch: NonZeroU16,
-}
-
-/// Connects to the launcher's queue at `path` and subscribes.
+/// Connects to the launcher's socket at `path` and consumes `queue`, with at most `prefetch` unsettled deliveries.
 ///
 /// # Errors
 /// [`BrokerError::Unreachable`]: the launcher does not answer; [`BrokerError::Refused`]: the queue does not
 /// exist. The worker exits on either.
-pub async fn connect(path: &Path, subscription: Subscription) -> Result<BrokerSession, BrokerError> {
+pub async fn connect(path: &Path, queue: String, prefetch: NonZeroU16) -> Result<BrokerSession, BrokerError> {
     let at = path.display().to_string();
     let stream = UnixStream::connect(path).await.map_err(|error| unreached(&at, &error.to_string()))?;
     let (read, write) = stream.into_split();
@@ -63,7 +54,7 @@ pub async fn connect(path: &Path, subscription: Subscription) -> Result<BrokerSe
         next_id: AtomicU64::new(0),
         consumer_closed: CancellationToken::new(),
     });
-    let consumer = SocketConsumer::subscribe(wire.clone(), incoming, subscription).await?;
+    let consumer = SocketConsumer::subscribe(wire.clone(), incoming, (queue, prefetch)).await?;
     Ok(BrokerSession { consumer: Box::new(consumer), acker: wire.clone(), publisher: wire })
 }
 

@@ -11,7 +11,6 @@ mod composed;
 mod packed;
 mod text;
 
-pub use composed::MOST_SCORES;
 use composed::attention;
 use packed::Packed;
 

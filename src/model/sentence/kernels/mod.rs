@@ -12,7 +12,7 @@ mod product;
 
 pub use activation::Activation;
 pub use add_norm::{NormParams, add_norm};
-pub use attention::{MOST_SCORES, Published, SelfAttention};
+pub use attention::{Published, SelfAttention};
 pub use feed_forward::FeedForward;
 pub use product::{Panels, multiply_rows};
 

@@ -5,7 +5,7 @@
 use candle_core::{D, DType, Result, Tensor, bail};
 
 /// The most scores of a head computed at once, unless one text alone has more: a text is never split.
-pub const MOST_SCORES: usize = 1 << 22;
+const MOST_SCORES: usize = 1 << 22;
 /// Less than one row in this many is padding.
 const PADDING: usize = 20;
 
