@@ -15,7 +15,6 @@ mod publish;
 mod registry;
 mod requests;
 mod run_batch;
-mod spans;
 mod stop;
 #[cfg(feature = "top")]
 mod top;

@@ -10,14 +10,15 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getppid};
 
 use super::registry::Registry;
-use super::{broker_session, load, pool_named, spans, start_logging, with_environment};
+use super::{broker_session, load, pool_named, start_logging, with_environment};
 use crate::cli::Worker;
 use crate::config::Assignment;
 use crate::launcher::Host;
 use crate::protocol::control::{Command, Event, MAX_LINE, decode};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
+use crate::telemetry::traces::{self, Traces};
 use crate::telemetry::{self, Format};
-use crate::worker::{self, Control, CrashRecords, Ended, LiveSettings, Reporter, WorkerError};
+use crate::worker::{self, Control, CrashRecords, Ended, LiveSettings, Reporter, WorkerError, load_spec};
 
 /// The variable that lists the GPUs visible to a process.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
@@ -46,7 +47,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     // are sent together.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
-    let traces = spans::tracer(&assignment);
+    let traces = tracer(&assignment);
     let control = Control { reporter: reporter.clone(), crashes, settings, traces };
     let starter = registry.starter(&assignment.pool);
     let work = async move {
@@ -65,7 +66,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
             reporter.flush().await;
         };
         let _ = tokio::time::timeout(FAREWELL, farewell).await;
-        spans::send_last(control.traces, &stop, &ended).await;
+        send_last(control.traces, &stop, &ended).await;
         anyhow::Ok(ended)
     };
     let ended = runtime.block_on(work);
@@ -184,5 +185,39 @@ fn obey(command: Command, stop: &Stop, control: &Control) {
             Err(problem) => tracing::warn!(filter, problem, "not a log filter"),
         },
         Command::Start { .. } => tracing::warn!("already started"),
+    }
+}
+
+/// Longest wait for sending the last spans.
+const LAST: Duration = Duration::from_secs(1);
+
+/// The tracer of a worker, off where the settings say so. If it cannot be made, the worker runs without it.
+fn tracer(assignment: &Assignment) -> Traces {
+    let Some(endpoint) = &assignment.telemetry.otlp_endpoint else { return Traces::default() };
+    let is_embedded = assignment.broker.delivery_timeout().is_none();
+    let spec = load_spec(assignment);
+    let place = traces::Place {
+        worker: &assignment.worker,
+        slot: &assignment.slot,
+        device: &assignment.device,
+        model: spec.model_name(),
+        queue: &assignment.pool.task_queue,
+        system: if is_embedded { "sconce" } else { "rabbitmq" },
+    };
+    let started = Traces::start(endpoint, assignment.telemetry.trace_sample, place);
+    started.unwrap_or_else(|error| {
+        tracing::warn!(endpoint, error, "no spans will be exported");
+        Traces::default()
+    })
+}
+
+/// Sends the last spans of a worker that has ended, unless it is aborting.
+async fn send_last(traces: Traces, stop: &Stop, ended: &Result<Ended, WorkerError>) {
+    if matches!(ended, Ok(Ended::Aborted)) {
+        return;
+    }
+    tokio::select! {
+        () = stop.reached(Phase::Aborting) => {}
+        _ = tokio::task::spawn_blocking(move || traces.finish(LAST)) => {}
     }
 }

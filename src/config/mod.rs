@@ -7,13 +7,12 @@
 //! | `settings` | every setting: key, type, default, range, help; what must go together |
 //! | `define` | the form of these definitions, and the text of `config/default.toml` |
 //! | `read/` | merged tree → values or problems |
-//! | `options` | a model's own settings |
 //! | `assignment` | what one worker is to run |
 //! | `layers` | which layer wins |
 //! | `files` | the built-in defaults and files → layers |
 //! | `overrides`, `path` | environment variables and flags → layers |
-//! | `units`, `text` | durations and sizes; values as TOML |
-//! | `problem`, `suggest` | what a mistake looks like; "did you mean" |
+//! | `text` | values as TOML, durations, sizes |
+//! | `problem` | what a mistake looks like; "did you mean" |
 //! | `effective` | the page that `sconce check-config` prints |
 //! | `redact` | what of a broker address may be shown |
 
@@ -22,16 +21,13 @@ mod define;
 mod effective;
 mod files;
 mod layers;
-mod options;
 mod overrides;
 mod path;
 mod problem;
 mod read;
 mod redact;
 pub mod settings;
-mod suggest;
 mod text;
-mod units;
 
 use std::path::PathBuf;
 

@@ -8,8 +8,8 @@ use ::config::{Map, Value, ValueKind};
 use super::files::Layer;
 use super::path::{SettingPath, Step};
 use super::problem::Problem;
+use super::problem::unknown_key;
 use super::redact::redact_url;
-use super::suggest::unknown_key;
 
 const PREFIX: &str = "SCONCE_";
 

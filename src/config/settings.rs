@@ -12,9 +12,8 @@ use ::config::{Value, ValueKind};
 use serde::{Deserialize, Serialize};
 
 use super::define::{Outline, Section, section};
-use super::options::Options;
 use super::read::{self, BUILT_IN, Devices, Problem, Reader, Report, Secret, origin};
-use super::units::show_duration;
+use super::text::show_duration;
 use crate::backoff::Backoff;
 
 /// Range of a wait: longer than zero, and short enough to add to a clock.
@@ -437,6 +436,22 @@ fn refuse_low_ceiling(
         let (path, origin) = (reader.path_of(first_key), reader.origin_of(first_key));
         let expected = format!("at least {path} = \"{}\" ({origin})", show_duration(first));
         reader.refuse(key, show_duration(ceiling), expected);
+    }
+}
+
+/// The model's own settings, by name.
+pub type Options = BTreeMap<String, serde_json::Value>;
+
+impl Section for Options {
+    fn outline() -> Outline {
+        let about: &[&str] =
+            &[" Settings of the model's own. Their names are the model's: its documentation has them."];
+        Outline { about, keys: &[], nested: Vec::new() }
+    }
+
+    fn read(mut reader: Reader<'_>) -> Option<Self> {
+        let of_json = |(name, value)| (name, read::typed(&value).try_deserialize().unwrap_or_default());
+        Some(reader.take_rest().into_iter().map(of_json).collect())
     }
 }
 

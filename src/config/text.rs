@@ -1,6 +1,10 @@
-//! Writes a value as TOML text, for problems and for the effective settings. Pure; its callers mask secrets.
+//! How values are written: as TOML text, for problems and for the effective settings, and durations and sizes with
+//! their units. Pure; its callers mask secrets, and know the limits of a setting.
+
+use std::time::Duration;
 
 use ::config::{Value, ValueKind};
+use jiff::fmt::friendly::{Spacing, SpanParser, SpanPrinter};
 
 /// A TOML basic string: JSON's escapes are TOML's too, but TOML refuses a bare DEL as well.
 pub(super) fn quoted(text: &str) -> String {
@@ -26,6 +30,54 @@ pub(super) fn without_controls(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
+/// What a duration looks like, for problems.
+pub(super) const A_DURATION: &str =
+    "a duration with its unit, such as \"500ms\", \"20s\", \"1m30s\" or \"1h\"";
+/// What a size looks like, for problems.
+pub(super) const A_SIZE: &str = "a size with its unit, such as \"100B\", \"512KiB\" or \"16MiB\"";
+
+const SIZES: [(&str, u64); 7] = [
+    ("GiB", 1 << 30),
+    ("MiB", 1 << 20),
+    ("KiB", 1 << 10),
+    ("GB", 1_000_000_000),
+    ("MB", 1_000_000),
+    ("KB", 1_000),
+    ("B", 1),
+];
+
+/// Reads `"5ms"`, `"2s"`, `"1m30s"`, `"1h"`; none for anything else, such as a bare number.
+pub(super) fn parse_duration(text: &str) -> Option<Duration> {
+    // The parser also takes signs, "ago" and clock times ("00:01:30"), which say nothing here.
+    if !text.starts_with(|c: char| c.is_ascii_digit()) || text.contains([':', '+', '-']) {
+        return None;
+    }
+    SpanParser::new().parse_unsigned_duration(text).ok()
+}
+
+/// Writes a duration so that [`parse_duration`] reads it back.
+pub(super) fn show_duration(duration: Duration) -> String {
+    SpanPrinter::new().spacing(Spacing::None).unsigned_duration_to_string(&duration)
+}
+
+/// Reads a whole number of bytes with its unit; none for anything else. Case does not matter.
+pub(super) fn parse_size(text: &str) -> Option<u64> {
+    let digits = text.find(|c: char| !c.is_ascii_digit())?;
+    let (number, unit) = text.split_at(digits);
+    let unit = unit.trim();
+    let (_, bytes) = SIZES.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit))?;
+    number.parse::<u64>().ok()?.checked_mul(*bytes)
+}
+
+/// Writes a size in the largest unit that leaves a whole number.
+pub(super) fn show_size(bytes: u64) -> String {
+    let fitting = SIZES.iter().find(|(_, unit)| bytes >= *unit && bytes.is_multiple_of(*unit));
+    match fitting {
+        Some((name, unit)) => format!("{}{name}", bytes / unit),
+        None => format!("{bytes}B"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -49,5 +101,80 @@ mod tests {
         assert_eq!(of_value(&Value::from(3_i64)), "3");
         assert_eq!(of_value(&Value::from(true)), "true");
         assert_eq!(of_value(&Value::from(vec!["a", "b"])), r#"["a", "b"]"#);
+    }
+
+    #[test]
+    fn durations_carry_a_unit() {
+        for (written, milliseconds) in [
+            ("5ms", 5),
+            ("0ms", 0),
+            ("2s", 2_000),
+            ("1.5s", 1_500),
+            ("1m30s", 90_000),
+            ("1m 30s", 90_000),
+            ("1h", 3_600_000),
+        ] {
+            let expected = Some(Duration::from_millis(milliseconds));
+            assert_eq!(parse_duration(written), expected, "{written}");
+        }
+    }
+
+    #[test]
+    fn a_bare_number_or_a_strange_unit_is_no_duration() {
+        for written in [
+            "",
+            "5",
+            "0",
+            "-5ms",
+            "+5ms",
+            "5ms ago",
+            "5 parsecs",
+            "ms",
+            "00:01:30",
+            "PT5S",
+            "1d",
+            "99999999999999999999h",
+        ] {
+            assert_eq!(parse_duration(written), None, "{written}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_whole_numbers_of_bytes() {
+        for (written, bytes) in [
+            ("100B", 100),
+            ("512KiB", 524_288),
+            ("8MB", 8_000_000),
+            ("16MiB", 16_777_216),
+            ("16 mib", 16_777_216),
+            ("1GiB", 1_073_741_824),
+        ] {
+            assert_eq!(parse_size(written), Some(bytes), "{written}");
+        }
+    }
+
+    #[test]
+    fn a_bare_number_or_a_strange_unit_is_no_size() {
+        for written in ["", "5", "MiB", "-1B", "1.5MiB", "5 parsecs", "5M", "99999999999GiB"] {
+            assert_eq!(parse_size(written), None, "{written}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_shown_reads_back(nanos in 0..u64::MAX / 2, bytes: u64) {
+            let duration = Duration::from_nanos(nanos);
+            prop_assert_eq!(parse_duration(&show_duration(duration)), Some(duration));
+            prop_assert_eq!(parse_size(&show_size(bytes)), Some(bytes));
+        }
+    }
+
+    #[test]
+    fn what_is_shown_is_short() {
+        assert_eq!(show_duration(Duration::from_secs(90)), "1m30s");
+        assert_eq!(show_duration(Duration::from_millis(2)), "2ms");
+        assert_eq!(show_duration(Duration::ZERO), "0s");
+        assert_eq!(show_size(8 << 20), "8MiB");
+        assert_eq!(show_size(1_500), "1500B");
     }
 }

@@ -4,6 +4,7 @@
 
 pub(super) mod device_fault;
 mod nvml;
+mod raw;
 pub(super) mod watch;
 
 use serde::Serialize;

@@ -5,8 +5,7 @@
 //! | file | decides |
 //! |---|---|
 //! | `gpus` | which GPUs there are, and what a `devices` entry means |
-//! | `plan` | which slots there are |
-//! | `fit` | whether they fit their devices' memory |
+//! | `plan` | which slots there are, and whether their weights fit the devices |
 //! | `fleet` | which slots run, and which slots an order addresses |
 //! | `slot` | what happens in one slot over time (`slot_state` holds and shows its state) |
 //! | `replace` | when its worker is replaced by a new one |
@@ -20,15 +19,12 @@
 //! | `status_board` | what is known of every slot |
 //! | `order` | what a running launcher can be asked |
 //! | `crash_records` | which tasks kill workers |
-//! | `crash_tail` | the lines kept of a worker's log |
 //! | `restart` | what follows a worker's end |
-//! | `logs` | how a worker's log lines appear in ours |
+//! | `logs` | how a worker's log lines appear in ours, and which are kept |
 
 mod child;
 mod crash_records;
-mod crash_tail;
 mod fault;
-mod fit;
 mod fleet;
 pub mod gpus;
 mod guard;
@@ -58,10 +54,9 @@ use order::{Ask, Handle};
 use status_board::StatusBoard;
 
 pub use child::environment;
-pub use fit::fit;
 pub use guard::guard_workers;
 pub use logs::RawLines;
-pub use plan::{Cuda, Host, plan};
+pub use plan::{Cuda, Host, fit, plan};
 pub use restart::{Death, REASONS, Verdict, judge};
 
 /// Why nothing was launched.
@@ -121,9 +116,8 @@ struct Launch {
 impl Launch {
     /// A worker has reached this broker.
     fn note_broker(&self, broker: &Broker) {
-        let mut reached = self.reached.lock().unwrap_or_else(PoisonError::into_inner);
-        if reached.as_ref() != Some(broker) {
-            *reached = Some(broker.clone());
+        if !self.has_reached(broker) {
+            *self.reached.lock().unwrap_or_else(PoisonError::into_inner) = Some(broker.clone());
         }
     }
 

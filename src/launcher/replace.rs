@@ -70,7 +70,7 @@ impl Slot {
 
     /// A worker is ready, so the settings on probation are good.
     pub(super) fn pass_probation(&mut self, current: &WorkerHandle) {
-        if !current.monitor.is_ready() || current.is_leaving() {
+        if current.monitor.ready.is_none() || current.is_leaving() {
             return;
         }
         if let Some(Probation { why, .. }) = self.probation.take() {
@@ -132,7 +132,7 @@ impl Slot {
             );
             return None;
         }
-        if !next.running.monitor.is_ready() {
+        if next.running.monitor.ready.is_none() {
             *successor = Some(next);
             return None;
         }

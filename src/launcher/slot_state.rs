@@ -87,7 +87,7 @@ impl Slot {
     /// From now on the board shows this worker.
     pub(super) fn show_worker(&self, running: &mut WorkerHandle) {
         running.shown = true;
-        let (pid, is_ready) = (running.pid(), running.monitor.is_ready());
+        let (pid, is_ready) = (running.pid(), running.monitor.ready.is_some());
         self.launch.board.change(&self.assignment.slot, |entry| {
             let before = entry.report.stats.as_ref().map(|stats| stats.now.clone());
             entry.vacate();

@@ -193,17 +193,14 @@ fn note(slot: &str, line: &str) -> Option<Event> {
     let event = decode::<Event>(line);
     match &event {
         Ok(Event::Ready { device, load_ms }) => tracing::info!(slot, device, load_ms, "worker ready"),
-        Ok(Event::Isolated { tasks, .. }) => {
-            tracing::debug!(slot, tasks = tasks.len(), "working on these tasks apart from others");
+        Ok(Event::Isolated { tasks, .. } | Event::Forward { tasks }) => {
+            tracing::trace!(slot, tasks = tasks.len(), "on the device, or apart from others");
         }
-        Ok(Event::Forward { tasks }) => tracing::trace!(slot, tasks = tasks.len(), "forward pass"),
-        Ok(Event::Loading) => tracing::debug!(slot, "worker loading"),
-        Ok(Event::Serving) => tracing::debug!(slot, "worker serving"),
         Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
         Ok(Event::Stopped { cause, .. }) => tracing::info!(slot, cause, "worker stopped"),
         // A device's fault is in the worker's own log, and in the reason for its end.
-        Ok(Event::Stats(_) | Event::Unfit { .. }) => {}
+        Ok(Event::Loading | Event::Serving | Event::Stats(_) | Event::Unfit { .. }) => {}
         Err(error) => tracing::warn!(slot, %error, "unreadable event"),
     }
     event.ok()

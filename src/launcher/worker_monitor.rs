@@ -6,9 +6,9 @@ use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use super::Launch;
-use super::crash_tail::LogTail;
 use super::fault::{Circumstances, Fault};
 use super::gpus::device_fault::{DeviceFault, Kind};
+use super::logs::LogTail;
 use super::restart::Death;
 use super::status_board::Entry;
 use crate::config::Assignment;
@@ -45,7 +45,8 @@ impl SuspectTasks {
 
 /// What is known of one worker process.
 pub(super) struct WorkerMonitor {
-    ready: Option<Instant>,
+    /// When it said `ready`.
+    pub(super) ready: Option<Instant>,
     death: Death,
     found_poison: bool,
     suspects: Option<SuspectTasks>,
@@ -110,11 +111,6 @@ impl WorkerMonitor {
     /// Takes over the suspects of the worker before.
     pub(super) fn inherit(&mut self, suspects: Option<SuspectTasks>) {
         self.suspects = self.suspects.take().or(suspects);
-    }
-
-    /// Whether it has said `ready`.
-    pub(super) fn is_ready(&self) -> bool {
-        self.ready.is_some()
     }
 
     /// Handles one of its events. `shown`: the board shows this worker.

@@ -11,6 +11,14 @@ pub use fitness::{Proven, prove};
 
 use super::{ForwardError, LoadError};
 
+/// With what a GPU multiplies.
+#[derive(Debug)]
+struct Power {
+    multiprocessors: usize,
+    /// The possible speed in f32, in operations per second; none if the driver reports no clock.
+    possible: Option<f64>,
+}
+
 /// Opens `device`: `cpu`, or a GPU by its UUID in a build with CUDA. Also returns the device that was really
 /// opened: `cpu`, or the UUID that the driver reports.
 ///

@@ -65,23 +65,16 @@ pub struct EchoInput {
     fits: Option<usize>,
 }
 
-/// How a forward pass must fail.
+/// How a forward pass must fail, see above.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Fault {
-    /// [`ForwardError::Failed`].
+enum Fault {
     Error,
-    /// The same, at the task's first attempt only.
     Once,
-    /// A panic on the model's thread.
     Panic,
-    /// [`ForwardError::Device`].
     Device,
-    /// [`ForwardError::OutOfMemory`].
     Oom,
-    /// The process aborts.
     Exit,
-    /// The process aborts while it preprocesses the task.
     Prepare,
 }
 

@@ -57,7 +57,7 @@ impl Traces {
         let span_queue = export::span_queue(endpoint).map_err(|error| error.to_string())?;
         let provider = SdkTracerProvider::builder()
             .with_span_processor(span_queue)
-            .with_sampler(Sampling::of(sample))
+            .with_sampler(Sampling(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample)))))
             .with_max_links_per_span(MAX_LINKS as u32)
             .with_resource(resource(place.worker));
         Ok(Self::of(provider.build(), place))
@@ -143,18 +143,9 @@ impl Traces {
     }
 }
 
-/// A batch with a recorded task is recorded; for all other spans the parent or `others` decides.
+/// A batch with a recorded task is recorded; for all other spans the parent or the sampler decides.
 #[derive(Clone, Debug)]
-struct Sampling {
-    others: Sampler,
-}
-
-impl Sampling {
-    /// Records the share `sample` of traces that begin here.
-    fn of(sample: f64) -> Self {
-        Self { others: Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample))) }
-    }
-}
+struct Sampling(Sampler);
 
 impl ShouldSample for Sampling {
     fn should_sample(
@@ -166,7 +157,7 @@ impl ShouldSample for Sampling {
         attributes: &[KeyValue],
         links: &[Link],
     ) -> SamplingResult {
-        let mut result = self.others.should_sample(parent, trace, name, kind, attributes, links);
+        let mut result = self.0.should_sample(parent, trace, name, kind, attributes, links);
         if !links.is_empty() {
             result.decision = SamplingDecision::RecordAndSample;
         }
@@ -234,7 +225,9 @@ mod tests {
     fn traces(sample: f64) -> (Traces, Kept) {
         let kept = Kept::default();
         let provider = SdkTracerProvider::builder().with_span_processor(kept.clone());
-        let provider = provider.with_sampler(Sampling::of(sample)).build();
+        let provider = provider
+            .with_sampler(Sampling(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample)))))
+            .build();
         let place =
             Place { worker: "h/p/0", slot: "p/0", device: "cpu", model: "m", queue: "q", system: "rabbitmq" };
         (Traces::of(provider, place), kept)

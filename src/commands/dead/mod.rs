@@ -16,7 +16,7 @@ use self::session::{BrowserSession, Fate};
 use self::view::Row;
 use super::start_logging;
 use crate::broker::Delivery;
-use crate::cli::{Dead, DeadList, DeadPurge, DeadShow};
+use crate::cli::{Dead, DeadList, DeadPurge, DeadShow, DeadWhich};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -94,7 +94,8 @@ async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
 
 /// Deletes with `--yes`; without it, shows what that would delete.
 async fn purge(arguments: &DeadPurge) -> anyhow::Result<Exit> {
-    let mut session = BrowserSession::of(&arguments.which).await?;
+    let DeadWhich { source, ids, filters, .. } = &arguments.which;
+    let mut session = BrowserSession::open(source, ids, filters).await?;
     let mut rows = Rows::at_most(if arguments.yes { 0 } else { rows::MOST });
     let purge = |delivery: &Delivery, selection: &Selection| {
         rows.add(Row::of(delivery, selection.now));

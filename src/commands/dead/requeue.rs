@@ -12,7 +12,7 @@ use super::session::{BrowserSession, Fate};
 use super::tell;
 use super::view::{self, Row};
 use crate::broker::{BrokerError, Delivery, Published, Publisher};
-use crate::cli::DeadRequeue;
+use crate::cli::{DeadRequeue, DeadWhich};
 use crate::protocol::dead_letter::restored;
 use crate::shutdown::Exit;
 
@@ -30,10 +30,27 @@ struct Requeued {
 
 /// Requeues, or prints what it would do.
 pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
-    let mut session = BrowserSession::of(&arguments.which).await?;
+    let DeadWhich { source, ids, filters, .. } = &arguments.which;
+    let mut session = BrowserSession::open(source, ids, filters).await?;
     let (mut requeued, mut rows) = (Requeued::default(), Rows::at_most(rows::MOST));
     let ended = match arguments.dry_run {
-        true => rehearse(&mut session, &mut requeued, &mut rows).await,
+        true => {
+            let rehearse = |delivery: &Delivery, selection: &Selection| {
+                let to = match selection.stays(delivery) {
+                    None => {
+                        requeued.went += 1;
+                        selection.task_queue.clone()
+                    }
+                    Some(why) => {
+                        requeued.stayed += 1;
+                        format!("stays: {why}")
+                    }
+                };
+                rows.add(Row::of(delivery, selection.now).to(to));
+                Fate::Leave
+            };
+            session.for_each(rehearse).await
+        }
         false => requeue(&mut session, &mut requeued).await,
     };
     let task_queue = view::printable(&session.selection.task_queue);
@@ -52,28 +69,6 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     ended?;
     let exit = closed?;
     Ok(if requeued.stayed > 0 { Exit::No } else { exit })
-}
-
-async fn rehearse(
-    session: &mut BrowserSession,
-    requeued: &mut Requeued,
-    rows: &mut Rows,
-) -> Result<(), BrokerError> {
-    let rehearse = |delivery: &Delivery, selection: &Selection| {
-        let to = match selection.stays(delivery) {
-            None => {
-                requeued.went += 1;
-                selection.task_queue.clone()
-            }
-            Some(why) => {
-                requeued.stayed += 1;
-                format!("stays: {why}")
-            }
-        };
-        rows.add(Row::of(delivery, selection.now).to(to));
-        Fate::Leave
-    };
-    session.for_each(rehearse).await
 }
 
 async fn requeue(session: &mut BrowserSession, requeued: &mut Requeued) -> Result<(), BrokerError> {

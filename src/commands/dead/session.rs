@@ -5,7 +5,7 @@ use super::selection::Selection;
 use super::{tell, view};
 use crate::broker::amqp::{Connector, DeadLetterBrowser, LeftBehind};
 use crate::broker::{BrokerError, Delivery};
-use crate::cli::{DeadFilters, DeadSource, DeadWhich};
+use crate::cli::{DeadFilters, DeadSource};
 use crate::commands::{load, pool_named};
 use crate::protocol::dead_letter::DeadLetter;
 use crate::shutdown::Exit;
@@ -24,11 +24,6 @@ pub(super) enum Fate {
 }
 
 impl BrowserSession {
-    /// For a command that changes the queue.
-    pub(super) async fn of(which: &DeadWhich) -> anyhow::Result<Self> {
-        Self::open(&which.source, &which.ids, &which.filters).await
-    }
-
     pub(super) async fn open(
         source: &DeadSource,
         ids: &[String],

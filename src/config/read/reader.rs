@@ -7,7 +7,7 @@ use ::config::{Map, Value, ValueKind};
 
 use super::super::files::BUILT_IN;
 use super::super::problem::Problem;
-use super::super::suggest::unknown_key;
+use super::super::problem::unknown_key;
 
 /// What was expected of an invalid value, as the end of a sentence.
 pub(crate) type Expected = String;

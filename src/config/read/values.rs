@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ::config::{File, FileFormat, Source, Value, ValueKind};
 
-use super::super::units::{A_DURATION, A_SIZE, parse_duration, parse_size, show_duration, show_size};
+use super::super::text::{A_DURATION, A_SIZE, parse_duration, parse_size, show_duration, show_size};
 use super::reader::Expected;
 
 /// Prefixes of the origins whose values can only be text.

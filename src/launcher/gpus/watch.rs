@@ -2,21 +2,20 @@
 //! seconds whether they are still there and what the driver wants done with them. Owns its NVML session. Blocks
 //! while the driver does, so it needs a thread of its own.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enums::device::SampleValue;
-use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
-use nvml_wrapper::struct_wrappers::event::EventData;
 use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper::sys_exports::field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION;
 use nvml_wrapper::{Device, EventSet, Nvml};
 
 use super::device_fault::{DeviceFault, Kind, Weight, recovery, xid};
 use super::nvml::{in_words, open};
+use super::raw::{self, Place};
 
 /// The time between two checks of all devices, and before a lost driver session is opened again.
 const LOOK: Duration = Duration::from_secs(2);
@@ -35,8 +34,8 @@ pub(crate) enum Word {
 /// A GPU that the driver has known.
 #[derive(Default)]
 struct Card {
-    /// The UUIDs of its MIG devices.
-    parts: BTreeSet<String>,
+    /// Its MIG devices by UUID, with their places.
+    parts: BTreeMap<String, Option<Place>>,
     /// The last event that marked it as failed.
     last: Option<DeviceFault>,
 }
@@ -60,7 +59,7 @@ pub(crate) fn listen(mut hear: impl FnMut(Word) -> bool) {
             }
             Err(error) => {
                 let gone = DeviceFault { kind: Kind::OffTheBus, words: in_words(&error) };
-                let all = cards.iter().flat_map(|(uuid, card)| card.parts.iter().chain([uuid]));
+                let all = cards.iter().flat_map(|(uuid, card)| card.parts.keys().chain([uuid]));
                 if !hear(Word::Look(all.map(|uuid| (uuid.clone(), Some(gone.clone()))).collect())) {
                     return;
                 }
@@ -94,7 +93,7 @@ fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) 
                 thread::sleep(WAIT);
                 Err(NvmlError::Timeout)
             },
-            |set| set.wait(WAIT.as_millis() as u32),
+            |set| raw::wait(nvml, set, WAIT),
         );
         let (word, at_once) = match event {
             Ok(event) => (event_on(&event, cards), true),
@@ -137,7 +136,7 @@ fn get_to_know(nvml: &Nvml, cards: &mut Cards) -> Result<(), NvmlError> {
         let places = 0..device.mig_device_count().unwrap_or(0);
         for part in places.filter_map(|place| device.mig_device_by_index(place).ok()) {
             if let Ok(uuid) = part.uuid() {
-                card.parts.insert(uuid);
+                card.parts.insert(uuid, raw::place(nvml, &part).ok());
             }
         }
     }
@@ -171,24 +170,28 @@ fn register<'a>(nvml: &'a Nvml, cards: &Cards) -> Result<EventSet<'a>, NvmlError
     }
 }
 
-/// Interprets an event; none if its GPU is unknown. It counts for the GPU and all its MIG devices: nvml-wrapper does
-/// not say in which of them it happened. The next check of all devices says which of them can be used.
-fn event_on(event: &EventData<'_>, cards: &mut Cards) -> Option<Word> {
+/// Interprets an event; none if its GPU is unknown.
+fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
     let uuid = event.device.uuid().ok()?;
     let card = cards.get_mut(&uuid)?;
-    let (device_fault, weight) = match &event.event_data {
-        Some(XidError::Value(number)) => xid(*number),
-        Some(XidError::Unknown) => xid(0),
-        None => {
+    let (device_fault, weight) = match event.kind {
+        kind if kind.contains(EventTypes::CRITICAL_XID_ERROR) => xid(event.data),
+        _ => {
             (DeviceFault { kind: Kind::Ecc, words: "double bit ECC error".to_owned() }, Weight::DeviceFailed)
         }
     };
-    if weight == Weight::DeviceFailed {
+    let meant: Vec<String> = match event.place {
+        Some(place) => {
+            let of_place = |found: &Option<Place>| found.is_some_and(|found| place.holds(found));
+            card.parts.iter().filter(|(_, found)| of_place(found)).map(|(part, _)| part.clone()).collect()
+        }
+        None => card.parts.keys().chain([&uuid]).cloned().collect(),
+    };
+    if weight == Weight::DeviceFailed && event.place.is_none() {
         card.last = Some(device_fault.clone());
     }
-    tracing::warn!(device = uuid, ?weight, fault = device_fault.words, "the driver reports an event");
-    let devices = card.parts.iter().chain([&uuid]).cloned().collect();
-    Some(Word::Event { devices, device_fault, weight })
+    tracing::warn!(device = uuid, ?meant, ?weight, fault = device_fault.words, "the driver reports an event");
+    Some(Word::Event { devices: meant, device_fault, weight })
 }
 
 /// Asks for every GPU and MIG device which fault prevents its use.
@@ -203,7 +206,7 @@ fn look(nvml: &Nvml, cards: &mut Cards) -> BTreeMap<String, Option<DeviceFault>>
         if device_fault.is_none() {
             card.last = None;
         }
-        for part in &card.parts {
+        for part in card.parts.keys() {
             let of_part = || match nvml.device_by_uuid(part.as_str()) {
                 Ok(device) => lost(&device),
                 Err(error) => absent(&error),

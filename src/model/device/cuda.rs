@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
 use sys::CUdevice_attribute_enum as Attribute;
 
-use super::fitness::Power;
+use super::Power;
 pub use copies::{Copies, DeviceToHost, HostToDevice};
 
 /// Libraries that every computation needs, and what to do if one is missing.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{forward_error, open};
+use super::{Power, forward_error, open};
 use crate::config::Dtype;
 use crate::model::{ForwardError, LoadError, Unfit};
 
@@ -95,14 +95,6 @@ fn power(_: &Device) -> Option<Power> {
 fn rows(multiprocessors: usize) -> usize {
     let tiles = (1..).find(|tiles| tiles * tiles >= 2 * multiprocessors);
     tiles.map_or(MOST, |tiles| (TILE * tiles).min(MOST))
-}
-
-/// With what a GPU multiplies.
-#[derive(Debug)]
-pub(super) struct Power {
-    pub(super) multiprocessors: usize,
-    /// The possible speed in f32, in operations per second; none if the driver reports no clock.
-    pub(super) possible: Option<f64>,
 }
 
 /// Two square matrices of whole numbers, the same at each start.

@@ -1,0 +1,88 @@
+//! NVML calls that nvml-wrapper lacks: the MIG device in which an event happened, and the instance ids of a MIG
+//! device. No other file calls NVML directly.
+#![expect(unsafe_code, reason = "the driver's functions are C; each is called as nvml.h declares it")]
+
+use std::time::Duration;
+
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::error::{NvmlError, nvml_try};
+use nvml_wrapper::{Device, EventSet, Nvml};
+
+/// The value in nvml.h for "not in a MIG device".
+const NOWHERE: u32 = u32::MAX;
+
+/// A position in a GPU with MIG: a GPU instance, which may be divided into compute instances.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    gpu_instance: u32,
+    /// None: the whole GPU instance.
+    compute_instance: Option<u32>,
+}
+
+impl Place {
+    /// Whether an event at this place concerns the device at that place.
+    pub(super) fn holds(self, device: Self) -> bool {
+        let computes = self.compute_instance.is_none_or(|own| device.compute_instance == Some(own));
+        self.gpu_instance == device.gpu_instance && computes
+    }
+}
+
+pub(super) struct Event<'a> {
+    pub(super) device: Device<'a>,
+    pub(super) kind: EventTypes,
+    /// The Xid number, for an Xid event.
+    pub(super) data: u64,
+    /// None: the event concerns the whole GPU.
+    pub(super) place: Option<Place>,
+}
+
+/// Waits for the next event, like `EventSet::wait`, and returns its place too.
+///
+/// # Errors
+/// [`NvmlError::Timeout`] if no event came in time, or the driver's error.
+pub(super) fn wait<'a>(nvml: &'a Nvml, set: &EventSet<'a>, time: Duration) -> Result<Event<'a>, NvmlError> {
+    let function = nvml.lib().nvmlEventSetWait_v2.as_ref();
+    let function = *function.map_err(|error| NvmlError::FailedToLoadSymbol(error.to_string()))?;
+    // SAFETY: a plain C struct of a pointer and numbers; the driver writes it before it is read.
+    let mut event = unsafe { std::mem::zeroed() };
+    // SAFETY: the set belongs to this session, and is freed with `set`, which outlives the call.
+    nvml_try(unsafe { function(set.handle(), &raw mut event, time.as_millis() as u32) })?;
+    let compute_instance = Some(event.computeInstanceId).filter(|instance| *instance != NOWHERE);
+    let gpu_instance = Some(event.gpuInstanceId).filter(|instance| *instance != NOWHERE);
+    Ok(Event {
+        // SAFETY: a handle that the driver gave, valid as long as the session.
+        device: unsafe { Device::new(event.device, nvml) },
+        kind: EventTypes::from_bits_truncate(event.eventType),
+        data: event.eventData,
+        place: gpu_instance.map(|gpu_instance| Place { gpu_instance, compute_instance }),
+    })
+}
+
+/// The place of a MIG device.
+///
+/// # Errors
+/// The device is not a MIG device, or the driver does not say.
+pub(super) fn place(nvml: &Nvml, part: &Device<'_>) -> Result<Place, NvmlError> {
+    let missing = |error: &_| NvmlError::FailedToLoadSymbol(format!("{error}"));
+    let (mut gpu_instance, mut compute_instance) = (NOWHERE, NOWHERE);
+    let function = *nvml.lib().nvmlDeviceGetGpuInstanceId.as_ref().map_err(missing)?;
+    // SAFETY: a handle of this session, and room for one number.
+    nvml_try(unsafe { function(part.handle(), &raw mut gpu_instance) })?;
+    let function = *nvml.lib().nvmlDeviceGetComputeInstanceId.as_ref().map_err(missing)?;
+    // SAFETY: as above.
+    nvml_try(unsafe { function(part.handle(), &raw mut compute_instance) })?;
+    Ok(Place { gpu_instance, compute_instance: Some(compute_instance) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_in_a_part_concerns_what_computes_there_and_nothing_beside() {
+        let place = |gpu_instance, compute_instance| Place { gpu_instance, compute_instance };
+        let device = place(2, Some(0));
+        assert!(place(2, Some(0)).holds(device) && place(2, None).holds(device));
+        assert!(!place(1, Some(0)).holds(device) && !place(2, Some(1)).holds(device));
+    }
+}
