@@ -210,21 +210,6 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         }
     }
 
-    /// The running sequences.
-    pub fn running(&self) -> impl Iterator<Item = K> {
-        self.running.iter().flatten().map(|it| it.key)
-    }
-
-    /// The number of waiting sequences.
-    pub fn waiting(&self) -> usize {
-        self.waiting.len()
-    }
-
-    /// The number of reserved tokens.
-    pub fn reserved(&self) -> usize {
-        self.reserved
-    }
-
     fn next(&self, isolated: bool) -> Option<(Order, K, Request)> {
         let mut waiting = self.waiting.iter().map(|(order, (key, request))| (*order, *key, *request));
         waiting.find(|(.., request)| request.isolated || !isolated)
@@ -393,14 +378,14 @@ mod tests {
                     *at > steps
                 });
                 let rows = step(&mut scheduler, &mut given, false);
-                prop_assert!(scheduler.reserved() <= reserved_tokens);
+                prop_assert!(scheduler.reserved <= reserved_tokens);
                 prop_assert!(rows.iter().map(|row| row.take).sum::<usize>() <= step_tokens);
                 prop_assert!(rows.len() <= sequences);
                 if steps == shrinks {
                     // The device's memory takes less from here on.
                     scheduler.limit_step(step_tokens / 2);
                 }
-                let idle = scheduler.waiting() == 0 && scheduler.running().next().is_none();
+                let idle = scheduler.waiting.is_empty() && scheduler.running.iter().all(Option::is_none);
                 if idle && pending.peek().is_none() { break; }
                 prop_assert!(idle || !rows.is_empty(), "something can always go on");
                 steps += 1;
@@ -409,7 +394,7 @@ mod tests {
             for (key, answer) in expected {
                 prop_assert_eq!(given.get(&key), Some(&answer), "{} has its whole answer", key);
             }
-            prop_assert_eq!(scheduler.reserved(), 0);
+            prop_assert_eq!(scheduler.reserved, 0);
         }
     }
 }

@@ -65,7 +65,7 @@ impl<R: Processor> Sequences<R> {
         change(&mut state);
         if mem::take(&mut state.is_asleep) {
             drop(state);
-            self.waker.wake();
+            (self.waker)();
         }
     }
 

@@ -82,7 +82,7 @@ impl<R: Processor> Waiting<R> {
         if is_due || state.is_closed {
             state.asleep = None;
             drop(state);
-            self.waker.wake();
+            (self.waker)();
         }
     }
 

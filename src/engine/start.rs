@@ -106,7 +106,7 @@ impl Starter {
 
 fn live(assemble: &Assemble, setup: Setup, done: answer::Sender<Result<Loaded, LoadError>>) {
     let this = thread::current();
-    match assemble(setup, Waker::new(move || this.unpark())) {
+    match assemble(setup, Box::new(move || this.unpark())) {
         Ok((loaded, mut work)) => {
             drop(done.send(Ok(loaded)));
             run(&mut *work);
@@ -139,7 +139,7 @@ pub(crate) mod paused {
         pub(crate) fn start_here(&self, setup: Setup) -> Result<Loaded, LoadError> {
             let notify = Arc::new(Notify::new());
             let woken = notify.clone();
-            let (loaded, work) = (self.0)(setup, Waker::new(move || woken.notify_one()))?;
+            let (loaded, work) = (self.0)(setup, Box::new(move || woken.notify_one()))?;
             tokio::task::spawn_local(drive(work, notify));
             Ok(loaded)
         }

@@ -1,7 +1,6 @@
 //! Runs a loop turn by turn on its thread; between turns the loop may sleep, and tells the launcher that the device
 //! is idle.
 
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -29,18 +28,7 @@ impl Next {
 }
 
 /// Wakes a sleeping loop. Called by those who write to its queue.
-#[derive(Clone)]
-pub(super) struct Waker(Arc<dyn Fn() + Send + Sync>);
-
-impl Waker {
-    pub(super) fn new(wake: impl Fn() + Send + Sync + 'static) -> Self {
-        Self(Arc::new(wake))
-    }
-
-    pub(super) fn wake(&self) {
-        (self.0)();
-    }
-}
+pub(super) type Waker = Box<dyn Fn() + Send + Sync>;
 
 pub(super) fn run(work: &mut dyn Loop) {
     loop {

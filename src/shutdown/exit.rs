@@ -7,28 +7,28 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
     /// The process did what it was asked for, a drain included.
-    Done,
+    Done = 0,
     /// Refused: unhealthy, nobody answered, or an order or dead letter that could not be handled. Never a
     /// worker's.
-    No,
+    No = 1,
     /// The command line is wrong.
-    Usage,
+    Usage = 64,
     /// A bug: a panic or a broken invariant.
-    Internal,
+    Internal = 70,
     /// The settings are wrong, or the broker refuses them.
-    Config,
+    Config = 78,
     /// A sentinel stopped this worker: the slot is done.
-    StoppedOnRequest,
+    StoppedOnRequest = 80,
     /// No broker could be reached for longer than `broker.give_up_after`.
-    BrokerLost,
+    BrokerLost = 81,
     /// The model could not be loaded.
-    ModelFailed,
+    ModelFailed = 82,
     /// The device failed and only a new process can use it.
-    DeviceFailed,
+    DeviceFailed = 83,
     /// Stopped by a second signal or the deadline; the broker delivers unfinished tasks again.
-    Aborted,
+    Aborted = 84,
     /// A slot was given up after too many quick failures.
-    SlotGivenUp,
+    SlotGivenUp = 85,
 }
 
 impl Exit {
@@ -49,19 +49,7 @@ impl Exit {
 
     /// The process's exit status.
     pub fn code(self) -> u8 {
-        match self {
-            Exit::Done => 0,
-            Exit::No => 1,
-            Exit::Usage => 64,
-            Exit::Internal => 70,
-            Exit::Config => 78,
-            Exit::StoppedOnRequest => 80,
-            Exit::BrokerLost => 81,
-            Exit::ModelFailed => 82,
-            Exit::DeviceFailed => 83,
-            Exit::Aborted => 84,
-            Exit::SlotGivenUp => 85,
-        }
+        self as u8
     }
 
     /// The exit that a worker's status means; none for an unknown status, and for 1, which any library may exit

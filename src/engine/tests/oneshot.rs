@@ -6,7 +6,7 @@ use std::task::{Context, Poll, Waker as StdWaker};
 use super::super::batch::Network;
 use super::super::job::Handle;
 use super::super::oneshot::{OneShot, Waiting};
-use super::super::turns::{Loop as _, Next, Waker};
+use super::super::turns::{Loop as _, Next};
 use super::*;
 use crate::model::{Forward, ForwardError, Preprocessed, Processor, SizedInput, TaskErrorKind};
 
@@ -93,7 +93,7 @@ impl Rig {
         let (calls, log, woken) = (Arc::default(), Log::default(), Arc::new(AtomicBool::new(false)));
         let (notices_in, notices) = Notices::new();
         let wake = woken.clone();
-        let waker = Waker::new(move || wake.store(true, Ordering::SeqCst));
+        let waker = Box::new(move || wake.store(true, Ordering::SeqCst));
         let waiting = Arc::new(Waiting::new(policy(4), asynchronous, waker));
         let aside = Aside { log: Arc::clone(&calls), asynchronous };
         let network = Network::new(aside, Box::new(log.clone()), notices_in);

@@ -358,10 +358,10 @@ impl Settlement {
                 return in_vain();
             }
             self.broker_takes_messages_for(STALLED).await;
-            let mut place = self.stalled.enter(message.body.len());
+            let evicted = self.stalled.enter(message.body.len());
             tokio::select! {
                 () = self.broker_takes_messages_for(limit - STALLED) => in_vain(),
-                () = place.evicted() => format!(
+                _ = evicted => format!(
                     "queue {queue:?} takes no message now, and too many tasks wait for such queues"
                 ),
             }

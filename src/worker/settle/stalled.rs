@@ -3,7 +3,7 @@
 //! listen take at most half of what the worker may hold.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use tokio::sync::oneshot;
 
@@ -11,86 +11,44 @@ use tokio::sync::oneshot;
 pub(in crate::worker) struct Stalled(Mutex<Waiting>);
 
 struct Waiting {
-    /// The one that has waited longest is first.
-    tasks: VecDeque<Task>,
-    bytes: usize,
-    next: u64,
+    /// The bytes of each task's reply, and who is told when the task must stop waiting. The one that has waited
+    /// longest is first. A task that no longer waits has dropped its receiver.
+    tasks: VecDeque<(usize, oneshot::Sender<()>)>,
     /// The most tasks that may wait.
     most: usize,
     /// The most bytes of their replies; one task may always wait.
     most_bytes: usize,
 }
 
-struct Task {
-    id: u64,
-    bytes: usize,
-    /// Written when the task must stop waiting.
-    evict: oneshot::Sender<()>,
-}
-
-/// One task's place among those that wait, until this is dropped.
-pub(in crate::worker) struct Place<'a> {
-    stalled: &'a Stalled,
-    id: u64,
-    evicted: oneshot::Receiver<()>,
-}
-
 impl Stalled {
     pub(in crate::worker) fn new(prefetch: u16, most_bytes: u64) -> Self {
         let most_bytes = usize::try_from(most_bytes).unwrap_or(usize::MAX);
-        let tasks = VecDeque::new();
-        let stalled = Self(Mutex::new(Waiting { tasks, bytes: 0, next: 0, most: 0, most_bytes }));
+        let stalled = Self(Mutex::new(Waiting { tasks: VecDeque::new(), most: 0, most_bytes }));
         stalled.set_prefetch(prefetch);
         stalled
     }
 
     pub(in crate::worker) fn set_prefetch(&self, prefetch: u16) {
-        let mut waiting = self.lock();
-        waiting.most = usize::from(prefetch) / 2;
-        waiting.evict();
+        self.change(|waiting| waiting.most = usize::from(prefetch) / 2);
     }
 
-    /// Adds a task whose reply of `bytes` bytes waits.
-    pub(in crate::worker) fn enter(&self, bytes: usize) -> Place<'_> {
+    /// Adds a task whose reply of `bytes` bytes waits, until the receiver is dropped. The receiver is told when the
+    /// task must stop waiting.
+    pub(in crate::worker) fn enter(&self, bytes: usize) -> oneshot::Receiver<()> {
         let (evict, evicted) = oneshot::channel();
-        let mut waiting = self.lock();
-        let id = waiting.next;
-        waiting.next += 1;
-        waiting.bytes += bytes;
-        waiting.tasks.push_back(Task { id, bytes, evict });
-        waiting.evict();
-        Place { stalled: self, id, evicted }
+        self.change(|waiting| waiting.tasks.push_back((bytes, evict)));
+        evicted
     }
 
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Waiting {
-    fn evict(&mut self) {
-        while self.tasks.len() > self.most || (self.bytes > self.most_bytes && self.tasks.len() > 1) {
-            let Some(longest) = self.tasks.pop_front() else { return };
-            self.bytes -= longest.bytes;
-            let _ = longest.evict.send(());
-        }
-    }
-}
-
-impl Place<'_> {
-    /// Returns when the task must stop waiting.
-    pub(in crate::worker) async fn evicted(&mut self) {
-        let _ = (&mut self.evicted).await;
-    }
-}
-
-impl Drop for Place<'_> {
-    fn drop(&mut self) {
-        let mut waiting = self.stalled.lock();
-        if let Some(at) = waiting.tasks.iter().position(|task| task.id == self.id)
-            && let Some(task) = waiting.tasks.remove(at)
-        {
-            waiting.bytes -= task.bytes;
+    fn change(&self, change: impl FnOnce(&mut Waiting)) {
+        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.tasks.retain(|(_, evict)| !evict.is_closed());
+        change(&mut waiting);
+        let mut bytes: usize = waiting.tasks.iter().map(|(bytes, _)| bytes).sum();
+        while waiting.tasks.len() > waiting.most || (bytes > waiting.most_bytes && waiting.tasks.len() > 1) {
+            let Some((longest, evict)) = waiting.tasks.pop_front() else { return };
+            bytes -= longest;
+            let _ = evict.send(());
         }
     }
 }
@@ -101,8 +59,8 @@ mod tests {
 
     use super::*;
 
-    fn are_evicted(places: &mut [Place<'_>]) -> Vec<bool> {
-        places.iter_mut().map(|place| place.evicted().now_or_never().is_some()).collect()
+    fn are_evicted(places: &mut [oneshot::Receiver<()>]) -> Vec<bool> {
+        places.iter_mut().map(|place| place.now_or_never().is_some()).collect()
     }
 
     #[test]
