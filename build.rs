@@ -5,7 +5,7 @@ use std::env;
 use std::path::Path;
 use std::process::Command;
 
-const FOLDER: &str = "src/model/sentence/kernels/gpu";
+const FOLDER: &str = "src/model/ops/gpu";
 const KERNELS: [&str; 4] = ["activation", "add_norm", "attention", "pooling"];
 
 fn main() -> Result<(), String> {

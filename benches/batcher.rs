@@ -11,7 +11,8 @@ const INPUTS: usize = 10_000;
 /// All at once, as after a restart with a full prefetch; or one by one with a look after each, as they
 /// come in.
 fn batches(criterion: &mut Criterion) {
-    let costs: Vec<usize> = (0..INPUTS).map(|index| 4 + index * 7_919 % 253).collect();
+    let inputs: Vec<(usize, usize)> = (0..INPUTS).map(|index| (index, 4 + index * 7_919 % 253)).collect();
+    let size = |input: &(usize, usize)| input.1;
     let now = Instant::now();
     let mut group = criterion.benchmark_group("batcher");
     group.throughput(Throughput::Elements(INPUTS as u64));
@@ -19,8 +20,8 @@ fn batches(criterion: &mut Criterion) {
         let policy = Policy { max_tokens, max_requests: 512, max_delay: Duration::from_millis(2) };
         group.bench_function(BenchmarkId::new("all_at_once", max_tokens), |bencher| {
             bencher.iter(|| {
-                let mut batcher = Batcher::new(policy);
-                costs.iter().enumerate().for_each(|(index, cost)| batcher.push(index, *cost, now));
+                let mut batcher = Batcher::new(policy, size);
+                inputs.iter().for_each(|input| batcher.push(vec![*input], now));
                 while let Some(batch) = batcher.take(now, Device::Idle, false) {
                     black_box(batch);
                 }
@@ -28,9 +29,9 @@ fn batches(criterion: &mut Criterion) {
         });
         group.bench_function(BenchmarkId::new("one_by_one", max_tokens), |bencher| {
             bencher.iter(|| {
-                let mut batcher = Batcher::new(policy);
-                for (index, cost) in costs.iter().enumerate() {
-                    batcher.push(index, *cost, now);
+                let mut batcher = Batcher::new(policy, size);
+                for input in &inputs {
+                    batcher.push(vec![*input], now);
                     black_box(batcher.take(now, Device::Busy, true));
                 }
             });

@@ -4,7 +4,7 @@
 use std::hint::black_box;
 
 use criterion::{BatchSize, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use sconce::model::sentence::{self, SentenceProcessor};
+use sconce::model::tasks::embed::{self, EmbeddingProcessor};
 use sconce::model::{Device, LoadSpec, Processor as _};
 use sconce::protocol::Message;
 use serde_json::{Value, json};
@@ -15,10 +15,10 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 /// Numbers in a vector.
 const WIDTH: usize = 384;
 
-fn processor() -> SentenceProcessor {
+fn processor() -> EmbeddingProcessor {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/models/all-MiniLM-L6-v2");
     let spec = LoadSpec::new(folder);
-    sentence::load(&spec, &Device::Cpu).expect("the real weights: make models").0
+    embed::load(&spec, &Device::Cpu).expect("the real weights: make models").0
 }
 
 fn message(body: &Value) -> Message {

@@ -5,7 +5,8 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use sconce::model::sentence::{self, Sentence};
+use sconce::model::load::tokenizer::Tokens;
+use sconce::model::tasks::embed;
 use sconce::model::{Device, Forward as _, LoadSpec, Processor as _};
 use sconce::protocol::Message;
 use serde_json::json;
@@ -25,7 +26,7 @@ const TOKEN: u32 = 2_000;
 fn forward(criterion: &mut Criterion) {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/models/all-MiniLM-L6-v2");
     let spec = LoadSpec::new(folder);
-    let (processor, mut model) = sentence::load(&spec, &Device::Cpu).expect("the real weights: make models");
+    let (processor, mut model) = embed::load(&spec, &Device::Cpu).expect("the real weights: make models");
     let mut group = criterion.benchmark_group("forward");
     group.sample_size(20).warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(3));
     for (texts, length) in BATCHES {
@@ -33,7 +34,7 @@ fn forward(criterion: &mut Criterion) {
         let body = json!({ "input": vec![vec![TOKEN; length - 2]; texts] });
         let message = Message { body: body.to_string().into(), ..Message::default() };
         let (_, inputs) = processor.preprocess(&message).expect("a task");
-        let sentences: Vec<&Sentence> = inputs.iter().map(|sized| &sized.input).collect();
+        let sentences: Vec<&Tokens> = inputs.iter().map(|sized| &sized.input).collect();
         group.throughput(Throughput::Elements((texts * length) as u64));
         let name = BenchmarkId::from_parameter(format!("{texts}x{length}"));
         group.bench_function(name, |bencher| {

@@ -7,8 +7,9 @@ use std::time::Duration;
 use candle_core::{DType, Device, Result, Tensor};
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use sconce::model::sentence::kernels::{
-    Activation, FeedForward, NormParams, Panels, Published, SelfAttention, add_norm, multiply_rows,
+use sconce::model::ops::{
+    Activation, After, Distances, FeedForward, NormParams, Panels, Published, SelfAttention, Up, add_norm,
+    multiply_rows,
 };
 
 // As in the program: large outputs cost page faults with the system's allocator.
@@ -67,9 +68,10 @@ fn attention(criterion: &mut Criterion) {
     group.throughput(Throughput::Elements(TOKENS as u64));
     let part = || Result::Ok((noise(&[HIDDEN, HIDDEN])?, noise(&[HIDDEN])?));
     let published = || -> Result<Published> {
-        Ok(Published { qkv: [part()?, part()?, part()?], out: noise(&[HIDDEN, HIDDEN])?, heads: HEADS })
+        let (qkv, out) = ([part()?, part()?, part()?], noise(&[HIDDEN, HIDDEN])?);
+        Ok(Published { qkv, out, heads: HEADS, distances: Distances::default() })
     };
-    let half = published().and_then(|it| SelfAttention::new(it, norm()?)).expect("weights");
+    let half = published().and_then(|it| SelfAttention::new(it, After::Norm(norm()?))).expect("weights");
     for length in [8, 32, 128, 512] {
         let lengths = vec![length; TOKENS / length];
         let x = noise(&[TOKENS, HIDDEN]).expect("tokens");
@@ -86,8 +88,8 @@ fn feed_forward(criterion: &mut Criterion) {
     let x = noise(&[TOKENS, HIDDEN]).expect("tokens");
     for activation in [Activation::Gelu, Activation::GeluTanh, Activation::Relu] {
         let make = || {
-            let (up, bias, down) = (noise(&[INNER, HIDDEN])?, noise(&[INNER])?, noise(&[HIDDEN, INNER])?);
-            FeedForward::new((&up, bias), &down, norm()?, activation)
+            let up = Up { matrix: noise(&[INNER, HIDDEN])?, bias: noise(&[INNER])?, gate: None };
+            FeedForward::new(up, &noise(&[HIDDEN, INNER])?, After::Norm(norm()?), activation)
         };
         let half = make().expect("weights");
         group.bench_function(BenchmarkId::new("half", format!("{activation:?}")), |bencher| {

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """Makes tests/fixtures: what sentence-transformers answers, for sconce to be held against.
 
-Run with: python scripts/make-fixtures.py   (needs sentence-transformers; made with 6.2.0)
+Run with: python scripts/make-fixtures.py   (needs sentence-transformers; made with 6.2.0,
+transformers 5.23.0). With names after it, of those in LATER (mpnet, nomic, modernbert, prompts), it
+makes these alone.
 
 - minilm/expected.json: texts and vectors of the real all-MiniLM-L6-v2 (models/ must hold it).
 - tiny-*/: a small model with seeded random weights for each architecture and pooling, saved as
-  sentence-transformers saves it (or as it used to), with its expected.json beside it.
+  sentence-transformers saves it (or as it used to), with its expected.json beside it. Where the model
+  has prompts, expected.json is without one, and prompted.json has a row for each name of a prompt.
 
 Each text goes through alone, so that nothing of padding is in the expected values.
 """
@@ -13,14 +16,17 @@ Each text goes through alone, so that nothing of padding is in the expected valu
 import json
 import pathlib
 import shutil
+import sys
 
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Normalize, Pooling, Transformer
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
-    BertConfig, BertForMaskedLM, BertModel, DistilBertConfig, DistilBertForMaskedLM,
-    PreTrainedTokenizerFast, RobertaConfig, RobertaModel, XLMRobertaConfig, XLMRobertaForMaskedLM,
+    BertConfig, BertForMaskedLM, BertModel, DistilBertConfig, DistilBertForMaskedLM, ModernBertConfig,
+    ModernBertModel, MPNetConfig, MPNetModel, NomicBertConfig, NomicBertModel, PreTrainedTokenizerFast,
+    RobertaConfig, RobertaModel, XLMRobertaConfig, XLMRobertaForMaskedLM,
 )
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -65,15 +71,29 @@ TEXTS = [
 ]
 
 
-def write_expected(model, folder, texts):
-    vectors = [model.encode([text], batch_size=1)[0].tolist() for text in texts]
-    rows = [
-        {"text": text, "vector": [float(f"{x:.8g}") for x in vector]}
-        for text, vector in zip(texts, vectors)
-    ]
+def short(values):
+    return [float(f"{x:.8g}") for x in values]
+
+
+def write_rows(path, rows):
     # One row a line: a changed fixture shows which text changed.
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
-    (folder / "expected.json").write_text("[\n" + lines + "\n]\n")
+    path.write_text("[\n" + lines + "\n]\n")
+
+
+def write_expected(model, folder, texts):
+    vectors = [model.encode([text], batch_size=1)[0].tolist() for text in texts]
+    rows = [{"text": text, "vector": short(vector)} for text, vector in zip(texts, vectors)]
+    write_rows(folder / "expected.json", rows)
+
+
+def write_prompted(folder):
+    model = SentenceTransformer(str(folder), device="cpu")
+    names = json.loads((folder / "config_sentence_transformers.json").read_text())["prompts"]
+    write_rows(folder / "prompted.json", [
+        {"prompt_name": name, "text": text,
+         "vector": short(model.encode([text], prompt_name=name, batch_size=1)[0].tolist())}
+        for name in names for text in (TEXTS[1], TEXTS[3], TEXTS[28])])
 
 
 def corpus():
@@ -120,6 +140,50 @@ def unigram(vocab):
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", cls_token="<s>", sep_token="</s>",
         unk_token="<unk>", pad_token="<pad>", mask_token="<mask>")
+
+
+def mpnet_pieces(vocab):
+    """BERT's words and RoBERTa's frame of special tokens, as MPNet has them."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    special = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]"]
+    tokenizer.train_from_iterator(
+        corpus(), trainers.WordPieceTrainer(vocab_size=vocab - 1, special_tokens=special, show_progress=False))
+    mask = AddedToken("<mask>", lstrip=True)
+    tokenizer.add_special_tokens([mask])
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), True, False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", cls_token="<s>", sep_token="</s>",
+        unk_token="[UNK]", pad_token="<pad>", mask_token=mask, model_max_length=64,
+        model_input_names=["input_ids", "attention_mask"])
+
+
+def modern_bpe(vocab):
+    """A byte-level BPE with BERT's special tokens after it, as ModernBERT has them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(
+        vocab_size=vocab - 5, special_tokens=[], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
+    mask = AddedToken("[MASK]", lstrip=True)
+    tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]", "[PAD]", mask])
+    frame = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=frame)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        mask_token=mask, model_max_length=64, model_input_names=["input_ids", "attention_mask"])
+
+
+def modern_config(tokenizer, **more):
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad")}
+    return ModernBertConfig(
+        **shape(tokenizer) | ids | dict(num_hidden_layers=4, max_position_embeddings=64, local_attention=16),
+        bos_token_id=tokenizer.cls_token_id, eos_token_id=tokenizer.sep_token_id, **more)
 
 
 def shape(tokenizer, **more):
@@ -185,8 +249,110 @@ def lowercase_by_setting(folder):
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 62, "do_lower_case": true}')
 
 
-def main():
-    torch.set_num_threads(2)
+def as_published(folder, *, limit, tokens, prompts=None):
+    """The settings of sentence-transformers 2, with a limit of its own and another of the tokenizer."""
+    legacy_layout(folder, ["mean"])
+    (folder / "sentence_bert_config.json").write_text(f'{{"max_seq_length": {limit}, "do_lower_case": false}}')
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": tokens}))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({
+        "__version__": {"sentence_transformers": "3.3.1", "transformers": "4.48.0", "pytorch": "2.5.1"},
+        "prompts": prompts or {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}, indent=2))
+
+
+def mpnet():
+    """As all-mpnet-base-v2. Distances of 8 and more share buckets, up to 47 of the 48 tokens."""
+    torch.manual_seed(21)
+    tokenizer = mpnet_pieces(300)
+    config = MPNetConfig(**shape(tokenizer, max_position_embeddings=66, relative_attention_num_buckets=32))
+    folder = tiny("mpnet", MPNetModel(config), tokenizer, "mean", True)
+    as_published(folder, limit=48, tokens=64)
+    finish(folder)
+
+
+def nomic():
+    """As nomic-embed-text-v1.5, with the settings and tensors by the names of nomic's own code.
+
+    The values are of transformers' own NomicBert. Its save_pretrained writes these (conversion_mapping.py):
+    layers.N.* as encoder.layers.N.*, embeddings.LayerNorm as emb_ln, self_attn.{q,k,v}_proj as the rows of
+    attn.Wqkv one after another, self_attn.o_proj as attn.out_proj, mlp.up_proj as mlp.fc11, mlp.gate_proj
+    (under the SiLU) as mlp.fc12, mlp.down_proj as mlp.fc2, post_attention_layernorm as norm1 and
+    post_mlp_layernorm as norm2. Nomic's code rounds the vocabulary up to a multiple of 64 and the inner
+    width to one of 256: these are such.
+    """
+    torch.manual_seed(22)
+    tokenizer = wordpiece(300)
+    sizes = shape(tokenizer) | dict(vocab_size=320, intermediate_size=256)
+    config = NomicBertConfig(**sizes, max_position_embeddings=128, rope_parameters={
+        "rope_type": "default", "rope_theta": 1000.0})
+    folder = tiny("nomic", NomicBertModel(config), tokenizer, "mean", False)
+    as_published(folder, limit=96, tokens=128, prompts={
+        name: f"{name if name.startswith('c') else 'search_' + name}: "
+        for name in ("query", "document", "classification", "clustering")})
+    finish(folder)
+    write_prompted(folder)
+    names = set(load_file(folder / "model.safetensors"))
+    expected = {"embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight",
+                "emb_ln.weight", "emb_ln.bias"}
+    for layer in range(2):
+        expected |= {f"encoder.layers.{layer}.{name}" for name in (
+            "attn.Wqkv.weight", "attn.out_proj.weight", "mlp.fc11.weight", "mlp.fc12.weight", "mlp.fc2.weight",
+            "norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias")}
+    assert names == expected, names ^ expected
+    # Last, because transformers' own NomicBert does not read these.
+    code = "nomic-ai/nomic-bert-2048--"
+    (folder / "config.json").write_text(json.dumps({
+        "activation_function": "swiglu", "architectures": ["NomicBertModel"], "attn_pdrop": 0.0,
+        "auto_map": {"AutoConfig": f"{code}configuration_hf_nomic_bert.NomicBertConfig",
+                     "AutoModel": f"{code}modeling_hf_nomic_bert.NomicBertModel",
+                     "AutoModelForMaskedLM": f"{code}modeling_hf_nomic_bert.NomicBertForPreTraining"},
+        "bos_token_id": None, "causal": False, "dense_seq_output": True, "embd_pdrop": 0.0,
+        "eos_token_id": None, "fused_bias_fc": True, "fused_dropout_add_ln": True, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-12, "max_trained_positions": 2048, "mlp_fc1_bias": False,
+        "mlp_fc2_bias": False, "model_type": "nomic_bert", "n_embd": 32, "n_head": 4, "n_inner": 256,
+        "n_layer": 2, "n_positions": 128, "pad_vocab_size_multiple": 64, "parallel_block": False,
+        "parallel_block_tied_norm": False, "prenorm": False, "qkv_proj_bias": False,
+        "reorder_and_upcast_attn": False, "resid_pdrop": 0.0, "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False, "rotary_emb_scale_base": None,
+        "rotary_scaling_factor": None, "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True,
+        "summary_activation": None, "summary_first_dropout": 0.0, "summary_proj_to_labels": True,
+        "summary_type": "cls_index", "summary_use_proj": True, "torch_dtype": "float32",
+        "transformers_version": "4.37.2", "type_vocab_size": 2, "use_cache": True, "use_flash_attn": True,
+        "use_rms_norm": False, "use_xentropy": True, "vocab_size": 320}, indent=2))
+
+
+def modernbert():
+    """As modernbert-embed-base, with the settings of transformers 4."""
+    torch.manual_seed(23)
+    tokenizer = modern_bpe(330)
+    folder = tiny("modernbert", ModernBertModel(modern_config(tokenizer)), tokenizer, "mean", True)
+    as_published(folder, limit=64, tokens=64)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("layer_types", "rope_parameters", "dtype", "tie_word_embeddings"):
+        config.pop(name, None)
+    config |= {
+        "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0, "local_rope_theta": 10000.0,
+        "gradient_checkpointing": False, "layer_norm_eps": 1e-05, "position_embedding_type": "absolute",
+        "reference_compile": False, "torch_dtype": "float32", "transformers_version": "4.48.0"}
+    (folder / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=2))
+    finish(folder)
+
+
+def prompts():
+    """tiny-bert-cls's kind, as a model whose task is told by a prompt."""
+    torch.manual_seed(24)
+    tokenizer = wordpiece(300)
+    config = BertConfig(**shape(tokenizer, max_position_embeddings=64, type_vocab_size=2))
+    folder = tiny("prompts", BertModel(config, add_pooling_layer=False), tokenizer, "mean", True)
+    as_published(folder, limit=32, tokens=64, prompts={"query": "query: ", "passage": "passage: "})
+    finish(folder)
+    write_prompted(folder)
+
+
+LATER = {"mpnet": mpnet, "nomic": nomic, "modernbert": modernbert, "prompts": prompts}
+
+
+def first():
     real = SentenceTransformer(str(ROOT / "models" / "all-MiniLM-L6-v2"), device="cpu")
     (FIXTURES / "minilm").mkdir(parents=True, exist_ok=True)
     write_expected(real, FIXTURES / "minilm", TEXTS)
@@ -218,4 +384,17 @@ def main():
         finish(folder)
 
 
-main()
+def main():
+    torch.set_num_threads(2)
+    names = sys.argv[1:]
+    unknown = set(names) - set(LATER)
+    assert not unknown, f"not one of {list(LATER)}: {unknown}"
+    if not names:
+        first()
+    for name, make in LATER.items():
+        if not names or name in names:
+            make()
+
+
+if __name__ == "__main__":
+    main()

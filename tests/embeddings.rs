@@ -3,14 +3,16 @@
 
 use std::path::{Path, PathBuf};
 
-use sconce::model::sentence::{self, Sentence, SentenceEncoder, SentenceProcessor};
+use sconce::model::load::tokenizer::Tokens;
+use sconce::model::nets::text::TextNetwork;
+use sconce::model::tasks::embed::{self, EmbeddingProcessor};
 use sconce::model::{Device, Dtype, Forward, LoadError, LoadSpec, Preprocessed, Processor};
 use sconce::protocol::{Message, TaskError, TaskErrorKind};
 use serde_json::{Value, json};
 
 const TOLERANCE: f64 = 1e-5;
 
-type Loaded = (SentenceProcessor, SentenceEncoder);
+type Loaded = (EmbeddingProcessor, TextNetwork);
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -24,7 +26,7 @@ fn try_load(folder: &Path, dtype: Dtype) -> Result<Loaded, LoadError> {
     let served_names = vec!["text-embedding-3-small".into()];
     let source = folder.to_str().expect("a path in UTF-8");
     let spec = LoadSpec { served_names, max_inputs: 64, dtype, ..LoadSpec::new(source) };
-    sentence::load(&spec, &Device::Cpu)
+    embed::load(&spec, &Device::Cpu)
 }
 
 fn load(folder: &Path) -> Loaded {
@@ -42,20 +44,20 @@ fn minilm_folder() -> PathBuf {
 }
 
 fn preprocess(
-    processor: &SentenceProcessor,
+    processor: &EmbeddingProcessor,
     body: &Value,
-) -> Result<Preprocessed<SentenceProcessor>, TaskError> {
+) -> Result<Preprocessed<EmbeddingProcessor>, TaskError> {
     processor.preprocess(&Message { body: body.to_string().into(), ..Message::default() })
 }
 
-fn compute(model: &mut SentenceEncoder, inputs: &[&Sentence]) -> Vec<Vec<f32>> {
+fn compute(model: &mut TextNetwork, inputs: &[&Tokens]) -> Vec<Vec<f32>> {
     let outputs = model.forward(inputs).unwrap_or_else(|error| panic!("{error}"));
     outputs.into_iter().map(|output| output.unwrap_or_else(|error| panic!("{error}"))).collect()
 }
 
 fn answer((processor, model): &mut Loaded, body: &Value) -> Value {
     let (context, inputs) = preprocess(processor, body).unwrap_or_else(|error| panic!("{body}: {error}"));
-    let inputs: Vec<&Sentence> = inputs.iter().map(|sized| &sized.input).collect();
+    let inputs: Vec<&Tokens> = inputs.iter().map(|sized| &sized.input).collect();
     let outputs = compute(model, &inputs);
     let body = processor.finish(context, outputs).expect("finite numbers");
     serde_json::from_slice(&body.bytes).expect("JSON")
@@ -105,9 +107,62 @@ fn the_real_model_answers_as_sentence_transformers_does() {
 
 #[test]
 fn each_architecture_and_pooling_answers_as_sentence_transformers_does() {
-    for name in ["tiny-bert-cls", "tiny-bert-max", "tiny-roberta", "tiny-xlm-roberta", "tiny-distilbert"] {
+    for name in [
+        "tiny-bert-cls",
+        "tiny-bert-max",
+        "tiny-roberta",
+        "tiny-xlm-roberta",
+        "tiny-distilbert",
+        "tiny-mpnet",
+        "tiny-nomic",
+        "tiny-modernbert",
+        "tiny-prompts",
+    ] {
         assert_equals_fixture(&mut load(&fixture(name)), name);
     }
+}
+
+#[test]
+fn a_prompt_is_put_before_each_text_by_request_or_by_the_pools_setting() {
+    for name in ["tiny-prompts", "tiny-nomic"] {
+        let mut model = load(&fixture(name));
+        let file = std::fs::read(fixture(name).join("prompted.json")).expect("a fixture");
+        let rows: Vec<Value> = serde_json::from_slice(&file).expect("a list");
+        for row in &rows {
+            let body = json!({"input": row["text"], "prompt_name": row["prompt_name"]});
+            let theirs: Vec<f64> = serde_json::from_value(row["vector"].clone()).expect("numbers");
+            assert_close(&vector(&answer(&mut model, &body), 0), &theirs, TOLERANCE, &body.to_string());
+            let options = [("prompt_name".to_owned(), row["prompt_name"].clone())];
+            let spec =
+                LoadSpec { options: options.into(), ..LoadSpec::new(fixture(name).to_str().expect("UTF-8")) };
+            let mut of_pool = embed::load(&spec, &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+            let plain = answer(&mut of_pool, &json!({"input": row["text"]}));
+            assert_close(&vector(&plain, 0), &theirs, TOLERANCE, &body.to_string());
+        }
+        let error = refusal(&model, &json!({"input": "a", "prompt_name": "nobody"}));
+        assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::BadInput, Some("prompt_name")));
+        assert!(error.message.contains("\"nobody\"") && error.message.contains("query"), "{error}");
+    }
+    let options = [("prompt".to_owned(), json!("query"))];
+    let spec = LoadSpec {
+        options: options.into(),
+        ..LoadSpec::new(fixture("tiny-prompts").to_str().expect("UTF-8"))
+    };
+    let error = embed::load(&spec, &Device::Cpu).err().expect("an unknown option").to_string();
+    assert!(error.contains("prompt = \"query\"; prompt_name"), "{error}");
+}
+
+#[test]
+fn a_long_text_is_cut_and_counted_or_refused() {
+    let (processor, _) = load(&fixture("tiny-bert-cls"));
+    let long = "the tide carries a message ".repeat(40);
+    let (context, inputs) =
+        preprocess(&processor, &json!({"input": ["a", long]})).unwrap_or_else(|error| panic!("{error}"));
+    let vectors = inputs.iter().map(|_| vec![0.5; 32]).collect();
+    let body = processor.finish(context, vectors).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(body.headers["truncated"].as_i64(), Some(1));
+    let error = preprocess(&processor, &json!({"input": ["a", long], "truncate": false})).err();
+    assert_eq!(error.expect("it is too long").param.as_deref(), Some("input[1]"));
 }
 
 /// What docs/performance.md says of them, with the published model's numbers of length 1.
@@ -148,7 +203,7 @@ fn mates_change_nothing(folder: &Path, dtype: Dtype, tolerance: f64) {
         let texts: Vec<Vec<u32>> =
             (0..=next(12)).map(|_| (0..=next(29)).map(|_| 5 + next(290)).collect()).collect();
         let (_, inputs) = preprocess(&processor, &json!({ "input": texts })).expect("good ids");
-        let inputs: Vec<&Sentence> = inputs.iter().map(|sized| &sized.input).collect();
+        let inputs: Vec<&Tokens> = inputs.iter().map(|sized| &sized.input).collect();
         let together = compute(&mut model, &inputs);
         for (input, together) in inputs.iter().zip(together) {
             let alone = compute(&mut model, &[*input]).remove(0);
@@ -310,7 +365,7 @@ fn a_missing_tensor_and_one_of_another_shape_are_named() {
 #[test]
 fn what_is_not_computed_here_is_refused_by_name() {
     let cases = [
-        ("config.json", "\"bert\"", "\"modernbert\"", "modernbert"),
+        ("config.json", "\"bert\"", "\"electra\"", "electra"),
         ("config.json", "\"gelu_new\"", "\"silu\"", "silu"),
         ("modules.json", "pooling.Pooling", "dense.Dense", "Dense"),
         ("1_Pooling/config.json", "\"max\"", "\"lasttoken\"", "lasttoken"),

@@ -11,11 +11,9 @@ use std::sync::LazyLock;
 
 use half::{bf16, f16};
 use libloading::Library;
-use sconce::model::sentence::kernels::Activation;
-use sconce::model::sentence::kernels::gpu::{
-    self, Argument, Heads, Launch, Matrix, Norm, Number, Plan, Pointer,
-};
-use sconce::model::sentence::pooling::{Mode, Pooling};
+use sconce::model::ops::Activation;
+use sconce::model::ops::gpu::{self, Argument, Heads, Launch, Matrix, Norm, Number, Plan, Pointer};
+use sconce::model::ops::pooling::{Mode, Pooling};
 
 const ALL: [Number; 3] = [Number::F32, Number::F16, Number::Bf16];
 
@@ -32,7 +30,7 @@ static DEVICE: LazyLock<Library> = LazyLock::new(|| {
         "-Wno-unknown-pragmas",
         "-Wno-clobbered",
     ]);
-    compiler.args(["-shared", "-fPIC", "-I"]).arg(root.join("src/model/sentence/kernels/gpu"));
+    compiler.args(["-shared", "-fPIC", "-I"]).arg(root.join("src/model/ops/gpu"));
     compiler.arg("-o").arg(&library).arg(root.join("tests/fixtures/emulator/kernels.cpp"));
     assert!(compiler.status().unwrap().success(), "c++ cannot compile the kernels");
     let opened = open(&library);

@@ -15,7 +15,9 @@ use anyhow::{Context as _, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
 use sconce::batching::{self, Batcher, Policy};
 use sconce::config::{self, Assignment};
-use sconce::model::sentence::{self, Sentence, SentenceEncoder, SentenceProcessor};
+use sconce::model::load::tokenizer::Tokens;
+use sconce::model::nets::text::TextNetwork;
+use sconce::model::tasks::embed::{self, EmbeddingProcessor};
 use sconce::model::{Forward as _, LoadSpec, Processor as _, SizedInput};
 use sconce::protocol::Message;
 use serde_json::json;
@@ -37,7 +39,7 @@ fn main() -> anyhow::Result<()> {
     let texts = read(Path::new(texts))?;
     let policy = policy()?;
     let spec = LoadSpec::new(model.as_str());
-    let (processor, mut model) = sentence::load(&spec, &Device::Cpu)?;
+    let (processor, mut model) = embed::load(&spec, &Device::Cpu)?;
     // Touches weights and buffers once.
     embed(&mut model, &processor, &texts, policy, Duration::from_millis(500))?;
     say(&json!({ "ready": true }))?;
@@ -106,26 +108,24 @@ struct Done {
 
 /// Embeds the texts over and over for so long; ends with a whole batch.
 fn embed(
-    model: &mut SentenceEncoder,
-    processor: &SentenceProcessor,
+    model: &mut TextNetwork,
+    processor: &EmbeddingProcessor,
     texts: &[Message],
     policy: Policy,
     limit: Duration,
 ) -> anyhow::Result<Done> {
-    let mut batcher = Batcher::new(policy);
+    let mut batcher = Batcher::new(policy, |input: &Tokens| input.ids.len());
     let mut done =
         Done { texts: 0, tokens: 0, elapsed: limit, preparing: Duration::ZERO, computing: Duration::ZERO };
     let start = Instant::now();
     for text in texts.iter().cycle() {
         let begun = Instant::now();
         let (_, inputs) = processor.preprocess(text).map_err(|error| anyhow!("{error}"))?;
-        for SizedInput { input, tokens, .. } in inputs {
-            batcher.push(input, tokens, begun);
-        }
+        batcher.push(inputs.into_iter().map(|sized| sized.input).collect(), begun);
         done.preparing += begun.elapsed();
         let Some(batch) = batcher.take(begun, batching::Device::Busy, true) else { continue };
         let begun = Instant::now();
-        let inputs: Vec<&Sentence> = batch.inputs.iter().collect();
+        let inputs: Vec<&Tokens> = batch.inputs.iter().collect();
         for output in model.forward(&inputs)? {
             output.map_err(|error| anyhow!("{error}"))?;
         }

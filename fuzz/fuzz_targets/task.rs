@@ -1,5 +1,5 @@
 //! A delivered message, through everything that looks at it before the device: what it is, its
-//! deadline, its dead letter, its reply, the decoders of the echo and of the sentence models.
+//! deadline, its dead letter, its reply, the decoders of every model.
 #![no_main]
 
 use std::sync::LazyLock;
@@ -8,7 +8,9 @@ use std::time::{Duration, SystemTime};
 use libfuzzer_sys::fuzz_target;
 use sconce::model::echo::{self, ECHO_WITH_FAULTS, EchoProcessor};
 use sconce::model::script::{self, SCRIPT, ScriptProcessor};
-use sconce::model::sentence::{self, SentenceProcessor};
+use sconce::model::tasks::embed::{self, EmbeddingProcessor};
+use sconce::model::tasks::labels::{self, LabelProcessor};
+use sconce::model::tasks::pairs::{self, PairProcessor};
 use sconce::model::{Device, LoadSpec, Processor};
 use sconce::protocol::dead_letter::{
     Cause, DeadLetter, Reason, dead_letter, restored, without_producer_headers,
@@ -26,10 +28,16 @@ static ECHOES: LazyLock<EchoProcessor> =
     LazyLock::new(|| echo::load(&spec(ECHO_WITH_FAULTS), &Device::Cpu).expect("echoes").0);
 static SCRIPTS: LazyLock<ScriptProcessor> =
     LazyLock::new(|| script::load(&spec(SCRIPT), &Device::Cpu).expect("scripts").0);
-static SENTENCES: LazyLock<SentenceProcessor> = LazyLock::new(|| {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny-bert-cls");
-    sentence::load(&spec(folder), &Device::Cpu).expect("a model of the tests").0
-});
+static EMBEDDINGS: LazyLock<EmbeddingProcessor> =
+    LazyLock::new(|| embed::load(&fixture("tiny-bert-cls"), &Device::Cpu).expect("a model of the tests").0);
+static PAIRS: LazyLock<PairProcessor> =
+    LazyLock::new(|| pairs::load(&fixture("score-bert"), &Device::Cpu).expect("a model of the tests").0);
+static LABELS: LazyLock<LabelProcessor> =
+    LazyLock::new(|| labels::load(&fixture("score-roberta"), &Device::Cpu).expect("a model of the tests").0);
+
+fn fixture(name: &str) -> LoadSpec {
+    spec(&format!("{}/../tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR")))
+}
 
 fn spec(source: &str) -> LoadSpec {
     LoadSpec { max_inputs: MOST, ..LoadSpec::new(source) }
@@ -48,7 +56,9 @@ fuzz_target!(|data: &[u8]| {
     check_embeddings(&message.body);
     check_processor(&*ECHOES, &message);
     check_processor(&*SCRIPTS, &message);
-    check_processor(&*SENTENCES, &message);
+    check_processor(&*EMBEDDINGS, &message);
+    check_processor(&*PAIRS, &message);
+    check_processor(&*LABELS, &message);
 });
 
 fn check_properties(task: &Task, now: SystemTime) {

@@ -1,7 +1,9 @@
-//! Decides when a batch of one-pass inputs is full or due. Owns the waiting inputs, in order of arrival.
+//! Decides when a batch of one-pass inputs is full or due, and whose inputs it takes: those of the waiting tasks
+//! in turn. Owns the waiting inputs.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
+use std::vec::IntoIter;
 
 /// The bounds of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,29 +29,33 @@ pub enum Device {
 /// Inputs that go through one forward pass.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Batch<T> {
-    /// The inputs, in order of arrival.
+    /// The inputs; those of one task are adjacent and in their order.
     pub inputs: Vec<T>,
     /// Their tokens.
     pub tokens: usize,
 }
 
-struct Waiting<T> {
-    input: T,
-    tokens: usize,
+/// The waiting inputs of one task; at least one.
+struct Task<T> {
+    inputs: IntoIter<T>,
     since: Instant,
 }
 
 /// The inputs that wait for a batch.
 pub struct Batcher<T> {
     policy: Policy,
-    waiting: VecDeque<Waiting<T>>,
+    /// The tokens of an input.
+    size: fn(&T) -> usize,
+    /// In the order of their turns: each batch takes one input of each task, then a second one of each.
+    waiting: VecDeque<Task<T>>,
+    inputs: usize,
     tokens: usize,
 }
 
 impl<T> Batcher<T> {
-    /// A batcher without inputs.
-    pub fn new(policy: Policy) -> Self {
-        Self { policy, waiting: VecDeque::new(), tokens: 0 }
+    /// A batcher without inputs. `size` gives the tokens of an input.
+    pub fn new(policy: Policy, size: fn(&T) -> usize) -> Self {
+        Self { policy, size, waiting: VecDeque::new(), inputs: 0, tokens: 0 }
     }
 
     /// Limits further batches to `most` tokens.
@@ -62,20 +68,19 @@ impl<T> Batcher<T> {
         self.policy = policy;
     }
 
-    /// The number of waiting inputs.
-    pub fn len(&self) -> usize {
-        self.waiting.len()
-    }
-
     /// Whether no input waits.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// Adds an input after those that wait.
-    pub fn push(&mut self, input: T, tokens: usize, now: Instant) {
-        self.tokens += tokens;
-        self.waiting.push_back(Waiting { input, tokens, since: now });
+    /// Adds the inputs of a task, whose turn is after those of the tasks that wait.
+    pub fn push(&mut self, inputs: Vec<T>, now: Instant) {
+        if inputs.is_empty() {
+            return;
+        }
+        self.inputs += inputs.len();
+        self.tokens += inputs.iter().map(self.size).sum::<usize>();
+        self.waiting.push_back(Task { inputs: inputs.into_iter(), since: now });
     }
 
     /// The next batch, if one is ready. `expecting`: further inputs are on their way, so an idle device may
@@ -93,32 +98,65 @@ impl<T> Batcher<T> {
         ready && !self.is_empty()
     }
 
-    /// When the oldest input will have waited for `max_delay`.
+    /// When the task that has waited longest will have waited for `max_delay`.
     pub fn due(&self) -> Option<Instant> {
-        self.waiting.front().map(|oldest| oldest.since + self.policy.max_delay)
+        self.waiting.iter().map(|task| task.since).min().map(|oldest| oldest + self.policy.max_delay)
     }
 
     fn is_full(&self) -> bool {
-        self.tokens >= self.policy.max_tokens || self.len() >= self.policy.max_requests
+        self.tokens >= self.policy.max_tokens || self.inputs >= self.policy.max_requests
     }
 
     fn cut(&mut self) -> Batch<T> {
-        let mut batch = Batch { inputs: Vec::new(), tokens: 0 };
-        while let Some(next) = self.waiting.front() {
-            let fits = batch.inputs.is_empty()
-                || batch.inputs.len() < self.policy.max_requests
-                    && batch.tokens + next.tokens <= self.policy.max_tokens;
-            if !fits {
-                break;
-            }
-            if let Some(next) = self.waiting.pop_front() {
-                batch.tokens += next.tokens;
-                batch.inputs.push(next.input);
-            }
+        let Shares { of_tasks, tokens, next } = self.shares();
+        let mut batch = Batch { inputs: Vec::with_capacity(of_tasks.iter().sum()), tokens };
+        for (task, share) in self.waiting.iter_mut().zip(of_tasks) {
+            batch.inputs.extend(task.inputs.by_ref().take(share));
         }
-        self.tokens -= batch.tokens;
+        self.inputs -= batch.inputs.len();
+        self.tokens -= tokens;
+        self.waiting.rotate_left(next);
+        self.waiting.retain(|task| !task.inputs.as_slice().is_empty());
         batch
     }
+
+    /// How many inputs of each task go into the next batch (`nobody-waits-for-a-giant`): one of each task in
+    /// turn, until one does not fit. The first input goes in any case.
+    fn shares(&self) -> Shares {
+        let Policy { max_tokens, max_requests, .. } = self.policy;
+        let mut shares = Shares { of_tasks: Vec::new(), tokens: 0, next: 0 };
+        let mut inputs = 0;
+        for round in 0.. {
+            let before = inputs;
+            for (index, task) in self.waiting.iter().enumerate() {
+                let Some(input) = task.inputs.as_slice().get(round) else { continue };
+                let size = (self.size)(input);
+                if inputs > 0 && (inputs >= max_requests || shares.tokens + size > max_tokens) {
+                    shares.next = index;
+                    return shares;
+                }
+                inputs += 1;
+                shares.tokens += size;
+                match shares.of_tasks.get_mut(index) {
+                    Some(share) => *share += 1,
+                    None => shares.of_tasks.push(1),
+                }
+            }
+            if inputs == before {
+                break;
+            }
+        }
+        shares
+    }
+}
+
+/// What the next batch takes.
+struct Shares {
+    /// Inputs of each task, for the first tasks in the order of their turns.
+    of_tasks: Vec<usize>,
+    tokens: usize,
+    /// The task whose turn is next.
+    next: usize,
 }
 
 #[cfg(test)]
@@ -129,83 +167,115 @@ mod tests {
 
     const DELAY: Duration = Duration::from_millis(2);
 
-    fn batcher(max_tokens: usize, max_requests: usize) -> Batcher<usize> {
-        Batcher::new(Policy { max_tokens, max_requests, max_delay: DELAY })
+    /// The inputs are named by numbers, each with its tokens.
+    type Input = (usize, usize);
+
+    fn batcher(max_tokens: usize, max_requests: usize) -> Batcher<Input> {
+        Batcher::new(Policy { max_tokens, max_requests, max_delay: DELAY }, |input| input.1)
+    }
+
+    fn all(batcher: &mut Batcher<Input>, now: Instant) -> Vec<Batch<Input>> {
+        std::iter::from_fn(|| batcher.take(now, Device::Idle, false)).collect()
+    }
+
+    fn names(batch: &Batch<Input>) -> Vec<usize> {
+        batch.inputs.iter().map(|input| input.0).collect()
     }
 
     #[test]
     fn a_limit_holds_for_what_waits_already() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
-        (0..6).for_each(|input| batcher.push(input, 10, now));
+        (0..6).for_each(|input| batcher.push(vec![(input, 10)], now));
         batcher.limit_tokens(20);
-        let sizes: Vec<_> = std::iter::from_fn(|| batcher.take(now, Device::Idle, false)).collect();
+        let sizes = all(&mut batcher, now);
         assert!(sizes.len() == 3 && sizes.iter().all(|batch| batch.tokens == 20), "{sizes:?}");
     }
 
     #[test]
     fn an_idle_device_takes_a_lone_input_at_once_when_nothing_is_on_its_way() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
-        batcher.push(1, 10, now);
-        assert_eq!(batcher.take(now, Device::Idle, false), Some(Batch { inputs: vec![1], tokens: 10 }));
+        batcher.push(vec![(1, 10)], now);
+        assert_eq!(batcher.take(now, Device::Idle, false), Some(Batch { inputs: vec![(1, 10)], tokens: 10 }));
         assert!(batcher.is_empty());
     }
 
     #[test]
     fn an_idle_device_waits_for_inputs_on_their_way_but_not_beyond_max_delay() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
-        batcher.push(1, 10, now);
+        batcher.push(vec![(1, 10)], now);
         assert_eq!(batcher.take(now, Device::Idle, true), None);
-        batcher.push(2, 10, now + DELAY / 2);
+        batcher.push(vec![(2, 10)], now + DELAY / 2);
         assert_eq!(batcher.due(), Some(now + DELAY), "the delay counts from the first input");
-        assert_eq!(batcher.take(now + DELAY, Device::Idle, true).unwrap().inputs, [1, 2]);
+        assert_eq!(names(&batcher.take(now + DELAY, Device::Idle, true).unwrap()), [1, 2]);
     }
 
     #[test]
     fn a_busy_device_is_given_full_batches_only() {
         let (mut batcher, now) = (batcher(100, 2), Instant::now());
-        batcher.push(1, 10, now);
+        batcher.push(vec![(1, 10)], now);
         assert_eq!(batcher.take(now + DELAY * 9, Device::Busy, false), None);
-        batcher.push(2, 10, now);
-        assert_eq!(batcher.take(now, Device::Busy, false).unwrap().inputs, [1, 2]);
+        batcher.push(vec![(2, 10)], now);
+        assert_eq!(names(&batcher.take(now, Device::Busy, false).unwrap()), [1, 2]);
     }
 
     #[test]
     fn an_input_over_the_token_limit_goes_alone_and_the_next_proceeds() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
         for (input, tokens) in [(1, 50), (2, 500), (3, 50)] {
-            batcher.push(input, tokens, now);
+            batcher.push(vec![(input, tokens)], now);
         }
-        let batches: Vec<_> = std::iter::from_fn(|| batcher.take(now, Device::Idle, false)).collect();
-        assert_eq!(batches.iter().map(|batch| &batch.inputs[..]).collect::<Vec<_>>(), [[1], [2], [3]]);
+        assert_eq!(all(&mut batcher, now).iter().map(names).collect::<Vec<_>>(), [[1], [2], [3]]);
     }
 
     #[test]
     fn a_batch_of_one_request_works() {
         let (mut batcher, now) = (batcher(100, 1), Instant::now());
-        batcher.push(1, 1, now);
-        batcher.push(2, 1, now);
-        assert_eq!(batcher.take(now, Device::Idle, true).unwrap().inputs, [1]);
-        assert_eq!(batcher.take(now, Device::Idle, true).unwrap().inputs, [2]);
+        batcher.push(vec![(1, 1)], now);
+        batcher.push(vec![(2, 1)], now);
+        assert_eq!(names(&batcher.take(now, Device::Idle, true).unwrap()), [1]);
+        assert_eq!(names(&batcher.take(now, Device::Idle, true).unwrap()), [2]);
+    }
+
+    #[test]
+    fn a_task_of_many_inputs_shares_each_batch_with_the_others() {
+        let (mut batcher, now) = (batcher(1_000, 4), Instant::now());
+        batcher.push((0..10).map(|input| (input, 1)).collect(), now);
+        for small in [100, 200] {
+            batcher.push(vec![(small, 1)], now);
+        }
+        assert_eq!(names(&batcher.take(now, Device::Idle, false).unwrap()), [0, 1, 100, 200]);
+        batcher.push((300..303).map(|input| (input, 1)).collect(), now);
+        let left: Vec<_> = all(&mut batcher, now).iter().map(names).collect();
+        assert_eq!(left, [vec![2, 3, 300, 301], vec![4, 5, 6, 302], vec![7, 8, 9]]);
     }
 
     proptest! {
         #[test]
-        fn every_input_leaves_once_in_order_and_within_bounds(
-            costs in prop::collection::vec(1usize..300, 0..200),
+        fn every_input_leaves_once_within_bounds_and_tasks_take_turns(
+            tasks in prop::collection::vec(prop::collection::vec(1usize..300, 1..20), 0..20),
             max_tokens in 1usize..500,
             max_requests in 1usize..20,
         ) {
             let (mut batcher, now) = (batcher(max_tokens, max_requests), Instant::now());
-            for (index, cost) in costs.iter().enumerate() {
-                batcher.push(index, *cost, now);
+            for (task, sizes) in tasks.iter().enumerate() {
+                batcher.push(sizes.iter().enumerate().map(|(n, size)| (task * 100 + n, *size)).collect(), now);
             }
-            let mut left = Vec::new();
+            let mut left = vec![0; tasks.len()];
             while let Some(batch) = batcher.take(now, Device::Idle, false) {
                 prop_assert!(batch.inputs.len() <= max_requests);
                 prop_assert!(batch.tokens <= max_tokens || batch.inputs.len() == 1);
-                left.extend(batch.inputs);
+                prop_assert_eq!(batch.tokens, batch.inputs.iter().map(|input| input.1).sum::<usize>());
+                for (name, size) in batch.inputs {
+                    let (task, index) = (name / 100, name % 100);
+                    prop_assert_eq!((index, size), (left[task], tasks[task][index]), "each task's in order");
+                    left[task] += 1;
+                }
+                // No task is ahead of one that still waits by more than one input.
+                let waiting = (0..tasks.len()).filter(|task| left[*task] < tasks[*task].len());
+                let least = waiting.map(|task| left[task]).min().unwrap_or(usize::MAX);
+                prop_assert!(left.iter().all(|left| *left <= least.saturating_add(1)));
             }
-            prop_assert_eq!(left, (0..costs.len()).collect::<Vec<_>>());
+            prop_assert!(left.iter().zip(&tasks).all(|(left, task)| *left == task.len()));
         }
     }
 }

@@ -6,11 +6,12 @@ use std::collections::BTreeMap;
 use anyhow::Context as _;
 
 use crate::config::{Assignment, Pool, Settings};
-use crate::engine::{Starter, continuous, oneshot};
+use crate::engine::{Starter, chosen, continuous, oneshot};
 use crate::launcher::{Host, fit, plan};
+use crate::model::load::weights_size;
 use crate::model::registry::{Task, served, served_here};
-use crate::model::source::weights_size;
-use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, echo, script, sentence};
+use crate::model::tasks::{self, embed, labels, pairs};
+use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, echo, script};
 use crate::shutdown::Exit;
 use crate::worker::load_spec;
 
@@ -65,8 +66,12 @@ impl Registry {
     pub(super) fn starter(&self, pool: &Pool) -> Starter {
         let task = pool.task.clone();
         self.registered(&pool.model).cloned().unwrap_or_else(|| {
-            oneshot(move |spec, device| match served(&spec.source, task.as_deref())?.task {
-                Task::Embed => sentence::load(spec, device),
+            chosen(move |spec| {
+                Ok(match served(&spec.source, task.as_deref())?.task {
+                    Task::Embed => oneshot(embed::load),
+                    Task::Rerank => oneshot(pairs::load),
+                    Task::Classify => oneshot(labels::load),
+                })
             })
         })
     }
@@ -105,7 +110,7 @@ impl Registry {
 
     /// The digest of `model`'s files; none for a registered model, because only its code knows what it loads.
     pub(super) fn weights(&self, model: &str) -> Result<Option<String>, LoadError> {
-        if self.registered(model).is_some() { Ok(None) } else { sentence::digest(model).map(Some) }
+        if self.registered(model).is_some() { Ok(None) } else { tasks::digest(model).map(Some) }
     }
 
     fn registered(&self, model: &str) -> Option<&Starter> {

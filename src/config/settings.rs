@@ -104,7 +104,7 @@ section! {
         /// (docs/models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
         /// docs/messages.md).
         model: String = "sentence-transformers/all-MiniLM-L6-v2", read::name;
-        /// What the model is used for: "embed". "auto": what its architecture serves first.
+        /// What the model is used for: "embed", "rerank" or "classify". "auto": what its weights are for.
         task: Option<String> = "auto", read::unless("auto", read::name);
         /// Further names that requests may call the model by.
         served_names: Vec<String> = [], read::served_names;

@@ -39,7 +39,7 @@ use crate::protocol::control::TaskName;
 use job::Item;
 
 pub use panics::caught;
-pub use start::{Starter, continuous, oneshot};
+pub use start::{Starter, chosen, continuous, oneshot};
 pub use task_state::TaskState;
 
 /// A loaded model and its thread. Shared by all tasks of a worker.

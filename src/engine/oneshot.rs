@@ -53,8 +53,8 @@ enum Take<R: Processor> {
 impl<R: Processor> Waiting<R> {
     pub(super) fn new(policy: Policy, asynchronous: bool, waker: Waker) -> Self {
         let state = State {
-            ordinary: Batcher::new(policy),
-            isolated: Batcher::new(policy),
+            ordinary: Batcher::new(policy, |item| item.tokens),
+            isolated: Batcher::new(policy, |item| item.tokens),
             is_isolated: false,
             sizing: Sizing::new(policy.max_tokens),
             expected: 0,
@@ -157,10 +157,7 @@ impl<R: Processor> Queue<R> for Waiting<R> {
         let now = now();
         self.change(|state| {
             let batcher = if isolated { &mut state.isolated } else { &mut state.ordinary };
-            for item in items {
-                let tokens = item.tokens;
-                batcher.push(item, tokens, now);
-            }
+            batcher.push(items, now);
         });
     }
 

@@ -68,6 +68,11 @@ where
     }))
 }
 
+/// An engine whose type is known only when its files are looked at. `choose` is called on the model thread.
+pub fn chosen(choose: impl Fn(&LoadSpec) -> Result<Starter, LoadError> + Send + Sync + 'static) -> Starter {
+    Starter(Arc::new(move |setup, waker| choose(&setup.spec)?.0(setup, waker)))
+}
+
 /// Checks the device and opens it. While `Proven` is kept, opening the device again is cheap.
 fn opened(spec: &LoadSpec, min_speed: f64) -> Result<(Device, String, device::Proven), LoadError> {
     let proven = device::prove(&spec.device, spec.dtype, min_speed)?;

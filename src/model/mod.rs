@@ -21,10 +21,16 @@
 pub(crate) mod clock;
 pub mod device;
 pub mod echo;
+#[doc(hidden)]
+pub mod load;
+#[doc(hidden)]
+pub mod nets;
+#[doc(hidden)]
+pub mod ops;
 pub mod registry;
 pub mod script;
-pub mod sentence;
-pub mod source;
+#[doc(hidden)]
+pub mod tasks;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

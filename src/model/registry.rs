@@ -1,48 +1,43 @@
-//! Decides what serves a model that is loaded from files, by the architecture in its `config.json` (or GGUF
-//! file) and the pool's `task`. Anything not in the table is refused, with a list of what is.
+//! Decides what serves a model that is loaded from files, by the architecture and head in its `config.json` (or
+//! GGUF file) and the pool's `task`. Anything not in the table is refused, with a list of what is.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::path::Path;
 
 use candle_core::quantized::gguf_file;
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 
 use super::LoadError;
-use super::source::ModelFiles;
+use super::load::ModelFiles;
+use super::nets::text::config::Family;
 
 /// A kind of request that file-based models serve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
     /// Vectors for texts.
     Embed,
+    /// A score for each pair of texts.
+    Rerank,
+    /// Labels for texts.
+    Classify,
 }
 
 impl Task {
-    /// All tasks, with their names in settings.
-    pub const ALL: [(Self, &str); 1] = [(Self::Embed, "embed")];
-
-    /// The name in settings.
-    pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(task, _)| *task == self).map_or("", |(_, name)| *name)
-    }
-
-    /// The URLs of the task.
-    fn urls(self) -> &'static str {
+    /// The name in settings, and the URLs.
+    fn names(self) -> (&'static str, &'static str) {
         match self {
-            Self::Embed => "/v1/embeddings",
+            Self::Embed => ("embed", "/v1/embeddings"),
+            Self::Rerank => ("rerank", "/v1/rerank, /v1/score"),
+            Self::Classify => ("classify", "/classify"),
         }
     }
 }
 
-/// Architectures, as `model_type` names them, and the tasks of each; the first task is the default.
-const SERVED: &[(&str, &[Task])] = &[
-    ("bert", &[Task::Embed]),
-    ("roberta", &[Task::Embed]),
-    ("xlm-roberta", &[Task::Embed]),
-    ("camembert", &[Task::Embed]),
-    ("distilbert", &[Task::Embed]),
-];
+/// What ends the name of a class with a classification head, in `architectures`.
+const WITH_HEAD: &str = "ForSequenceClassification";
 
 /// What serves a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,13 +50,33 @@ pub struct Served {
 
 impl fmt::Display for Served {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} for {} ({})", self.architecture, self.task.name(), self.task.urls())
+        let (name, urls) = self.task.names();
+        write!(f, "{} for {name} ({urls})", self.architecture)
     }
 }
 
-#[derive(Deserialize)]
+/// What of `config.json` decides.
+#[derive(Default, Deserialize)]
 struct Config {
     model_type: Option<String>,
+    #[serde(default)]
+    architectures: Vec<String>,
+    id2label: Option<BTreeMap<String, IgnoredAny>>,
+    num_labels: Option<usize>,
+}
+
+impl Config {
+    /// The tasks of the model; the first is the default.
+    fn tasks(&self) -> &'static [Task] {
+        if !self.architectures.iter().any(|class| class.ends_with(WITH_HEAD)) {
+            return &[Task::Embed];
+        }
+        // The transformers library takes two labels for granted, and leaves them out.
+        match self.id2label.as_ref().map(BTreeMap::len).or(self.num_labels).unwrap_or(2) {
+            1 => &[Task::Rerank, Task::Classify, Task::Embed],
+            _ => &[Task::Classify, Task::Embed],
+        }
+    }
 }
 
 /// Finds what serves the model `source`, for `task` if the pool sets it.
@@ -72,7 +87,8 @@ struct Config {
 pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
     if source.ends_with(".gguf") {
         // Nothing here can read GGUF weights yet.
-        return find(source, format!("{} in GGUF", gguf_architecture(Path::new(source))?), task);
+        let architecture = Some(format!("{} in GGUF", gguf_architecture(Path::new(source))?));
+        return find(source, Config { model_type: architecture, ..Config::default() }, task);
     }
     of_files(&ModelFiles::locate(source)?, source, task)
 }
@@ -89,29 +105,26 @@ pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, L
 }
 
 fn of_files(files: &ModelFiles, source: &str, task: Option<&str>) -> Result<Served, LoadError> {
-    let config: Config = files.required_json("config.json")?;
-    find(source, config.model_type.unwrap_or_else(|| "(none)".to_owned()), task)
+    find(source, files.required_json("config.json")?, task)
 }
 
-fn find(source: &str, architecture: String, task: Option<&str>) -> Result<Served, LoadError> {
+fn find(source: &str, config: Config, asked: Option<&str>) -> Result<Served, LoadError> {
     let refused = |reason: String| LoadError::Unsupported { model: source.to_owned(), reason };
-    let Some((_, tasks)) = SERVED.iter().find(|(name, _)| *name == architecture) else {
-        let known: Vec<&str> = SERVED.iter().map(|(name, _)| *name).collect();
-        let known = known.join(", ");
+    let tasks = config.tasks();
+    let architecture = config.model_type.unwrap_or_else(|| "(none)".to_owned());
+    if !Family::ALL.iter().any(|(name, _)| *name == architecture) {
+        let known = Family::ALL.map(|(name, _)| name).join(", ");
         return Err(refused(format!("nothing serves the architecture {architecture:?}; served are {known}")));
-    };
-    let found = match task {
-        None => tasks.first(),
-        Some(asked) => tasks.iter().find(|task| task.name() == asked),
-    };
-    let task = *found.ok_or_else(|| {
-        let known: Vec<&str> = tasks.iter().map(|task| task.name()).collect();
-        let (asked, known) = (task.unwrap_or_default(), known.join(", "));
-        refused(format!(
-            "the architecture {architecture:?} is not served for the task {asked:?}, but for {known}"
-        ))
-    })?;
-    Ok(Served { architecture, task })
+    }
+    let task =
+        tasks.iter().find(|task| asked.is_none_or(|asked| task.names().0 == asked)).ok_or_else(|| {
+            let known: Vec<&str> = tasks.iter().map(|task| task.names().0).collect();
+            let (asked, known) = (asked.unwrap_or_default(), known.join(", "));
+            refused(format!(
+                "{architecture:?} with these weights is not served for the task {asked:?}, but for {known}"
+            ))
+        })?;
+    Ok(Served { architecture, task: *task })
 }
 
 /// The architecture that a GGUF file names.
@@ -145,6 +158,19 @@ mod tests {
         assert_eq!(of(r#"{"model_type":"bert"}"#, None), Ok(bert.clone()));
         assert_eq!(of(r#"{"model_type":"bert"}"#, Some("embed")), Ok(bert.clone()));
         assert_eq!(bert.to_string(), "bert for embed (/v1/embeddings)");
+    }
+
+    #[test]
+    fn a_head_with_one_label_scores_pairs_and_one_with_more_classifies() {
+        let task = |config: &str, task| of(config, task).map(|served| served.task);
+        let one =
+            r#"{"model_type":"bert","architectures":["BertForSequenceClassification"],"id2label":{"0":"x"}}"#;
+        assert_eq!(task(one, None), Ok(Task::Rerank));
+        assert_eq!(task(one, Some("classify")), Ok(Task::Classify));
+        let two = r#"{"model_type":"roberta","architectures":["RobertaForSequenceClassification"]}"#;
+        assert_eq!(task(two, None), Ok(Task::Classify));
+        assert_eq!(task(two, Some("embed")), Ok(Task::Embed));
+        assert!(task(two, Some("rerank")).unwrap_err().contains("\"rerank\", but for classify, embed"));
     }
 
     #[test]

@@ -6,6 +6,9 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
+/// Header with the OpenAI path that is meant, where a pool answers several; run-batch sets it from its lines.
+pub const URL: &str = "url";
+
 /// Application headers, by name.
 pub type Headers = BTreeMap<String, Value>;
 
@@ -178,6 +181,13 @@ pub struct Message {
     pub properties: Properties,
     /// The body, as sent.
     pub body: Bytes,
+}
+
+impl Message {
+    /// The OpenAI path that is meant, by the header `url`.
+    pub fn url(&self) -> Option<&str> {
+        self.properties.headers.get(URL).and_then(Value::as_str).filter(|url| !url.is_empty())
+    }
 }
 
 /// The header in which [`without_acting_properties`] keeps `expiration`.

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use bytes::Bytes;
+use serde::Serialize;
 use serde_json::json;
 
 use super::{Headers, JSON, Message, Properties, Task, TaskError, TaskErrorKind, Value};
@@ -81,6 +82,29 @@ impl Body {
         self.headers.insert(name.to_owned(), value.into());
         self
     }
+}
+
+/// OpenAI's `usage` of a task without an answer of its own tokens.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Usage {
+    prompt_tokens: usize,
+    total_tokens: usize,
+}
+
+impl Usage {
+    /// `tokens` of all inputs, special ones included.
+    pub fn of(tokens: usize) -> Self {
+        Self { prompt_tokens: tokens, total_tokens: tokens }
+    }
+}
+
+/// A body as JSON text.
+///
+/// # Errors
+/// `Internal` if the value cannot be written.
+pub fn written(body: &impl Serialize) -> Result<Vec<u8>, TaskError> {
+    serde_json::to_vec(body)
+        .map_err(|error| TaskError::internal(format!("the reply cannot be written: {error}")))
 }
 
 impl TaskErrorKind {

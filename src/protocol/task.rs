@@ -18,8 +18,6 @@ const CONTROL: &str = "control.";
 pub const EXPIRES: &str = "expires";
 /// Header of a retried task: the number of its next attempt.
 pub const ATTEMPT: &str = "sconce_attempt";
-/// Header with the OpenAI path of a batch line.
-pub const URL: &str = "url";
 
 /// Bytes of a body that the fingerprint includes.
 const FINGERPRINTED: usize = 64 << 10;

@@ -71,6 +71,11 @@ impl TaskError {
         Self { kind, message: shorten(&message.into(), LONGEST), param: None }
     }
 
+    /// A failure of the model or this program.
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self::new(TaskErrorKind::Internal, message)
+    }
+
     /// A bad value in the field `param`.
     pub fn bad_input(param: impl Into<String>, message: impl Into<String>) -> Self {
         Self::new(TaskErrorKind::BadInput, message).at(param)

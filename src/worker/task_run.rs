@@ -13,7 +13,6 @@ use super::settle::{Accepted, Outcome, Parts, Settlement};
 use crate::engine::{Computed, Engine, Expect, Job, JobEvent, TaskState, now};
 use crate::model::Route;
 use crate::protocol::reply::micros;
-use crate::protocol::task::URL;
 use crate::protocol::{Body, Task, TaskError, TaskErrorKind, Timings, shorten};
 use crate::telemetry::traces::Traces;
 
@@ -155,7 +154,7 @@ impl Shared {
     /// The route of the model that the task asks for.
     fn route(&self, task: &Task) -> Result<&Route, TaskError> {
         let routes = self.engine.routes();
-        let asked = task.message.properties.headers.get(URL).and_then(|url| url.as_str());
+        let asked = task.message.url();
         let route = match asked {
             None => routes.first(),
             Some(asked) => routes.iter().find(|route| route.url == asked || route.url == Route::ANY),

@@ -21,7 +21,7 @@ pub static DRIVER: LazyLock<PathBuf> = LazyLock::new(|| {
         "-Wno-unknown-pragmas",
         "-Wno-clobbered",
     ]);
-    compiler.args(["-shared", "-fPIC", "-I"]).arg(root.join("src/model/sentence/kernels/gpu"));
+    compiler.args(["-shared", "-fPIC", "-I"]).arg(root.join("src/model/ops/gpu"));
     compiler.arg("-o").arg(folder.join("libcuda.so")).arg(root.join("tests/fixtures/emulator/driver.cpp"));
     assert!(compiler.status().unwrap().success(), "c++ cannot compile the driver");
     for name in ["libcublas.so", "libcurand.so"] {

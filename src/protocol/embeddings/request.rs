@@ -1,15 +1,21 @@
 //! Reads the request body of `/v1/embeddings`. Decides what is accepted; errors name the field and the value.
-//! The values are scanned in place; only texts and ids are copied.
 
-use serde::Deserialize;
-use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
 use super::Encoding;
-use crate::protocol::{TaskError, TaskErrorKind};
+use crate::protocol::TaskError;
+use crate::protocol::fields::{Fields, Keys, list, read, string, wrong};
 
-/// Longest part of a wrong value that an error repeats, in characters.
-const SHOWN: usize = 40;
+const KEYS: Keys = Keys {
+    taken: &["input", "model", "encoding_format", "dimensions", "prompt_name", "truncate"],
+    refused: &[
+        ("add_special_tokens", "true"),
+        ("input_type", "null"),
+        ("normalize", "true"),
+        ("truncate_prompt_tokens", "null"),
+        ("truncation_direction", "\"Right\""),
+    ],
+};
 
 /// One thing to embed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,19 +39,10 @@ pub struct EmbeddingRequest {
     pub encoding: Encoding,
     /// Numbers to keep of each vector; at least 1.
     pub dimensions: Option<usize>,
-}
-
-/// The fields as in the body; `null` counts as absent.
-#[derive(Deserialize)]
-struct Fields<'a> {
-    #[serde(borrow)]
-    input: Option<&'a RawValue>,
-    #[serde(borrow)]
-    model: Option<&'a RawValue>,
-    #[serde(borrow)]
-    encoding_format: Option<&'a RawValue>,
-    #[serde(borrow)]
-    dimensions: Option<&'a RawValue>,
+    /// The name of the prompt that is put before each text, instead of the default.
+    pub prompt_name: Option<String>,
+    /// Whether texts that are too long are cut; else they are refused.
+    pub truncate: bool,
 }
 
 impl EmbeddingRequest {
@@ -55,49 +52,22 @@ impl EmbeddingRequest {
     /// `Undecodable` for a body that is not UTF-8 or not JSON, `TooLarge` over `max_inputs`, else `BadInput`
     /// with the field and the value.
     pub fn parse(body: &[u8], max_inputs: usize) -> Result<Self, TaskError> {
-        let body = std::str::from_utf8(body)
-            .map_err(|error| undecodable(format!("the body is not UTF-8: {error}")))?;
-        let fields = fields(body)?;
-        let (texts, listed) = match fields.input {
-            Some(input) => texts(input.get(), max_inputs)?,
-            None => return Err(TaskError::bad_input("input", "input is missing")),
-        };
+        let fields = Fields::parse(body, &KEYS)?;
+        let (texts, listed) = texts(fields.required("input")?.get(), max_inputs)?;
         Ok(Self {
             texts,
             listed,
-            model: fields.model.map(|raw| string(raw.get(), "model")).transpose()?,
-            encoding: fields.encoding_format.map(encoding).transpose()?.unwrap_or_default(),
-            dimensions: fields.dimensions.map(dimensions).transpose()?,
+            model: fields.string("model")?,
+            encoding: fields.get("encoding_format").map(encoding).transpose()?.unwrap_or_default(),
+            dimensions: fields.positive("dimensions")?,
+            prompt_name: fields.string("prompt_name")?,
+            truncate: fields.boolean("truncate", true)?,
         })
     }
 
     /// The path of text `index` in the body: `input`, or `input[3]`.
     pub fn path(&self, index: usize) -> String {
         if self.listed { format!("input[{index}]") } else { "input".to_owned() }
-    }
-}
-
-fn undecodable(message: String) -> TaskError {
-    TaskError::new(TaskErrorKind::Undecodable, message)
-}
-
-fn fields(body: &str) -> Result<Fields<'_>, TaskError> {
-    let start = body.trim_start_matches([' ', '\t', '\r', '\n']);
-    // serde would read an array as the fields in order.
-    if start.starts_with('{') {
-        return serde_json::from_str(body).map_err(|error| match error.classify() {
-            serde_json::error::Category::Data => {
-                TaskError::new(TaskErrorKind::BadInput, format!("the body is refused: {error}"))
-            }
-            _ => undecodable(format!("the body is not JSON: {error}")),
-        });
-    }
-    match serde_json::from_str::<IgnoredAny>(body) {
-        Ok(_) => {
-            let message = format!("the body must be a JSON object, got {}", shortened(start));
-            Err(TaskError::new(TaskErrorKind::BadInput, message))
-        }
-        Err(error) => Err(undecodable(format!("the body is not JSON: {error}"))),
     }
 }
 
@@ -109,18 +79,12 @@ fn texts(raw: &str, max_inputs: usize) -> Result<(Vec<Text>, bool), TaskError> {
         Some(b'[') => {}
         _ => return Err(wrong("input", KINDS, raw)),
     }
-    let items: Vec<&RawValue> = read(raw, "input")?;
-    let Some(first) = items.first() else {
-        return Err(TaskError::bad_input("input", "input is an empty list"));
-    };
-    if is_number(first.get()) {
+    // The ids of one text are not bounded by the number of texts.
+    if is_number(raw[1..].trim_start()) {
         return Ok((vec![Text::Ids(ids(raw, "input")?)], false));
     }
-    if items.len() > max_inputs {
-        let message = format!("input holds {} items; this pool takes at most {max_inputs}", items.len());
-        return Err(TaskError::new(TaskErrorKind::TooLarge, message).at("input"));
-    }
-    let of_strings = first.get().starts_with('"');
+    let items = list(raw, "input", max_inputs)?;
+    let of_strings = items.first().is_some_and(|first| first.get().starts_with('"'));
     let texts = items.iter().enumerate().map(|(index, item)| item_text(item.get(), index, of_strings));
     Ok((texts.collect::<Result<_, _>>()?, true))
 }
@@ -155,10 +119,6 @@ fn is_number(raw: &str) -> bool {
     raw.starts_with(|c: char| c == '-' || c.is_ascii_digit())
 }
 
-fn string(raw: &str, path: &str) -> Result<String, TaskError> {
-    if raw.starts_with('"') { read(raw, path) } else { Err(wrong(path, "a string", raw)) }
-}
-
 fn encoding(raw: &RawValue) -> Result<Encoding, TaskError> {
     match string(raw.get(), "encoding_format").as_deref() {
         Ok("float") => Ok(Encoding::Float),
@@ -167,34 +127,10 @@ fn encoding(raw: &RawValue) -> Result<Encoding, TaskError> {
     }
 }
 
-fn dimensions(raw: &RawValue) -> Result<usize, TaskError> {
-    match serde_json::from_str(raw.get()) {
-        Ok(number) if number > 0 => Ok(number),
-        _ => Err(wrong("dimensions", "a positive integer", raw.get())),
-    }
-}
-
-/// Reads a value whose type is known; it can still fail on an escape inside a string.
-fn read<'a, T: Deserialize<'a>>(raw: &'a str, path: &str) -> Result<T, TaskError> {
-    serde_json::from_str(raw)
-        .map_err(|error| TaskError::bad_input(path, format!("{path} cannot be read: {error}")))
-}
-
-fn wrong(path: &str, wanted: &str, raw: &str) -> TaskError {
-    TaskError::bad_input(path, format!("{path} must be {wanted}, got {}", shortened(raw)))
-}
-
-fn shortened(raw: &str) -> String {
-    let raw = raw.trim_end();
-    match raw.char_indices().nth(SHOWN) {
-        Some((end, _)) => format!("{}…", &raw[..end]),
-        None => raw.to_owned(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::TaskErrorKind;
 
     fn parse(body: &str) -> Result<EmbeddingRequest, TaskError> {
         EmbeddingRequest::parse(body.as_bytes(), 4)

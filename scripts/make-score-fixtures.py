@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""Makes tests/fixtures/score-*: what cross-encoders and classifiers answer, for sconce to be held against.
+
+Run with: python scripts/make-score-fixtures.py   (needs sentence-transformers; made with 6.2.0,
+transformers 5.23.0, tokenizers 0.23.3, torch 2.15.0). With names after it (bert, xlm-roberta, roberta,
+distilbert, modernbert), it makes these alone.
+
+Each is a small model with seeded random weights, as a checkpoint of its kind is saved, with its
+expected.json beside it:
+
+- one label (bert, xlm-roberta, modernbert), as CrossEncoder.save_pretrained writes it: "pairs", their
+  "logits", and "scores", which are CrossEncoder.predict's with the activation of the model (the sigmoid).
+- more (roberta, distilbert), as transformers saves it: "texts", their "logits", and "probs" by the
+  config's problem_type (softmax for single_label_classification, sigmoid for multi_label_classification);
+  and "pairs" with "pair_logits".
+
+The weights are of a seed, but tokenizers learns a vocabulary a little differently each time: made anew,
+the fixtures are others, as good as these.
+
+Each goes through alone, so that nothing of padding is in the expected values. Everything is cut at 64
+tokens, pairs as transformers' truncation=True does it (longest_first).
+"""
+
+import importlib
+import json
+import shutil
+import sys
+
+import torch
+from sentence_transformers import CrossEncoder
+from transformers import (
+    AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification,
+    DistilBertConfig, DistilBertForSequenceClassification, ModernBertForSequenceClassification, RobertaConfig,
+    RobertaForSequenceClassification, XLMRobertaConfig, XLMRobertaForSequenceClassification,
+)
+
+sys.dont_write_bytecode = True
+shared = importlib.import_module("make-fixtures")
+FIXTURES, LONG, TEXTS = shared.FIXTURES, shared.LONG, shared.TEXTS
+
+
+def ones(count):
+    """So many words of one token each, to be near the limit on either side of it."""
+    return " ".join(["a"] * count)
+
+
+PAIRS = [
+    (TEXTS[0], TEXTS[1]),
+    (TEXTS[7], TEXTS[8]),
+    (TEXTS[8], TEXTS[7]),
+    (TEXTS[2], TEXTS[2]),
+    (TEXTS[1], ""),
+    ("", TEXTS[1]),
+    ("", ""),
+    (" ", TEXTS[5]),
+    (TEXTS[6], TEXTS[9]),
+    (TEXTS[10], TEXTS[25]),
+    (TEXTS[11], TEXTS[12]),
+    (TEXTS[13], TEXTS[14]),
+    (TEXTS[16], TEXTS[17]),
+    (TEXTS[18], TEXTS[19]),
+    (TEXTS[19], TEXTS[18]),
+    (TEXTS[21], TEXTS[23]),
+    # Around the limit, which is at 61 tokens of two texts where a pair has 3 special ones, or else at 60.
+    (ones(30), ones(30)),
+    (ones(31), ones(30)),
+    (ones(31), ones(31)),
+    (ones(40), ones(25)),
+    (ones(25), ones(40)),
+    # Both long, of one length and of others; then one alone.
+    (LONG * 5, LONG * 5),
+    (LONG * 7, LONG * 12),
+    (LONG * 12, TEXTS[0]),
+    (TEXTS[8], LONG * 12),
+    (LONG * 12, ""),
+    ("", LONG * 12),
+]
+FEW = [PAIRS[i] for i in (0, 4, 5, 12, 13, 18, 19, 20, 22, 23, 24)]
+ALONE = [TEXTS[i] for i in (*range(20), 20, 21, 23, 25, 27, 29)] + [ones(61), ones(62), ones(63)]
+
+
+def write(folder, expected):
+    # One value a line: a changed fixture shows which text changed.
+    parts = []
+    for key, values in expected.items():
+        lines = ",\n".join(json.dumps(value, separators=(",", ":")) for value in values)
+        parts.append(f"{json.dumps(key)}: [\n{lines}\n]")
+    path = folder / "expected.json"
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    sizes = [f.stat().st_size for f in folder.rglob("*") if f.is_file()]
+    assert sum(sizes) < 500_000 and path.stat().st_size < 60_000
+    flat = torch.tensor(expected["logits"])
+    print(folder.name, "bytes", sum(sizes), "logits", tuple(flat.shape), "of spread", flat.std(0).tolist())
+
+
+def save(name, network, tokenizer, kind=None):
+    folder = FIXTURES / f"score-{name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    shared.randomise(network).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if kind:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": kind}, indent=2))
+    return folder
+
+
+def reranker(name, network, tokenizer, kind=None):
+    raw = save(f"{name}-raw", network, tokenizer, kind)
+    folder = FIXTURES / f"score-{name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    CrossEncoder(str(raw), device="cpu").save_pretrained(str(folder), create_model_card=False)
+    shutil.rmtree(raw)
+    model = CrossEncoder(str(folder), device="cpu")
+    assert model.max_seq_length == 64 and isinstance(model.activation_fn, torch.nn.Sigmoid)
+    logits = [model.predict([pair], activation_fn=torch.nn.Identity())[0] for pair in PAIRS]
+    scores = [model.predict([pair])[0] for pair in PAIRS]
+    write(folder, {"pairs": PAIRS, "logits": shared.short(logits), "scores": shared.short(scores)})
+
+
+def classifier(name, network, tokenizer):
+    folder = save(name, network, tokenizer)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.model_max_length == 64
+
+    @torch.inference_mode()
+    def logits(*texts):
+        # As a batch of one: transformers takes a second text that is empty, outside of a batch, for none.
+        batch = [[text] for text in texts]
+        return model(**tokenizer(*batch, truncation=True, return_tensors="pt")).logits[0]
+
+    alone = [logits(text) for text in ALONE]
+    single = model.config.problem_type == "single_label_classification"
+    probs = [row.softmax(0) if single else row.sigmoid() for row in alone]
+    rows = {"logits": alone, "probs": probs, "pair_logits": [logits(*pair) for pair in FEW]}
+    rows = {key: [shared.short(row) for row in values] for key, values in rows.items()}
+    write(folder, {"texts": ALONE, "logits": rows["logits"], "probs": rows["probs"],
+                   "pairs": FEW, "pair_logits": rows["pair_logits"]})
+
+
+def without_types(tokenizer):
+    tokenizer.model_max_length = 64
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    return tokenizer
+
+
+def bert():
+    tokenizer = shared.wordpiece(300)
+    config = BertConfig(**shared.shape(tokenizer, max_position_embeddings=64, type_vocab_size=2, num_labels=1))
+    # The class is what has transformers tell the two texts apart by token_type_ids.
+    reranker("bert", BertForSequenceClassification(config), tokenizer, "BertTokenizer")
+
+
+def xlm_roberta():
+    tokenizer = without_types(shared.unigram(300))
+    config = XLMRobertaConfig(**shared.shape(
+        tokenizer, max_position_embeddings=66, type_vocab_size=1, pad_token_id=1, layer_norm_eps=1e-5,
+        num_labels=1))
+    reranker("xlm-roberta", XLMRobertaForSequenceClassification(config), tokenizer)
+
+
+def roberta():
+    tokenizer = without_types(shared.byte_bpe(330))
+    names = ("negative", "neutral", "positive")
+    config = RobertaConfig(**shared.shape(
+        tokenizer, max_position_embeddings=66, type_vocab_size=1, pad_token_id=1, layer_norm_eps=1e-5,
+        id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)},
+        problem_type="single_label_classification"))
+    classifier("roberta", RobertaForSequenceClassification(config), tokenizer)
+
+
+def distilbert():
+    tokenizer = without_types(shared.wordpiece(300))
+    config = DistilBertConfig(
+        vocab_size=len(tokenizer), dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=64,
+        initializer_range=0.3, num_labels=4, problem_type="multi_label_classification")
+    classifier("distilbert", DistilBertForSequenceClassification(config), tokenizer)
+
+
+def modernbert():
+    tokenizer = shared.modern_bpe(330)
+    config = shared.modern_config(
+        tokenizer, global_attn_every_n_layers=3, classifier_pooling="mean", num_labels=1)
+    reranker("modernbert", ModernBertForSequenceClassification(config), tokenizer)
+
+
+MADE = {"bert": bert, "xlm-roberta": xlm_roberta, "roberta": roberta, "distilbert": distilbert,
+        "modernbert": modernbert}
+
+
+def main():
+    torch.set_num_threads(2)
+    names = sys.argv[1:] or list(MADE)
+    for name in names:
+        torch.manual_seed(40 + list(MADE).index(name))
+        MADE[name]()
+
+
+if __name__ == "__main__":
+    main()

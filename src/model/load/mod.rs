@@ -1,0 +1,252 @@
+//! Finds a model's files: in a folder, or in the cache of the Hugging Face hub and then the hub. Decides which
+//! of the two a `model` setting means. Never waits for ever, and uses no network for a model that the cache
+//! holds. The files of this folder read what is found: weights, tokenizers.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use super::{Dtype, LoadError, LoadSpec};
+
+mod digest;
+mod fast_word_piece;
+mod hub;
+pub mod tokenizer;
+pub mod weights;
+
+use hub::Hub;
+
+/// Bytes of a model's weights on a device, at least: files may hold f32, so half of them counts where the device
+/// computes in half precision. None if the model's files are not on this host yet.
+pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
+    let paths = ModelFiles::at_hand(&spec.source)?.weights().ok()?;
+    let bytes: u64 = paths.iter().filter_map(|path| path.metadata().ok()).map(|file| file.len()).sum();
+    Some(if spec.dtype == Dtype::F32 { bytes } else { bytes / 2 })
+}
+
+/// The files of one model.
+#[derive(Debug)]
+pub struct ModelFiles {
+    place: Place,
+    /// The files that were asked for and found, by name; [`digest`](Self::digest) covers these.
+    found: RefCell<BTreeMap<String, PathBuf>>,
+}
+
+#[derive(Debug)]
+enum Place {
+    Folder(PathBuf),
+    Hub(Hub),
+}
+
+impl ModelFiles {
+    /// Takes a `model` setting as a folder if it is one or begins with `.`, `/` or `~`; otherwise as a hub id:
+    /// `org/name`, `org/name@revision`.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for a folder that does not exist, [`LoadError::Hub`] for an invalid id.
+    pub fn locate(source: &str) -> Result<Self, LoadError> {
+        let folder = expand_home(source);
+        if folder.is_dir() {
+            return Ok(Self::of(Place::Folder(folder)));
+        }
+        if source.starts_with(['.', '/', '~']) {
+            let reason = if folder.exists() { "is not a folder" } else { "no such folder" };
+            return Err(LoadError::File { path: folder, reason: reason.to_owned() });
+        }
+        Ok(Self::of(Place::Hub(Hub::open(source)?)))
+    }
+
+    /// The same without using the network. None: the files are not all on this host.
+    pub fn at_hand(source: &str) -> Option<Self> {
+        let files = Self::locate(source).ok()?;
+        let complete = match &files.place {
+            Place::Folder(_) => true,
+            Place::Hub(hub) => hub.is_cached(),
+        };
+        complete.then_some(files)
+    }
+
+    /// The path of a required file.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming the file if the model does not have it, [`LoadError::Hub`] if the hub cannot
+    /// be asked.
+    pub fn required(&self, name: &str) -> Result<PathBuf, LoadError> {
+        if let Some(path) = self.optional(name)? {
+            return Ok(path);
+        }
+        let reason = "the model has no such file".to_owned();
+        let path = match &self.place {
+            Place::Folder(folder) => folder.join(name),
+            Place::Hub(hub) => Path::new(hub.id()).join(name),
+        };
+        Err(LoadError::File { path, reason })
+    }
+
+    /// The path of a file, or `None` if the model does not have it.
+    ///
+    /// # Errors
+    /// [`LoadError::Hub`] if the hub cannot be asked.
+    pub fn optional(&self, name: &str) -> Result<Option<PathBuf>, LoadError> {
+        let found = match &self.place {
+            Place::Folder(folder) => Some(folder.join(name)).filter(|path| path.is_file()),
+            Place::Hub(hub) => hub.file(name)?,
+        };
+        if let Some(path) = &found {
+            self.found.borrow_mut().insert(name.to_owned(), path.clone());
+        }
+        Ok(found)
+    }
+
+    /// The files with the weights: one, or shards in the order of their names. They are downloaded last, so
+    /// that a cache with the weights is complete.
+    ///
+    /// # Errors
+    /// As [`required`](Self::required).
+    pub fn weights(&self) -> Result<Vec<PathBuf>, LoadError> {
+        if let Some(path) = self.optional(WEIGHTS)? {
+            return Ok(vec![path]);
+        }
+        match self.optional(INDEX)? {
+            Some(index) => shards(&index)?.iter().map(|name| self.required(name)).collect(),
+            None => self.required(WEIGHTS).map(|path| vec![path]),
+        }
+    }
+
+    /// A digest of the files that were asked for and found so far: SHA-256 over their names, sizes and bytes,
+    /// 64 hex digits. For a file over 32 MiB it covers the size, the first and last 64 KiB and 64 evenly spread
+    /// blocks of 16 KiB: other weights have another digest, but a few numbers changed by hand may not. Paths
+    /// and times of the files do not count.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for a file that cannot be read.
+    pub fn digest(&self) -> Result<String, LoadError> {
+        digest::of(&self.found.borrow())
+    }
+
+    /// Reads and decodes a JSON file; `None` if the model does not have it.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] with the line of the error.
+    pub fn json<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<Option<T>, LoadError> {
+        let Some(path) = self.optional(name)? else {
+            return Ok(None);
+        };
+        let bytes = read(&path)?;
+        let value = serde_json::from_slice(&bytes);
+        value.map(Some).map_err(|error| LoadError::File { path, reason: error.to_string() })
+    }
+
+    /// As [`json`](Self::json), for a required file.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] if the file is missing or invalid.
+    pub fn required_json<T: serde::de::DeserializeOwned>(&self, name: &str) -> Result<T, LoadError> {
+        self.required(name)?;
+        self.json(name)?
+            .ok_or_else(|| LoadError::File { path: name.into(), reason: "vanished while it was read".into() })
+    }
+
+    fn of(place: Place) -> Self {
+        Self { place, found: RefCell::default() }
+    }
+}
+
+/// The weights of a model in one file.
+const WEIGHTS: &str = "model.safetensors";
+/// The list of the weights' files, if there are several.
+const INDEX: &str = "model.safetensors.index.json";
+
+#[derive(serde::Deserialize)]
+struct Index {
+    /// The file of each tensor, by the tensor's name.
+    weight_map: BTreeMap<String, String>,
+}
+
+/// The files that an index names, each once.
+fn shards(index: &Path) -> Result<BTreeSet<String>, LoadError> {
+    let fault = |reason: String| LoadError::File { path: index.into(), reason };
+    let read: Index = serde_json::from_slice(&read(index)?).map_err(|error| fault(error.to_string()))?;
+    let names: BTreeSet<String> = read.weight_map.into_values().collect();
+    match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
+        Some(strange) => Err(fault(format!("{strange:?} is no name of a file beside it"))),
+        None if names.is_empty() => Err(fault("it names no files".to_owned())),
+        None => Ok(names),
+    }
+}
+
+/// Reads a whole file.
+///
+/// # Errors
+/// [`LoadError::File`] with the system's message.
+pub fn read(path: &Path) -> Result<Vec<u8>, LoadError> {
+    std::fs::read(path).map_err(|error| LoadError::File { path: path.into(), reason: error.to_string() })
+}
+
+fn expand_home(source: &str) -> PathBuf {
+    match (source.strip_prefix('~'), std::env::home_dir()) {
+        (Some(""), Some(home)) => home,
+        (Some(rest), Some(home)) if rest.starts_with('/') => home.join(&rest[1..]),
+        _ => PathBuf::from(source),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_looks_like_a_folder_is_never_asked_of_the_hub() {
+        for source in ["./no/such", "/no/such", "~/no/such/sconce/model", "../no/such"] {
+            let error = ModelFiles::locate(source).expect_err(source);
+            assert!(matches!(error, LoadError::File { .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn weights_are_one_file_or_the_shards_that_an_index_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = ModelFiles::locate(folder.path().to_str().unwrap()).unwrap();
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        assert!(files.weights().unwrap_err().to_string().contains(WEIGHTS));
+        write(INDEX, r#"{"weight_map":{"a":"2.safetensors","b":"1.safetensors","c":"2.safetensors"}}"#);
+        assert!(files.weights().unwrap_err().to_string().contains("1.safetensors"));
+        write("1.safetensors", "");
+        write("2.safetensors", "");
+        let names = ["1.safetensors", "2.safetensors"].map(|name| folder.path().join(name));
+        assert_eq!(files.weights().unwrap(), names);
+        write(WEIGHTS, "");
+        assert_eq!(files.weights().unwrap(), [folder.path().join(WEIGHTS)]);
+        for bad in [r#"{"weight_map":{"a":"../x"}}"#, r#"{"weight_map":{}}"#, "{}"] {
+            write(INDEX, bad);
+            assert!(shards(&folder.path().join(INDEX)).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_missing_file_is_named_with_its_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = ModelFiles::locate(folder.path().to_str().unwrap()).unwrap();
+        assert!(files.optional("config.json").unwrap().is_none());
+        let error = files.required("config.json").unwrap_err().to_string();
+        assert!(error.starts_with(folder.path().join("config.json").to_str().unwrap()), "{error}");
+    }
+
+    #[test]
+    fn broken_json_is_named_with_its_line() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("a.json"), "{\n\"b\": }").unwrap();
+        let files = ModelFiles::locate(folder.path().to_str().unwrap()).unwrap();
+        let error = files.json::<serde_json::Value>("a.json").unwrap_err().to_string();
+        assert!(error.contains("a.json") && error.contains("line 2"), "{error}");
+    }
+
+    #[test]
+    fn what_can_be_neither_folder_nor_id_is_refused_at_once() {
+        for source in ["", "a b", "a/b/c", "org/name@", "https://host/org/name"] {
+            let error = ModelFiles::locate(source).expect_err(source);
+            assert!(matches!(error, LoadError::Hub { .. }), "{error}");
+            assert!(error.to_string().contains("folder"), "{error}");
+        }
+    }
+}

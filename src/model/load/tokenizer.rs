@@ -1,0 +1,232 @@
+//! From texts and token ids to the ids of a forward pass. Decides where a text is cut and which special tokens
+//! are added, as sentence-transformers does.
+
+use std::path::PathBuf;
+
+use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
+use tokenizers::{Tokenizer, TruncationParams};
+
+use super::fast_word_piece::FastWordPiece;
+use crate::model::{LoadError, TaskError};
+
+/// One text or pair of texts for a network.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tokens {
+    /// Token ids with the special ones; at least one, all within the vocabulary.
+    pub ids: Vec<u32>,
+    /// Where the second text of a pair begins, for models that distinguish the two; else the number of ids.
+    pub second: usize,
+    /// Whether a text was cut to the model's limit.
+    pub truncated: bool,
+}
+
+/// What a model says of its texts beside the tokenizer.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TextLimits {
+    /// Longest text in tokens, with special ones, if the files say so.
+    pub max_tokens: Option<usize>,
+    /// Whether texts are lower-cased before the tokenizer's own normalising.
+    pub lower_case: bool,
+}
+
+/// A model's tokenizer and its limits.
+pub struct TextTokenizer {
+    tokenizer: Tokenizer,
+    fast: Option<FastWordPiece>,
+    /// The special tokens before and after a text.
+    around: [Vec<u32>; 2],
+    /// The special tokens before, between and after two texts.
+    around_pair: [Vec<u32>; 3],
+    /// Whether the model distinguishes the two texts of a pair.
+    is_typed: bool,
+    /// Token ids are below this number.
+    vocabulary: u32,
+    max_tokens: usize,
+}
+
+impl TextTokenizer {
+    /// Reads `tokenizer.json`. Its truncation and padding are replaced, since published files have those of the
+    /// training. `max_tokens` and `vocabulary` are the network's.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] if the file is not a tokenizer, or the limit leaves no room for text.
+    pub fn read(
+        path: PathBuf,
+        limits: TextLimits,
+        max_tokens: usize,
+        vocabulary: usize,
+    ) -> Result<Self, LoadError> {
+        let bytes = super::read(&path)?;
+        let fault = |reason: String| LoadError::File { path: path.clone(), reason };
+        let of_library = |error: tokenizers::Error| fault(error.to_string());
+        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(of_library)?;
+        if limits.lower_case {
+            let mut steps = vec![NormalizerWrapper::Lowercase(Lowercase)];
+            steps.extend(tokenizer.get_normalizer().cloned());
+            tokenizer.with_normalizer(Some(Sequence::new(steps))).map_err(of_library)?;
+        }
+        tokenizer.with_padding(None).with_truncation(None).map_err(of_library)?;
+        let one = tokenizer.encode("a", true).map_err(of_library)?;
+        let [before, after]: [Vec<u32>; 2] = special(one.get_ids(), one.get_special_tokens_mask());
+        let two = tokenizer.encode(("a", "b"), true).map_err(of_library)?;
+        let [before_pair, between, after_pair]: [Vec<u32>; 3] =
+            special(two.get_ids(), two.get_special_tokens_mask());
+        let max_tokens = limits.max_tokens.unwrap_or(max_tokens).min(max_tokens);
+        let special = (before.len() + after.len()).max(before_pair.len() + between.len() + after_pair.len());
+        if max_tokens <= special {
+            return Err(fault(format!("no text fits into {max_tokens} tokens")));
+        }
+        // One more than has room, to know whether a text is cut.
+        let truncation = TruncationParams { max_length: max_tokens + 1, ..Default::default() };
+        tokenizer.with_truncation(Some(truncation)).map_err(of_library)?;
+        Ok(Self {
+            fast: FastWordPiece::of(&tokenizer),
+            tokenizer,
+            around: [before, after],
+            around_pair: [before_pair, between, after_pair],
+            is_typed: two.get_type_ids().contains(&1),
+            vocabulary: u32::try_from(vocabulary).unwrap_or(u32::MAX),
+            max_tokens,
+        })
+    }
+
+    /// The most tokens of a text without special tokens.
+    pub fn room(&self) -> usize {
+        self.max_tokens - self.around.iter().map(Vec::len).sum::<usize>()
+    }
+
+    /// The most tokens of a text or pair, special tokens included.
+    pub fn max_tokens(&self) -> usize {
+        self.max_tokens
+    }
+
+    /// Token ids are below this number.
+    pub fn vocabulary(&self) -> u32 {
+        self.vocabulary
+    }
+
+    /// The tokens of a text, cut to the limit.
+    ///
+    /// # Errors
+    /// `Internal` if the tokenizer fails, gives no tokens, or an id outside the vocabulary.
+    pub fn text(&self, text: &str) -> Result<Tokens, TaskError> {
+        let pieces = self.pieces(text)?;
+        let [before, after] = &self.around;
+        let ids = [before, &pieces[..pieces.len().min(self.room())], after].concat();
+        if ids.is_empty() {
+            return Err(TaskError::internal("the tokenizer made no tokens of the text"));
+        }
+        Ok(Tokens { second: ids.len(), ids, truncated: pieces.len() > self.room() })
+    }
+
+    /// The ids of a text without special tokens: all, or more than have room.
+    ///
+    /// # Errors
+    /// `Internal` if the tokenizer fails, or gives an id outside the vocabulary.
+    pub fn pieces(&self, text: &str) -> Result<Vec<u32>, TaskError> {
+        let fast = self.fast.as_ref().and_then(|fast| fast.ids(&self.tokenizer, text, self.max_tokens + 1));
+        let ids = match fast {
+            Some(ids) => ids,
+            None => {
+                let encoding = self.tokenizer.encode_fast(text, false);
+                let failed = |error| TaskError::internal(format!("the tokenizer failed: {error}"));
+                encoding.map_err(failed)?.get_ids().to_vec()
+            }
+        };
+        match ids.iter().find(|id| **id >= self.vocabulary) {
+            Some(id) => Err(TaskError::internal(format!("the tokenizer gave {id}, of {}", self.vocabulary))),
+            None => Ok(ids),
+        }
+    }
+
+    /// The tokens of two texts, given by their [`pieces`](Self::pieces). If they are too long together, the
+    /// longer one is cut first (`longest_first`).
+    pub fn pair(&self, first: &[u32], second: &[u32]) -> Tokens {
+        let [before, between, after] = &self.around_pair;
+        let room = self.max_tokens - before.len() - between.len() - after.len();
+        let (a, b) = longest_first(first.len(), second.len(), room);
+        let ids = [before, &first[..a], between, &second[..b], after].concat();
+        let starts = before.len() + a + between.len();
+        Tokens {
+            second: if self.is_typed { starts } else { ids.len() },
+            ids,
+            truncated: a < first.len() || b < second.len(),
+        }
+    }
+
+    /// Checks given token ids, and adds the special tokens unless they are there.
+    ///
+    /// # Errors
+    /// `BadInput` naming `path` if an id is unknown or there are too many; given ids are never cut.
+    pub fn ids(&self, ids: Vec<u32>, path: &str) -> Result<Tokens, TaskError> {
+        if let Some(id) = ids.iter().find(|id| **id >= self.vocabulary) {
+            let known = self.vocabulary;
+            let message = format!("{path} holds the token id {id}; this model has ids below {known}");
+            return Err(TaskError::bad_input(path, message));
+        }
+        let given = ids.len();
+        let [before, after] = &self.around;
+        let complete = given >= before.len() + after.len() && ids.starts_with(before) && ids.ends_with(after);
+        let ids = if complete { ids } else { [before, &*ids, after].concat() };
+        if ids.len() > self.max_tokens {
+            let (total, most) = (ids.len(), self.max_tokens);
+            let with = if complete { String::new() } else { format!(" ({total} with special tokens)") };
+            let message = format!("{path} holds {given} token ids{with}; this model takes at most {most}");
+            return Err(TaskError::bad_input(path, message));
+        }
+        Ok(Tokens { second: ids.len(), ids, truncated: false })
+    }
+}
+
+/// The runs of special tokens in an encoded text or pair: before, between (of a pair) and after.
+fn special<const RUNS: usize>(ids: &[u32], mask: &[u32]) -> [Vec<u32>; RUNS] {
+    let mut runs = [const { Vec::new() }; RUNS];
+    let mut run = 0;
+    let mut was_special = true;
+    for (id, is_special) in ids.iter().zip(mask.iter().map(|mark| *mark == 1)) {
+        if is_special && !was_special {
+            run = (run + 1).min(RUNS - 1);
+        }
+        if is_special {
+            runs[run].push(*id);
+        }
+        was_special = is_special;
+    }
+    runs
+}
+
+/// How many tokens stay of two texts with `first` and `second` tokens, for which there is `room`.
+fn longest_first(first: usize, second: usize, room: usize) -> (usize, usize) {
+    if first + second <= room {
+        return (first, second);
+    }
+    let shorter = first.min(second);
+    let (short, long) =
+        if shorter <= room / 2 { (shorter, room - shorter) } else { (room / 2, room - room / 2) };
+    if first <= second { (short, long) } else { (long, short) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longer_of_two_texts_is_cut_first() {
+        assert_eq!(longest_first(3, 4, 7), (3, 4));
+        assert_eq!(longest_first(3, 40, 7), (3, 4));
+        assert_eq!(longest_first(40, 3, 7), (4, 3));
+        assert_eq!(longest_first(40, 40, 7), (3, 4));
+        assert_eq!(longest_first(41, 40, 7), (4, 3));
+        assert_eq!(longest_first(0, 9, 7), (0, 7));
+    }
+
+    #[test]
+    fn special_tokens_are_found_before_between_and_after() {
+        let found: [Vec<u32>; 3] = special(&[1, 10, 11, 2, 2, 12, 2], &[1, 0, 0, 1, 1, 0, 1]);
+        assert_eq!(found, [vec![1], vec![2, 2], vec![2]]);
+        let found: [Vec<u32>; 3] = special(&[10, 12], &[0, 0]);
+        assert!(found.iter().all(Vec::is_empty), "{found:?}");
+        let found: [Vec<u32>; 2] = special(&[10, 2], &[0, 1]);
+        assert_eq!((found[0].len(), &*found[1]), (0, &[2][..]));
+    }
+}

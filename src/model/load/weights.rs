@@ -1,0 +1,222 @@
+//! The tensors of a model's safetensors files, by name. Decides which prefix the files use. A tensor that is
+//! missing, or whose shape differs from `config.json`, is an error that names it. Owns the files' mappings:
+//! their pages are in the system's page cache, once for all workers of a host. A tensor is created when it is
+//! asked for.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use memmap2::Mmap;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Metadata, TensorInfo};
+
+use crate::model::LoadError;
+
+/// All tensors of a model.
+pub struct Weights {
+    /// One file, or several parts.
+    shards: Vec<Shard>,
+    prefix: String,
+    device: Device,
+    dtype: DType,
+}
+
+impl Weights {
+    /// Reads safetensors files, for tensors on `device` as `dtype`. Names may begin with `{base}.` if the files
+    /// were saved from a model with a head; `words` is the name of a tensor that shows it.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] if a file is truncated, corrupt or holds no such model.
+    pub fn read(
+        paths: &[PathBuf],
+        (base, words): (&str, &str),
+        device: &Device,
+        dtype: DType,
+    ) -> Result<Self, LoadError> {
+        let shards = paths.iter().map(|path| Shard::read(path)).collect::<Result<Vec<_>, _>>()?;
+        let prefix = format!("{base}.");
+        let words = format!("{prefix}{words}");
+        let prefixed = shards.iter().any(|shard| shard.metadata.info(&words).is_some());
+        let prefix = if prefixed { prefix } else { String::new() };
+        Ok(Self { shards, prefix, device: device.clone(), dtype })
+    }
+
+    /// The tensor `name`; its shape must be `shape`.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming the tensor.
+    pub fn get(&self, name: &str, shape: &[usize]) -> Result<Tensor, LoadError> {
+        let (shard, info) = self.info(name, shape)?;
+        self.checked(name, self.tensor(shard, info))
+    }
+
+    /// The numbers of the tensor `name` in f32 on the host. `name` is the whole name, which for the tensors of
+    /// a head has no prefix.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn values(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, LoadError> {
+        let (shard, info) = self.whole_name(name.to_owned(), shape)?;
+        let bytes = &shard.bytes[shard.place(info)];
+        let values = DType::try_from(info.dtype)
+            .and_then(|dtype| Tensor::from_raw_buffer(bytes, dtype, &info.shape, &Device::Cpu))
+            .and_then(|tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1());
+        self.checked(name, values)
+    }
+
+    /// Zeros of the weights' type on their device.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn zeros(&self, shape: &[usize]) -> candle_core::Result<Tensor> {
+        Tensor::zeros(shape, self.dtype, &self.device)
+    }
+
+    /// The device that tensors are created on.
+    #[cfg(feature = "cuda")]
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// What precedes the names of the body's tensors: empty, or `{base}.`.
+    pub fn prefix(&self) -> &str {
+        &self.prefix
+    }
+
+    fn info(&self, name: &str, shape: &[usize]) -> Result<(&Shard, &TensorInfo), LoadError> {
+        self.whole_name(format!("{}{name}", self.prefix), shape)
+    }
+
+    fn whole_name(&self, name: String, shape: &[usize]) -> Result<(&Shard, &TensorInfo), LoadError> {
+        // Checkpoints converted from TensorFlow keep its names for a norm's parameters.
+        let older =
+            name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
+        let found = self.shards.iter().find_map(|shard| {
+            let info = shard.metadata.info(&name).or_else(|| shard.metadata.info(&older));
+            Some((shard, info?))
+        });
+        let (shard, info) = found.ok_or_else(|| self.fault(format!("tensor {name} is missing")))?;
+        if info.shape != shape {
+            let found = &info.shape;
+            return Err(shard.fault(format!(
+                "tensor {name} has the shape {found:?}, and config.json makes it {shape:?}"
+            )));
+        }
+        Ok((shard, info))
+    }
+
+    fn tensor(&self, shard: &Shard, info: &TensorInfo) -> candle_core::Result<Tensor> {
+        let dtype = DType::try_from(info.dtype)?;
+        let bytes = &shard.bytes[shard.place(info)];
+        Tensor::from_raw_buffer(bytes, dtype, &info.shape, &self.device)?.to_dtype(self.dtype)
+    }
+
+    /// The rows of the tensor `name`, which must have the shape `[rows, width]`. If their type is the file's,
+    /// they stay mapped.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn table(&self, name: &str, [rows, width]: [usize; 2]) -> Result<Table, LoadError> {
+        let (shard, info) = self.info(name, &[rows, width])?;
+        let as_in_file = info.dtype == safetensors::Dtype::F32 && self.dtype == DType::F32;
+        if as_in_file && self.device.is_cpu() {
+            return Ok(Table::Mapped { file: shard.bytes.clone(), place: shard.place(info), width });
+        }
+        self.get(name, &[rows, width]).map(Table::Tensor)
+    }
+
+    /// Converts a result of candle while weights are prepared.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming `what`.
+    pub fn checked<T>(&self, what: &str, result: candle_core::Result<T>) -> Result<T, LoadError> {
+        result.map_err(|error| self.fault(format!("{what}: {error}")))
+    }
+
+    /// An error of the weights as a whole; names the last file.
+    fn fault(&self, reason: String) -> LoadError {
+        match self.shards.last() {
+            Some(shard) => shard.fault(reason),
+            None => LoadError::File { path: PathBuf::new(), reason },
+        }
+    }
+}
+
+struct Shard {
+    path: PathBuf,
+    bytes: Arc<Mmap>,
+    /// The offset of the tensors' data.
+    data: usize,
+    metadata: Metadata,
+}
+
+impl Shard {
+    fn read(path: &Path) -> Result<Self, LoadError> {
+        let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
+        let bytes = map(path).map_err(|error| fault(error.to_string()))?;
+        let (header, metadata) = SafeTensors::read_metadata(&bytes).map_err(|error| {
+            fault(format!("not a whole safetensors file ({} bytes): {error}", bytes.len()))
+        })?;
+        let data = size_of::<u64>() + header;
+        Ok(Self { path: path.to_owned(), bytes: Arc::new(bytes), data, metadata })
+    }
+
+    fn place(&self, info: &TensorInfo) -> Range<usize> {
+        let (start, end) = info.data_offsets;
+        self.data + start..self.data + end
+    }
+
+    fn fault(&self, reason: String) -> LoadError {
+        LoadError::File { path: self.path.clone(), reason }
+    }
+}
+
+#[expect(unsafe_code, reason = "a map of a file can change under us; no safe interface has it")]
+fn map(path: &Path) -> io::Result<Mmap> {
+    let file = File::open(path)?;
+    // SAFETY: the bytes are only read, and any bytes make a number. To replace weights, a new file gets the
+    // name, and this mapping keeps the old file. Whoever truncates the file in place crashes the workers that
+    // use it.
+    unsafe { Mmap::map(&file) }
+}
+
+/// A matrix that is read row by row.
+pub enum Table {
+    /// f32 rows that stay in the mapped file.
+    Mapped {
+        /// The whole file.
+        file: Arc<Mmap>,
+        /// The byte range of the rows in the file.
+        place: Range<usize>,
+        /// The width of a row.
+        width: usize,
+    },
+    /// `[rows, width]` on its device.
+    Tensor(Tensor),
+}
+
+impl Table {
+    /// The rows with these indices, which must exist: `[indices, width]`.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn select(&self, indices: Vec<u32>, device: &Device) -> candle_core::Result<Tensor> {
+        let count = indices.len();
+        match self {
+            Self::Mapped { file, place, width } => {
+                let table = file[place.clone()].as_chunks::<4>().0;
+                let mut rows = Vec::with_capacity(count * width);
+                for index in indices {
+                    let row = &table[index as usize * width..][..*width];
+                    rows.extend(row.iter().map(|bytes| f32::from_le_bytes(*bytes)));
+                }
+                Tensor::from_vec(rows, (count, *width), device)
+            }
+            Self::Tensor(table) => table.index_select(&Tensor::from_vec(indices, count, device)?, 0),
+        }
+    }
+}

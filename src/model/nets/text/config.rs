@@ -1,0 +1,291 @@
+//! Reads the network's `config.json`: architecture and sizes. Decides which properties are supported, and refuses
+//! those whose numbers would differ from the published model.
+
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::model::LoadError;
+use crate::model::load::ModelFiles;
+use crate::model::ops::Activation;
+
+/// The architectures; they differ in the names of tensors and in how a token's position counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// `bert`: a vector for each position.
+    Bert,
+    /// `roberta`, `xlm-roberta`, `camembert`: positions start after that of the padding.
+    Roberta,
+    /// `distilbert`: as BERT, without token types.
+    DistilBert,
+    /// `mpnet`: as RoBERTa, and scores depend on the distance of two tokens.
+    MpNet,
+    /// `nomic_bert`: rotated queries and keys, gated feed-forward, no biases.
+    Nomic,
+    /// `modernbert`: the same, and norms come before their halves; most layers see near tokens only.
+    ModernBert,
+}
+
+impl Family {
+    /// The architectures by `model_type`.
+    pub const ALL: [(&'static str, Self); 8] = [
+        ("bert", Self::Bert),
+        ("roberta", Self::Roberta),
+        ("xlm-roberta", Self::Roberta),
+        ("camembert", Self::Roberta),
+        ("distilbert", Self::DistilBert),
+        ("mpnet", Self::MpNet),
+        ("nomic_bert", Self::Nomic),
+        ("modernbert", Self::ModernBert),
+    ];
+
+    /// The prefix of tensor names if the file was saved from a model with a head.
+    pub fn base(self) -> &'static str {
+        match self {
+            Self::Bert => "bert",
+            Self::Roberta => "roberta",
+            Self::DistilBert => "distilbert",
+            Self::MpNet => "mpnet",
+            Self::Nomic | Self::ModernBert => "model",
+        }
+    }
+
+    /// The name of the table of word vectors.
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::ModernBert => "embeddings.tok_embeddings.weight",
+            _ => "embeddings.word_embeddings.weight",
+        }
+    }
+
+    /// Whether there is a vector for each position.
+    pub fn has_positions(self) -> bool {
+        !matches!(self, Self::Nomic | Self::ModernBert)
+    }
+}
+
+/// A network's sizes.
+#[derive(Clone, Debug)]
+pub struct NetworkConfig {
+    /// Its architecture.
+    pub family: Family,
+    /// Width of a token's vector.
+    pub hidden: usize,
+    /// Blocks of attention and feed-forward.
+    pub layers: usize,
+    /// Heads in a block.
+    pub heads: usize,
+    /// Width between the two halves of a feed-forward block.
+    pub inner: usize,
+    /// Number of token ids.
+    pub vocabulary: usize,
+    /// Rows of the table of positions; without one, the most tokens of a text.
+    pub positions: usize,
+    /// RoBERTa's padding id; its positions start after this number.
+    pub padding: Option<u32>,
+    /// Rows of the table of token types; 0 where there is none.
+    pub token_types: usize,
+    /// Added to the variance in LayerNorm.
+    pub eps: f32,
+    /// The function between the two halves of a feed-forward block.
+    pub activation: Activation,
+    /// What each layer knows of the distance between two tokens.
+    pub distances: Vec<LayerDistances>,
+    /// Whether a head for labels takes the mean of the tokens' vectors instead of the first.
+    pub head_of_mean: bool,
+}
+
+/// What a layer knows of the distance between two tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LayerDistances {
+    /// The base of the angles by which queries and keys are rotated.
+    pub rotary: Option<f64>,
+    /// The farthest token that is seen.
+    pub window: Option<usize>,
+}
+
+/// `config.json`, with its path for errors.
+struct Written<'a> {
+    fields: Map<String, Value>,
+    files: &'a ModelFiles,
+    source: &'a str,
+}
+
+impl Written<'_> {
+    /// The first of these fields that is there.
+    fn optional<T: DeserializeOwned>(&self, names: &[&str]) -> Result<Option<T>, LoadError> {
+        let found =
+            names.iter().find_map(|name| Some((name, self.fields.get(*name).filter(|it| !it.is_null())?)));
+        let Some((name, value)) = found else { return Ok(None) };
+        serde_json::from_value(value.clone())
+            .map(Some)
+            .map_err(|error| self.fault(format!("{name} is {value}: {error}")))
+    }
+
+    fn required<T: DeserializeOwned>(&self, names: &[&str]) -> Result<T, LoadError> {
+        self.optional(names)?.ok_or_else(|| self.fault(format!("{} is missing", names[0])))
+    }
+
+    /// Refuses a field with another value than `supported`; absent, it counts as that.
+    fn only(&self, name: &str, supported: &Value) -> Result<(), LoadError> {
+        match self.fields.get(name) {
+            Some(value) if value != supported && !value.is_null() => {
+                Err(self.refused(format!("{name} is {value}; {supported} is supported")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn fault(&self, reason: String) -> LoadError {
+        self.files.required("config.json").map_or_else(|error| error, |path| LoadError::File { path, reason })
+    }
+
+    fn refused(&self, reason: String) -> LoadError {
+        LoadError::Unsupported { model: self.source.into(), reason }
+    }
+}
+
+impl NetworkConfig {
+    /// Reads the `config.json` of the model `source`.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for an invalid file, [`LoadError::Unsupported`] naming a property that is not
+    /// supported.
+    pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
+        let written = Written { fields: files.required_json("config.json")?, files, source };
+        let kind: Option<String> = written.optional(&["model_type"])?;
+        let kind = kind.unwrap_or_else(|| "(none)".to_owned());
+        let family = Family::ALL.iter().find(|(name, _)| *name == kind).map(|(_, family)| *family);
+        let Some(family) = family else {
+            let known = Family::ALL.map(|(name, _)| name).join(", ");
+            return Err(written.refused(format!("model_type is {kind:?}; supported are {known}")));
+        };
+        written.only("is_decoder", &false.into())?;
+        // The config of Nomic has the names of GPT-2, and the usual ones with other meanings.
+        let config = if family == Family::Nomic { nomic(&written) } else { usual(&written, family) }?;
+        config.check().map_err(|reason| written.fault(reason))?;
+        Ok(config)
+    }
+
+    /// The most tokens of a text, by the table of positions.
+    pub fn max_tokens(&self) -> usize {
+        self.positions.saturating_sub(self.padding.map_or(0, |id| id as usize + 1))
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let Self { hidden, heads, positions, .. } = *self;
+        if hidden == 0 || heads == 0 || hidden % heads != 0 {
+            return Err(format!("hidden_size {hidden} does not divide into {heads} heads"));
+        }
+        if self.distances.iter().any(|it| it.rotary.is_some()) && hidden / heads % 2 != 0 {
+            return Err(format!("heads of {} numbers cannot be rotated in pairs", hidden / heads));
+        }
+        if self.max_tokens() == 0 {
+            return Err(format!("max_position_embeddings is {positions}: no room for a text"));
+        }
+        Ok(())
+    }
+}
+
+fn usual(written: &Written<'_>, family: Family) -> Result<NetworkConfig, LoadError> {
+    written.only("position_embedding_type", &"absolute".into())?;
+    let layers = written.required(&["num_hidden_layers", "n_layers"])?;
+    let padding = match family {
+        Family::Roberta => Some(written.optional(&["pad_token_id"])?.unwrap_or(1)),
+        // The reference has this number in its code.
+        Family::MpNet => Some(1),
+        _ => None,
+    };
+    let token_types = match family {
+        Family::Bert | Family::Roberta => written.optional(&["type_vocab_size"])?.unwrap_or(0),
+        _ => 0,
+    };
+    let activation: Option<String> = written.optional(&["hidden_act", "activation", "hidden_activation"])?;
+    let (eps, distances) = if family == Family::ModernBert {
+        for bias in ["attention_bias", "mlp_bias", "norm_bias", "classifier_bias"] {
+            written.only(bias, &false.into())?;
+        }
+        (written.optional(&["norm_eps"])?.unwrap_or(1e-5), modern_layers(written, layers)?)
+    } else {
+        (written.optional(&["layer_norm_eps"])?.unwrap_or(1e-12), vec![LayerDistances::default(); layers])
+    };
+    let pooling: Option<String> = written.optional(&["classifier_pooling"])?;
+    Ok(NetworkConfig {
+        family,
+        hidden: written.required(&["hidden_size", "dim"])?,
+        layers,
+        heads: written.required(&["num_attention_heads", "n_heads"])?,
+        inner: written.required(&["intermediate_size", "hidden_dim"])?,
+        vocabulary: written.required(&["vocab_size"])?,
+        positions: written.required(&["max_position_embeddings"])?,
+        padding,
+        token_types,
+        eps,
+        activation: match activation.as_deref() {
+            None | Some("gelu") => Activation::Gelu,
+            Some("gelu_new" | "gelu_pytorch_tanh") => Activation::GeluTanh,
+            Some("relu") => Activation::Relu,
+            Some(other) => {
+                let known = "gelu, gelu_new, gelu_pytorch_tanh and relu are supported";
+                return Err(written.refused(format!("hidden_act is {other:?}; {known}")));
+            }
+        },
+        distances,
+        head_of_mean: pooling.as_deref() == Some("mean"),
+    })
+}
+
+/// ModernBERT's layers, in the form of transformers 4 or 5: every so many layers see the whole text, the others
+/// a window.
+fn modern_layers(written: &Written<'_>, layers: usize) -> Result<Vec<LayerDistances>, LoadError> {
+    let every = written.optional(&["global_attn_every_n_layers"])?.unwrap_or(3_usize).max(1);
+    let kinds: Option<Vec<String>> = written.optional(&["layer_types"])?;
+    let window = written.optional(&["local_attention"])?.unwrap_or(128_usize) / 2;
+    let parameters: Value = written.optional(&["rope_parameters"])?.unwrap_or_default();
+    let theta = |kind: &str, older: &str, default: f64| {
+        let newer = parameters[kind]["rope_theta"].as_f64();
+        Ok::<_, LoadError>(newer.or(written.optional(&[older])?).unwrap_or(default))
+    };
+    let whole = LayerDistances {
+        rotary: Some(theta("full_attention", "global_rope_theta", 160_000.0)?),
+        window: None,
+    };
+    let near = LayerDistances {
+        rotary: Some(theta("sliding_attention", "local_rope_theta", 10_000.0)?),
+        window: Some(window),
+    };
+    let is_whole = |index: usize| match kinds.as_ref().and_then(|kinds| kinds.get(index)) {
+        Some(kind) => kind == "full_attention",
+        None => index.is_multiple_of(every),
+    };
+    Ok((0..layers).map(|index| if is_whole(index) { whole } else { near }).collect())
+}
+
+fn nomic(written: &Written<'_>) -> Result<NetworkConfig, LoadError> {
+    let no = Value::from(false);
+    for name in ["prenorm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm", "causal"] {
+        written.only(name, &no)?;
+    }
+    for name in ["parallel_block", "rotary_emb_interleaved"] {
+        written.only(name, &no)?;
+    }
+    written.only("activation_function", &"swiglu".into())?;
+    written.only("rotary_emb_fraction", &1.0.into())?;
+    written.only("rotary_scaling_factor", &Value::Null)?;
+    let layers = written.required(&["n_layer"])?;
+    let rotary = Some(written.optional(&["rotary_emb_base"])?.unwrap_or(10_000.0));
+    Ok(NetworkConfig {
+        family: Family::Nomic,
+        hidden: written.required(&["n_embd"])?,
+        layers,
+        heads: written.required(&["n_head"])?,
+        inner: written.required(&["n_inner"])?,
+        vocabulary: written.required(&["vocab_size"])?,
+        positions: written.required(&["n_positions"])?,
+        padding: None,
+        token_types: written.optional(&["type_vocab_size"])?.unwrap_or(0),
+        eps: written.optional(&["layer_norm_epsilon"])?.unwrap_or(1e-12),
+        activation: Activation::Silu,
+        distances: vec![LayerDistances { rotary, window: None }; layers],
+        head_of_mean: false,
+    })
+}

@@ -1,0 +1,478 @@
+//! The network: from the token ids of a batch, whose texts follow each other, to a vector for each token. There
+//! is no padding: linear layers see one `[tokens, hidden]` matrix, and only attention knows where a text ends.
+//! Owns the weights.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Result, Tensor};
+
+use super::config::{Family, LayerDistances, NetworkConfig};
+use crate::model::LoadError;
+use crate::model::load::tokenizer::Tokens;
+use crate::model::load::weights::{Table, Weights};
+#[cfg(feature = "cuda")]
+use crate::model::ops::gpu::{
+    Plan,
+    cuda::{Planned, attends, embed},
+};
+use crate::model::ops::{
+    After, Bias, Distances, FeedForward, NormParams, Published, Rotary, SelfAttention, Up, add_norm,
+};
+
+type Loaded<T> = std::result::Result<T, LoadError>;
+
+/// Token types that a batch can have: those of the two texts of a pair.
+const TYPES: usize = 2;
+
+/// The network's weights on one device.
+pub struct Encoder {
+    /// `[vocabulary, hidden]`.
+    words: Table,
+    /// The sums of the vectors of a position and a token type: `[types·positions, hidden]`, where the positions
+    /// of type 0 come first. The second text of a pair has type 1. Without positions, one row for each type.
+    positions: Tensor,
+    /// How the positions of a text's tokens are counted.
+    counting: Counting,
+    /// Positions of one type; 0 if there is only one type.
+    positions_of_type: usize,
+    norm: NormParams,
+    layers: Vec<Layer>,
+    /// After the last layer, where norms come before their halves.
+    last_norm: Option<NormParams>,
+    width: usize,
+    /// The number of queries in attention's smallest tile.
+    #[cfg(feature = "cuda")]
+    smallest_tile: u32,
+}
+
+/// One block.
+struct Layer {
+    /// Norms before the halves; the first layer has none before its attention. None: norms come after them.
+    before: Option<(Option<NormParams>, NormParams)>,
+    attention: SelfAttention,
+    feed_forward: FeedForward,
+}
+
+/// How the positions of a text's tokens are counted.
+#[derive(Clone, Copy)]
+enum Counting {
+    /// All are at 0: there are no vectors of positions.
+    Not,
+    /// From 0.
+    FromZero,
+    /// From after this padding id; tokens with that id, which a text can contain, do not count.
+    AfterPadding(u32),
+}
+
+/// The names of a block's parts.
+struct Names {
+    layer: &'static str,
+    qkv: Qkv,
+    out: &'static str,
+    out_norm: &'static str,
+    up: Halves,
+    down: &'static str,
+    down_norm: &'static str,
+}
+
+/// The matrices of queries, keys and values.
+enum Qkv {
+    Apart([&'static str; 3]),
+    /// One above the other.
+    Joined(&'static str),
+}
+
+/// The first matrix of a feed-forward half, and its gate.
+enum Halves {
+    Plain(&'static str),
+    /// The one with the activation, then the other.
+    Gated([&'static str; 2]),
+    /// The same, one above the other.
+    Joined(&'static str),
+}
+
+fn names(family: Family) -> Names {
+    match family {
+        Family::Bert | Family::Roberta => Names {
+            layer: "encoder.layer",
+            qkv: Qkv::Apart(["attention.self.query", "attention.self.key", "attention.self.value"]),
+            out: "attention.output.dense",
+            out_norm: "attention.output.LayerNorm",
+            up: Halves::Plain("intermediate.dense"),
+            down: "output.dense",
+            down_norm: "output.LayerNorm",
+        },
+        Family::DistilBert => Names {
+            layer: "transformer.layer",
+            qkv: Qkv::Apart(["attention.q_lin", "attention.k_lin", "attention.v_lin"]),
+            out: "attention.out_lin",
+            out_norm: "sa_layer_norm",
+            up: Halves::Plain("ffn.lin1"),
+            down: "ffn.lin2",
+            down_norm: "output_layer_norm",
+        },
+        Family::MpNet => Names {
+            layer: "encoder.layer",
+            qkv: Qkv::Apart(["attention.attn.q", "attention.attn.k", "attention.attn.v"]),
+            out: "attention.attn.o",
+            out_norm: "attention.LayerNorm",
+            up: Halves::Plain("intermediate.dense"),
+            down: "output.dense",
+            down_norm: "output.LayerNorm",
+        },
+        Family::Nomic => Names {
+            layer: "encoder.layers",
+            qkv: Qkv::Joined("attn.Wqkv"),
+            out: "attn.out_proj",
+            out_norm: "norm1",
+            up: Halves::Gated(["mlp.fc12", "mlp.fc11"]),
+            down: "mlp.fc2",
+            down_norm: "norm2",
+        },
+        Family::ModernBert => Names {
+            layer: "layers",
+            qkv: Qkv::Joined("attn.Wqkv"),
+            out: "attn.Wo",
+            out_norm: "attn_norm",
+            up: Halves::Joined("mlp.Wi"),
+            down: "mlp.Wo",
+            down_norm: "mlp_norm",
+        },
+    }
+}
+
+/// The name of the norm of the embeddings.
+fn embeddings_norm(family: Family) -> &'static str {
+    match family {
+        Family::Nomic => "emb_ln",
+        Family::ModernBert => "embeddings.norm",
+        _ => "embeddings.LayerNorm",
+    }
+}
+
+/// Reads the tensors of a network.
+struct Reader<'a> {
+    weights: &'a Weights,
+    config: &'a NetworkConfig,
+    /// `[hidden]`, where the files have no bias.
+    zeros: Tensor,
+}
+
+impl Reader<'_> {
+    /// The matrix `[to, from]` of a linear layer, and its bias `[to]`: zeros if the architecture has none.
+    fn linear(&self, name: &str, from: usize, to: usize) -> Loaded<(Tensor, Tensor)> {
+        let matrix = self.weights.get(&format!("{name}.weight"), &[to, from])?;
+        let bias = match self.config.family {
+            Family::Nomic | Family::ModernBert => self.weights.checked(name, self.zeros_of(to))?,
+            _ => self.weights.get(&format!("{name}.bias"), &[to])?,
+        };
+        Ok((matrix, bias))
+    }
+
+    fn zeros_of(&self, width: usize) -> Result<Tensor> {
+        Tensor::zeros(width, self.zeros.dtype(), self.zeros.device())
+    }
+
+    /// The parameters of a norm, with the bias of the linear layer before it.
+    fn norm(&self, name: &str, bias: &Tensor) -> Loaded<NormParams> {
+        let hidden = self.config.hidden;
+        let weight = self.weights.get(&format!("{name}.weight"), &[hidden])?;
+        let shift = match self.config.family {
+            Family::ModernBert => self.zeros.clone(),
+            _ => self.weights.get(&format!("{name}.bias"), &[hidden])?,
+        };
+        self.weights.checked(name, NormParams::new(bias, &weight, &shift, self.config.eps))
+    }
+
+    /// Rows `part·height..(part + 1)·height` of a matrix.
+    fn part(&self, name: &str, matrix: &Tensor, part: usize, height: usize) -> Loaded<Tensor> {
+        let rows = matrix.narrow(0, part * height, height).and_then(|rows| rows.contiguous());
+        self.weights.checked(name, rows)
+    }
+
+    fn layer(&self, index: usize, distances: Distances) -> Loaded<Layer> {
+        let NetworkConfig { hidden, inner, heads, activation, family, .. } = *self.config;
+        let names = names(family);
+        let named = |name: &str| format!("{}.{index}.{name}", names.layer);
+        let qkv = match names.qkv {
+            Qkv::Apart(names) => {
+                let part = |index: usize| self.linear(&named(names[index]), hidden, hidden);
+                [part(0)?, part(1)?, part(2)?]
+            }
+            Qkv::Joined(name) => {
+                let (matrix, _) = self.linear(&named(name), hidden, 3 * hidden)?;
+                let part = |index| {
+                    Ok::<_, LoadError>((self.part(name, &matrix, index, hidden)?, self.zeros.clone()))
+                };
+                [part(0)?, part(1)?, part(2)?]
+            }
+        };
+        let (up, up_bias, gate) = match names.up {
+            Halves::Plain(name) => {
+                let (up, bias) = self.linear(&named(name), hidden, inner)?;
+                (up, bias, None)
+            }
+            Halves::Gated([up, gate]) => {
+                let (up, bias) = self.linear(&named(up), hidden, inner)?;
+                (up, bias, Some(self.linear(&named(gate), hidden, inner)?.0))
+            }
+            Halves::Joined(name) => {
+                let (both, _) = self.linear(&named(name), hidden, 2 * inner)?;
+                let bias = self.weights.checked(name, self.zeros_of(inner))?;
+                (self.part(name, &both, 0, inner)?, bias, Some(self.part(name, &both, 1, inner)?))
+            }
+        };
+        let (out, out_bias) = self.linear(&named(names.out), hidden, hidden)?;
+        let (down, down_bias) = self.linear(&named(names.down), inner, hidden)?;
+        let out_norm = || self.norm(&named(names.out_norm), &out_bias);
+        let down_norm = self.norm(&named(names.down_norm), &down_bias)?;
+        let (before, [after_out, after_down]) = if family == Family::ModernBert {
+            let out_norm = if index == 0 { None } else { Some(out_norm()?) };
+            let bias = || self.weights.checked(names.out, After::bias(&self.zeros));
+            (Some((out_norm, down_norm)), [bias()?, bias()?])
+        } else {
+            (None, [After::Norm(out_norm()?), After::Norm(down_norm)])
+        };
+        let attention = SelfAttention::new(Published { qkv, out, heads, distances }, after_out);
+        let up = Up { matrix: up, bias: up_bias, gate };
+        let feed_forward = FeedForward::new(up, &down, after_down, activation);
+        Ok(Layer {
+            before,
+            attention: self.weights.checked(names.out, attention)?,
+            feed_forward: self.weights.checked(names.down, feed_forward)?,
+        })
+    }
+
+    /// What each layer knows of the distance between two tokens; layers share their tables.
+    fn distances(&self) -> Loaded<Vec<Distances>> {
+        let NetworkConfig { heads, hidden, family, .. } = *self.config;
+        let longest = self.config.max_tokens();
+        let bias = match family {
+            Family::MpNet => {
+                let name = "encoder.relative_attention_bias.weight";
+                let table =
+                    self.weights.values(&format!("{}{name}", self.weights.prefix()), &[BUCKETS, heads])?;
+                let of = |head: usize, distance: isize| table[bucket(distance) * heads + head];
+                Some(Arc::new(Bias::new(heads, longest, of)))
+            }
+            _ => None,
+        };
+        let mut turns: Vec<(f64, Arc<Rotary>)> = Vec::new();
+        let mut turn = |base: f64| match turns.iter().find(|(known, _)| *known == base) {
+            Some((_, rotary)) => rotary.clone(),
+            None => {
+                let rotary = Arc::new(Rotary::new(base, hidden / heads, longest));
+                turns.push((base, rotary.clone()));
+                rotary
+            }
+        };
+        let layer = |layer: &LayerDistances| Distances {
+            bias: bias.clone(),
+            rotary: layer.rotary.map(&mut turn),
+            window: layer.window,
+        };
+        Ok(self.config.distances.iter().map(layer).collect())
+    }
+}
+
+/// MPNet's buckets of distances.
+const BUCKETS: usize = 32;
+
+/// The bucket of the key's place minus the query's: near distances have one each, farther ones share one, up to
+/// 128. The second half of the buckets is of keys after the query.
+fn bucket(distance: isize) -> usize {
+    /// The first distance of each shared bucket.
+    const FIRST: [usize; 8] = [8, 12, 16, 23, 32, 46, 64, 91];
+    let size = distance.unsigned_abs();
+    let after = if distance > 0 { BUCKETS / 2 } else { 0 };
+    after + if size < FIRST[0] { size } else { 7 + FIRST.iter().filter(|first| **first <= size).count() }
+}
+
+impl Encoder {
+    /// Arranges the weights for the forward pass.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming a tensor that is missing or has another shape.
+    pub fn load(weights: &Weights, config: &NetworkConfig) -> Loaded<Self> {
+        let NetworkConfig { hidden, family, positions: places, .. } = *config;
+        let words = weights.table(family.words(), [config.vocabulary, hidden])?;
+        let mut positions = match family.has_positions() {
+            true => weights.get("embeddings.position_embeddings.weight", &[places, hidden])?,
+            false => weights.checked("embeddings", weights.zeros(&[1, hidden]))?,
+        };
+        if config.token_types > 0 {
+            let name = "embeddings.token_type_embeddings.weight";
+            let types = weights.get(name, &[config.token_types, hidden])?;
+            let sums = (0..config.token_types.min(TYPES)).map(|of| positions.broadcast_add(&types.get(of)?));
+            let sums = sums.collect::<Result<Vec<_>>>().and_then(|sums| Tensor::cat(&sums, 0));
+            positions = weights.checked(name, sums)?;
+        }
+        let zeros = weights.checked("embeddings", weights.zeros(&[hidden]))?;
+        let reader = Reader { weights, config, zeros };
+        let layers = reader.distances()?.into_iter().enumerate();
+        let last_norm = (family == Family::ModernBert).then(|| reader.norm("final_norm", &reader.zeros));
+        Ok(Self {
+            #[cfg(feature = "cuda")]
+            smallest_tile: attends(positions.dtype(), config.heads, hidden / config.heads)
+                .map_or(u32::MAX, |heads| heads.queries()),
+            words,
+            counting: match config.padding {
+                Some(id) => Counting::AfterPadding(id),
+                None if family.has_positions() => Counting::FromZero,
+                None => Counting::Not,
+            },
+            positions_of_type: match (config.token_types >= TYPES, family.has_positions()) {
+                (false, _) => 0,
+                (true, true) => places,
+                (true, false) => 1,
+            },
+            positions,
+            width: hidden,
+            norm: reader.norm(embeddings_norm(family), &reader.zeros)?,
+            layers: layers.map(|(index, distances)| reader.layer(index, distances)).collect::<Loaded<_>>()?,
+            last_norm: last_norm.transpose()?,
+        })
+    }
+
+    /// The width of a token's vector.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// The batch's plan for a GPU's kernels.
+    #[cfg(feature = "cuda")]
+    pub fn plan(&self, texts: &[&Tokens], lengths: &[usize]) -> Plan {
+        Plan::new(&ids(texts), &self.places(texts), lengths, self.smallest_tile)
+    }
+
+    /// As [`Encoder::forward`], for a batch whose plan is on the device.
+    ///
+    /// # Errors
+    /// The error of candle or the device.
+    #[cfg(feature = "cuda")]
+    pub fn forward_planned(&self, planned: &Planned) -> Result<Tensor> {
+        let Table::Tensor(words) = &self.words else { candle_core::bail!("the words are not on the GPU") };
+        let x = match embed([words, &self.positions], planned, self.norm.constants())? {
+            Some(x) => x,
+            None => {
+                let words = words.index_select(&planned.ids()?, 0)?;
+                add_norm(words, &self.positions.index_select(&planned.places()?, 0)?, &self.norm)?
+            }
+        };
+        self.through(x, |attention, x| attention.forward_planned(x, planned))
+    }
+
+    /// The last layer's vectors `[tokens, hidden]` of texts with `lengths` tokens. Ids must be in the
+    /// vocabulary, and lengths within the table of positions.
+    ///
+    /// # Errors
+    /// The error of candle or the device.
+    pub fn forward(&self, texts: &[&Tokens], lengths: &[usize]) -> Result<Tensor> {
+        let device: &Device = self.positions.device();
+        let places = self.places(texts);
+        let places = Tensor::from_slice(&places, places.len(), device)?;
+        let words = self.words.select(ids(texts), device)?;
+        let x = add_norm(words, &self.positions.index_select(&places, 0)?, &self.norm)?;
+        self.through(x, |attention, x| attention.forward(x, lengths))
+    }
+
+    /// All layers, after the embeddings.
+    fn through(
+        &self,
+        mut x: Tensor,
+        attend: impl Fn(&SelfAttention, Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        for Layer { before, attention, feed_forward } in &self.layers {
+            match before {
+                None => x = feed_forward.forward(attend(attention, x)?)?,
+                Some((out_norm, down_norm)) => {
+                    x = (&x + attend(attention, normed(&x, out_norm.as_ref())?)?)?;
+                    x = (&x + feed_forward.forward(normed(&x, Some(down_norm))?)?)?;
+                }
+            }
+        }
+        match &self.last_norm {
+            Some(norm) => normed(&x, Some(norm)),
+            None => Ok(x),
+        }
+    }
+}
+
+impl Encoder {
+    /// The row of each token in the table of positions.
+    fn places(&self, texts: &[&Tokens]) -> Vec<u32> {
+        let mut places = Vec::with_capacity(texts.iter().map(|text| text.ids.len()).sum());
+        for text in texts {
+            let begin = places.len();
+            add_positions(&text.ids, self.counting, &mut places);
+            // Models without a second type do not distinguish the texts of a pair.
+            places[begin + text.second..]
+                .iter_mut()
+                .for_each(|place| *place += self.positions_of_type as u32);
+        }
+        places
+    }
+}
+
+/// The ids of all texts in a row.
+fn ids(texts: &[&Tokens]) -> Vec<u32> {
+    texts.iter().flat_map(|text| &text.ids).copied().collect()
+}
+
+/// Adds the position of each token of a text.
+fn add_positions(text: &[u32], counting: Counting, places: &mut Vec<u32>) {
+    match counting {
+        Counting::Not => places.extend(text.iter().map(|_| 0)),
+        Counting::FromZero => places.extend(0..text.len() as u32),
+        Counting::AfterPadding(padding) => {
+            let mut last = padding;
+            places.extend(text.iter().map(|id| {
+                if *id == padding {
+                    return padding;
+                }
+                last += 1;
+                last
+            }));
+        }
+    }
+}
+
+/// The norm of `x` in memory of its own; without a norm, a copy.
+fn normed(x: &Tensor, norm: Option<&NormParams>) -> Result<Tensor> {
+    match norm {
+        Some(norm) => add_norm(x.copy()?, &x.zeros_like()?, norm),
+        None => x.copy(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Counting, add_positions, bucket};
+
+    #[test]
+    fn each_text_has_positions_of_its_own() {
+        let positions = |counting| {
+            let mut places = Vec::new();
+            add_positions(&[7, 1, 9], counting, &mut places);
+            add_positions(&[4, 5], counting, &mut places);
+            places
+        };
+        assert_eq!(positions(Counting::FromZero), [0, 1, 2, 0, 1]);
+        assert_eq!(positions(Counting::AfterPadding(1)), [2, 1, 3, 2, 3]);
+        assert_eq!(positions(Counting::Not), [0; 5]);
+    }
+
+    #[test]
+    fn distances_share_buckets_as_they_grow() {
+        for (distance, of) in
+            [(0, 0), (-7, 7), (-8, 8), (-11, 8), (-12, 9), (-91, 15), (-500, 15), (1, 17), (128, 31)]
+        {
+            assert_eq!(bucket(distance), of, "{distance}");
+        }
+        // The reference's formula, away from the limits, where rounding decides.
+        for size in [9_u32, 14, 20, 27, 40, 50, 70, 100, 300] {
+            let large = 8 + ((f64::from(size) / 8.0).ln() / 16_f64.ln() * 8.0) as usize;
+            assert_eq!(bucket(-(size as isize)), large.min(15), "{size}");
+        }
+    }
+}

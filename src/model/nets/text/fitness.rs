@@ -1,0 +1,196 @@
+//! Checks whether the network on its device and in its precision computes what the same weights give on a CPU
+//! in f32; tests compare the latter with the reference library. Uses a few known texts in one batch. Owns no
+//! state.
+
+use candle_core::{DType, Device};
+
+use super::TextNetwork;
+use crate::config::Dtype;
+use crate::model::load::tokenizer::{TextTokenizer, Tokens};
+use crate::model::{Forward, ForwardError, LoadError, LoadSpec, Unfit};
+
+/// Tokens of the known texts, without special tokens: the shortest text, a sentence, a paragraph.
+const LENGTHS: [usize; 3] = [1, 20, 150];
+
+/// Whether the comparison is needed: a CPU in f32 is the reference itself.
+pub(super) fn is_to_be_compared(device: &Device, dtype: DType) -> bool {
+    !device.is_cpu() || dtype != DType::F32
+}
+
+/// The largest accepted error of a vector, as a share of its length. f32 differs by the order of sums, half
+/// precision by rounding in every layer; a broken device differs by much more.
+fn tolerance(dtype: Dtype) -> f64 {
+    match dtype {
+        Dtype::F32 => 1e-3,
+        Dtype::F16 => 0.025,
+        // bf16 has three bits less.
+        Dtype::Bf16 => 0.2,
+    }
+}
+
+/// Computes the known texts with `model` and with `reference`, the same network on the CPU in f32.
+///
+/// # Errors
+/// [`LoadError::Unfit`] with the first text that differs, [`LoadError::Device`] if the device fails.
+pub(super) fn compare(
+    model: &mut TextNetwork,
+    mut reference: TextNetwork,
+    tokenizer: &TextTokenizer,
+    LoadSpec { device, dtype, .. }: &LoadSpec,
+) -> Result<(), LoadError> {
+    let (device, dtype) = (device.clone(), *dtype);
+    let texts = known_texts(tokenizer);
+    let failed = |error: ForwardError| LoadError::Device {
+        device: device.clone(),
+        reason: format!("a known forward pass fails: {error}"),
+    };
+    let found = vectors(model, &texts).map_err(failed)?;
+    let expected = vectors(&mut reference, &texts).map_err(failed)?;
+    for (text, (found, expected)) in texts.iter().zip(found.iter().zip(&expected)) {
+        // Weights that give no numbers even on a CPU are not a device's fault; that is reported later.
+        let Some(expected) = expected else { continue };
+        let off = found.as_ref().map_or(f64::NAN, |found| distance(found, expected));
+        let most = tolerance(dtype);
+        if off.is_nan() || off > most {
+            let (tokens, dtype) = (text.ids.len(), dtype.name());
+            let reason = format!(
+                "it computes wrongly: of a known text of {tokens} tokens the vector in {dtype} is off by \
+                 {off:.2e} of its length from what a CPU computes in f32, and {most} is allowed; look at the \
+                 card (dcgmi diag -r 3, nvidia-smi -q -d ECC) and take it out of `devices`; where all cards say \
+                 so, the model does not stand this precision (pool.dtype)"
+            );
+            return Err(LoadError::Unfit { device, why: Unfit::WrongResult, reason });
+        }
+    }
+    Ok(())
+}
+
+/// Texts of several lengths, with tokens from the whole vocabulary.
+fn known_texts(tokenizer: &TextTokenizer) -> Vec<Tokens> {
+    let (room, vocabulary) = (tokenizer.room(), u64::from(tokenizer.vocabulary()));
+    let text = |(index, length): (usize, &usize)| {
+        let tokens = (*length).min(room) as u64;
+        // A prime, so that tokens differ in any vocabulary that is larger than the text.
+        let ids = (0..tokens).map(|n| ((index as u64 + n + 1) * 7_919 % vocabulary) as u32).collect();
+        tokenizer.ids(ids, "known").ok()
+    };
+    LENGTHS.iter().enumerate().filter_map(text).collect()
+}
+
+/// Each text's vector; none if the model gave no numbers.
+fn vectors(model: &mut TextNetwork, texts: &[Tokens]) -> Result<Vec<Option<Vec<f32>>>, ForwardError> {
+    let texts: Vec<&Tokens> = texts.iter().collect();
+    Ok(model.forward(&texts)?.into_iter().map(Result::ok).collect())
+}
+
+/// The distance of `found` from `expected`, as a share of the length of `expected`.
+fn distance(found: &[f32], expected: &[f32]) -> f64 {
+    let pairs = found.iter().zip(expected).map(|(a, b)| (f64::from(*a), f64::from(*b)));
+    let (off, all) = pairs.fold((0.0, 0.0), |(off, all), (a, b)| (off + (a - b).powi(2), all + b * b));
+    (off / f64::max(all, f64::MIN_POSITIVE)).sqrt()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a fixture that cannot be read fails its test")]
+mod tests {
+    use std::path::{Path, PathBuf};
+
+    use super::*;
+    use crate::model::LoadSpec;
+    use crate::model::tasks::embed::{EmbeddingProcessor, load};
+
+    const NAME: &str = "tiny-bert-cls";
+    const TENSOR: &str = "bert.encoder.layer.0.output.dense.weight";
+    const FIXTURES: [&str; 8] = [
+        "tiny-bert-cls",
+        "tiny-bert-max",
+        "tiny-roberta",
+        "tiny-xlm-roberta",
+        "tiny-distilbert",
+        "tiny-mpnet",
+        "tiny-nomic",
+        "tiny-modernbert",
+    ];
+
+    fn fixture(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    }
+
+    fn spec(folder: &Path, dtype: Dtype) -> LoadSpec {
+        LoadSpec { dtype, ..LoadSpec::new(folder.to_str().unwrap()) }
+    }
+
+    fn loaded(folder: &Path, dtype: Dtype) -> (EmbeddingProcessor, TextNetwork) {
+        load(&spec(folder, dtype), &Device::Cpu).unwrap()
+    }
+
+    /// The largest error of a model's texts in a precision.
+    fn off(folder: &Path, dtype: Dtype) -> f64 {
+        let (processor, mut reference) = loaded(folder, Dtype::F32);
+        let texts = known_texts(&processor.tokenizer);
+        assert_eq!(texts.len(), LENGTHS.len());
+        let expected = vectors(&mut reference, &texts).unwrap();
+        let found = vectors(&mut loaded(folder, dtype).1, &texts).unwrap();
+        let pairs = found.iter().zip(&expected);
+        pairs.map(|(a, b)| distance(a.as_ref().unwrap(), b.as_ref().unwrap())).fold(0.0, f64::max)
+    }
+
+    /// A copy of the model, with the numbers of one tensor changed by `change`.
+    fn corrupted(change: impl Fn(usize, f32) -> f32) -> tempfile::TempDir {
+        let copy = tempfile::tempdir().unwrap();
+        let mut cp = std::process::Command::new("cp");
+        assert!(cp.arg("-r").arg(fixture(NAME).join(".")).arg(copy.path()).status().unwrap().success());
+        let path = copy.path().join("model.safetensors");
+        let mut bytes = std::fs::read(&path).unwrap();
+        let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        let (start, end) = metadata.info(TENSOR).unwrap().data_offsets;
+        let numbers = &mut bytes[8 + header + start..8 + header + end];
+        for (index, number) in numbers.chunks_exact_mut(4).enumerate() {
+            let changed = change(index, f32::from_le_bytes(number.try_into().unwrap()));
+            number.copy_from_slice(&changed.to_le_bytes());
+        }
+        std::fs::write(path, bytes).unwrap();
+        copy
+    }
+
+    #[test]
+    fn every_model_is_well_within_the_tolerance_of_its_precision() {
+        for name in FIXTURES {
+            for dtype in [Dtype::F16, Dtype::Bf16] {
+                let off = off(&fixture(name), dtype);
+                assert!(off > 0.0 && off <= tolerance(dtype) / 4.0, "{name} {}: {off:.2e}", dtype.name());
+            }
+        }
+    }
+
+    #[test]
+    fn a_device_that_computes_with_other_weights_is_refused_with_numbers() {
+        let (processor, _) = loaded(&fixture(NAME), Dtype::F32);
+        // One bit of one exponent is wrong.
+        let one_bit = |index, number| if index == 5 { number * 65_536.0 } else { number };
+        let none = |_, _| 0.0;
+        let nan = |index, number| if index == 5 { f32::NAN } else { number };
+        let changes: [&dyn Fn(usize, f32) -> f32; 3] = [&one_bit, &none, &nan];
+        for (index, change) in changes.into_iter().enumerate() {
+            let folder = corrupted(change);
+            let (_, mut model) = loaded(folder.path(), Dtype::F32);
+            let (_, reference) = loaded(&fixture(NAME), Dtype::F32);
+            let error =
+                compare(&mut model, reference, &processor.tokenizer, &spec(folder.path(), Dtype::Bf16))
+                    .unwrap_err();
+            let LoadError::Unfit { why, reason, .. } = &error else { panic!("{index}: {error}") };
+            assert_eq!(*why, Unfit::WrongResult);
+            assert!(reason.contains("3 tokens") && reason.contains("bf16"), "{index}: {reason}");
+        }
+    }
+
+    #[test]
+    fn weights_that_give_no_numbers_anywhere_are_no_devices_fault() {
+        let folder = corrupted(|_, _| f32::NAN);
+        let (processor, mut model) = loaded(folder.path(), Dtype::F32);
+        let (_, reference) = loaded(folder.path(), Dtype::F32);
+        assert!(
+            compare(&mut model, reference, &processor.tokenizer, &spec(folder.path(), Dtype::F32)).is_ok()
+        );
+    }
+}

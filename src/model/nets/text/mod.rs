@@ -1,0 +1,174 @@
+//! Encoders of BERT's family, with a vector or a row of labels for each text. Owns the loaded network; does not
+//! know where texts come from or how they are batched.
+//!
+//! The network runs without padding: a batch is one matrix of all its tokens, so that texts of any lengths go
+//! together, and each costs only its own tokens.
+
+pub mod config;
+mod encoder;
+mod fitness;
+mod head;
+#[cfg(feature = "cuda")]
+mod on_gpu;
+
+use candle_core::{DType, Device, Tensor};
+
+use self::config::NetworkConfig;
+use self::encoder::Encoder;
+use self::head::Head;
+use crate::model::load::ModelFiles;
+use crate::model::load::tokenizer::{TextTokenizer, Tokens};
+use crate::model::load::weights::Weights;
+use crate::model::ops::pooling::{Mode, Pooling};
+use crate::model::{Dtype, Forward, ForwardError, LoadError, LoadSpec, TaskError, device};
+
+/// A network for texts on one device.
+pub struct TextNetwork {
+    encoder: Encoder,
+    pooling: Pooling,
+    /// Without a head, a text's output is its pooled vector.
+    head: Option<Head>,
+    #[cfg(feature = "cuda")]
+    gpu: Option<on_gpu::OnGpu>,
+}
+
+/// What a text's output is.
+#[derive(Clone, Debug)]
+pub enum Output {
+    /// One vector of its tokens' vectors.
+    Pooled(Pooling),
+    /// A number for each of so many labels.
+    Labels(usize),
+}
+
+impl TextNetwork {
+    /// Loads the network onto its device, and compares what it computes there with what a CPU computes.
+    ///
+    /// # Errors
+    /// [`LoadError`] for a file that is missing or invalid, and for a device that computes wrongly.
+    pub fn load(
+        (spec, device): (&LoadSpec, &Device),
+        files: &ModelFiles,
+        config: &NetworkConfig,
+        tokenizer: &TextTokenizer,
+        output: &Output,
+    ) -> Result<Self, LoadError> {
+        let paths = files.weights()?;
+        let (pooling, labels) = match output {
+            Output::Pooled(pooling) => (pooling.clone(), None),
+            Output::Labels(labels) => {
+                let mode = if config.head_of_mean { Mode::Mean } else { Mode::Cls };
+                (Pooling { modes: vec![mode], normalize: false }, Some(*labels))
+            }
+        };
+        let names = (config.family.base(), config.family.words());
+        let read = |device: &Device, dtype| Weights::read(&paths, names, device, dtype);
+        let on = |weights: &Weights| {
+            Ok(Self {
+                encoder: Encoder::load(weights, config)?,
+                pooling: pooling.clone(),
+                head: None,
+                #[cfg(feature = "cuda")]
+                gpu: on_gpu::OnGpu::new(weights.device()).map_err(|error| spec.failed(error))?,
+            })
+        };
+        let dtype = candle_dtype(spec.dtype);
+        let weights = read(device, dtype)?;
+        let mut network = on(&weights)?;
+        if fitness::is_to_be_compared(device, dtype) {
+            let reference = on(&read(&Device::Cpu, DType::F32)?)?;
+            fitness::compare(&mut network, reference, tokenizer, spec)?;
+        }
+        let head = labels.map(|labels| Head::load(&weights, config, labels));
+        network.head = head.transpose()?;
+        Ok(network)
+    }
+
+    /// The outputs of texts with these vectors and numbers of tokens.
+    fn outputs(&self, vectors: Vec<Vec<f32>>, lengths: &[usize]) -> Vec<Result<Vec<f32>, TaskError>> {
+        let outputs = match &self.head {
+            None => vectors,
+            Some(head) => head.apply(&vectors),
+        };
+        outputs.into_iter().zip(lengths).map(|(output, length)| checked(output, *length)).collect()
+    }
+}
+
+/// The outputs of a batch, or a batch in progress.
+pub enum Pending {
+    /// Already computed.
+    Outputs(Vec<Result<Vec<f32>, TaskError>>),
+    /// Submitted to the device, with the tokens of each text.
+    #[cfg(feature = "cuda")]
+    OnGpu(on_gpu::Begun, Vec<usize>),
+}
+
+impl Forward for TextNetwork {
+    type Input = Tokens;
+    type Output = Vec<f32>;
+    type Pending = Pending;
+
+    fn submit(&mut self, inputs: &[&Tokens]) -> Result<Pending, ForwardError> {
+        if inputs.is_empty() {
+            return Ok(Pending::Outputs(Vec::new()));
+        }
+        let lengths: Vec<usize> = inputs.iter().map(|input| input.ids.len()).collect();
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &mut self.gpu {
+            let begun = gpu.begin((&self.encoder, &self.pooling), inputs, lengths.clone());
+            let begun = begun.map_err(|error| device::forward_error(&error))?;
+            return Ok(Pending::OnGpu(begun, lengths));
+        }
+        let rows = self.encoder.forward(inputs, &lengths).and_then(|rows| host(&rows));
+        let rows = rows.map_err(|error| device::forward_error(&error))?;
+        let width = self.encoder.width();
+        let mut rest = &*rows;
+        let pooled = lengths.iter().map(|length| {
+            let (text, others) = rest.split_at(length * width);
+            rest = others;
+            self.pooling.pool(text, width)
+        });
+        Ok(Pending::Outputs(self.outputs(pooled.collect(), &lengths)))
+    }
+
+    fn wait(&mut self, pending: Pending) -> Result<Vec<Result<Vec<f32>, TaskError>>, ForwardError> {
+        match pending {
+            Pending::Outputs(outputs) => Ok(outputs),
+            #[cfg(feature = "cuda")]
+            Pending::OnGpu(begun, lengths) => {
+                let Some(gpu) = &mut self.gpu else { return Ok(Vec::new()) };
+                let vectors = gpu.finish(begun, &self.pooling);
+                let vectors = vectors.map_err(|error| device::forward_error(&error))?;
+                Ok(self.outputs(vectors, &lengths))
+            }
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn is_asynchronous(&self) -> bool {
+        self.gpu.is_some()
+    }
+}
+
+/// The output of a text with `tokens` tokens, if all its numbers are finite.
+fn checked(output: Vec<f32>, tokens: usize) -> Result<Vec<f32>, TaskError> {
+    match output.iter().find(|number| !number.is_finite()) {
+        None => Ok(output),
+        Some(bad) => Err(TaskError::internal(format!(
+            "the model gave {bad} in the output of an input of {tokens} tokens"
+        ))),
+    }
+}
+
+/// Copies the tokens' vectors to the host, where they are pooled.
+fn host(rows: &Tensor) -> candle_core::Result<Vec<f32>> {
+    rows.flatten_all()?.to_dtype(DType::F32)?.to_vec1()
+}
+
+fn candle_dtype(dtype: Dtype) -> DType {
+    match dtype {
+        Dtype::F32 => DType::F32,
+        Dtype::Bf16 => DType::BF16,
+        Dtype::F16 => DType::F16,
+    }
+}

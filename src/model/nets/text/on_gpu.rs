@@ -1,0 +1,63 @@
+//! A forward pass on a GPU, which computes asynchronously: the copy of the batch's plan, the network, and the
+//! copy of the texts' vectors are all submitted before anything is waited for. Owns the streams and memory of
+//! the copies.
+
+use candle_core::{Device, Result};
+
+use super::encoder::Encoder;
+use crate::model::device::{Copies, DeviceToHost};
+use crate::model::load::tokenizer::Tokens;
+use crate::model::ops::gpu::cuda::{Planned, pool};
+use crate::model::ops::pooling::{Pooling, normalize};
+
+/// Runs forward passes on a GPU; keeps the buffers for copies.
+pub struct OnGpu(Copies);
+
+/// A submitted pass.
+pub struct Begun {
+    fetched: DeviceToHost,
+    /// The width of a text's vector.
+    width: usize,
+}
+
+impl OnGpu {
+    /// For this device; none if it is a CPU.
+    ///
+    /// # Errors
+    /// The driver's error.
+    pub fn new(device: &Device) -> Result<Option<Self>> {
+        if device.is_cuda() { Copies::new(device).map(|copies| Some(Self(copies))) } else { Ok(None) }
+    }
+
+    /// Submits texts with `lengths` tokens.
+    ///
+    /// # Errors
+    /// The error of candle or the device.
+    pub fn begin(
+        &mut self,
+        (encoder, pooling): (&Encoder, &Pooling),
+        texts: &[&Tokens],
+        lengths: Vec<usize>,
+    ) -> Result<Begun> {
+        let plan = encoder.plan(texts, &lengths);
+        let brought = self.0.bring(&plan.words)?;
+        let planned = Planned { plan, lengths, words: brought.tensor.clone() };
+        let rows = encoder.forward_planned(&planned);
+        let computed = rows.and_then(|rows| pool(&rows, &planned, &pooling.modes));
+        let fetched = self.0.fetch(brought, computed)?;
+        Ok(Begun { fetched, width: pooling.width(encoder.width()) })
+    }
+
+    /// Waits for the texts' vectors.
+    ///
+    /// # Errors
+    /// The device's error.
+    pub fn finish(&mut self, begun: Begun, pooling: &Pooling) -> Result<Vec<Vec<f32>>> {
+        let numbers = self.0.wait(begun.fetched)?;
+        let mut vectors: Vec<Vec<f32>> = numbers.chunks_exact(begun.width).map(<[f32]>::to_vec).collect();
+        if pooling.normalize {
+            vectors.iter_mut().for_each(|vector| normalize(vector));
+        }
+        Ok(vectors)
+    }
+}

@@ -1,0 +1,239 @@
+//! The attention half of a block: LayerNorm(attention(x)·O + bias + x), or without the norm and x, each text over its own tokens. The texts of a batch follow each other without padding. Decides the form in which its weights are kept, and owns
+//! them.
+
+use candle_core::{Result, Tensor};
+
+use super::add_norm::After;
+use super::distances::Distances;
+use super::host_values;
+
+mod composed;
+mod packed;
+mod text;
+
+use composed::attention;
+use packed::Packed;
+
+/// One attention half.
+pub struct SelfAttention {
+    weights: Weights,
+    heads: usize,
+    distances: Distances,
+    /// With the bias of O.
+    after: After,
+}
+
+enum Weights {
+    /// f32 on a CPU.
+    Packed(Packed),
+    /// `[hidden, 3·hidden]`, `[3·hidden]`, `[hidden, hidden]`.
+    Plain { qkv: Tensor, qkv_bias: Tensor, out: Tensor },
+    /// For a GPU with a kernel for these heads. The bias is that of the queries, in f32: the keys' bias changes
+    /// no weight, and the values' bias is in the norm's, multiplied by O.
+    #[cfg(feature = "cuda")]
+    Kernel { qkv: Tensor, q_bias: Tensor, out: Tensor, heads: super::gpu::Heads },
+}
+
+/// The weights of one attention half as published: matrices `[hidden, hidden]`, one row for each output.
+pub struct Published {
+    /// Of queries, keys and values, each with its bias.
+    pub qkv: [(Tensor, Tensor); 3],
+    /// O.
+    pub out: Tensor,
+    /// Heads; they divide `hidden`.
+    pub heads: usize,
+    /// What is known of the distance between two tokens. With rotated keys, the keys' bias must be 0.
+    pub distances: Distances,
+}
+
+impl SelfAttention {
+    /// Takes over the weights; `after` has O's bias.
+    ///
+    /// # Errors
+    /// Shapes or types do not match, or a device fails.
+    pub fn new(published: Published, mut after: After) -> Result<Self> {
+        let Published { qkv: [q, k, v], out, heads, distances } = published;
+        let matrices = [&q.0, &k.0, &v.0];
+        let biases = [&q.1, &k.1, &v.1];
+        let weights = if let Some(out) = host_values(&out)? {
+            let host = |tensor: &Tensor| tensor.flatten_all()?.to_vec1();
+            let [q, k, v] = [host(matrices[0])?, host(matrices[1])?, host(matrices[2])?];
+            let (q_bias, v_bias) = (host(biases[0])?, host(biases[2])?);
+            after = after.with_bias_raised(&packed::through(&out, &v_bias))?;
+            Weights::Packed(Packed::new([q, k, v], q_bias, &out, heads))
+        } else {
+            #[cfg(feature = "cuda")]
+            if distances.are_unknown()
+                && let Some(weights) = for_kernel(&matrices, &biases, &out, heads)?
+            {
+                let host =
+                    |tensor: &Tensor| tensor.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1();
+                let by = packed::through(&host(&out)?, &host(biases[2])?);
+                after = after.with_bias_raised(&by)?;
+                return Ok(Self { weights, heads, distances, after });
+            }
+            Weights::Plain {
+                qkv: Tensor::cat(&matrices, 0)?.t()?.contiguous()?,
+                qkv_bias: Tensor::cat(&biases, 0)?,
+                out: out.t()?.contiguous()?,
+            }
+        };
+        Ok(Self { weights, heads, distances, after })
+    }
+
+    /// Attends over `x` `[tokens, hidden]`, in `x`'s memory; `lengths` are the tokens of each text, with the
+    /// sum `tokens`.
+    ///
+    /// # Errors
+    /// Shapes or types do not match: a bug of the caller.
+    pub fn forward(&self, x: Tensor, lengths: &[usize]) -> Result<Tensor> {
+        match &self.weights {
+            Weights::Packed(weights) => {
+                x.inplace_op1(&weights.over(lengths, &self.distances, &self.after))?;
+                Ok(x)
+            }
+            Weights::Plain { qkv, qkv_bias, out } => {
+                let qkv = x.matmul(qkv)?.broadcast_add(qkv_bias)?;
+                let seen = attention(&qkv, self.heads, lengths, &self.distances)?;
+                self.after.end(x, &seen.matmul(out)?)
+            }
+            #[cfg(feature = "cuda")]
+            Weights::Kernel { .. } => candle_core::bail!("a GPU's kernel needs the plan of its batch"),
+        }
+    }
+
+    /// The same for a batch whose plan is on the device.
+    ///
+    /// # Errors
+    /// The driver's error.
+    #[cfg(feature = "cuda")]
+    pub fn forward_planned(&self, x: Tensor, planned: &super::gpu::cuda::Planned) -> Result<Tensor> {
+        let Weights::Kernel { qkv, q_bias, out, heads } = &self.weights else {
+            return self.forward(x, &planned.lengths);
+        };
+        let seen = super::gpu::cuda::attend(&x.matmul(qkv)?, q_bias, *heads, planned)?;
+        self.after.end(x, &seen.matmul(out)?)
+    }
+}
+
+/// The weights as a GPU's kernel takes them; none if no kernel fits these heads.
+#[cfg(feature = "cuda")]
+fn for_kernel(
+    matrices: &[&Tensor; 3],
+    biases: &[&Tensor; 3],
+    out: &Tensor,
+    heads: usize,
+) -> Result<Option<Weights>> {
+    let (dtype, hidden) = (out.dtype(), out.dim(0)?);
+    let heads = super::gpu::cuda::attends(dtype, heads, hidden / heads).filter(|_| out.device().is_cuda());
+    let Some(heads) = heads else { return Ok(None) };
+    Ok(Some(Weights::Kernel {
+        qkv: Tensor::cat(matrices, 0)?.t()?.contiguous()?,
+        q_bias: biases[0].to_dtype(candle_core::DType::F32)?.contiguous()?,
+        out: out.t()?.contiguous()?,
+        heads,
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::super::distances::{Bias, Rotary};
+    use super::super::testing::{difference, noise, norm_params, on_every_cpu};
+    use super::*;
+
+    fn published(heads: usize, hidden: usize, range: f32) -> Published {
+        let part = |seed| (noise(&[hidden, hidden], range, seed), noise(&[hidden], 0.5, seed + 10));
+        let part = |seed| (part(seed).0.unwrap(), part(seed).1.unwrap());
+        let out = noise(&[hidden, hidden], 0.2, 4).unwrap();
+        Published { qkv: [part(1), part(2), part(3)], out, heads, distances: Distances::default() }
+    }
+
+    fn plain(published: Published, after: After) -> SelfAttention {
+        let Published { qkv: [q, k, v], out, heads, distances } = published;
+        let qkv = Tensor::cat(&[q.0, k.0, v.0], 0).unwrap().t().unwrap().contiguous().unwrap();
+        let qkv_bias = Tensor::cat(&[q.1, k.1, v.1], 0).unwrap();
+        let out = out.t().unwrap().contiguous().unwrap();
+        SelfAttention { weights: Weights::Plain { qkv, qkv_bias, out }, heads, distances, after }
+    }
+
+    /// The largest difference between the results of the two forms of weights.
+    fn off(heads: usize, d: usize, lengths: &[usize], range: f32) -> f32 {
+        let hidden = heads * d;
+        let x = noise(&[lengths.iter().sum(), hidden], 1.0, 7).unwrap();
+        let norm = || After::Norm(norm_params(hidden, 20).unwrap());
+        let right = plain(published(heads, hidden, range), norm());
+        let ours = SelfAttention::new(published(heads, hidden, range), norm()).unwrap();
+        assert!(matches!(ours.weights, Weights::Packed(_)));
+        let right = right.forward(x.copy().unwrap(), lengths).unwrap();
+        difference(&ours.forward(x, lengths).unwrap(), &right).unwrap()
+    }
+
+    #[test]
+    fn it_equals_its_steps_for_any_length_and_head_size_on_every_cpu() {
+        on_every_cpu(equals_its_steps);
+    }
+
+    fn equals_its_steps() {
+        for (heads, d) in [(12, 32), (2, 64), (4, 8), (3, 5), (1, 1)] {
+            let off = off(heads, d, &[1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65], 0.2);
+            assert!(off < 2e-5, "{heads} heads of {d}: {off}");
+        }
+        assert!(off(2, 32, &[512], 0.2) < 1e-5);
+    }
+
+    #[test]
+    fn with_known_distances_it_equals_its_steps_on_every_cpu() {
+        on_every_cpu(|| {
+            let lengths = [1, 2, 17, 33, 70];
+            let bias = Bias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
+            let cases = [
+                Distances { bias: Some(Arc::new(bias)), ..Distances::default() },
+                Distances { rotary: Some(Arc::new(Rotary::new(100.0, 8, 70))), ..Distances::default() },
+                Distances { window: Some(5), ..Distances::default() },
+            ];
+            for distances in cases {
+                let published = || {
+                    let mut published = published(4, 32, 0.3);
+                    // Rotated keys have no bias.
+                    published.qkv[1].1 = published.qkv[1].1.zeros_like().unwrap();
+                    Published { distances: distances.clone(), ..published }
+                };
+                let x = noise(&[lengths.iter().sum(), 32], 1.0, 1).unwrap();
+                let bias = || After::bias(&noise(&[32], 0.5, 9).unwrap()).unwrap();
+                for after in [bias, || After::Norm(norm_params(32, 20).unwrap())] {
+                    let ours = SelfAttention::new(published(), after()).unwrap();
+                    assert!(matches!(ours.weights, Weights::Packed(_)));
+                    let right = plain(published(), after()).forward(x.copy().unwrap(), &lengths).unwrap();
+                    let off =
+                        difference(&ours.forward(x.copy().unwrap(), &lengths).unwrap(), &right).unwrap();
+                    assert!(off < 2e-5, "{distances:?}: {off}");
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn large_scores_do_not_overflow() {
+        assert!(off(2, 32, &[9, 40], 4.0) < 1e-3);
+    }
+
+    #[test]
+    fn a_text_attends_to_its_own_tokens_only() {
+        let x = noise(&[30, 32], 1.0, 1).unwrap();
+        let half =
+            SelfAttention::new(published(4, 32, 0.5), After::Norm(norm_params(32, 5).unwrap())).unwrap();
+        let alone = half.forward(x.narrow(0, 11, 19).unwrap().copy().unwrap(), &[19]).unwrap();
+        let together = half.forward(x, &[11, 19]).unwrap();
+        assert_eq!(difference(&together.narrow(0, 11, 19).unwrap(), &alone).unwrap(), 0.0);
+    }
+
+    #[test]
+    fn lengths_that_are_not_the_tokens_are_refused() {
+        let half =
+            SelfAttention::new(published(4, 32, 0.5), After::Norm(norm_params(32, 5).unwrap())).unwrap();
+        let error = half.forward(noise(&[30, 32], 1.0, 1).unwrap(), &[11, 18]).unwrap_err().to_string();
+        assert!(error.contains("texts of 29 tokens") && error.contains("30 rows"), "{error}");
+    }
+}

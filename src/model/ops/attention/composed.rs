@@ -1,0 +1,154 @@
+//! Attention by candle's own operations, for any device and precision; the reference for the kernels. Decides
+//! which texts share a product, padded to the longest: texts of similar lengths, so that there is little
+//! padding.
+
+use candle_core::{D, DType, Result, Tensor, bail};
+
+use super::super::distances::{Distances, places};
+
+/// The most scores of a head computed at once, unless one text alone has more: a text is never split.
+const MOST_SCORES: usize = 1 << 22;
+/// Less than one row in this many is padding.
+const PADDING: usize = 20;
+
+/// softmax(Q·Kᵀ/√d)·V for each text and head. `qkv` is `[tokens, 3·heads·d]`, the three products side by side;
+/// `lengths` are the tokens of each text, with the sum `tokens`. Returns `[tokens, heads·d]`.
+///
+/// # Errors
+/// Shapes or types do not match: a bug of the caller.
+pub fn attention(qkv: &Tensor, heads: usize, lengths: &[usize], distances: &Distances) -> Result<Tensor> {
+    let (tokens, width) = qkv.dims2()?;
+    let of_texts: usize = lengths.iter().sum();
+    if of_texts != tokens || tokens == 0 {
+        bail!("attention over texts of {of_texts} tokens in all got {tokens} rows");
+    }
+    let rotated = distances.rotary.as_ref().map(|rotary| {
+        let parts = qkv.reshape((tokens, 3 * heads, width / 3 / heads))?;
+        let (turning, values) = (parts.narrow(1, 0, 2 * heads)?, parts.narrow(1, 2 * heads, heads)?);
+        let turned = rotary.rotated(&turning, &places(lengths))?;
+        Tensor::cat(&[turned, values], 1)?.reshape((tokens, width))
+    });
+    let rotated = rotated.transpose()?;
+    let qkv = rotated.as_ref().unwrap_or(qkv);
+    let mut places = vec![0u32; tokens];
+    let mut padded = 0;
+    let mut seen = Vec::new();
+    for group in groups(lengths) {
+        for (text, start) in group.starts.iter().enumerate() {
+            for token in 0..group.lengths[text] {
+                places[start + token] = (padded + text * group.longest + token) as u32;
+            }
+        }
+        padded += group.starts.len() * group.longest;
+        seen.push(group.attend(qkv, heads, distances)?);
+    }
+    Tensor::cat(&seen, 0)?.index_select(&Tensor::from_vec(places, tokens, qkv.device())?, 0)
+}
+
+/// Texts of similar lengths.
+#[derive(Debug, PartialEq)]
+struct Group {
+    /// The first row of each text in the batch.
+    starts: Vec<usize>,
+    lengths: Vec<usize>,
+    tokens: usize,
+    longest: usize,
+}
+
+impl Group {
+    /// Whether a text may join that is at least as long as all others.
+    fn takes(&self, length: usize) -> bool {
+        let rows = (self.starts.len() + 1) * length;
+        PADDING * (rows - self.tokens - length) < rows && rows * length <= MOST_SCORES
+    }
+}
+
+fn groups(lengths: &[usize]) -> Vec<Group> {
+    let starts = lengths.iter().scan(0, |next, n| Some(std::mem::replace(next, *next + n)));
+    let mut texts: Vec<(usize, usize)> =
+        lengths.iter().copied().zip(starts).filter(|(n, _)| *n > 0).collect();
+    texts.sort_unstable();
+    let mut groups: Vec<Group> = Vec::new();
+    for (n, start) in texts {
+        match groups.last_mut().filter(|group| group.takes(n)) {
+            Some(group) => {
+                group.starts.push(start);
+                group.lengths.push(n);
+                group.tokens += n;
+                group.longest = n;
+            }
+            None => groups.push(Group { starts: vec![start], lengths: vec![n], tokens: n, longest: n }),
+        }
+    }
+    groups
+}
+
+impl Group {
+    /// Returns `[texts·longest, heads·d]`.
+    fn attend(&self, qkv: &Tensor, heads: usize, distances: &Distances) -> Result<Tensor> {
+        let (texts, n, device) = (self.starts.len(), self.longest, qkv.device());
+        let mut rows = Vec::with_capacity(texts * n);
+        let mut mask = Vec::with_capacity(texts * n);
+        for (start, length) in self.starts.iter().zip(&self.lengths) {
+            rows.extend((0..n).map(|token| (start + token.min(length - 1)) as u32));
+            mask.extend((0..n).map(|token| if token < *length { 0.0 } else { f32::NEG_INFINITY }));
+        }
+        let qkv = qkv.index_select(&Tensor::from_vec(rows, texts * n, device)?, 0)?;
+        let d = qkv.dim(1)? / 3 / heads;
+        let qkv = qkv.reshape((texts, n, 3, heads, d))?.permute((2, 0, 3, 1, 4))?;
+        let part = |index| qkv.get(index)?.contiguous();
+        // Scaled before the product, and summed in f32: half precision has too little range and too few digits.
+        let scores = (part(0)? / (d as f64).sqrt())?.matmul(&part(1)?.t()?)?.to_dtype(DType::F32)?;
+        let mut scores = scores.broadcast_add(&Tensor::from_vec(mask, (texts, 1, 1, n), device)?)?;
+        if distances.bias.is_some() || distances.window.is_some() {
+            scores = scores.broadcast_add(&distances.added(heads, n, device)?)?;
+        }
+        let weights = candle_nn::ops::softmax(&scores, D::Minus1)?.to_dtype(qkv.dtype())?;
+        weights.matmul(&part(2)?)?.transpose(1, 2)?.reshape((texts * n, heads * d))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::testing::{difference, noise};
+    use super::*;
+
+    /// Text by text, as the formula says.
+    fn one_by_one(qkv: &Tensor, heads: usize, lengths: &[usize]) -> Result<Tensor> {
+        let d = qkv.dim(1)? / 3 / heads;
+        let mut start = 0;
+        let mut texts = Vec::new();
+        for &n in lengths {
+            let text = qkv.narrow(0, start, n)?.reshape((n, 3, heads, d))?.permute((1, 2, 0, 3))?;
+            let part = |index| text.get(index)?.contiguous();
+            let scores = (part(0)?.matmul(&part(1)?.t()?)? / (d as f64).sqrt())?;
+            let weights = candle_nn::ops::softmax(&scores, D::Minus1)?;
+            texts.push(weights.matmul(&part(2)?)?.transpose(0, 1)?.reshape((n, heads * d))?);
+            start += n;
+        }
+        Tensor::cat(&texts, 0)
+    }
+
+    #[test]
+    fn texts_that_go_together_get_what_each_gets_alone() {
+        let lengths = [5, 1, 40, 6, 31, 38, 7, 1, 300];
+        let qkv = noise(&[lengths.iter().sum(), 3 * 24], 2.0, 1).unwrap();
+        let right = one_by_one(&qkv, 3, &lengths).unwrap();
+        let off = difference(&attention(&qkv, 3, &lengths, &Distances::default()).unwrap(), &right).unwrap();
+        assert!(off < 2e-6, "{off}");
+    }
+
+    #[test]
+    fn a_group_is_of_about_one_length_and_bounded() {
+        let lengths = [40, 8, 10, 11, 42, 42, 45];
+        let sizes: Vec<_> = groups(&lengths).into_iter().map(|group| (group.lengths, group.starts)).collect();
+        let pair = (vec![10, 11], vec![48, 58]);
+        assert_eq!(
+            sizes,
+            [(vec![8], vec![40]), pair, (vec![40, 42, 42], vec![0, 69, 111]), (vec![45], vec![153])]
+        );
+        for group in groups(&[512; 200]) {
+            assert!(group.starts.len() <= 16, "{} texts of 512 tokens", group.starts.len());
+        }
+    }
+}

@@ -1,0 +1,35 @@
+//! Launches of `activation.cu`.
+
+use super::super::Activation;
+use super::{Argument, Launch, Matrix, Pointer, Source};
+
+/// Threads in a block; each handles four numbers at a time.
+const THREADS: u32 = 256;
+/// The most blocks; each continues with further numbers.
+const MOST: u32 = 1 << 14;
+
+/// x ← activation(x + bias); `bias` has the numbers of one row, of x's type.
+pub fn activate(x: Matrix, bias: Pointer, activation: Activation) -> Launch {
+    let which = match activation {
+        Activation::Gelu => 0,
+        Activation::GeluTanh => 1,
+        Activation::Relu => 2,
+        Activation::Silu | Activation::Identity => unreachable!("{activation:?} has no kernel"),
+    };
+    let fours = u64::from(x.rows) * u64::from(x.width / 4);
+    let blocks = fours.div_ceil(THREADS.into()).min(MOST.into()) as u32;
+    Launch {
+        source: Source::Activation,
+        kernel: format!("activate_{}", x.number.name()),
+        grid: [blocks, 1, 1],
+        threads: THREADS,
+        shared_bytes: 0,
+        arguments: vec![
+            Argument::Pointer(x.at),
+            Argument::Pointer(bias),
+            Argument::U32(x.rows),
+            Argument::U32(x.width),
+            Argument::U32(which),
+        ],
+    }
+}

@@ -1,0 +1,211 @@
+//! The product of two matrices. Decides their layout in memory, so that the inner loop reads both from front to
+//! back. Weights are laid out once, when the model is loaded.
+//!
+//! The inner loop keeps a tile of results in registers: two registers wide, and as many rows high as there are
+//! registers for.
+
+mod layout;
+mod lines;
+mod size;
+mod tile;
+
+use std::cell::RefCell;
+
+use rayon::prelude::*;
+
+use super::activation::Activation;
+use super::dispatch;
+pub use layout::{Panels, Rows};
+use size::Tile;
+pub use size::{COLUMNS, RUN};
+use tile::{Multiply, RowByRow, activated};
+
+/// The most tiles of rows in one block: enough that reading the weights again for each block costs little, few
+/// enough that the caches hold the block for the next step. CPUs with more registers, hence higher tiles, also
+/// have larger caches.
+const TILES: usize = 32;
+
+/// The columns of a tile on this CPU.
+pub fn columns_of_this_cpu() -> usize {
+    Tile::of_this_cpu().columns
+}
+
+thread_local! {
+    /// Reused by the next product: new memory costs a page fault every 4 KiB.
+    static LEFT: RefCell<Rows> = RefCell::default();
+}
+
+/// `out` `[count, width]` ← `rows` `[count, depth]` times `right`, in blocks of rows. `then` gets each block
+/// while it is in the cache, with the index of its first row.
+pub fn multiply_rows(
+    rows: &[f32],
+    right: &Panels,
+    out: &mut [f32],
+    then: impl Fn(usize, &mut [f32]) + Send + Sync,
+) {
+    let (depth, width) = (right.depth(), right.width());
+    by_blocks(out, width, |first, out| {
+        let count = out.len() / width;
+        let mut left = LEFT.take();
+        left.lay(&rows[first * depth..][..count * depth], depth);
+        left.multiply(0, right, out, width);
+        LEFT.set(left);
+        then(first, out);
+    });
+}
+
+/// Runs `work` on blocks of rows of `out`, `width` wide, with the index of each block's first row; in parallel
+/// if there are several threads.
+pub fn by_blocks(out: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32]) + Send + Sync) {
+    let threads = rayon::current_num_threads();
+    let share = (out.len() / width.max(1)).div_ceil(threads);
+    let tile = Tile::of_this_cpu().rows;
+    let block = share.next_multiple_of(tile).clamp(1, TILES * tile);
+    let blocks = out.chunks_mut(block * width).enumerate().map(|(index, rows)| (index * block, rows));
+    in_parallel(blocks, |(first, rows)| work(first, rows));
+}
+
+/// Runs `work` on each item, in parallel if there are several threads.
+pub fn in_parallel<T: Send>(items: impl Iterator<Item = T>, work: impl Fn(T) + Send + Sync) {
+    if rayon::current_num_threads() == 1 {
+        items.for_each(work);
+    } else {
+        items.collect::<Vec<_>>().into_par_iter().for_each(work);
+    }
+}
+
+impl Rows {
+    /// The first `width` columns of `out` `[count, stride]` ← these rows, from row `first` on, times `right`.
+    /// `first` must be the first row of a tile.
+    pub fn multiply(&self, first: usize, right: &Panels, out: &mut [f32], stride: usize) {
+        let row = self.depth.next_multiple_of(RUN);
+        let tiles = &self.tiles[first * row..];
+        let wanted = (out.len() / stride).next_multiple_of(Tile::of_this_cpu().rows) * row;
+        let tiles = &tiles[..wanted.min(tiles.len())];
+        dispatch(Multiply { tiles, right, to: RowByRow { out, stride, width: right.width } });
+    }
+
+    /// `to` ← activation(these rows times `right` + `bias`), laid out for the next product. `bias` has zeros
+    /// after its last number, up to a whole run.
+    pub fn multiply_activated(&self, right: &Panels, bias: (&[f32], Activation), to: &mut Rows) {
+        let rows = self.tiles.len() / self.depth.next_multiple_of(RUN);
+        to.depth = right.width;
+        to.tiles.set_len(rows * to.depth.next_multiple_of(RUN));
+        if !to.depth.is_multiple_of(RUN) {
+            // The numbers after the depth are read too, and could be NaN otherwise.
+            to.tiles.fill(0.0);
+        }
+        activated(&self.tiles, right, bias, &mut to.tiles);
+    }
+}
+
+impl Rows {
+    /// Multiplies each number by that of `by`, which is laid out alike.
+    pub fn gate(&mut self, by: &Self) {
+        self.tiles.iter_mut().zip(by.tiles.iter()).for_each(|(x, gate)| *x *= gate);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Tensor};
+
+    use super::super::activation::Activation;
+    use super::super::testing::{difference, noise, on_every_cpu};
+    use super::*;
+
+    fn flat(tensor: &Tensor) -> Vec<f32> {
+        tensor.flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn it_equals_candles_own_product_for_any_shape_on_every_cpu() {
+        on_every_cpu(equals_candles_own);
+    }
+
+    fn equals_candles_own() {
+        for (rows, depth, width) in
+            [(1, 1, 1), (5, 3, 7), (6, 16, 16), (7, 33, 15), (12, 8, 32), (13, 40, 95), (150, 384, 401)]
+        {
+            let a = noise(&[rows, depth], 1.0, 1).unwrap();
+            let published = noise(&[width, depth], 1.0, 2).unwrap();
+            let right = a.matmul(&published.t().unwrap()).unwrap();
+            let panels = Panels::new(&flat(&published), depth);
+            let mut out = vec![f32::NAN; rows * width];
+            multiply_rows(&flat(&a), &panels, &mut out, |_, _| {});
+            let ours = Tensor::from_vec(out, (rows, width), &Device::Cpu).unwrap();
+            let off = difference(&ours, &right).unwrap();
+            assert!(off < 1e-6 * depth as f32, "{rows}×{depth} · {depth}×{width}: {off}");
+        }
+    }
+
+    #[test]
+    fn what_was_laid_out_before_leaves_no_trace() {
+        let (mut rows, mut panels) = (Rows::new(&[f32::NAN; 40], 2), Panels::new(&[f32::NAN; 90], 3));
+        rows.lay(&[1.0, 2.0], 2);
+        panels.lay(&[3.0, 4.0, 5.0, 6.0, 7.0, 8.0], 2);
+        let mut out = [f32::NAN; 3];
+        rows.multiply(0, &panels, &mut out, 3);
+        assert_eq!(out, [11.0, 17.0, 23.0]);
+    }
+
+    #[test]
+    fn activated_rows_are_those_of_the_next_product_whatever_was_there_before() {
+        on_every_cpu(|| {
+            for width in [5, 16, 40, 100] {
+                let (rows, bias) = (Rows::new(&[1.0, 2.0, 3.0, 4.0], 2), vec![-0.5; 112]);
+                let bias = &bias[..usize::next_multiple_of(width, RUN)];
+                let panels = Panels::new(&vec![1.0; width * 2], 2);
+                let mut inner = Rows::new(&vec![f32::NAN; 40 * 128], 128);
+                rows.multiply_activated(&panels, (bias, Activation::Relu), &mut inner);
+                let mut out = [f32::NAN; 2];
+                inner.multiply(0, &Panels::new(&vec![1.0; width], width), &mut out, 1);
+                assert_eq!(out, [2.5 * width as f32, 6.5 * width as f32], "{width} columns");
+            }
+        });
+    }
+
+    #[test]
+    fn a_block_is_multiplied_and_no_row_behind_it() {
+        let rows = Rows::new(&[2.0; 100], 1);
+        let mut out = [0.0; 7];
+        rows.multiply(24, &Panels::new(&[3.0], 1), &mut out, 1);
+        assert_eq!(out, [6.0; 7]);
+    }
+
+    #[test]
+    fn a_product_leaves_what_lies_beyond_its_columns() {
+        let (rows, panels) = (Rows::new(&[1.0, 2.0], 1), Panels::new(&[3.0, 4.0], 1));
+        let mut out = [-1.0; 6];
+        rows.multiply(0, &panels, &mut out, 3);
+        assert_eq!(out, [3.0, 4.0, -1.0, 6.0, 8.0, -1.0]);
+    }
+
+    #[test]
+    fn a_row_gives_the_same_numbers_among_any_others() {
+        let (depth, width) = (64, 48);
+        let panels = Panels::new(&flat(&noise(&[width, depth], 1.0, 2).unwrap()), depth);
+        let rows = flat(&noise(&[29, depth], 1.0, 3).unwrap());
+        let mut together = vec![0.0; 29 * width];
+        multiply_rows(&rows, &panels, &mut together, |_, _| {});
+        for (row, expected) in rows.chunks(depth).zip(together.chunks(width)) {
+            let mut alone = vec![0.0; width];
+            multiply_rows(row, &panels, &mut alone, |_, _| {});
+            assert_eq!(alone, expected);
+        }
+    }
+
+    #[test]
+    fn blocks_cover_every_row_once() {
+        for rows in [0, 1, 11, 48, 49, 500] {
+            let mut out = vec![0.0; rows * 3];
+            by_blocks(&mut out, 3, |first, block| {
+                for (row, out) in block.chunks_mut(3).enumerate() {
+                    out.iter_mut().for_each(|x| *x += (first + row) as f32);
+                }
+            });
+            let right: Vec<f32> = (0..rows).flat_map(|row| [row as f32; 3]).collect();
+            assert_eq!(out, right);
+        }
+    }
+}

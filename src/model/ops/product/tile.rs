@@ -1,0 +1,154 @@
+//! The inner loop of a product: computes a tile of results, and stores it.
+
+use std::marker::PhantomData;
+
+use pulp::{Simd, WithSimd};
+
+use super::super::activation::{Activation, Gelu, GeluTanh, Identity, Lanes, Relu, Silu};
+use super::super::dispatch;
+use super::layout::Panels;
+use super::size::{COLUMNS, ROWS_OF_16, ROWS_OF_32, RUN, Tile};
+
+/// `tiles` times `right`, tile by tile, stored by a [`Target`].
+pub struct Multiply<'a, T> {
+    pub tiles: &'a [f32],
+    pub right: &'a Panels,
+    pub to: T,
+}
+
+/// Stores the results of a product.
+pub trait Target {
+    /// Takes the sums of a tile.
+    fn take<S: Simd, const ROWS: usize>(&mut self, simd: S, at: At, sums: [[S::f32s; COLUMNS]; ROWS]);
+}
+
+/// The position of a tile's results.
+#[derive(Clone, Copy)]
+pub struct At {
+    /// The index among the tiles of rows.
+    tile: usize,
+    /// Its first column.
+    column: usize,
+}
+
+impl<T: Target> WithSimd for Multiply<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        match Tile::of::<S>().rows {
+            ROWS_OF_16 => self.in_tiles::<S, ROWS_OF_16>(simd),
+            _ => self.in_tiles::<S, ROWS_OF_32>(simd),
+        }
+    }
+}
+
+impl<T: Target> Multiply<'_, T> {
+    #[inline(always)]
+    fn in_tiles<S: Simd, const ROWS: usize>(mut self, simd: S) {
+        let (columns, runs) = (COLUMNS * S::F32_LANES, self.right.runs());
+        let tiles = self.tiles.as_chunks::<RUN>().0.as_chunks::<ROWS>().0;
+        for (index, panel) in self.right.panels().chunks_exact(columns * RUN * runs).enumerate() {
+            let panel = S::as_simd_f32s(panel).0.as_chunks::<COLUMNS>().0.as_chunks::<RUN>().0;
+            for (tile, rows) in tiles.chunks_exact(runs).enumerate() {
+                self.to.take(simd, At { tile, column: index * columns }, sums(simd, rows, panel));
+            }
+        }
+    }
+}
+
+/// The products of `ROWS` rows with `COLUMNS` registers of columns, over the whole depth.
+#[inline(always)]
+fn sums<S: Simd, const ROWS: usize>(
+    simd: S,
+    rows: &[[[f32; RUN]; ROWS]],
+    panel: &[[[S::f32s; COLUMNS]; RUN]],
+) -> [[S::f32s; COLUMNS]; ROWS] {
+    let mut sums = [[simd.splat_f32s(0.0); COLUMNS]; ROWS];
+    for (rows, columns) in rows.iter().zip(panel) {
+        for (k, columns) in columns.iter().enumerate() {
+            for (sums, row) in sums.iter_mut().zip(rows) {
+                let x = simd.splat_f32s(row[k]);
+                for (sum, column) in sums.iter_mut().zip(columns) {
+                    *sum = simd.mul_add_e_f32s(x, *column, *sum);
+                }
+            }
+        }
+    }
+    sums
+}
+
+/// Stores into `[count, stride]`, in the first `width` columns.
+pub struct RowByRow<'a> {
+    pub out: &'a mut [f32],
+    pub stride: usize,
+    pub width: usize,
+}
+
+impl Target for RowByRow<'_> {
+    #[inline(always)]
+    fn take<S: Simd, const ROWS: usize>(&mut self, simd: S, at: At, sums: [[S::f32s; COLUMNS]; ROWS]) {
+        let columns = at.column..self.width.min(at.column + COLUMNS * S::F32_LANES);
+        let start = self.out.len().min(at.tile * ROWS * self.stride);
+        for (row, sums) in self.out[start..].chunks_exact_mut(self.stride).zip(sums) {
+            store(simd, sums, &mut row[columns.clone()]);
+        }
+    }
+}
+
+#[inline(always)]
+fn store<S: Simd>(simd: S, sums: [S::f32s; COLUMNS], out: &mut [f32]) {
+    if out.len() == COLUMNS * S::F32_LANES {
+        S::as_mut_simd_f32s(out).0.copy_from_slice(&sums);
+        return;
+    }
+    // A partial store is slow on some CPUs; it is needed for the last columns only.
+    for (out, sum) in out.chunks_mut(S::F32_LANES).zip(sums) {
+        simd.partial_store_f32s(out, sum);
+    }
+}
+
+/// Stores the tiles of the next product's left matrix: each number is `F(sum + bias)`.
+struct TileByTile<'a, F> {
+    tiles: &'a mut [f32],
+    /// Zeros after the last column, up to a whole run.
+    bias: &'a [f32],
+    function: PhantomData<F>,
+}
+
+impl<F: Lanes> Target for TileByTile<'_, F> {
+    #[inline(always)]
+    fn take<S: Simd, const ROWS: usize>(&mut self, simd: S, at: At, sums: [[S::f32s; COLUMNS]; ROWS]) {
+        let tile = ROWS * self.bias.len();
+        let tile = &mut self.tiles[at.tile * tile..][..tile];
+        for index in 0..COLUMNS {
+            let column = at.column + index * S::F32_LANES;
+            let Some(bias) = self.bias.get(column..column + S::F32_LANES) else { break };
+            let bias = S::as_simd_f32s(bias).0[0];
+            let (run, number) = (column / RUN, column % RUN);
+            for (row, sums) in tile.as_chunks_mut::<RUN>().0[run * ROWS..].iter_mut().zip(&sums) {
+                S::as_mut_simd_f32s(&mut row[number..][..S::F32_LANES]).0[0] = sums[index];
+            }
+            // The sums are stored first, since the function needs their registers.
+            for row in &mut tile.as_chunks_mut::<RUN>().0[run * ROWS..][..ROWS] {
+                let x = &mut S::as_mut_simd_f32s(&mut row[number..][..S::F32_LANES]).0[0];
+                *x = F::apply(simd, simd.add_f32s(*x, bias));
+            }
+        }
+    }
+}
+
+/// `to` ← activation(`tiles` times `right` + `bias`), laid out as `tiles` are.
+pub fn activated(tiles: &[f32], right: &Panels, (bias, activation): (&[f32], Activation), to: &mut [f32]) {
+    match activation {
+        Activation::Gelu => through::<Gelu>(tiles, right, bias, to),
+        Activation::GeluTanh => through::<GeluTanh>(tiles, right, bias, to),
+        Activation::Relu => through::<Relu>(tiles, right, bias, to),
+        Activation::Silu => through::<Silu>(tiles, right, bias, to),
+        Activation::Identity => through::<Identity>(tiles, right, bias, to),
+    }
+}
+
+fn through<F: Lanes>(tiles: &[f32], right: &Panels, bias: &[f32], to: &mut [f32]) {
+    dispatch(Multiply { tiles, right, to: TileByTile::<F> { tiles: to, bias, function: PhantomData } });
+}

@@ -1,0 +1,209 @@
+//! Classification of texts: from `/classify` bodies to token ids, and from the labels' numbers to response
+//! bodies. Decides the labels' names and whether their numbers go through softmax or sigmoid, by `config.json`
+//! as the transformers library does. Never touches the device.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use super::names::ServedNames;
+use super::sentence_settings::SentenceSettings;
+use super::{InputCounts, prepared, sized, text_model};
+use crate::model::load::ModelFiles;
+use crate::model::load::tokenizer::{TextTokenizer, Tokens};
+use crate::model::nets::text::config::NetworkConfig;
+use crate::model::nets::text::{Output, TextNetwork};
+use crate::model::{Body, Device, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError};
+use crate::protocol::labels::{ClassifyRequest, write_labels};
+use crate::protocol::reply::Usage;
+
+/// The labels of a classifier.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Labels {
+    /// Their names, in the order of the network's numbers.
+    pub names: Vec<String>,
+    /// What makes probabilities of the numbers.
+    pub function: Function,
+}
+
+/// What makes probabilities of a network's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Function {
+    /// The labels exclude each other; the probabilities have the sum 1.
+    Softmax,
+    /// Each label holds or does not.
+    Sigmoid,
+    /// The numbers are the answer (regression).
+    None,
+}
+
+#[derive(Deserialize)]
+struct Config {
+    id2label: Option<BTreeMap<String, String>>,
+    num_labels: Option<usize>,
+    problem_type: Option<String>,
+}
+
+impl Labels {
+    /// Reads them from `config.json`. The transformers library leaves `id2label` out for two nameless labels.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] if the labels are not numbered from 0, [`LoadError::Unsupported`] for a
+    /// `problem_type` that is not known.
+    pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
+        let path = files.required("config.json")?;
+        let config: Config = files.required_json("config.json")?;
+        let names = match config.id2label {
+            None => (0..config.num_labels.unwrap_or(2)).map(|id| format!("LABEL_{id}")).collect(),
+            Some(mut names) => {
+                let mut in_order = Vec::with_capacity(names.len());
+                while let Some(name) = names.remove(&in_order.len().to_string()) {
+                    in_order.push(name);
+                }
+                if let Some(odd) = names.keys().next() {
+                    let reason = format!("id2label has the key {odd:?}; its keys must be 0, 1, 2 …");
+                    return Err(LoadError::File { path, reason });
+                }
+                in_order
+            }
+        };
+        let function = match config.problem_type.as_deref() {
+            Some("multi_label_classification") => Function::Sigmoid,
+            Some("single_label_classification") => Function::Softmax,
+            Some("regression") => Function::None,
+            None if names.len() == 1 => Function::Sigmoid,
+            None => Function::Softmax,
+            Some(other) => {
+                let reason = format!(
+                    "problem_type is {other:?}; multi_label_classification, single_label_classification and \
+                     regression are supported"
+                );
+                return Err(LoadError::Unsupported { model: source.to_owned(), reason });
+            }
+        };
+        Ok(Self { names, function })
+    }
+
+    /// Makes probabilities of the network's numbers for one input.
+    pub fn probabilities(&self, numbers: &mut [f32]) {
+        match self.function {
+            Function::Softmax => softmax(numbers),
+            Function::Sigmoid => numbers.iter_mut().for_each(|x| *x = sigmoid(*x)),
+            Function::None => {}
+        }
+    }
+}
+
+/// 1 / (1 + e^-x).
+pub fn sigmoid(x: f32) -> f32 {
+    (1.0 / (1.0 + (-f64::from(x)).exp())) as f32
+}
+
+fn softmax(numbers: &mut [f32]) {
+    let largest = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = numbers.iter().map(|x| f64::from(x - largest).exp()).sum();
+    numbers.iter_mut().for_each(|x| *x = (f64::from(*x - largest).exp() / sum) as f32);
+}
+
+/// Loads a model that classifies texts.
+///
+/// # Errors
+/// As [`embed::load`](super::embed::load).
+pub fn load(spec: &LoadSpec, device: &Device) -> Result<(LabelProcessor, TextNetwork), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    let config = NetworkConfig::read(&files, &spec.source)?;
+    let labels = Labels::read(&files, &spec.source)?;
+    let limits = SentenceSettings::limits(&files)?;
+    let output = Output::Labels(labels.names.len());
+    let (tokenizer, network) = text_model((spec, device), (&files, &config), limits, &output)?;
+    let processor =
+        LabelProcessor { tokenizer, labels, names: ServedNames::new(spec), max_inputs: spec.max_inputs };
+    Ok((processor, network))
+}
+
+/// Turns requests to classify texts into tokens, and the labels' numbers into responses.
+pub struct LabelProcessor {
+    tokenizer: TextTokenizer,
+    labels: Labels,
+    names: ServedNames,
+    max_inputs: usize,
+}
+
+/// What the response needs of its request.
+pub struct LabelOptions {
+    top_k: Option<usize>,
+    raw_scores: bool,
+    counts: InputCounts,
+}
+
+impl Processor for LabelProcessor {
+    type Context = LabelOptions;
+    type Input = Tokens;
+    type Piece = ();
+    type Output = Vec<f32>;
+
+    fn routes(&self) -> &[Route] {
+        const ROUTES: &[Route] = &[Route::json("/classify")];
+        ROUTES
+    }
+
+    fn probe(&self) -> Option<Message> {
+        Some(Message { body: r#"{"input":"a candle in a sconce"}"#.into(), ..Message::default() })
+    }
+
+    fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
+        let mut request = ClassifyRequest::parse(&message.body, self.max_inputs)?;
+        self.names.check(request.model.as_deref())?;
+        let inputs = prepared(std::mem::take(&mut request.texts), |index, text| {
+            let path = || request.path(index);
+            let tokens = self.tokenizer.text(&text).map_err(|error| error.at(path()))?;
+            sized(tokens, request.truncate, path, self.tokenizer.max_tokens())
+        })?;
+        let ClassifyRequest { top_k, raw_scores, .. } = request;
+        Ok((LabelOptions { top_k, raw_scores, counts: InputCounts::of(&inputs) }, inputs))
+    }
+
+    fn finish(&self, request: LabelOptions, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+        if !request.raw_scores {
+            outputs.iter_mut().for_each(|numbers| self.labels.probabilities(numbers));
+        }
+        let LabelOptions { top_k, counts, .. } = request;
+        let usage = Usage::of(counts.tokens);
+        let written = write_labels(&outputs, &self.labels.names, top_k, self.names.own(), usage);
+        written.map(|body| counts.body(body))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn labels(config: &str) -> Result<Labels, String> {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("config.json"), config).unwrap();
+        let source = folder.path().to_str().unwrap();
+        Labels::read(&ModelFiles::locate(source).unwrap(), source).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn names_are_ordered_by_number_and_the_function_follows_the_problem() {
+        let names: Vec<String> = (0..12).map(|id| format!(r#""{id}":"label {id}""#)).collect();
+        let twelve = labels(&format!(r#"{{"id2label":{{{}}}}}"#, names.join(","))).unwrap();
+        assert_eq!((twelve.names[2].as_str(), twelve.names[11].as_str()), ("label 2", "label 11"));
+        assert_eq!(twelve.function, Function::Softmax);
+        assert_eq!(labels(r#"{"id2label":{"0":"a"}}"#).unwrap().function, Function::Sigmoid);
+        let of = |problem: &str| labels(&format!(r#"{{"num_labels":3,"problem_type":"{problem}"}}"#));
+        assert_eq!(of("multi_label_classification").unwrap().function, Function::Sigmoid);
+        assert_eq!(of("regression").unwrap().names, ["LABEL_0", "LABEL_1", "LABEL_2"]);
+        assert!(of("ranking").unwrap_err().contains("\"ranking\""));
+        assert!(labels(r#"{"id2label":{"0":"a","7":"b"}}"#).unwrap_err().contains("\"7\""));
+    }
+
+    #[test]
+    fn probabilities_survive_large_numbers() {
+        let mut numbers = [1e30, 1e30, -1e30];
+        softmax(&mut numbers);
+        assert_eq!(numbers, [0.5, 0.5, 0.0]);
+        assert_eq!((sigmoid(1e30), sigmoid(-1e30)), (1.0, 0.0));
+    }
+}

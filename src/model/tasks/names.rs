@@ -1,0 +1,78 @@
+//! The names a model answers to. Pure.
+
+use crate::model::LoadSpec;
+use crate::protocol::{TaskError, TaskErrorKind, shorten};
+
+/// One model's names.
+#[derive(Clone, Debug)]
+pub struct ServedNames {
+    own: String,
+    others: Vec<String>,
+}
+
+impl ServedNames {
+    /// The names of the model in `spec`: its source, with and without revision, and its `served_names`.
+    pub fn new(spec: &LoadSpec) -> Self {
+        let source = spec.source.trim_end_matches('/');
+        let mut others = vec![source.to_owned()];
+        others.extend(source.split_once('@').filter(|_| !spec.is_folder()).map(|(id, _)| id.to_owned()));
+        others.extend(spec.served_names.iter().cloned());
+        Self { own: spec.model_name().to_owned(), others }
+    }
+
+    /// The name in replies: the source, or a folder's last component.
+    pub fn own(&self) -> &str {
+        &self.own
+    }
+
+    /// Accepts a name that a request asks for, or none. Last components are compared too, so that the folder
+    /// `models/all-MiniLM-L6-v2` answers to `sentence-transformers/all-MiniLM-L6-v2`.
+    ///
+    /// # Errors
+    /// `UnknownModel`, with the name that was asked for and the one that is served.
+    pub fn check(&self, asked: Option<&str>) -> Result<(), TaskError> {
+        let Some(asked) = asked else { return Ok(()) };
+        let same = |name: &String| name == asked || last(name) == last(asked);
+        if asked == self.own || self.others.iter().any(same) {
+            return Ok(());
+        }
+        let own = &self.own;
+        let message = format!("this pool serves the model {own:?}, not {:?}", shorten(asked, 200));
+        Err(TaskError::new(TaskErrorKind::UnknownModel, message).at("model"))
+    }
+}
+
+fn last(name: &str) -> &str {
+    name.trim_end_matches('/').rsplit('/').next().unwrap_or(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(source: &str, served: &[&str]) -> ServedNames {
+        let served_names = served.iter().map(|name| (*name).into()).collect();
+        ServedNames::new(&LoadSpec { served_names, ..LoadSpec::new(source) })
+    }
+
+    #[test]
+    fn an_id_answers_to_itself_with_and_without_revision() {
+        let names = names("org/name@v2", &["text-embedding-3-small"]);
+        for asked in ["org/name@v2", "org/name", "name", "text-embedding-3-small"] {
+            assert!(names.check(Some(asked)).is_ok(), "{asked}");
+        }
+        assert_eq!(names.own(), "org/name@v2");
+        let error = names.check(Some("gpt-5")).unwrap_err();
+        assert_eq!(error.kind, TaskErrorKind::UnknownModel);
+        assert!(error.message.contains("gpt-5") && error.message.contains("org/name@v2"));
+    }
+
+    #[test]
+    fn a_folder_answers_to_the_id_of_the_same_last_component() {
+        let names = names("./models/all-MiniLM-L6-v2/", &[]);
+        assert_eq!(names.own(), "all-MiniLM-L6-v2");
+        assert!(names.check(Some("sentence-transformers/all-MiniLM-L6-v2")).is_ok());
+        assert!(names.check(Some("./models/all-MiniLM-L6-v2")).is_ok());
+        assert!(names.check(Some("")).is_err());
+    }
+}

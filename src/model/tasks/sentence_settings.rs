@@ -1,0 +1,238 @@
+//! The settings of sentence-transformers beside the network: pooling, normalising, the longest text, the
+//! prompts. Decides which of its modules are supported; the rest is refused.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use crate::model::load::ModelFiles;
+use crate::model::load::tokenizer::TextLimits;
+use crate::model::ops::pooling::{Mode, Pooling};
+use crate::model::{LoadError, LoadSpec, TaskError};
+use crate::protocol::shorten;
+
+/// The file names that the Transformer module's settings have had.
+const TRANSFORMER_CONFIGS: [&str; 5] = [
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_xlm-roberta_config.json",
+];
+
+/// How texts are prepared and vectors are made.
+#[derive(Debug)]
+pub struct SentenceSettings {
+    /// From token vectors to one vector.
+    pub pooling: Pooling,
+    /// How texts are cut and changed before the tokenizer.
+    pub limits: TextLimits,
+    /// What may be put before each text.
+    pub prompts: Prompts,
+}
+
+/// Texts that are put before the texts of a request, by name.
+#[derive(Debug, Default)]
+pub struct Prompts {
+    texts: BTreeMap<String, String>,
+    /// The prompt of a request that names none; empty if there is none.
+    default: String,
+}
+
+impl Prompts {
+    /// The same with the default that the pool sets: `prompt_name` of `[pool.options]`.
+    ///
+    /// # Errors
+    /// [`LoadError::Unsupported`] if the model has no such prompt, or for another option.
+    pub fn with_default_of(mut self, spec: &LoadSpec) -> Result<Self, LoadError> {
+        let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
+        for (option, value) in &spec.options {
+            let name = value.as_str().filter(|_| option == "prompt_name").ok_or_else(|| {
+                refused(format!("[pool.options] has {option} = {value}; prompt_name = \"NAME\" is known"))
+            })?;
+            self.default = match self.texts.get(name) {
+                Some(text) => text.clone(),
+                None => return Err(refused(format!("prompt_name is {name:?}; {}", self.known()))),
+            };
+        }
+        Ok(self)
+    }
+
+    /// The prompt of a request that names `name`.
+    ///
+    /// # Errors
+    /// `BadInput` if the model has no such prompt.
+    pub fn of(&self, name: Option<&str>) -> Result<&str, TaskError> {
+        let Some(name) = name else { return Ok(&self.default) };
+        let text = self.texts.get(name).ok_or_else(|| {
+            let message = format!("prompt_name is {:?}; {}", shorten(name, 80), self.known());
+            TaskError::bad_input("prompt_name", message)
+        });
+        text.map(String::as_str)
+    }
+
+    fn known(&self) -> String {
+        if self.texts.is_empty() {
+            return "this model has no prompts".to_owned();
+        }
+        let names: Vec<&str> = self.texts.keys().map(String::as_str).collect();
+        format!("this model has {}", names.join(", "))
+    }
+}
+
+#[derive(Deserialize)]
+struct Module {
+    #[serde(rename = "type")]
+    kind: String,
+    #[serde(default)]
+    path: String,
+}
+
+#[derive(Default, Deserialize)]
+struct TransformerConfig {
+    max_seq_length: Option<usize>,
+    #[serde(default)]
+    do_lower_case: bool,
+}
+
+#[derive(Default, Deserialize)]
+struct TokenizerConfig {
+    /// A float, since it is 1e30 for a tokenizer without a limit.
+    model_max_length: Option<f64>,
+}
+
+#[derive(Deserialize)]
+struct PoolingConfig {
+    pooling_mode: Option<Modes>,
+    include_prompt: Option<bool>,
+    #[serde(flatten)]
+    rest: BTreeMap<String, serde_json::Value>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Modes {
+    One(String),
+    Several(Vec<String>),
+}
+
+#[derive(Default, Deserialize)]
+struct PromptsConfig {
+    #[serde(default)]
+    prompts: BTreeMap<String, Option<String>>,
+    default_prompt_name: Option<String>,
+}
+
+/// The older form of `pooling_mode`: one flag for each mode, joined in this order.
+const FLAGS: [(&str, &str); 6] = [
+    ("pooling_mode_cls_token", "cls"),
+    ("pooling_mode_max_tokens", "max"),
+    ("pooling_mode_mean_tokens", "mean"),
+    ("pooling_mode_mean_sqrt_len_tokens", "mean_sqrt_len_tokens"),
+    ("pooling_mode_weightedmean_tokens", "weightedmean"),
+    ("pooling_mode_lasttoken", "lasttoken"),
+];
+
+impl SentenceSettings {
+    /// Reads the settings of the model `source`.
+    ///
+    /// # Errors
+    /// [`LoadError::Unsupported`] naming the module or mode that is not supported, [`LoadError::File`] for an
+    /// invalid file.
+    pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
+        let refused = |reason: String| LoadError::Unsupported { model: source.into(), reason };
+        let prompts = files.json("config_sentence_transformers.json")?.unwrap_or_default();
+        let mut prompts = read_prompts(prompts).map_err(&refused)?;
+        let pooling = match files.json::<Vec<Module>>("modules.json")? {
+            None => Pooling { modes: vec![Mode::Mean], normalize: false },
+            Some(modules) => {
+                let normalize = check(&modules).map_err(&refused)?;
+                let folder = modules.get(1).map_or("1_Pooling", |module| &module.path);
+                let config: PoolingConfig = files.required_json(&format!("{folder}/config.json"))?;
+                if config.include_prompt == Some(false) {
+                    let Prompts { default, .. } = std::mem::take(&mut prompts);
+                    if !default.is_empty() {
+                        return Err(refused(format!("include_prompt is false with the prompt {default:?}")));
+                    }
+                }
+                Pooling { modes: modes(config).map_err(&refused)?, normalize }
+            }
+        };
+        Ok(Self { pooling, limits: Self::limits(files)?, prompts })
+    }
+
+    /// Reads only what concerns texts: also of models that sentence-transformers does not know.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for an invalid file.
+    pub fn limits(files: &ModelFiles) -> Result<TextLimits, LoadError> {
+        let mut transformer = TransformerConfig::default();
+        for name in TRANSFORMER_CONFIGS {
+            if let Some(config) = files.json(name)? {
+                transformer = config;
+                break;
+            }
+        }
+        let tokenizer: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
+        let of_tokenizer = tokenizer.model_max_length.filter(|n| *n >= 1.0).map(|n| n as usize);
+        let max_tokens = transformer.max_seq_length.or(of_tokenizer);
+        Ok(TextLimits { max_tokens, lower_case: transformer.do_lower_case })
+    }
+}
+
+/// Accepts Transformer, Pooling and optionally Normalize, in this order; returns whether Normalize is there.
+fn check(modules: &[Module]) -> Result<bool, String> {
+    let kinds: Vec<&str> =
+        modules.iter().map(|module| module.kind.rsplit('.').next().unwrap_or("")).collect();
+    if let Some(kind) = kinds.iter().find(|k| !["Transformer", "Pooling", "Normalize"].contains(k)) {
+        return Err(format!(
+            "modules.json has a {kind} module; Transformer, Pooling and Normalize are supported"
+        ));
+    }
+    if modules.first().is_some_and(|module| !module.path.is_empty()) {
+        return Err(format!("the Transformer module is in {:?}; the top is supported", modules[0].path));
+    }
+    match *kinds {
+        ["Transformer", "Pooling"] => Ok(false),
+        ["Transformer", "Pooling", "Normalize"] => Ok(true),
+        _ => Err(format!("modules.json lists {kinds:?}; Transformer, Pooling, Normalize is supported")),
+    }
+}
+
+fn modes(config: PoolingConfig) -> Result<Vec<Mode>, String> {
+    let flag = |name: &str| config.rest.get(name).and_then(serde_json::Value::as_bool) == Some(true);
+    let names = match config.pooling_mode {
+        Some(Modes::One(name)) => vec![name],
+        Some(Modes::Several(names)) => names,
+        None => {
+            let set = FLAGS.iter().filter(|(key, _)| flag(key));
+            set.map(|(_, name)| (*name).to_owned()).collect()
+        }
+    };
+    if names.is_empty() {
+        return Ok(vec![Mode::Mean]);
+    }
+    let mode = |name: &String| match &**name {
+        "cls" => Ok(Mode::Cls),
+        "max" => Ok(Mode::Max),
+        "mean" => Ok(Mode::Mean),
+        "mean_sqrt_len_tokens" => Ok(Mode::MeanSqrtLen),
+        other => {
+            Err(format!("pooling_mode is {other:?}; cls, max, mean and mean_sqrt_len_tokens are supported"))
+        }
+    };
+    names.iter().map(mode).collect()
+}
+
+fn read_prompts(config: PromptsConfig) -> Result<Prompts, String> {
+    let text = |(name, text): (String, Option<String>)| (name, text.unwrap_or_default());
+    let texts: BTreeMap<_, _> = config.prompts.into_iter().map(text).collect();
+    let default = match config.default_prompt_name {
+        None => String::new(),
+        Some(name) => match texts.get(&name) {
+            Some(text) => text.clone(),
+            None => return Err(format!("default_prompt_name is {name:?}, and prompts has no such entry")),
+        },
+    };
+    Ok(Prompts { texts, default })
+}

@@ -1,0 +1,293 @@
+//! Reads the fields of a JSON request. Decides what is refused: a field that others serve and this model does
+//! not, a field that is probably mistyped, a value of another type. Other unknown fields are ignored, because
+//! clients of OpenAI send some. Values are scanned in place; only what is asked for is copied.
+
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
+use serde_json::value::RawValue;
+
+use super::{TaskError, TaskErrorKind};
+
+/// Longest part of a wrong value that an error repeats, in characters.
+const SHOWN: usize = 40;
+
+/// Fields that belong to other requests or servers: they are one letter away from a field of ours, and not
+/// mistyped.
+const FOREIGN: [&str; 8] = ["inputs", "text", "texts", "documents", "document", "models", "prompts", "users"];
+
+/// The fields of a kind of request.
+#[derive(Clone, Copy, Debug)]
+pub struct Keys {
+    /// Fields that are read.
+    pub taken: &'static [&'static str],
+    /// Fields that are known elsewhere and not done here, each with the JSON value that means the same as its
+    /// absence.
+    pub refused: &'static [(&'static str, &'static str)],
+}
+
+/// The fields of one request; `null` counts as absent.
+#[derive(Debug)]
+pub struct Fields<'a> {
+    values: Vec<(&'static str, &'a RawValue)>,
+}
+
+impl<'a> Fields<'a> {
+    /// Reads a body.
+    ///
+    /// # Errors
+    /// `Undecodable` for a body that is not UTF-8 or not JSON; `BadInput` if it is not an object, or for a field
+    /// that occurs twice, is refused or probably mistyped.
+    pub fn parse(body: &'a [u8], keys: &Keys) -> Result<Self, TaskError> {
+        let body = std::str::from_utf8(body)
+            .map_err(|error| undecodable(format!("the body is not UTF-8: {error}")))?;
+        let start = body.trim_start_matches([' ', '\t', '\r', '\n']);
+        if !start.starts_with('{') {
+            return Err(match serde_json::from_str::<IgnoredAny>(body) {
+                Ok(_) => refused(format!("the body must be a JSON object, got {}", shortened(start))),
+                Err(error) => undecodable(format!("the body is not JSON: {error}")),
+            });
+        }
+        let mut read = Read { keys, values: Vec::with_capacity(keys.taken.len()), error: None };
+        let mut json = serde_json::Deserializer::from_str(body);
+        let end = json.deserialize_map(&mut read).and_then(|()| json.end());
+        end.map_err(|error| match error.classify() {
+            serde_json::error::Category::Data => refused(format!("the body is refused: {error}")),
+            _ => undecodable(format!("the body is not JSON: {error}")),
+        })?;
+        match read.error {
+            Some(error) => Err(error),
+            None => Ok(Self { values: read.values }),
+        }
+    }
+
+    /// A field's value.
+    pub fn get(&self, key: &str) -> Option<&'a RawValue> {
+        self.values.iter().find(|(name, _)| *name == key).map(|(_, value)| *value)
+    }
+
+    /// A field that must be there.
+    ///
+    /// # Errors
+    /// `BadInput` if it is missing.
+    pub fn required(&self, key: &str) -> Result<&'a RawValue, TaskError> {
+        self.get(key).ok_or_else(|| TaskError::bad_input(key, format!("{key} is missing")))
+    }
+
+    /// A text.
+    ///
+    /// # Errors
+    /// `BadInput` if it is of another type.
+    pub fn string(&self, key: &str) -> Result<Option<String>, TaskError> {
+        self.get(key).map(|raw| string(raw.get(), key)).transpose()
+    }
+
+    /// A truth value; `default` if it is absent.
+    ///
+    /// # Errors
+    /// `BadInput` if it is of another type.
+    pub fn boolean(&self, key: &str, default: bool) -> Result<bool, TaskError> {
+        match self.get(key).map(RawValue::get) {
+            None => Ok(default),
+            Some("true") => Ok(true),
+            Some("false") => Ok(false),
+            Some(other) => Err(wrong(key, "true or false", other)),
+        }
+    }
+
+    /// A number from 1.
+    ///
+    /// # Errors
+    /// `BadInput` if it is anything else.
+    pub fn positive(&self, key: &str) -> Result<Option<usize>, TaskError> {
+        let number = |raw: &RawValue| match serde_json::from_str(raw.get()) {
+            Ok(number) if number > 0 => Ok(number),
+            _ => Err(wrong(key, "a positive integer", raw.get())),
+        };
+        self.get(key).map(number).transpose()
+    }
+}
+
+struct Read<'k, 'a> {
+    keys: &'k Keys,
+    values: Vec<(&'static str, &'a RawValue)>,
+    /// The first error, while the rest is checked to be JSON.
+    error: Option<TaskError>,
+}
+
+impl<'de> Visitor<'de> for &mut Read<'_, 'de> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        while let Some(key) = map.next_key::<Key<'de>>()? {
+            let key = key.0.as_ref();
+            if let Some(name) = self.keys.taken.iter().find(|name| **name == key) {
+                if self.values.iter().any(|(known, _)| known == name) {
+                    return Err(A::Error::custom(format!("duplicate field `{name}`")));
+                }
+                let value: &RawValue = map.next_value()?;
+                if value.get() != "null" {
+                    self.values.push((name, value));
+                }
+            } else if let Some((name, default)) = self.keys.refused.iter().find(|(name, _)| *name == key) {
+                let value: &RawValue = map.next_value()?;
+                if value.get() != "null" && value.get() != *default {
+                    let message = format!("{name} is not done here; leave it out, or send {default}");
+                    self.error.get_or_insert(TaskError::bad_input(*name, message));
+                }
+            } else {
+                if let Some(meant) = self.mistyped(key) {
+                    let message = format!("{key} is no field of this request; did you mean {meant}?");
+                    self.error.get_or_insert(TaskError::bad_input(key, message));
+                }
+                map.next_value::<IgnoredAny>()?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Read<'_, '_> {
+    /// The field that was probably meant by an unknown `key`.
+    fn mistyped(&self, key: &str) -> Option<&'static str> {
+        if FOREIGN.contains(&key) {
+            return None;
+        }
+        let names = self.keys.taken.iter().chain(self.keys.refused.iter().map(|(name, _)| name));
+        names.copied().find(|name| strsim::osa_distance(name, key) == 1)
+    }
+}
+
+/// A field's name; it is copied only if it has escapes.
+#[derive(Deserialize)]
+#[serde(transparent)]
+struct Key<'a>(#[serde(borrow)] std::borrow::Cow<'a, str>);
+
+/// The items of a list of texts, or one text: each with its path (`input`, `input[3]`).
+///
+/// # Errors
+/// `BadInput` if it is neither or empty, `TooLarge` over `most` items.
+pub fn texts(raw: &RawValue, key: &str, most: usize) -> Result<Vec<String>, TaskError> {
+    if raw.get().starts_with('"') {
+        return Ok(vec![string(raw.get(), key)?]);
+    }
+    if !raw.get().starts_with('[') {
+        return Err(wrong(key, "a string or a list of strings", raw.get()));
+    }
+    let items = list(raw.get(), key, most)?;
+    items.iter().enumerate().map(|(index, item)| string(item.get(), &format!("{key}[{index}]"))).collect()
+}
+
+/// The items of a list.
+///
+/// # Errors
+/// `BadInput` if it is no list or empty, `TooLarge` over `most` items.
+pub fn list<'a>(raw: &'a str, path: &str, most: usize) -> Result<Vec<&'a RawValue>, TaskError> {
+    if !raw.starts_with('[') {
+        return Err(wrong(path, "a list", raw));
+    }
+    let items: Vec<&RawValue> = read(raw, path)?;
+    if items.is_empty() {
+        return Err(TaskError::bad_input(path, format!("{path} is an empty list")));
+    }
+    if items.len() > most {
+        let message = format!("{path} holds {} items; this pool takes at most {most}", items.len());
+        return Err(TaskError::new(TaskErrorKind::TooLarge, message).at(path));
+    }
+    Ok(items)
+}
+
+/// A text.
+///
+/// # Errors
+/// `BadInput` if it is of another type.
+pub fn string(raw: &str, path: &str) -> Result<String, TaskError> {
+    if raw.starts_with('"') { read(raw, path) } else { Err(wrong(path, "a string", raw)) }
+}
+
+/// Reads a value whose type is known; it can still fail on an escape inside a string.
+///
+/// # Errors
+/// `BadInput`.
+pub fn read<'a, T: Deserialize<'a>>(raw: &'a str, path: &str) -> Result<T, TaskError> {
+    serde_json::from_str(raw)
+        .map_err(|error| TaskError::bad_input(path, format!("{path} cannot be read: {error}")))
+}
+
+/// The error of a value of the wrong type or range.
+pub fn wrong(path: &str, wanted: &str, raw: &str) -> TaskError {
+    TaskError::bad_input(path, format!("{path} must be {wanted}, got {}", shortened(raw)))
+}
+
+fn undecodable(message: String) -> TaskError {
+    TaskError::new(TaskErrorKind::Undecodable, message)
+}
+
+fn refused(message: String) -> TaskError {
+    TaskError::new(TaskErrorKind::BadInput, message)
+}
+
+fn shortened(raw: &str) -> String {
+    let raw = raw.trim_end();
+    match raw.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}…", &raw[..end]),
+        None => raw.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEYS: Keys = Keys {
+        taken: &["query", "documents", "top_n"],
+        refused: &[("stream", "false"), ("rank_fields", "[]")],
+    };
+
+    fn refusal(body: &str) -> (TaskErrorKind, Option<String>, String) {
+        let error = Fields::parse(body.as_bytes(), &KEYS).expect_err(body);
+        (error.kind, error.param, error.message)
+    }
+
+    #[test]
+    fn a_field_that_others_serve_is_refused_unless_it_has_its_default() {
+        let (kind, param, message) = refusal(r#"{"query":"a","stream":true}"#);
+        assert_eq!((kind, param.as_deref()), (TaskErrorKind::BadInput, Some("stream")));
+        assert_eq!(message, "stream is not done here; leave it out, or send false");
+        for body in [r#"{"stream":false}"#, r#"{"stream":null}"#, r#"{"rank_fields":[]}"#] {
+            assert!(Fields::parse(body.as_bytes(), &KEYS).is_ok(), "{body}");
+        }
+    }
+
+    #[test]
+    fn a_field_one_letter_off_is_refused_with_the_one_that_was_meant() {
+        for (written, meant) in
+            [("querry", "query"), ("qeury", "query"), ("top-n", "top_n"), ("steam", "stream")]
+        {
+            let (kind, param, message) = refusal(&format!(r#"{{"{written}":1}}"#));
+            assert_eq!((kind, param.as_deref()), (TaskErrorKind::BadInput, Some(written)));
+            assert!(message.ends_with(&format!("did you mean {meant}?")), "{message}");
+        }
+        for known in [r#"{"user":"u"}"#, r#"{"document":"d"}"#, r#"{"metadata":{"a":[1]}}"#] {
+            assert!(Fields::parse(known.as_bytes(), &KEYS).is_ok(), "{known}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_json_is_undecodable_even_after_a_refused_field() {
+        assert_eq!(refusal(r#"{"stream":true"#).0, TaskErrorKind::Undecodable);
+        assert_eq!(refusal(r#"{"query":"a"} x"#).0, TaskErrorKind::Undecodable);
+        assert_eq!(refusal(r#"{"query":1,"query":2}"#).0, TaskErrorKind::BadInput);
+    }
+
+    #[test]
+    fn an_escaped_name_is_the_same_field() {
+        let fields = Fields::parse(br#"{"qu\u0065ry":"a\n"}"#, &KEYS).unwrap();
+        assert_eq!(fields.string("query").unwrap().as_deref(), Some("a\n"));
+    }
+}

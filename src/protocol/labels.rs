@@ -1,0 +1,174 @@
+//! Reads and writes the bodies of `/classify` for texts (vLLM's form). Pure; knows no model.
+
+use serde::Serialize;
+
+use super::TaskError;
+use super::fields::{Fields, Keys, texts};
+use super::reply::{Usage, written};
+
+const KEYS: Keys = Keys {
+    taken: &["input", "inputs", "model", "top_k", "raw_scores", "truncate"],
+    refused: &[
+        ("activation", "true"),
+        ("truncate_prompt_tokens", "null"),
+        ("truncation_direction", "\"Right\""),
+    ],
+};
+
+/// Texts to classify.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClassifyRequest {
+    /// At least one.
+    pub texts: Vec<String>,
+    /// The field of the texts, for errors that name one of them.
+    pub field: &'static str,
+    /// Whether that was a list.
+    pub listed: bool,
+    /// The model asked for, if any.
+    pub model: Option<String>,
+    /// So many of the best labels are listed with their names.
+    pub top_k: Option<usize>,
+    /// Whether the numbers are the model's own instead of probabilities.
+    pub raw_scores: bool,
+    /// Whether texts that are too long are cut; else they are refused.
+    pub truncate: bool,
+}
+
+impl ClassifyRequest {
+    /// Reads a body; `most` bounds the texts.
+    ///
+    /// # Errors
+    /// `Undecodable` for a body that is not JSON, `TooLarge` for too many texts, else `BadInput` with the field
+    /// and the value.
+    pub fn parse(body: &[u8], most: usize) -> Result<Self, TaskError> {
+        let fields = Fields::parse(body, &KEYS)?;
+        let field = match (fields.get("input"), fields.get("inputs")) {
+            (None, Some(_)) => "inputs",
+            (Some(_), Some(_)) => {
+                return Err(TaskError::bad_input(
+                    "inputs",
+                    "inputs means the same as input: send one of them",
+                ));
+            }
+            _ => "input",
+        };
+        let input = fields.required(field)?;
+        Ok(Self {
+            texts: texts(input, field, most)?,
+            field,
+            listed: input.get().starts_with('['),
+            model: fields.string("model")?,
+            top_k: fields.positive("top_k")?,
+            raw_scores: fields.boolean("raw_scores", false)?,
+            truncate: fields.boolean("truncate", true)?,
+        })
+    }
+
+    /// The path of text `index` in the body.
+    pub fn path(&self, index: usize) -> String {
+        if self.listed { format!("{}[{index}]", self.field) } else { self.field.to_owned() }
+    }
+}
+
+/// The indices of the `most` highest numbers, highest first; equal numbers keep their order.
+pub fn highest(numbers: &[f32], most: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..numbers.len()).collect();
+    order.sort_by(|a, b| numbers[*b].total_cmp(&numbers[*a]));
+    order.truncate(most);
+    order
+}
+
+#[derive(Serialize)]
+struct Classified<'a> {
+    id: String,
+    object: &'static str,
+    model: &'a str,
+    data: Vec<One<'a>>,
+    usage: Usage,
+}
+
+#[derive(Serialize)]
+struct One<'a> {
+    index: usize,
+    label: Option<&'a str>,
+    probs: &'a [f32],
+    num_classes: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    labels: Option<Vec<Label<'a>>>,
+}
+
+/// A label with its number.
+#[derive(Serialize)]
+pub struct Label<'a> {
+    label: &'a str,
+    score: f32,
+}
+
+/// The `most` best labels.
+pub fn best<'a>(numbers: &[f32], names: &'a [String], most: usize) -> Vec<Label<'a>> {
+    let label = |index: usize| Label { label: &names[index], score: numbers[index] };
+    highest(numbers, most).into_iter().map(label).collect()
+}
+
+/// The body of the reply: for each text its best label and the numbers of all.
+///
+/// # Errors
+/// `Internal` if the body cannot be written.
+pub fn write_labels(
+    numbers: &[Vec<f32>],
+    names: &[String],
+    top_k: Option<usize>,
+    model: &str,
+    usage: Usage,
+) -> Result<Vec<u8>, TaskError> {
+    let one = |(index, numbers)| One {
+        index,
+        label: highest(numbers, 1).first().map(|best| names[*best].as_str()),
+        probs: numbers,
+        num_classes: names.len(),
+        labels: top_k.map(|most| best(numbers, names, most)),
+    };
+    let data = numbers.iter().map(Vec::as_slice).enumerate().map(one).collect();
+    let id = format!("classify-{}", uuid::Uuid::new_v4().simple());
+    written(&Classified { id, object: "list", model, data, usage })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    #[test]
+    fn one_text_or_a_list_is_read_and_the_rest_refused_by_name() {
+        let one = ClassifyRequest::parse(br#"{"input":"a","top_k":2,"truncate":false}"#, 2).unwrap();
+        assert_eq!((one.path(0).as_str(), one.top_k, one.truncate), ("input", Some(2), false));
+        let many = ClassifyRequest::parse(br#"{"inputs":["a","b"]}"#, 2).unwrap();
+        assert_eq!((many.path(1).as_str(), many.texts.len()), ("inputs[1]", 2));
+        for (body, message) in [
+            (r#"{"input":["a",7]}"#, "input[1] must be a string, got 7"),
+            (r#"{"input":7}"#, "input must be a string or a list of strings, got 7"),
+            (r#"{"input":["a","b","c"]}"#, "input holds 3 items; this pool takes at most 2"),
+            (r#"{"input":"a","top_k":-1}"#, "top_k must be a positive integer, got -1"),
+            (
+                r#"{"input":"a","activation":false}"#,
+                "activation is not done here; leave it out, or send true",
+            ),
+        ] {
+            assert_eq!(ClassifyRequest::parse(body.as_bytes(), 2).unwrap_err().message, message, "{body}");
+        }
+    }
+
+    #[test]
+    fn the_reply_names_the_best_label_and_as_many_as_are_asked_for() {
+        let names: Vec<String> = ["no", "maybe", "yes"].map(Into::into).into();
+        let numbers = [vec![0.25, 0.5, 0.25], vec![0.125, 0.125, 0.75]];
+        let body = write_labels(&numbers, &names, Some(2), "m", Usage::of(5)).unwrap();
+        let body: Value = serde_json::from_slice(&body).unwrap();
+        assert_eq!((&body["data"][0]["label"], &body["data"][1]["label"]), (&json!("maybe"), &json!("yes")));
+        assert_eq!(body["data"][1]["probs"], json!([0.125, 0.125, 0.75]));
+        assert_eq!(body["data"][0]["num_classes"], 3);
+        let labels = json!([{"label": "maybe", "score": 0.5}, {"label": "no", "score": 0.25}]);
+        assert_eq!(body["data"][0]["labels"], labels);
+    }
+}

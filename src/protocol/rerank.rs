@@ -1,0 +1,275 @@
+//! Reads and writes the bodies of `/v1/rerank` (Cohere's, Jina's and vLLM's form; text-embeddings-inference's
+//! names are accepted too) and `/v1/score` (vLLM's): pairs of texts, each with a score. Pure; knows no model.
+
+use serde::Serialize;
+use serde_json::value::RawValue;
+
+use super::TaskError;
+use super::fields::{Fields, Keys, list, string, texts};
+use super::labels::highest;
+use super::reply::{Usage, written};
+
+const RERANK: Keys = Keys {
+    taken: &[
+        "model",
+        "query",
+        "documents",
+        "texts",
+        "top_n",
+        "return_documents",
+        "return_text",
+        "raw_scores",
+        "truncate",
+    ],
+    refused: &[
+        ("max_tokens_per_doc", "null"),
+        ("rank_fields", "null"),
+        ("truncation_direction", "\"Right\""),
+    ],
+};
+const SCORE: Keys = Keys {
+    taken: &["model", "text_1", "text_2", "raw_scores", "truncate"],
+    refused: &[("truncate_prompt_tokens", "null")],
+};
+
+/// Pairs of texts to score.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PairsRequest {
+    /// The first texts: one for all pairs, or one for each.
+    pub first: Vec<String>,
+    /// The second text of each pair.
+    pub second: Vec<String>,
+    /// The field of the second texts, for errors that name one of them.
+    pub field: &'static str,
+    /// The model asked for, if any.
+    pub model: Option<String>,
+    /// Whether scores are the model's own numbers instead of their sigmoid.
+    pub raw_scores: bool,
+    /// Whether pairs that are too long are cut; else they are refused.
+    pub truncate: bool,
+    /// How the reply is written.
+    pub form: Form,
+}
+
+/// The reply's form.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// The best documents first.
+    Rerank {
+        /// The most results.
+        top_n: Option<usize>,
+        /// Whether the results repeat the documents.
+        return_documents: bool,
+    },
+    /// The scores in the order of the pairs.
+    Score,
+}
+
+impl PairsRequest {
+    /// Reads the body of `/v1/rerank`; `most` bounds the documents.
+    ///
+    /// # Errors
+    /// `Undecodable` for a body that is not JSON, `TooLarge` for too many documents, else `BadInput` with the
+    /// field and the value.
+    pub fn rerank(body: &[u8], most: usize) -> Result<Self, TaskError> {
+        let fields = Fields::parse(body, &RERANK)?;
+        let query = string(fields.required("query")?.get(), "query")?;
+        let field = match (fields.get("documents"), fields.get("texts")) {
+            (None, Some(_)) => "texts",
+            (Some(_), Some(_)) => {
+                return Err(TaskError::bad_input(
+                    "texts",
+                    "texts means the same as documents: send one of them",
+                ));
+            }
+            _ => "documents",
+        };
+        let items = list(fields.required(field)?.get(), field, most)?;
+        let document = |(index, item): (usize, &&RawValue)| string(item.get(), &format!("{field}[{index}]"));
+        Ok(Self {
+            first: vec![query],
+            second: items.iter().enumerate().map(document).collect::<Result<_, _>>()?,
+            field,
+            model: fields.string("model")?,
+            raw_scores: fields.boolean("raw_scores", false)?,
+            truncate: fields.boolean("truncate", true)?,
+            form: Form::Rerank {
+                top_n: fields.positive("top_n")?,
+                return_documents: fields.boolean("return_documents", false)?
+                    || fields.boolean("return_text", false)?,
+            },
+        })
+    }
+
+    /// Reads the body of `/v1/score`; `most` bounds the pairs.
+    ///
+    /// # Errors
+    /// As [`PairsRequest::rerank`].
+    pub fn score(body: &[u8], most: usize) -> Result<Self, TaskError> {
+        let fields = Fields::parse(body, &SCORE)?;
+        let first = texts(fields.required("text_1")?, "text_1", most)?;
+        let second = texts(fields.required("text_2")?, "text_2", most)?;
+        if first.len() != 1 && first.len() != second.len() {
+            let (ones, others) = (first.len(), second.len());
+            let message = format!(
+                "text_1 holds {ones} texts and text_2 {others}; text_1 must be one text, or as many as text_2"
+            );
+            return Err(TaskError::bad_input("text_1", message));
+        }
+        Ok(Self {
+            first,
+            second,
+            field: "text_2",
+            model: fields.string("model")?,
+            raw_scores: fields.boolean("raw_scores", false)?,
+            truncate: fields.boolean("truncate", true)?,
+            form: Form::Score,
+        })
+    }
+}
+
+#[derive(Serialize)]
+struct Reranked<'a> {
+    id: String,
+    model: &'a str,
+    results: Vec<Ranked<'a>>,
+    usage: Usage,
+}
+
+#[derive(Serialize)]
+struct Ranked<'a> {
+    index: usize,
+    relevance_score: f32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    document: Option<Document<'a>>,
+}
+
+#[derive(Serialize)]
+struct Document<'a> {
+    text: &'a str,
+}
+
+#[derive(Serialize)]
+struct Scored<'a> {
+    object: &'static str,
+    model: &'a str,
+    data: Vec<Score>,
+    usage: Usage,
+}
+
+#[derive(Serialize)]
+struct Score {
+    index: usize,
+    object: &'static str,
+    score: f32,
+}
+
+/// The body of the reply.
+///
+/// # Errors
+/// `Internal` if a score is not finite.
+pub fn write_scores(
+    request: (Form, &[String]),
+    scores: &[f32],
+    model: &str,
+    usage: Usage,
+) -> Result<Vec<u8>, TaskError> {
+    if let Some(index) = scores.iter().position(|score| !score.is_finite()) {
+        return Err(TaskError::internal(format!(
+            "the model gave {} as the score of pair {index}",
+            scores[index]
+        )));
+    }
+    let (form, documents) = request;
+    match form {
+        Form::Rerank { top_n, return_documents } => {
+            let result = |index: usize| Ranked {
+                index,
+                relevance_score: scores[index],
+                document: return_documents.then(|| Document { text: &documents[index] }),
+            };
+            let results = highest(scores, top_n.unwrap_or(usize::MAX)).into_iter().map(result).collect();
+            let id = format!("rerank-{}", uuid::Uuid::new_v4().simple());
+            written(&Reranked { id, model, results, usage })
+        }
+        Form::Score => {
+            let one = |(index, score): (usize, &f32)| Score { index, object: "score", score: *score };
+            let data = scores.iter().enumerate().map(one).collect();
+            written(&Scored { object: "list", model, data, usage })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::protocol::TaskErrorKind;
+
+    fn refusal(result: Result<PairsRequest, TaskError>) -> (TaskErrorKind, String) {
+        let error = result.expect_err("a refusal");
+        (error.kind, error.message)
+    }
+
+    #[test]
+    fn documents_and_texts_mean_the_same() {
+        let cohere = PairsRequest::rerank(
+            br#"{"query":"q","documents":["a","b"],"top_n":1,"return_documents":true,"raw_scores":true}"#,
+            9,
+        );
+        let tei = br#"{"query":"q","texts":["a","b"],"top_n":1,"return_text":true,"raw_scores":true}"#;
+        let tei = PairsRequest::rerank(tei, 9).unwrap();
+        assert_eq!(PairsRequest { field: "documents", ..tei }, cohere.unwrap());
+    }
+
+    #[test]
+    fn a_refusal_names_the_field_and_the_value() {
+        let cases = [
+            (r#"{"documents":["a"]}"#, "query is missing"),
+            (r#"{"query":"q"}"#, "documents is missing"),
+            (r#"{"query":"q","documents":[]}"#, "documents is an empty list"),
+            (r#"{"query":"q","documents":"a"}"#, r#"documents must be a list, got "a""#),
+            (r#"{"query":"q","documents":["a",3]}"#, "documents[1] must be a string, got 3"),
+            (r#"{"query":"q","documents":["a"],"top_n":0}"#, "top_n must be a positive integer, got 0"),
+            (r#"{"query":"q","documents":["a"],"raw_scores":1}"#, "raw_scores must be true or false, got 1"),
+            (
+                r#"{"query":"q","documents":["a"],"max_tokens_per_doc":9}"#,
+                "max_tokens_per_doc is not done here; leave it out, or send null",
+            ),
+        ];
+        for (body, message) in cases {
+            let expected = (TaskErrorKind::BadInput, message.to_owned());
+            assert_eq!(refusal(PairsRequest::rerank(body.as_bytes(), 3)), expected, "{body}");
+        }
+        let (kind, message) =
+            refusal(PairsRequest::rerank(br#"{"query":"q","documents":["a","b","c","d"]}"#, 3));
+        assert_eq!(kind, TaskErrorKind::TooLarge);
+        assert_eq!(message, "documents holds 4 items; this pool takes at most 3");
+    }
+
+    #[test]
+    fn one_text_is_paired_with_many_and_lists_in_order() {
+        let one = PairsRequest::score(br#"{"text_1":"a","text_2":["b","c"]}"#, 9).unwrap();
+        assert_eq!((one.first.len(), one.second.len()), (1, 2));
+        let many = PairsRequest::score(br#"{"text_1":["a","b"],"text_2":["c","d"]}"#, 9).unwrap();
+        assert_eq!((many.first.len(), many.second.len()), (2, 2));
+        let (_, message) = refusal(PairsRequest::score(br#"{"text_1":["a","b"],"text_2":["c"]}"#, 9));
+        assert!(message.starts_with("text_1 holds 2 texts and text_2 1;"), "{message}");
+    }
+
+    #[test]
+    fn results_are_sorted_and_equal_scores_keep_their_order() {
+        let documents: Vec<String> = ["a", "b", "c", "d"].map(Into::into).into();
+        let form = Form::Rerank { top_n: Some(3), return_documents: true };
+        let body = write_scores((form, &documents), &[0.5, 0.9, 0.5, 0.1], "m", Usage::of(7)).unwrap();
+        let body: Value = serde_json::from_slice(&body).unwrap();
+        let order: Vec<_> =
+            body["results"].as_array().unwrap().iter().map(|it| it["index"].as_u64()).collect();
+        assert_eq!(order, [Some(1), Some(0), Some(2)]);
+        assert_eq!(body["results"][0]["document"]["text"], "b");
+        assert_eq!(body["usage"], json!({"prompt_tokens": 7, "total_tokens": 7}));
+        assert!(body["id"].as_str().unwrap().starts_with("rerank-"));
+        assert!(write_scores((Form::Score, &documents), &[f32::NAN], "m", Usage::of(1)).is_err());
+    }
+}

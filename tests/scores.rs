@@ -1,0 +1,197 @@
+//! Scores of pairs and labels of texts through the public interface of a model, held against what
+//! sentence-transformers and transformers answer (`scripts/make-score-fixtures.py`).
+
+use std::path::PathBuf;
+
+use sconce::model::load::tokenizer::Tokens;
+use sconce::model::nets::text::TextNetwork;
+use sconce::model::tasks::{labels, pairs};
+use sconce::model::{Device, Forward, LoadSpec, Preprocessed, Processor};
+use sconce::protocol::{Body, Headers, Message, Properties, TaskError, TaskErrorKind};
+use serde_json::{Value, json};
+
+const TOLERANCE: f64 = 1e-5;
+/// Models with one label.
+const SCORERS: [&str; 3] = ["score-bert", "score-xlm-roberta", "score-modernbert"];
+/// Models with several.
+const CLASSIFIERS: [&str; 2] = ["score-roberta", "score-distilbert"];
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+fn spec(name: &str) -> LoadSpec {
+    LoadSpec { max_inputs: 600, ..LoadSpec::new(fixture(name).to_str().expect("a path in UTF-8")) }
+}
+
+fn expected(name: &str) -> Value {
+    let file = std::fs::read(fixture(name).join("expected.json")).expect("a fixture");
+    serde_json::from_slice(&file).expect("JSON")
+}
+
+fn message(url: &str, body: &Value) -> Message {
+    let headers = Headers::from([("url".into(), url.into())]);
+    Message { properties: Properties { headers, ..Properties::default() }, body: body.to_string().into() }
+}
+
+fn preprocess<P: Processor>(processor: &P, url: &str, body: &Value) -> Result<Preprocessed<P>, TaskError> {
+    processor.preprocess(&message(url, body))
+}
+
+/// The reply to a request, whose inputs are computed together.
+fn reply<P>((processor, network): &mut (P, TextNetwork), url: &str, body: &Value) -> Body
+where
+    P: Processor<Input = Tokens, Output = Vec<f32>>,
+{
+    let (context, inputs) =
+        preprocess(processor, url, body).unwrap_or_else(|error| panic!("{body}: {error}"));
+    let inputs: Vec<&Tokens> = inputs.iter().map(|sized| &sized.input).collect();
+    let outputs = network.forward(&inputs).unwrap_or_else(|error| panic!("{error}"));
+    let outputs = outputs.into_iter().map(|output| output.unwrap_or_else(|error| panic!("{error}")));
+    processor.finish(context, outputs.collect()).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn answer<P>(model: &mut (P, TextNetwork), url: &str, body: &Value) -> Value
+where
+    P: Processor<Input = Tokens, Output = Vec<f32>>,
+{
+    serde_json::from_slice(&reply(model, url, body).bytes).expect("JSON")
+}
+
+fn assert_close(ours: &Value, theirs: &Value, what: &str) {
+    let numbers = |value: &Value| match value {
+        Value::Array(numbers) => numbers.iter().map(|it| it.as_f64().expect("a number")).collect(),
+        one => vec![one.as_f64().expect("a number")],
+    };
+    let (ours, theirs) = (numbers(ours), numbers(theirs));
+    assert_eq!(ours.len(), theirs.len(), "{what}");
+    for (a, b) in ours.iter().zip(&theirs) {
+        assert!((a - b).abs() <= TOLERANCE, "{what}: {a} instead of {b}");
+    }
+}
+
+fn rows<'a>(value: &'a Value, name: &str) -> &'a Vec<Value> {
+    value[name].as_array().unwrap_or_else(|| panic!("no {name}"))
+}
+
+#[test]
+fn scores_are_those_of_a_cross_encoder_together_and_alone() {
+    for name in SCORERS {
+        let mut model = pairs::load(&spec(name), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+        let expected = expected(name);
+        let pairs = rows(&expected, "pairs");
+        let side = |index: usize| pairs.iter().map(|pair| pair[index].clone()).collect::<Vec<_>>();
+        for (field, raw_scores) in [("scores", false), ("logits", true)] {
+            let body = json!({"text_1": side(0), "text_2": side(1), "raw_scores": raw_scores});
+            let together = answer(&mut model, "/v1/score", &body);
+            assert_eq!((&together["object"], rows(&together, "data").len()), (&json!("list"), pairs.len()));
+            for (index, right) in rows(&expected, field).iter().enumerate() {
+                let what = format!("{name}, {field}: {}", pairs[index]);
+                assert_eq!(together["data"][index]["index"], index);
+                assert_close(&together["data"][index]["score"], right, &what);
+                let alone =
+                    json!({"text_1": pairs[index][0], "text_2": pairs[index][1], "raw_scores": raw_scores});
+                let alone = answer(&mut model, "/v1/score", &alone);
+                assert_close(&alone["data"][0]["score"], right, &format!("{what}, alone"));
+            }
+        }
+    }
+}
+
+#[test]
+fn documents_come_back_best_first_with_the_scores_of_their_pairs() {
+    let mut model = pairs::load(&spec("score-bert"), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+    let query = "what carries a message?";
+    let documents =
+        ["the tide", "A man is playing a guitar", "RabbitMQ delivers each message", "", "a queue"];
+    let body = json!({"text_1": query, "text_2": documents});
+    let scores = answer(&mut model, "/v1/score", &body);
+    let body = json!({"query": query, "documents": documents, "top_n": 4, "return_documents": true});
+    let reranked = answer(&mut model, "/v1/rerank", &body);
+    let results = rows(&reranked, "results");
+    assert_eq!(results.len(), 4);
+    for pair in results.windows(2) {
+        assert!(pair[0]["relevance_score"].as_f64() >= pair[1]["relevance_score"].as_f64(), "{pair:?}");
+    }
+    for result in results {
+        let index = result["index"].as_u64().expect("an index") as usize;
+        assert_close(&result["relevance_score"], &scores["data"][index]["score"], "the same pair");
+        assert_eq!(result["document"]["text"], documents[index]);
+    }
+    assert_eq!(reranked["model"], "score-bert");
+    assert_eq!(reranked["usage"], scores["usage"]);
+    assert!(
+        answer(&mut model, "/v1/rerank", &json!({"query": "q", "texts": ["a"]}))["results"][0]["document"]
+            .is_null()
+    );
+}
+
+#[test]
+fn labels_are_those_of_the_transformers_library_together_and_alone() {
+    for name in CLASSIFIERS {
+        let mut model = labels::load(&spec(name), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+        let expected = expected(name);
+        let texts = rows(&expected, "texts");
+        for (field, raw_scores) in [("probs", false), ("logits", true)] {
+            let together =
+                answer(&mut model, "/classify", &json!({"input": texts, "raw_scores": raw_scores}));
+            for (index, right) in rows(&expected, field).iter().enumerate() {
+                let what = format!("{name}, {field}: {}", texts[index]);
+                assert_close(&together["data"][index]["probs"], right, &what);
+                let alone = json!({"input": texts[index], "raw_scores": raw_scores});
+                assert_close(&answer(&mut model, "/classify", &alone)["data"][0]["probs"], right, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn labels_have_the_names_of_the_files() {
+    let mut model =
+        labels::load(&spec("score-roberta"), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+    let answer = answer(&mut model, "/classify", &json!({"input": ["hello", "a queue"], "top_k": 2}));
+    for one in rows(&answer, "data") {
+        assert_eq!(one["num_classes"], 3);
+        assert_eq!(one["label"], one["labels"][0]["label"]);
+        assert!(["negative", "neutral", "positive"].contains(&one["label"].as_str().expect("a label")));
+        assert_eq!(rows(one, "labels").len(), 2);
+    }
+}
+
+#[test]
+fn a_long_text_is_cut_and_counted_or_refused() {
+    let long = "the tide carries a message ".repeat(40);
+    let mut model = pairs::load(&spec("score-bert"), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+    let body = json!({"query": "q", "documents": ["a", long, "b", long]});
+    let cut = reply(&mut model, "/v1/rerank", &body);
+    assert_eq!(cut.headers["truncated"].as_i64(), Some(2));
+    let body = json!({"query": "q", "documents": ["a", long], "truncate": false});
+    let Err(error) = preprocess(&model.0, "/v1/rerank", &body) else { panic!("it is too long") };
+    assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::BadInput, Some("documents[1]")));
+    assert!(error.message.contains("at most 64 tokens"), "{error}");
+    let whole =
+        reply(&mut model, "/v1/rerank", &json!({"query": "q", "documents": ["a"], "truncate": false}));
+    assert!(!whole.headers.contains_key("truncated"));
+    let mut model =
+        labels::load(&spec("score-distilbert"), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+    let cut = reply(&mut model, "/classify", &json!({"input": [long, "a"]}));
+    assert_eq!(cut.headers["truncated"].as_i64(), Some(1));
+    let Err(error) = preprocess(&model.0, "/classify", &json!({"input": long, "truncate": false})) else {
+        panic!("it is too long")
+    };
+    assert_eq!(error.param.as_deref(), Some("input"));
+}
+
+#[test]
+fn each_document_is_an_input_of_its_own_within_the_limit() {
+    let (processor, _) =
+        pairs::load(&spec("score-bert"), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+    let body = |count: usize| json!({"query": "q", "documents": vec!["a document"; count]});
+    assert_eq!(
+        preprocess(&processor, "/v1/rerank", &body(500)).unwrap_or_else(|_| panic!("500")).1.len(),
+        500
+    );
+    let Err(error) = preprocess(&processor, "/v1/rerank", &body(10_000)) else { panic!("too many") };
+    assert_eq!(error.kind, TaskErrorKind::TooLarge);
+    assert_eq!(error.message, "documents holds 10000 items; this pool takes at most 600");
+}
