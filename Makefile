@@ -6,7 +6,7 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build cuda gpu-check models demo test test-rabbitmq-4 check-deploy soak bench bench-parts fuzz lint fmt default-settings image
+.PHONY: help build cuda gpu-check models demo demo-images test test-rabbitmq-4 check-deploy soak bench bench-parts fuzz lint fmt default-settings image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -26,10 +26,16 @@ models: ## fetch the default model into models/
 demo: build models ## embed 820 texts without a broker and show which sentences are alike
 	examples/demo/run target/release/sconce $(MODEL)
 
+demo-images: build ## classify six photographs, and order answers to questions, without a broker
+	scripts/fetch-efficientnet
+	examples/demo/images target/release/sconce models/efficientnet-lite0
+	examples/demo/rerank target/release/sconce
+
 # One after the other, also under `make -j`: each needs the one before.
 test: ## install what tests need (RabbitMQ), then lint and test everything
 	scripts/setup-tests
 	scripts/fetch-model
+	scripts/fetch-efficientnet
 	$(MAKE) lint
 	$(CARGO) build --locked --manifest-path examples/Cargo.toml --target-dir target
 	$(CARGO) test --locked
@@ -47,7 +53,8 @@ bench: ## Celery, sentence-transformers, ONNX Runtime and us: make bench ROUNDS=
 	benches/peers/run
 
 # One thread, as a worker on its core has.
-bench-parts: models ## kernels, forward pass, codec and batcher alone, by criterion
+bench-parts: models ## kernels, forward passes, codec and batcher alone, by criterion
+	scripts/fetch-efficientnet
 	RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 $(CARGO) bench --locked
 
 lint: ## formatting, clippy, documentation; warnings are errors

@@ -15,12 +15,18 @@ def texts():
         return [json.loads(line)["input"] for line in file]
 
 
-def serve(embed):
+def bodies():
+    """The request bodies of the batch lines in the file that TEXTS_FILE names."""
+    with open(os.environ["TEXTS_FILE"], encoding="utf-8") as file:
+        return [json.loads(line)["body"] for line in file]
+
+
+def serve(embed, everything=None):
     """Answers `vectors N` with the vectors of the first N texts, `measure` with texts a second.
 
-    `embed` takes a list of texts and returns their vectors as lists of floats.
+    `embed` takes a list of texts, or of what `everything` lists, and returns for each a list of floats.
     """
-    everything = texts()
+    everything = texts() if everything is None else everything
     embed(everything[:WARM_UP])
     say({"ready": True})
     for line in sys.stdin:

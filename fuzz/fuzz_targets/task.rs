@@ -66,7 +66,7 @@ fn check_properties(task: &Task, now: SystemTime) {
         check_error(&error);
         assert!(["expires", "expiration"].contains(&error.param.as_deref().unwrap_or_default()));
     }
-    if let Some(kind) = task.content_type() {
+    if let Some(kind) = task.message.media_type() {
         assert_eq!(kind, kind.to_ascii_lowercase());
         assert!(!kind.is_empty() && !kind.contains(';'));
     }

@@ -199,9 +199,10 @@ pub struct RunBatch {
     /// Responses; an existing file is resumed
     #[arg(long, short)]
     pub output: PathBuf,
-    /// The pool to run as; may be left out when there is only one
+    /// A pool that answers lines; may be repeated. Without it all pools of the settings do, each the lines of its
+    /// URLs
     #[arg(long)]
-    pub pool: Option<String>,
+    pub pool: Vec<String>,
     /// The model: a folder, a Hugging Face id, `echo` or `script`
     #[arg(long)]
     pub model: Option<String>,

@@ -11,7 +11,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::join_all;
 use futures_util::stream::FuturesUnordered;
-use futures_util::{FutureExt as _, Stream, StreamExt as _, TryFutureExt as _};
+use futures_util::{FutureExt as _, Stream, StreamExt as _};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -21,6 +21,7 @@ use crate::broker::{
     Acker, BrokerError, BrokerSession, Consumer, Delivery, DeliveryTag, Event, Published, Publisher,
 };
 use crate::config::Broker;
+use crate::protocol::message::URL;
 use crate::protocol::reply::is_part;
 use crate::protocol::{Headers, JSON, Message, Properties};
 
@@ -42,8 +43,18 @@ pub(crate) struct Request {
     pub(crate) message_id: String,
     pub(crate) headers: Headers,
     pub(crate) body: Bytes,
+    /// Another queue than the client's.
+    pub(crate) queue: Option<Arc<str>>,
     /// Time to live, for tasks whose reply nobody would wait for any longer.
     pub(crate) expires: Option<Duration>,
+}
+
+impl Request {
+    /// A request for `url`; none: the first that the pool answers.
+    pub(crate) fn new(message_id: String, url: Option<&str>, body: Bytes) -> Self {
+        let headers = url.map(|url| (URL.to_owned(), url.into())).into_iter().collect();
+        Self { message_id, headers, body, queue: None, expires: None }
+    }
 }
 
 pub(crate) struct Bounds {
@@ -137,12 +148,12 @@ impl Client {
         Self { publisher, task_queue: task_queue.to_owned(), replies }
     }
 
-    /// Publishes a message until the broker has it in the task queue.
+    /// Publishes a message until the broker has it in `queue`.
     ///
     /// # Errors
     /// The broker refuses it, or is lost.
-    pub(crate) async fn publish(&mut self, message: Message) -> Result<(), ClientError> {
-        publish(&*self.publisher, &self.task_queue, message).await
+    pub(crate) async fn publish(&mut self, queue: &str, message: Message) -> Result<(), ClientError> {
+        publish(&*self.publisher, queue, message).await
     }
 
     /// Publishes the tasks and gathers their replies. The first task has the number `first`.
@@ -206,9 +217,13 @@ impl Client {
                         gather.answer(number, None, Instant::now());
                         continue;
                     };
+                    let queue = request.queue.clone();
                     let message = message(number, request, reply_to.clone());
-                    let sent = publish(&**publisher, task_queue, message);
-                    under_way.push(sent.map_ok(move |()| number));
+                    let (publisher, task_queue) = (&**publisher, &**task_queue);
+                    under_way.push(async move {
+                        publish(publisher, queue.as_deref().unwrap_or(task_queue), message).await?;
+                        Ok::<_, ClientError>(number)
+                    });
                 }
                 () = tokio::time::sleep_until(late.unwrap_or(heard)), if late.is_some() && replies.is_some() => {
                     return Err(gather.late(bounds.timeout.unwrap_or_default()).into());
@@ -262,7 +277,7 @@ async fn burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery>>, C
 
 /// The message of the task with this number, which is its correlation id: persistent, published now.
 fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
-    let Request { message_id, mut headers, body, expires } = request;
+    let Request { message_id, mut headers, body, expires, .. } = request;
     let now = jiff::Timestamp::now();
     headers.insert("timestamp_in_ms".into(), now.as_millisecond().into());
     let properties = Properties {

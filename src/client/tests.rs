@@ -145,8 +145,7 @@ async fn run(count: u64, twice: &[u64], deaf_from: u64, in_order: bool) -> (Coun
         acker: Arc::new(SlowAcker),
         publisher: Arc::new(broker),
     };
-    let request =
-        || Request { message_id: String::new(), headers: Headers::new(), body: Bytes::new(), expires: None };
+    let request = || Request::new(String::new(), None, Bytes::new());
     let tasks = stream::iter((0..count).map(|meta| Ok(Task { meta, request: Some(request()) })));
     let bounds = Bounds { under_way: 3, timeout: Some(Duration::from_secs(60)), in_order };
     let mut counts = Counts::default();

@@ -17,7 +17,7 @@ use super::requests::{self, Requests, embed, requests_in};
 use super::{broker_session, load, pool_named, progress, start_logging};
 use crate::cli::Publish;
 use crate::client::{Bounds, Client, Request, Sink, Task};
-use crate::protocol::{Headers, Message, Value};
+use crate::protocol::{Message, Value};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -74,8 +74,8 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
 /// The task, with the user's id for its reply.
 fn task(request: requests::Request) -> Task<Option<String>> {
     let message_id = request.custom_id.clone().unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
-    let request_of = Request { message_id, headers: Headers::new(), body: request.body, expires: None };
-    Task { meta: request.custom_id, request: Some(request_of) }
+    let task = Request::new(message_id, request.url.as_deref(), request.body);
+    Task { meta: request.custom_id, request: Some(task) }
 }
 
 /// Prints replies, or counts published tasks.

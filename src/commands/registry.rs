@@ -10,12 +10,13 @@ use crate::engine::{Starter, chosen, continuous, oneshot};
 use crate::launcher::{Host, fit, plan};
 use crate::model::load::weights_size;
 use crate::model::registry::{Task, served, served_here};
-use crate::model::tasks::{self, embed, labels, pairs};
+use crate::model::tasks::{self, embed, image, labels, pairs};
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, echo, script};
 use crate::shutdown::Exit;
 use crate::worker::load_spec;
 
 /// The models that this program serves.
+#[derive(Clone)]
 pub struct Registry {
     named: BTreeMap<String, Starter>,
 }
@@ -71,6 +72,7 @@ impl Registry {
                     Task::Embed => oneshot(embed::load),
                     Task::Rerank => oneshot(pairs::load),
                     Task::Classify => oneshot(labels::load),
+                    Task::ClassifyImages => oneshot(image::load),
                 })
             })
         })
@@ -85,6 +87,15 @@ impl Registry {
             return Ok(Some("registered".to_owned()));
         }
         Ok(served_here(&pool.model, pool.task.as_deref())?.map(|served| served.to_string()))
+    }
+
+    /// Whether a pool answers `url`; true if only its code knows.
+    pub(super) fn answers(&self, pool: &Pool, url: &str) -> bool {
+        if self.registered(&pool.model).is_some() {
+            return true;
+        }
+        let served = served_here(&pool.model, pool.task.as_deref());
+        served.ok().flatten().is_some_and(|served| served.task.urls().contains(&url))
     }
 
     /// The slots of the settings on a host, if they fit it and their models are served.

@@ -14,6 +14,8 @@ use crate::protocol::shorten;
 pub(super) struct Request {
     /// The user's id of a batch line.
     pub(super) custom_id: Option<String>,
+    /// The URL of a batch line.
+    pub(super) url: Option<String>,
     pub(super) body: Bytes,
 }
 
@@ -22,7 +24,7 @@ pub(super) type Requests = Box<dyn Iterator<Item = anyhow::Result<Request>> + Se
 
 /// A text to embed.
 pub(super) fn embed(text: &str) -> Request {
-    Request { custom_id: None, body: json!({"input": text}).to_string().into() }
+    Request { custom_id: None, url: None, body: json!({"input": text}).to_string().into() }
 }
 
 /// The tasks of a file; of stdin when its name is `-`. Errors name the line.
@@ -53,10 +55,11 @@ fn request(line: &[u8]) -> anyhow::Result<Option<Request>> {
         Json::String(text) => embed(&text),
         Json::Object(object) => match (object.get("custom_id"), object.get("body")) {
             (Some(Json::String(id)), Some(body @ Json::Object(_))) => {
-                Request { custom_id: Some(id.clone()), body: body.to_string().into() }
+                let url = object.get("url").and_then(Json::as_str).map(str::to_owned);
+                Request { custom_id: Some(id.clone()), url, body: body.to_string().into() }
             }
             (Some(Json::String(id)), Some(_)) => bail!("the body of {id:?} is no JSON object"),
-            _ => Request { custom_id: None, body: Bytes::copy_from_slice(line) },
+            _ => Request { custom_id: None, url: None, body: Bytes::copy_from_slice(line) },
         },
         _ => bail!(wanted()),
     }))
@@ -79,6 +82,8 @@ mod tests {
         assert_eq!(read(r#"{"input": ["a"] }"#), task(None, r#"{"input": ["a"] }"#));
         assert_eq!(read(r#"{"custom_id":"1","body":{"input":"a"}}"#), task(Some("1"), r#"{"input":"a"}"#));
         assert_eq!(read(" \r"), Ok(None));
+        let line = br#"{"custom_id":"1","url":"/v1/rerank","body":{"query":"a"}}"#;
+        assert_eq!(request(line).unwrap().unwrap().url.as_deref(), Some("/v1/rerank"));
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 mod report;
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::num::NonZeroU16;
@@ -17,6 +18,7 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use futures_util::{StreamExt as _, stream};
 use indicatif::ProgressBar;
+use serde::Deserialize;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -30,9 +32,8 @@ use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::config::{Pool, Secret, Settings};
 use crate::launcher::{Host, Launching};
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
-use crate::protocol::message::URL;
 use crate::protocol::task::SHUTDOWN;
-use crate::protocol::{Headers, Message, Properties};
+use crate::protocol::{Message, Properties};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::QUIET;
 
@@ -44,13 +45,15 @@ const PREFETCH: NonZeroU16 = NonZeroU16::new(256).expect("256 is not zero");
 const REPLIES: &str = "replies";
 
 pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Exit> {
-    let (settings, pool) = settings(arguments)?;
+    let settings = settings(arguments)?;
+    let names = settings.pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
     start_logging(Some(QUIET));
-    let weights = registry.weights(&pool.model).context(Exit::ModelFailed)?;
-    let (output, point) = files(arguments, &pool, weights).context(Exit::Usage)?;
+    let digest = |pool: &Pool| Ok::<_, anyhow::Error>((pool.clone(), registry.weights(&pool.model)?));
+    let pools = settings.pools.iter().map(digest).collect::<anyhow::Result<Vec<_>>>();
+    let (output, point) = files(arguments, &pools.context(Exit::ModelFailed)?).context(Exit::Usage)?;
     let total = point.input.lines;
     if point.done == total {
-        return nothing_left(arguments, &pool, total);
+        return nothing_left(arguments, &names, total);
     }
     let input = point.open_input(&arguments.input)?;
 
@@ -64,7 +67,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let queues = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let broker = {
         let _inside = queues.enter();
-        Arc::new(EmbeddedBroker::bind(&socket, &queues_of(&pool))?)
+        Arc::new(EmbeddedBroker::bind(&socket, &queues_of(&settings.pools))?)
     };
     let output = Arc::new(Mutex::new(Output {
         file: BufWriter::new(output),
@@ -77,8 +80,8 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let stop = Stop::default();
     let run = Run {
         socket,
-        pool: pool.clone(),
-        workers: assignments.len(),
+        queues: assignments.iter().map(|slot| slot.pool.task_queue.clone()).collect(),
+        answering: Answering::new(&settings.pools, registry),
         grace: settings.launcher.shutdown_grace,
         output: output.clone(),
         stop: stop.clone(),
@@ -90,7 +93,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     queues.block_on(broker.shutdown());
     let mut output = lock(&output);
     output.bar.finish_and_clear();
-    conclude(&mut output, &pool, exit, &point)
+    conclude(&mut output, &names, exit, &point)
 }
 
 /// Runs the launcher until it ends, beside what feeds it; whose failure ends the launcher.
@@ -126,20 +129,20 @@ fn launched_and_fed(
     })
 }
 
-fn nothing_left(arguments: &RunBatch, pool: &Pool, lines: usize) -> anyhow::Result<Exit> {
+fn nothing_left(arguments: &RunBatch, pools: &str, lines: usize) -> anyhow::Result<Exit> {
     if arguments.json {
-        print(&mut Tally::default(), pool, 0)?;
+        print(&mut Tally::default(), pools, 0)?;
     }
     writeln!(io::stderr(), "all {lines} lines are answered already")?;
     Ok(Exit::Done)
 }
 
 /// Prints what was done, and what is missing.
-fn conclude(output: &mut Output, pool: &Pool, exit: Exit, point: &ResumePoint) -> anyhow::Result<Exit> {
+fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -> anyhow::Result<Exit> {
     output.file.get_ref().sync_all().context("the output")?;
     let (done, errors) = (output.done, output.errors);
     if let Some(tally) = &mut output.tally {
-        print(tally, pool, errors)?;
+        print(tally, pools, errors)?;
     }
     let mut says = io::stderr();
     let (now, total) = (done - point.done, point.input.lines);
@@ -155,8 +158,8 @@ fn conclude(output: &mut Output, pool: &Pool, exit: Exit, point: &ResumePoint) -
     Ok(if exit == Exit::Done { Exit::Aborted } else { exit })
 }
 
-fn print(tally: &mut Tally, pool: &Pool, errors: u64) -> anyhow::Result<()> {
-    Ok(writeln!(io::stdout(), "{}", serde_json::to_string(&tally.report(&pool.name, errors))?)?)
+fn print(tally: &mut Tally, pools: &str, errors: u64) -> anyhow::Result<()> {
+    Ok(writeln!(io::stdout(), "{}", serde_json::to_string(&tally.report(pools, errors))?)?)
 }
 
 fn parse(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
@@ -167,15 +170,15 @@ fn parse(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
     batch_line::parse(bytes)
 }
 
-/// Opens and locks the output, and finds where to continue, provided that the same model and settings made its
+/// Opens and locks the output, and finds where to continue, provided that the same models and settings made its
 /// lines.
-fn files(arguments: &RunBatch, pool: &Pool, weights: Option<String>) -> anyhow::Result<(File, ResumePoint)> {
+fn files(arguments: &RunBatch, pools: &[(Pool, Option<String>)]) -> anyhow::Result<(File, ResumePoint)> {
     let RunBatch { input, output, .. } = arguments;
     // Opened before the output is made, so that a wrong name leaves no file.
     File::open(input).with_context(|| input.display().to_string())?;
     let mut claimed = claim(output)?;
     let point = ResumePoint::find(input, output)?;
-    let made_by = MadeBy::new(pool, weights, point.input.clone());
+    let made_by = MadeBy::new(pools, point.input.clone());
     let unknown = made_by.continue_output(output, point.done)?;
     if unknown > 0 {
         let output = output.display();
@@ -185,27 +188,104 @@ fn files(arguments: &RunBatch, pool: &Pool, weights: Option<String>) -> anyhow::
     Ok((claimed, point))
 }
 
-/// The settings with the flags of this command, reduced to the one pool that runs.
-fn settings(arguments: &RunBatch) -> anyhow::Result<(Settings, Pool)> {
+/// The settings with the flags of this command, reduced to the pools that run: those that are named, else all.
+fn settings(arguments: &RunBatch) -> anyhow::Result<Settings> {
+    let RunBatch { pool: names, model, devices, .. } = arguments;
     let loaded = load(&arguments.settings, &[])?.settings;
-    let (index, _) = pool_named(&loaded.pools, arguments.pool.as_deref())?;
-    let flag = |name: &str, value: &Option<String>| {
-        value.clone().map(|value| (format!("pool[{index}].{name}"), value))
+    let named = |name: &String| Ok(pool_named(&loaded.pools, Some(name))?.0);
+    let mut chosen: Vec<usize> = match names.is_empty() {
+        true => (0..loaded.pools.len()).collect(),
+        false => names.iter().map(named).collect::<anyhow::Result<_>>()?,
     };
-    let flags = [flag("model", &arguments.model), flag("devices", &arguments.devices)];
-    let mut settings = load(&arguments.settings, &flags.into_iter().flatten().collect::<Vec<_>>())?.settings;
-    let mut pool = settings.pools.swap_remove(index);
-    // Names inside this process; a pool without a reply queue needs one here.
-    pool.reply_queue = Some(REPLIES.into());
-    settings.pools = vec![pool.clone()];
-    Ok((settings, pool))
+    chosen.sort_unstable();
+    chosen.dedup();
+    let mut flags = Vec::new();
+    if model.is_some() || devices.is_some() {
+        let [index] = chosen[..] else {
+            let error = anyhow!("--model and --devices are of one pool: choose it with --pool");
+            return Err(error.context(Exit::Usage));
+        };
+        let flag = |name: &str, value: &Option<String>| {
+            value.clone().map(|value| (format!("pool[{index}].{name}"), value))
+        };
+        flags.extend([flag("model", model), flag("devices", devices)].into_iter().flatten());
+    }
+    let mut settings = load(&arguments.settings, &flags)?.settings;
+    let pools = settings.pools.into_iter().enumerate().filter(|(index, _)| chosen.contains(index));
+    // The replies of all pools come to one queue, inside this process.
+    settings.pools = pools.map(|(_, pool)| Pool { reply_queue: Some(REPLIES.into()), ..pool }).collect();
+    Ok(settings)
 }
 
-fn queues_of(pool: &Pool) -> Vec<QueueSpec> {
+fn queues_of(pools: &[Pool]) -> Vec<QueueSpec> {
+    let spec = |(name, kept): (&str, bool)| QueueSpec { name: name.to_owned(), kept };
     // A dead-lettered task has been answered too, so nobody reads its dead letter.
-    [(pool.task_queue.as_str(), true), (REPLIES, true), (&pool.dead_letter_queue, false)]
-        .map(|(name, kept)| QueueSpec { name: name.to_owned(), kept })
-        .into()
+    let of_pool =
+        |pool: &Pool| [(pool.task_queue.as_str(), true), (pool.dead_letter_queue.as_str(), false)].map(spec);
+    let mut queues: Vec<_> = pools.iter().flat_map(of_pool).chain([spec((REPLIES, true))]).collect();
+    queues.sort_by(|a, b| a.name.cmp(&b.name));
+    queues.dedup_by(|a, b| a.name == b.name);
+    queues
+}
+
+/// Which pool answers a line.
+struct Answering {
+    pools: Vec<OfPool>,
+    /// The pools that answer a URL, by the URLs seen so far. Bound: [`URLS`].
+    known: HashMap<String, Vec<usize>>,
+    answers: Box<dyn Fn(usize, &str) -> bool + Send>,
+}
+
+struct OfPool {
+    queue: Arc<str>,
+    /// Names of its model; those with a folder or owner also without.
+    names: Vec<String>,
+}
+
+/// The most URLs that are remembered; a file has a few.
+const URLS: usize = 100;
+
+impl Answering {
+    fn new(pools: &[Pool], registry: &Registry) -> Self {
+        let of_pool = |pool: &Pool| OfPool {
+            queue: pool.task_queue.as_str().into(),
+            names: pool.served_names.iter().chain([&pool.model]).map(|name| last(name).to_owned()).collect(),
+        };
+        let (all, registry) = (pools.to_vec(), registry.clone());
+        Self {
+            pools: pools.iter().map(of_pool).collect(),
+            known: HashMap::new(),
+            answers: Box::new(move |index, url| registry.answers(&all[index], url)),
+        }
+    }
+
+    /// The queue of the pool that answers `url`. If several do, the one that the body's `model` names; else the
+    /// first. If none does, the first pool, which says so.
+    fn queue(&mut self, url: &str, body: &[u8]) -> Arc<str> {
+        if !self.known.contains_key(url) && self.known.len() < URLS {
+            let of_url = (0..self.pools.len()).filter(|index| (self.answers)(*index, url)).collect();
+            self.known.insert(url.to_owned(), of_url);
+        }
+        let pools: &[usize] = self.known.get(url).map_or(&[], Vec::as_slice);
+        let named = || {
+            let body: ModelOf = serde_json::from_slice(body).ok()?;
+            let model = body.model?;
+            pools.iter().find(|index| self.pools[**index].names.iter().any(|name| name == last(&model)))
+        };
+        let index = if pools.len() > 1 { named() } else { None };
+        let index = index.or_else(|| pools.first()).copied().unwrap_or(0);
+        self.pools[index].queue.clone()
+    }
+}
+
+#[derive(Deserialize)]
+struct ModelOf {
+    model: Option<String>,
+}
+
+/// A model's name without folder or owner.
+fn last(name: &str) -> &str {
+    name.trim_end_matches('/').rsplit('/').next().unwrap_or(name)
 }
 
 /// A line of the input.
@@ -220,16 +300,20 @@ enum Line {
 }
 
 /// The lines of the input after the first `done`, as tasks.
-fn tasks(input: &mut CountedInput, counts_inputs: bool) -> impl Iterator<Item = anyhow::Result<Task<Line>>> {
+fn tasks(
+    input: &mut CountedInput,
+    mut answering: Answering,
+    counts_inputs: bool,
+) -> impl Iterator<Item = anyhow::Result<Task<Line>>> {
     input.map(move |line| {
         let line = line.context("the input")?;
         Ok(match parse(&line) {
             Ok(BatchRequest { custom_id, url, body }) => {
                 let inputs = if counts_inputs { inputs_of(&body) } else { 0 };
                 let message_id = format!("line-{}", line.number);
-                let headers = Headers::from([(URL.into(), url.into())]);
-                let request = Some(Request { message_id, headers, body, expires: None });
-                Task { meta: Line::Request { custom_id, inputs }, request }
+                let queue = Some(answering.queue(&url, &body));
+                let request = Request { queue, ..Request::new(message_id, Some(&url), body) };
+                Task { meta: Line::Request { custom_id, inputs }, request: Some(request) }
             }
             Err(invalid) => {
                 Task { meta: Line::Invalid(batch_line::error_line(line.number, &invalid)), request: None }
@@ -289,9 +373,9 @@ fn lock(output: &Mutex<Output>) -> MutexGuard<'_, Output> {
 /// Publishes the lines and writes the answers.
 struct Run {
     socket: PathBuf,
-    pool: Pool,
-    /// Number of sentinels at the end.
-    workers: usize,
+    /// The task queue of each worker, which gets a sentinel at the end.
+    queues: Vec<String>,
+    answering: Answering,
     /// Wait after the sentinels before workers that took none are ended.
     grace: Duration,
     output: Arc<Mutex<Output>>,
@@ -302,15 +386,14 @@ impl Run {
     /// Publishes every counted line and, once all are answered, a sentinel for each worker: until then a task
     /// may wait for another attempt.
     async fn run(mut self, mut input: CountedInput) -> anyhow::Result<()> {
-        let queue = self.pool.reply_queue.clone().unwrap_or_default();
-        let session = embedded::connect(&self.socket, queue, PREFETCH).await?;
-        let mut client = Client::over(session, &self.pool.task_queue);
+        let session = embedded::connect(&self.socket, REPLIES.to_owned(), PREFETCH).await?;
+        let mut client = Client::over(session, "");
         let (first, counts_inputs) = {
             let output = lock(&self.output);
             (output.done as u64, output.tally.is_some())
         };
         let stopped = self.stop.clone();
-        let tasks = stream::iter(tasks(&mut input, counts_inputs))
+        let tasks = stream::iter(tasks(&mut input, self.answering, counts_inputs))
             .take_until(async move { stopped.reached(Phase::Returning).await });
         let bounds = Bounds { under_way: WINDOW, timeout: None, in_order: true };
         client.run(first, tasks, &bounds, &mut self.output).await?;
@@ -319,9 +402,9 @@ impl Run {
         }
         let changed = input.changed().context("the input")?;
         lock(&self.output).input_changed = changed;
-        for _ in 0..self.workers {
+        for queue in &self.queues {
             let properties = Properties { kind: Some(SHUTDOWN.into()), ..Properties::default() };
-            client.publish(Message { properties, body: "null".into() }).await?;
+            client.publish(queue, Message { properties, body: "null".into() }).await?;
         }
         // A worker that died after its sentinel has been started again, and none is left for it.
         tokio::time::sleep(self.grace).await;

@@ -40,7 +40,7 @@ pub use serde_json::Value;
 
 pub use crate::config::Dtype;
 pub use crate::protocol::control::Unfit;
-pub use crate::protocol::{Body, Message, TaskError, TaskErrorKind};
+pub use crate::protocol::{Body, Message, Properties, TaskError, TaskErrorKind};
 
 /// A URL that a model answers, and the media types of its bodies.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -12,6 +12,7 @@ use serde::de::IgnoredAny;
 
 use super::LoadError;
 use super::load::ModelFiles;
+use super::nets::image::ARCHITECTURES;
 use super::nets::text::config::Family;
 
 /// A kind of request that file-based models serve.
@@ -23,15 +24,26 @@ pub enum Task {
     Rerank,
     /// Labels for texts.
     Classify,
+    /// Labels for images.
+    ClassifyImages,
 }
 
 impl Task {
-    /// The name in settings, and the URLs.
-    fn names(self) -> (&'static str, &'static str) {
+    /// The name in settings.
+    fn name(self) -> &'static str {
         match self {
-            Self::Embed => ("embed", "/v1/embeddings"),
-            Self::Rerank => ("rerank", "/v1/rerank, /v1/score"),
-            Self::Classify => ("classify", "/classify"),
+            Self::Embed => "embed",
+            Self::Rerank => "rerank",
+            Self::Classify | Self::ClassifyImages => "classify",
+        }
+    }
+
+    /// The URLs that it answers.
+    pub fn urls(self) -> &'static [&'static str] {
+        match self {
+            Self::Embed => &["/v1/embeddings"],
+            Self::Rerank => &["/v1/rerank", "/v1/score"],
+            Self::Classify | Self::ClassifyImages => &["/classify"],
         }
     }
 }
@@ -50,8 +62,7 @@ pub struct Served {
 
 impl fmt::Display for Served {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (name, urls) = self.task.names();
-        write!(f, "{} for {name} ({urls})", self.architecture)
+        write!(f, "{} for {} ({})", self.architecture, self.task.name(), self.task.urls().join(", "))
     }
 }
 
@@ -68,6 +79,9 @@ struct Config {
 impl Config {
     /// The tasks of the model; the first is the default.
     fn tasks(&self) -> &'static [Task] {
+        if self.model_type.as_ref().is_some_and(|kind| ARCHITECTURES.contains(&kind.as_str())) {
+            return &[Task::ClassifyImages];
+        }
         if !self.architectures.iter().any(|class| class.ends_with(WITH_HEAD)) {
             return &[Task::Embed];
         }
@@ -112,18 +126,18 @@ fn find(source: &str, config: Config, asked: Option<&str>) -> Result<Served, Loa
     let refused = |reason: String| LoadError::Unsupported { model: source.to_owned(), reason };
     let tasks = config.tasks();
     let architecture = config.model_type.unwrap_or_else(|| "(none)".to_owned());
-    if !Family::ALL.iter().any(|(name, _)| *name == architecture) {
-        let known = Family::ALL.map(|(name, _)| name).join(", ");
+    let mut known = Family::ALL.iter().map(|(name, _)| *name).chain(ARCHITECTURES);
+    if !known.clone().any(|name| name == architecture) {
+        let known = known.by_ref().collect::<Vec<_>>().join(", ");
         return Err(refused(format!("nothing serves the architecture {architecture:?}; served are {known}")));
     }
-    let task =
-        tasks.iter().find(|task| asked.is_none_or(|asked| task.names().0 == asked)).ok_or_else(|| {
-            let known: Vec<&str> = tasks.iter().map(|task| task.names().0).collect();
-            let (asked, known) = (asked.unwrap_or_default(), known.join(", "));
-            refused(format!(
-                "{architecture:?} with these weights is not served for the task {asked:?}, but for {known}"
-            ))
-        })?;
+    let task = tasks.iter().find(|task| asked.is_none_or(|asked| task.name() == asked)).ok_or_else(|| {
+        let known: Vec<&str> = tasks.iter().map(|task| task.name()).collect();
+        let (asked, known) = (asked.unwrap_or_default(), known.join(", "));
+        refused(format!(
+            "{architecture:?} with these weights is not served for the task {asked:?}, but for {known}"
+        ))
+    })?;
     Ok(Served { architecture, task: *task })
 }
 

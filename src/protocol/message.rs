@@ -184,6 +184,13 @@ pub struct Message {
 }
 
 impl Message {
+    /// The media type of the body without parameters, lower case; none when absent.
+    pub fn media_type(&self) -> Option<String> {
+        let written = self.properties.content_type.as_deref()?;
+        let essence = written.split(';').next().unwrap_or_default().trim();
+        (!essence.is_empty()).then(|| essence.to_ascii_lowercase())
+    }
+
     /// The OpenAI path that is meant, by the header `url`.
     pub fn url(&self) -> Option<&str> {
         self.properties.headers.get(URL).and_then(Value::as_str).filter(|url| !url.is_empty())

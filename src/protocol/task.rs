@@ -126,13 +126,6 @@ impl Task {
         deadline(&self.message, self.received)
     }
 
-    /// The media type of the body without parameters, lower case; none when absent.
-    pub fn content_type(&self) -> Option<String> {
-        let written = self.message.properties.content_type.as_deref()?;
-        let essence = written.split(';').next().unwrap_or_default().trim();
-        (!essence.is_empty()).then(|| essence.to_ascii_lowercase())
-    }
-
     /// How long the task waited before `now`: since its publication where the message has a time
     /// (`timestamp_in_ms` header, or the `timestamp` property in whole seconds), else since its reception.
     pub fn queued(&self, now: SystemTime) -> Duration {

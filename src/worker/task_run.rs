@@ -138,7 +138,7 @@ impl Shared {
             return Err(TaskError::new(TaskErrorKind::TooLarge, words));
         }
         let types = self.route(task)?.media_types;
-        if let Some(given) = task.content_type().filter(|given| !types.contains(&given.as_str())) {
+        if let Some(given) = task.message.media_type().filter(|given| !types.contains(&given.as_str())) {
             let words = format!("content_type is {:?}; this model reads {types:?}", shorten(&given, 80));
             return Err(TaskError::new(TaskErrorKind::Undecodable, words).at("content_type"));
         }

@@ -33,6 +33,7 @@ mod processes;
 mod queues;
 mod replies;
 mod retries;
+mod scores;
 mod sentinels;
 mod sequences;
 mod settling;

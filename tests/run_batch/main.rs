@@ -6,6 +6,7 @@ mod interrupted;
 mod lines;
 mod made_by;
 mod poison;
+mod pools;
 #[path = "../support/processes.rs"]
 mod processes;
 mod rig;

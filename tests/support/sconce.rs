@@ -33,6 +33,8 @@ pub struct Settings {
     control: String,
     heartbeat: String,
     set: Vec<(String, String)>,
+    /// Further pools: name, task queue, model.
+    beside: Vec<[String; 3]>,
     environment: Vec<(String, String)>,
     program: PathBuf,
 }
@@ -44,16 +46,23 @@ impl Settings {
         let name = format!("pool-{}", COUNT.fetch_add(1, Ordering::Relaxed));
         let queue = |kind: &str| format!("{name}.{kind}");
         let (tasks, replies, dead) = (queue("tasks"), queue("replies"), queue("dead"));
-        let (set, environment, control) = (Vec::new(), Vec::new(), String::new());
+        let (set, beside, environment, control) = (Vec::new(), Vec::new(), Vec::new(), String::new());
         let (url, heartbeat) = (url.into(), "20s".to_owned());
         let program = PathBuf::from(env!("CARGO_BIN_EXE_sconce"));
-        Self { name, tasks, replies, dead, url, control, heartbeat, set, environment, program }
+        Self { name, tasks, replies, dead, url, control, heartbeat, set, beside, environment, program }
     }
 
     /// Any setting, by its dotted path: `.set("pool[0].batch.max_requests", 4)`. Later ones win.
     pub fn set(mut self, path: &str, value: impl std::fmt::Display) -> Self {
         self.set.push((path.to_owned(), value.to_string()));
         self
+    }
+
+    /// A further pool with one CPU worker and the same reply queue; returns its task queue.
+    pub fn beside(&mut self, name: &str, model: impl std::fmt::Display) -> String {
+        let queue = format!("{}.{name}", self.tasks);
+        self.beside.push([name.to_owned(), queue.clone(), model.to_string()]);
+        queue
     }
 
     /// Served by another program of the workspace, which has models of its own.
@@ -94,10 +103,21 @@ impl Settings {
 
     fn toml(&self, gates: &Path) -> String {
         let Self { name, tasks, replies, dead, url, control, heartbeat, .. } = self;
+        // Other models refuse an option that they do not know.
+        let is_echo =
+            self.set.iter().all(|(path, model)| path != "pool[0].model" || model.starts_with("echo"));
+        let options = if is_echo { format!("options = {{ gates = {gates:?} }}") } else { String::new() };
+        let pool = |[name, queue, model]: &[String; 3]| {
+            format!(
+                "[[pool]]\nname = {name:?}\ntask_queue = {queue:?}\nreply_queue = {replies:?}\n\
+                 dead_letter_queue = {dead:?}\nmodel = {model:?}\ndevices = [\"cpu\"]\nthreads = 1\n\n"
+            )
+        };
+        let beside: String = self.beside.iter().map(pool).collect();
         format!(
             "[broker]\nurl = {url:?}\nheartbeat = {heartbeat:?}\n\n[[pool]]\nname = {name:?}\ntask_queue = {tasks:?}\n\
              reply_queue = {replies:?}\ndead_letter_queue = {dead:?}\nmodel = \"echo?faults\"\n\
-             devices = [\"cpu\"]\nthreads = 1\noptions = {{ gates = {gates:?} }}\n\n[launcher]\nrestart_delay = \"100ms\"\n\n[admin]\n\
+             devices = [\"cpu\"]\nthreads = 1\n{options}\n\n{beside}[launcher]\nrestart_delay = \"100ms\"\n\n[admin]\n\
              listen = \"127.0.0.1:0\"\ncontrol_exchange = {control:?}\n"
         )
     }

@@ -14,17 +14,24 @@ use crate::config::{Dtype, Pool};
 use crate::model::model_name;
 
 /// Version of the file's format; other versions are refused.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 /// What made an output.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MadeBy {
     format: u32,
+    input: InputDigest,
+    /// In the order of the settings.
+    pools: Vec<MadeInPool>,
+}
+
+/// What made the replies of one pool.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct MadeInPool {
     /// The model's name as in replies: for a folder, its last component, wherever the folder is.
     model: String,
     /// The digest of its files; none for a registered model, of which only the name is known.
     weights: Option<String>,
-    input: InputDigest,
     settings: ReplySettings,
 }
 
@@ -40,18 +47,13 @@ struct ReplySettings {
 }
 
 /// One criterion: whether it is equal, and how it is shown.
-type Part = (bool, fn(&MadeBy) -> String);
+type Part = (bool, fn(&MadeInPool) -> String);
 
 impl MadeBy {
-    /// The record of a run of `input` in `pool`, whose model's files have the digest `weights`.
-    pub fn new(pool: &Pool, weights: Option<String>, input: InputDigest) -> Self {
-        let mut served_names = pool.served_names.clone();
-        served_names.sort_unstable();
-        served_names.dedup();
-        let Pool { dtype, max_inputs, max_body, .. } = *pool;
-        let settings = ReplySettings { dtype, max_inputs, max_body, served_names };
-        let model = model_name(&pool.model).to_owned();
-        Self { format: FORMAT, model, weights, input, settings }
+    /// The record of a run of `input` in these pools, each with the digest of its model's files.
+    pub fn new(pools: &[(Pool, Option<String>)], input: InputDigest) -> Self {
+        let pools = pools.iter().map(|(pool, weights)| MadeInPool::new(pool, weights.clone())).collect();
+        Self { format: FORMAT, input, pools }
     }
 
     /// Compares this run with the record of the `done` whole lines of the output, and writes the record of the
@@ -76,29 +78,22 @@ impl MadeBy {
 
     /// The differences, as they are in `self` and in `now`.
     fn differences(&self, now: &Self) -> Option<(String, String)> {
-        let (old, new) = (&self.settings, &now.settings);
-        let parts: [Part; 6] = [
-            ((&self.model, &self.weights) == (&now.model, &now.weights), Self::shown_model),
-            (self.input == now.input, |made| format!("an input of {}", made.input)),
-            (old.dtype == new.dtype, |made| format!("dtype {}", made.settings.dtype.name())),
-            (old.max_inputs == new.max_inputs, |made| format!("max_inputs {}", made.settings.max_inputs)),
-            (old.max_body == new.max_body, |made| format!("max_body {} bytes", made.settings.max_body)),
-            (old.served_names == new.served_names, |made| {
-                format!("served_names {:?}", made.settings.served_names)
-            }),
-        ];
-        let shown = |made: &Self| {
-            let others = parts.iter().filter(|(same, _)| !*same);
-            others.map(|(_, show)| show(made)).collect::<Vec<_>>().join(", ")
-        };
-        parts.iter().any(|(same, _)| !*same).then(|| (shown(self), shown(now)))
-    }
-
-    fn shown_model(&self) -> String {
-        match &self.weights {
-            Some(sha256) => format!("model {:?} (weights sha256 {sha256:.12})", self.model),
-            None => format!("model {:?}", self.model),
+        let (mut then, mut other) = (Vec::new(), Vec::new());
+        if self.pools.len() != now.pools.len() {
+            then.push(format!("{} pools", self.pools.len()));
+            other.push(format!("{} pools", now.pools.len()));
         }
+        for (old, new) in self.pools.iter().zip(&now.pools) {
+            for (_, show) in old.parts(new).iter().filter(|(same, _)| !*same) {
+                then.push(show(old));
+                other.push(show(new));
+            }
+        }
+        if self.input != now.input {
+            then.push(format!("an input of {}", self.input));
+            other.push(format!("an input of {}", now.input));
+        }
+        (!then.is_empty()).then(|| (then.join(", "), other.join(", ")))
     }
 
     /// Reads the record; none where there is no file.
@@ -130,6 +125,38 @@ impl MadeBy {
     }
 }
 
+impl MadeInPool {
+    fn new(pool: &Pool, weights: Option<String>) -> Self {
+        let mut served_names = pool.served_names.clone();
+        served_names.sort_unstable();
+        served_names.dedup();
+        let Pool { dtype, max_inputs, max_body, .. } = *pool;
+        let settings = ReplySettings { dtype, max_inputs, max_body, served_names };
+        Self { model: model_name(&pool.model).to_owned(), weights, settings }
+    }
+
+    /// What is compared with another run.
+    fn parts(&self, other: &Self) -> [Part; 5] {
+        let (old, new) = (&self.settings, &other.settings);
+        [
+            ((&self.model, &self.weights) == (&other.model, &other.weights), Self::shown_model),
+            (old.dtype == new.dtype, |made| format!("dtype {}", made.settings.dtype.name())),
+            (old.max_inputs == new.max_inputs, |made| format!("max_inputs {}", made.settings.max_inputs)),
+            (old.max_body == new.max_body, |made| format!("max_body {} bytes", made.settings.max_body)),
+            (old.served_names == new.served_names, |made| {
+                format!("served_names {:?}", made.settings.served_names)
+            }),
+        ]
+    }
+
+    fn shown_model(&self) -> String {
+        match &self.weights {
+            Some(sha256) => format!("model {:?} (weights sha256 {sha256:.12})", self.model),
+            None => format!("model {:?}", self.model),
+        }
+    }
+}
+
 /// The path of the record of an output.
 fn beside(output: &Path) -> PathBuf {
     with_suffix(output, ".run.json")
@@ -150,7 +177,8 @@ mod tests {
         let settings =
             ReplySettings { dtype: Dtype::F32, max_inputs: 8, max_body: 1_024, served_names: vec![] };
         let weights = Some("fedcba9876543210".repeat(4));
-        MadeBy { format: FORMAT, model: "a".into(), weights, input, settings }
+        let pools = vec![MadeInPool { model: "a".into(), weights, settings }];
+        MadeBy { format: FORMAT, input, pools }
     }
 
     struct Output {
@@ -185,22 +213,27 @@ mod tests {
     #[test]
     fn whatever_differs_is_refused_and_named_as_it_was_and_as_it_is() {
         type Alter = fn(&mut MadeBy);
-        let cases: [(Alter, &str, &str); 7] = [
+        let cases: [(Alter, &str, &str); 8] = [
             (
-                |it| it.model = "b".into(),
+                |it| it.pools[0].model = "b".into(),
                 "model \"a\" (weights sha256 fedcba987654)",
                 "model \"b\" (weights sha256 fedcba987654)",
             ),
-            (|it| it.weights = None, "model \"a\" (weights sha256 fedcba987654)", "model \"a\""),
+            (|it| it.pools[0].weights = None, "model \"a\" (weights sha256 fedcba987654)", "model \"a\""),
             (
                 |it| it.input.sha256 = "f".repeat(64),
                 "an input of 3 lines (90 bytes, sha256 0123456789ab)",
                 "an input of 3 lines (90 bytes, sha256 ffffffffffff)",
             ),
-            (|it| it.settings.dtype = Dtype::Bf16, "dtype f32", "dtype bf16"),
-            (|it| it.settings.max_inputs = 9, "max_inputs 8", "max_inputs 9"),
-            (|it| it.settings.max_body = 9, "max_body 1024 bytes", "max_body 9 bytes"),
-            (|it| it.settings.served_names = vec!["x".into()], "served_names []", "served_names [\"x\"]"),
+            (|it| it.pools[0].settings.dtype = Dtype::Bf16, "dtype f32", "dtype bf16"),
+            (|it| it.pools[0].settings.max_inputs = 9, "max_inputs 8", "max_inputs 9"),
+            (|it| it.pools[0].settings.max_body = 9, "max_body 1024 bytes", "max_body 9 bytes"),
+            (
+                |it| it.pools[0].settings.served_names = vec!["x".into()],
+                "served_names []",
+                "served_names [\"x\"]",
+            ),
+            (|it| it.pools.push(it.pools[0].clone()), "1 pools", "2 pools"),
         ];
         for (alter, then, now) in cases {
             let output = Output::new();
@@ -228,13 +261,13 @@ mod tests {
     #[test]
     fn all_that_differs_is_named_in_one_error() {
         let mut other = run();
-        other.model = "b".into();
+        other.pools[0].model = "b".into();
         other.input.lines = 4;
-        other.settings.max_inputs = 9;
+        other.pools[0].settings.max_inputs = 9;
         let (then, now) = run().differences(&other).unwrap();
         for (text, model, lines, most) in [(then, "\"a\"", "3 lines", "8"), (now, "\"b\"", "4 lines", "9")] {
             let most = format!("max_inputs {most}");
-            let order = [model, lines, most.as_str()].map(|part| text.find(part).unwrap());
+            let order = [model, most.as_str(), lines].map(|part| text.find(part).unwrap());
             assert!(order.is_sorted(), "{text}");
         }
     }
@@ -243,7 +276,7 @@ mod tests {
     fn an_output_without_whole_lines_is_made_by_whoever_comes() {
         let output = Output::new();
         fs::write(beside(&output.path), "not JSON").unwrap();
-        let other = MadeBy { model: "b".into(), ..run() };
+        let other = MadeBy { pools: Vec::new(), ..run() };
         assert_eq!(other.continue_output(&output.path, 0).unwrap(), 0);
         assert_eq!(run().continue_output(&output.path, 0).unwrap(), 0);
         assert_eq!(serde_json::from_str::<MadeBy>(&output.told()).unwrap(), run());
@@ -254,13 +287,13 @@ mod tests {
         let output = Output::new();
         assert_eq!(run().continue_output(&output.path, 2).unwrap(), 2);
         assert_eq!(run().continue_output(&output.path, 3).unwrap(), 0, "said once");
-        let other = MadeBy { model: "b".into(), ..run() };
+        let other = MadeBy { pools: Vec::new(), ..run() };
         assert!(other.continue_output(&output.path, 3).is_err());
     }
 
     #[test]
     fn a_file_that_does_not_tell_is_named_and_left_alone() {
-        let other_format = serde_json::to_string(&MadeBy { format: 2, ..run() }).unwrap();
+        let other_format = serde_json::to_string(&MadeBy { format: 1, ..run() }).unwrap();
         for content in ["", "{}", "null", other_format.as_str()] {
             let output = Output::new();
             fs::write(beside(&output.path), content).unwrap();

@@ -12,7 +12,7 @@ use super::load::{Arrivals, Bodies};
 use super::report::Measured;
 use super::tally::Tally;
 use crate::client::{Bounds, Client, ClientError, Request, Sink, Task};
-use crate::protocol::{Headers, Message};
+use crate::protocol::Message;
 
 /// A task expires after waiting in its queue for this many time-outs.
 const KEPT: u32 = 10;
@@ -87,13 +87,9 @@ fn tasks(
                 due
             }
         };
-        let request = Request {
-            message_id: format!("{run}/{number}"),
-            headers: Headers::new(),
-            body: work.body,
-            // Expires, because nobody else wants it: if this run ends early, it does not stay in the queue.
-            expires: Some(KEPT * timeout),
-        };
+        let request = Request::new(format!("{run}/{number}"), work.url.as_deref(), work.body);
+        // Expires, because nobody else wants it: if this run ends early, it does not stay in the queue.
+        let request = Request { expires: Some(KEPT * timeout), ..request };
         let task = Task { meta: (due, work.inputs), request: Some(request) };
         Some((Ok(task), (bodies, arrivals)))
     })

@@ -10,6 +10,8 @@ use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
 use serde_json::{Value as Json, json};
 
+use crate::commands::requests::Request;
+
 /// Each is one token for the tokenizer of English BERT models.
 const WORDS: [&str; 48] = [
     "queue", "message", "tide", "carries", "a", "the", "worker", "of", "light", "and", "reads", "slowly",
@@ -25,6 +27,7 @@ const ARRIVALS: u64 = 0x5eed_a441_7a15;
 
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::commands) struct Work {
+    pub(in crate::commands) url: Option<String>,
     pub(in crate::commands) body: Bytes,
     pub(in crate::commands) inputs: usize,
 }
@@ -44,9 +47,9 @@ impl Bodies {
     }
 
     /// Each of `bodies` once per round. None when there are none.
-    pub(super) fn of_file(seed: u64, bodies: Vec<Bytes>) -> Option<Self> {
-        let work = |body: Bytes| Work { inputs: inputs_of(&body), body };
-        let works: Vec<Work> = bodies.into_iter().map(work).collect();
+    pub(super) fn of_file(seed: u64, requests: Vec<Request>) -> Option<Self> {
+        let work = |Request { url, body, .. }| Work { url, inputs: inputs_of(&body), body };
+        let works: Vec<Work> = requests.into_iter().map(work).collect();
         let next = works.len();
         (next > 0).then(|| Self::File { random: Xoshiro256PlusPlus::seed_from_u64(seed), works, next })
     }
@@ -63,7 +66,7 @@ impl Iterator for Bodies {
                     [alone] => json!({"input": alone}),
                     several => json!({"input": several}),
                 };
-                Some(Work { body: body.to_string().into(), inputs: *inputs })
+                Some(Work { url: None, body: body.to_string().into(), inputs: *inputs })
             }
             Self::File { random, works, next } => {
                 if *next == works.len() {
@@ -84,11 +87,11 @@ fn text(random: &mut Xoshiro256PlusPlus, words: &RangeInclusive<usize>) -> Strin
     (0..length).map(word).collect::<Vec<_>>().join(" ")
 }
 
-/// Number of inputs as a pool for embeddings counts them: the items of a list, unless they are the tokens of
-/// one text.
+/// Number of inputs as a pool counts them: the items of a list, unless they are the tokens of one text.
 pub(in crate::commands) fn inputs_of(body: &[u8]) -> usize {
     let body: Json = serde_json::from_slice(body).unwrap_or_default();
-    match body.get("input") {
+    let lists = ["input", "inputs", "documents", "texts", "text_2", "image_url"];
+    match lists.iter().find_map(|name| body.get(name)) {
         Some(Json::Array(items)) if !items.first().is_some_and(Json::is_number) => items.len().max(1),
         _ => 1,
     }
@@ -159,8 +162,8 @@ mod tests {
 
     #[test]
     fn a_files_bodies_come_once_each_and_then_again_in_another_order() {
-        let bodies: Vec<Bytes> = (0..20).map(|n| format!("{{\"input\":\"{n}\"}}").into()).collect();
-        let drawn: Vec<Work> = Bodies::of_file(1, bodies.clone()).unwrap().take(40).collect();
+        let requests = || (0..20).map(|n| crate::commands::requests::embed(&n.to_string())).collect();
+        let drawn: Vec<Work> = Bodies::of_file(1, requests()).unwrap().take(40).collect();
         let sorted = |works: &[Work]| {
             let mut bodies: Vec<Bytes> = works.iter().map(|work| work.body.clone()).collect();
             bodies.sort();
@@ -168,7 +171,7 @@ mod tests {
         };
         assert_eq!(sorted(&drawn[..20]), sorted(&drawn[20..]));
         assert_ne!(drawn[..20], drawn[20..]);
-        let again: Vec<Work> = Bodies::of_file(1, bodies).unwrap().take(40).collect();
+        let again: Vec<Work> = Bodies::of_file(1, requests()).unwrap().take(40).collect();
         assert_eq!(drawn, again);
         assert!(Bodies::of_file(1, Vec::new()).is_none());
     }
@@ -180,6 +183,8 @@ mod tests {
             (r#"{"input":["a","b"]}"#, 2),
             (r#"{"input":[101,102,103]}"#, 1),
             (r#"{"input":[[101],[102]]}"#, 2),
+            (r#"{"query":"a","documents":["b","c","d"]}"#, 3),
+            (r#"{"text_1":"a","text_2":["b","c"]}"#, 2),
             (r#"{"image":"…"}"#, 1),
         ] {
             assert_eq!(inputs_of(body.as_bytes()), inputs, "{body}");

@@ -13,7 +13,6 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::Context;
-use bytes::Bytes;
 
 use self::drive::{Pace, Plan, drive};
 use self::load::Arrivals;
@@ -101,7 +100,6 @@ pub(super) fn bodies(texts: &Texts) -> anyhow::Result<Bodies> {
         return Ok(Bodies::texts(*seed, words.clone(), *inputs));
     };
     let name = || if path == Path::new("-") { "stdin".to_owned() } else { path.display().to_string() };
-    let requests = requests_in(path)?.map(|request| request.map(|request| request.body));
-    let bodies: Vec<Bytes> = requests.collect::<anyhow::Result<_>>().with_context(name)?;
-    Bodies::of_file(*seed, bodies).with_context(|| format!("{}: holds no task", name()))
+    let requests = requests_in(path)?.collect::<anyhow::Result<_>>().with_context(name)?;
+    Bodies::of_file(*seed, requests).with_context(|| format!("{}: holds no task", name()))
 }

@@ -76,6 +76,14 @@ impl Weights {
         Tensor::zeros(shape, self.dtype, &self.device)
     }
 
+    /// A tensor of these numbers, of the weights' type on their device.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn tensor_of(&self, numbers: Vec<f32>, shape: &[usize]) -> candle_core::Result<Tensor> {
+        Tensor::from_vec(numbers, shape, &self.device)?.to_dtype(self.dtype)
+    }
+
     /// The device that tensors are created on.
     #[cfg(feature = "cuda")]
     pub fn device(&self) -> &Device {

@@ -98,7 +98,13 @@ impl SelfAttention {
                 self.after.end(x, &seen.matmul(out)?)
             }
             #[cfg(feature = "cuda")]
-            Weights::Kernel { .. } => candle_core::bail!("a GPU's kernel needs the plan of its batch"),
+            Weights::Kernel { heads, .. } => {
+                let none = vec![0; lengths.iter().sum()];
+                let plan = super::gpu::Plan::new(&none, &none, lengths, heads.queries());
+                let words = Tensor::from_slice(&plan.words, plan.words.len(), x.device())?;
+                let planned = super::gpu::cuda::Planned { plan, lengths: lengths.to_vec(), words };
+                self.forward_planned(x, &planned)
+            }
         }
     }
 

@@ -5,6 +5,7 @@
 mod activation;
 mod add_norm;
 mod attention;
+mod convolution;
 mod distances;
 mod exp;
 mod feed_forward;
@@ -15,6 +16,7 @@ mod product;
 pub use activation::Activation;
 pub use add_norm::{After, NormParams, add_norm};
 pub use attention::{Published, SelfAttention};
+pub use convolution::{Clamp, Convolution, Filters, Padding, max_pool, mean_pool};
 pub use distances::{Bias, Distances, Rotary};
 pub use feed_forward::{FeedForward, Up};
 pub use product::{Panels, multiply_rows};

@@ -4,7 +4,7 @@
 
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
-use super::{InputCounts, prepared, sized, text_model};
+use super::{InputCounts, MANY_TEXTS, prepared, sized, text_model};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::text::config::NetworkConfig;
@@ -106,7 +106,7 @@ impl Processor for EmbeddingProcessor {
 impl EmbeddingProcessor {
     fn inputs(&self, mut request: EmbeddingRequest) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
         let prompt = self.prompts.of(request.prompt_name.as_deref())?;
-        prepared(std::mem::take(&mut request.texts), |index, text| {
+        prepared(std::mem::take(&mut request.texts), MANY_TEXTS, |index, text| {
             let path = || request.path(index);
             let tokens = match text {
                 Text::Plain(text) if prompt.is_empty() => self.tokenizer.text(&text),

@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::names::ServedNames;
 use super::sentence_settings::SentenceSettings;
-use super::{InputCounts, prepared, sized, text_model};
+use super::{InputCounts, MANY_TEXTS, prepared, sized, text_model};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::text::config::NetworkConfig;
@@ -154,7 +154,7 @@ impl Processor for LabelProcessor {
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let mut request = ClassifyRequest::parse(&message.body, self.max_inputs)?;
         self.names.check(request.model.as_deref())?;
-        let inputs = prepared(std::mem::take(&mut request.texts), |index, text| {
+        let inputs = prepared(std::mem::take(&mut request.texts), MANY_TEXTS, |index, text| {
             let path = || request.path(index);
             let tokens = self.tokenizer.text(&text).map_err(|error| error.at(path()))?;
             sized(tokens, request.truncate, path, self.tokenizer.max_tokens())

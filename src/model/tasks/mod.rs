@@ -2,6 +2,7 @@
 //! and written by `protocol`, the networks are in `nets`.
 
 pub mod embed;
+pub mod image;
 pub mod labels;
 mod names;
 pub mod pairs;
@@ -17,10 +18,8 @@ use super::nets::text::{Output, TextNetwork};
 use super::{Device, LoadError, LoadSpec, SizedInput, TaskError};
 use crate::protocol::Body;
 
-/// From this number on, inputs are divided among the threads of the caller's pool.
-const MANY: usize = 64;
-/// The fewest inputs for one thread.
-const SHARE: usize = 16;
+/// From this number on, texts are divided among the threads of the caller's pool.
+const MANY_TEXTS: usize = 64;
 
 /// The digest of all files that the model `source` is loaded from, by [`ModelFiles::digest`]. It stays the same
 /// when a folder is copied or other files are added. A hub model that is not in the cache is downloaded.
@@ -32,6 +31,7 @@ pub fn digest(source: &str) -> Result<String, LoadError> {
     files.required("config.json")?;
     SentenceSettings::read(&files, source)?;
     files.optional("tokenizer.json")?;
+    files.optional("preprocessor_config.json")?;
     files.weights()?;
     files.digest()
 }
@@ -49,16 +49,17 @@ fn text_model(
     Ok((tokenizer, network))
 }
 
-/// Prepares each item, with its index; many items are shared among the threads of the caller's pool.
+/// Prepares each item, with its index; `many` items are shared among the threads of the caller's pool.
 fn prepared<T: Send, O: Send>(
     items: Vec<T>,
+    many: usize,
     prepare: impl Fn(usize, T) -> Result<O, TaskError> + Sync,
 ) -> Result<Vec<O>, TaskError> {
     // Outside a pool rayon would use its global threads, which may be computing for long.
-    if items.len() < MANY || rayon::current_thread_index().is_none() {
+    if items.len() < many || rayon::current_thread_index().is_none() {
         return items.into_iter().enumerate().map(|(index, item)| prepare(index, item)).collect();
     }
-    let shared = items.into_par_iter().enumerate().with_min_len(SHARE);
+    let shared = items.into_par_iter().enumerate().with_min_len((many / 4).max(1));
     // All are prepared before the check, so that the error is that of the first failing item.
     let all: Vec<_> = shared.map(|(index, item)| prepare(index, item)).collect();
     all.into_iter().collect()

@@ -5,7 +5,7 @@
 use super::labels::sigmoid;
 use super::names::ServedNames;
 use super::sentence_settings::SentenceSettings;
-use super::{InputCounts, prepared, sized, text_model};
+use super::{InputCounts, MANY_TEXTS, prepared, sized, text_model};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::text::config::NetworkConfig;
@@ -90,10 +90,10 @@ impl PairProcessor {
     fn inputs(&self, request: &PairsRequest) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
         let listed = request.first.len() > 1;
         let first = |index: usize| if listed { format!("text_1[{index}]") } else { "query".to_owned() };
-        let firsts = prepared(request.first.iter().collect(), |index, text| {
+        let firsts = prepared(request.first.iter().collect(), MANY_TEXTS, |index, text| {
             self.tokenizer.pieces(text).map_err(|error| error.at(first(index)))
         })?;
-        prepared(request.second.iter().collect(), |index, text| {
+        prepared(request.second.iter().collect(), MANY_TEXTS, |index, text| {
             let path = || format!("{}[{index}]", request.field);
             let second = self.tokenizer.pieces(text).map_err(|error| error.at(path()))?;
             let tokens = self.tokenizer.pair(&firsts[if listed { index } else { 0 }], &second);

@@ -10,6 +10,7 @@ use super::config::{Family, LayerDistances, NetworkConfig};
 use crate::model::LoadError;
 use crate::model::load::tokenizer::Tokens;
 use crate::model::load::weights::{Table, Weights};
+use crate::model::nets::block::{Block, Blocks};
 #[cfg(feature = "cuda")]
 use crate::model::ops::gpu::{
     Plan,
@@ -36,21 +37,11 @@ pub struct Encoder {
     /// Positions of one type; 0 if there is only one type.
     positions_of_type: usize,
     norm: NormParams,
-    layers: Vec<Layer>,
-    /// After the last layer, where norms come before their halves.
-    last_norm: Option<NormParams>,
+    blocks: Blocks,
     width: usize,
     /// The number of queries in attention's smallest tile.
     #[cfg(feature = "cuda")]
     smallest_tile: u32,
-}
-
-/// One block.
-struct Layer {
-    /// Norms before the halves; the first layer has none before its attention. None: norms come after them.
-    before: Option<(Option<NormParams>, NormParams)>,
-    attention: SelfAttention,
-    feed_forward: FeedForward,
 }
 
 /// How the positions of a text's tokens are counted.
@@ -190,7 +181,7 @@ impl Reader<'_> {
         self.weights.checked(name, rows)
     }
 
-    fn layer(&self, index: usize, distances: Distances) -> Loaded<Layer> {
+    fn layer(&self, index: usize, distances: Distances) -> Loaded<Block> {
         let NetworkConfig { hidden, inner, heads, activation, family, .. } = *self.config;
         let names = names(family);
         let named = |name: &str| format!("{}.{index}.{name}", names.layer);
@@ -236,7 +227,7 @@ impl Reader<'_> {
         let attention = SelfAttention::new(Published { qkv, out, heads, distances }, after_out);
         let up = Up { matrix: up, bias: up_bias, gate };
         let feed_forward = FeedForward::new(up, &down, after_down, activation);
-        Ok(Layer {
+        Ok(Block {
             before,
             attention: self.weights.checked(names.out, attention)?,
             feed_forward: self.weights.checked(names.down, feed_forward)?,
@@ -329,8 +320,12 @@ impl Encoder {
             positions,
             width: hidden,
             norm: reader.norm(embeddings_norm(family), &reader.zeros)?,
-            layers: layers.map(|(index, distances)| reader.layer(index, distances)).collect::<Loaded<_>>()?,
-            last_norm: last_norm.transpose()?,
+            blocks: Blocks {
+                blocks: layers
+                    .map(|(index, distances)| reader.layer(index, distances))
+                    .collect::<Loaded<_>>()?,
+                last_norm: last_norm.transpose()?,
+            },
         })
     }
 
@@ -359,7 +354,7 @@ impl Encoder {
                 add_norm(words, &self.positions.index_select(&planned.places()?, 0)?, &self.norm)?
             }
         };
-        self.through(x, |attention, x| attention.forward_planned(x, planned))
+        self.blocks.forward(x, |attention, x| attention.forward_planned(x, planned))
     }
 
     /// The last layer's vectors `[tokens, hidden]` of texts with `lengths` tokens. Ids must be in the
@@ -373,28 +368,7 @@ impl Encoder {
         let places = Tensor::from_slice(&places, places.len(), device)?;
         let words = self.words.select(ids(texts), device)?;
         let x = add_norm(words, &self.positions.index_select(&places, 0)?, &self.norm)?;
-        self.through(x, |attention, x| attention.forward(x, lengths))
-    }
-
-    /// All layers, after the embeddings.
-    fn through(
-        &self,
-        mut x: Tensor,
-        attend: impl Fn(&SelfAttention, Tensor) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        for Layer { before, attention, feed_forward } in &self.layers {
-            match before {
-                None => x = feed_forward.forward(attend(attention, x)?)?,
-                Some((out_norm, down_norm)) => {
-                    x = (&x + attend(attention, normed(&x, out_norm.as_ref())?)?)?;
-                    x = (&x + feed_forward.forward(normed(&x, Some(down_norm))?)?)?;
-                }
-            }
-        }
-        match &self.last_norm {
-            Some(norm) => normed(&x, Some(norm)),
-            None => Ok(x),
-        }
+        self.blocks.forward(x, |attention, x| attention.forward(x, lengths))
     }
 }
 
@@ -434,14 +408,6 @@ fn add_positions(text: &[u32], counting: Counting, places: &mut Vec<u32>) {
                 last
             }));
         }
-    }
-}
-
-/// The norm of `x` in memory of its own; without a norm, a copy.
-fn normed(x: &Tensor, norm: Option<&NormParams>) -> Result<Tensor> {
-    match norm {
-        Some(norm) => add_norm(x.copy()?, &x.zeros_like()?, norm),
-        None => x.copy(),
     }
 }
 

@@ -1,34 +1,14 @@
-//! Checks whether the network on its device and in its precision computes what the same weights give on a CPU
-//! in f32; tests compare the latter with the reference library. Uses a few known texts in one batch. Owns no
-//! state.
-
-use candle_core::{DType, Device};
+//! The texts by which a network on its device is compared with a CPU. Owns no state.
 
 use super::TextNetwork;
-use crate::config::Dtype;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::{Forward, ForwardError, LoadError, LoadSpec, Unfit};
+use crate::model::nets::fitness;
+use crate::model::{Forward, ForwardError, LoadError, LoadSpec};
 
 /// Tokens of the known texts, without special tokens: the shortest text, a sentence, a paragraph.
 const LENGTHS: [usize; 3] = [1, 20, 150];
 
-/// Whether the comparison is needed: a CPU in f32 is the reference itself.
-pub(super) fn is_to_be_compared(device: &Device, dtype: DType) -> bool {
-    !device.is_cpu() || dtype != DType::F32
-}
-
-/// The largest accepted error of a vector, as a share of its length. f32 differs by the order of sums, half
-/// precision by rounding in every layer; a broken device differs by much more.
-fn tolerance(dtype: Dtype) -> f64 {
-    match dtype {
-        Dtype::F32 => 1e-3,
-        Dtype::F16 => 0.025,
-        // bf16 has three bits less.
-        Dtype::Bf16 => 0.2,
-    }
-}
-
-/// Computes the known texts with `model` and with `reference`, the same network on the CPU in f32.
+/// Computes the known texts in one batch with `model` and with `reference`, the same network on the CPU in f32.
 ///
 /// # Errors
 /// [`LoadError::Unfit`] with the first text that differs, [`LoadError::Device`] if the device fails.
@@ -36,31 +16,15 @@ pub(super) fn compare(
     model: &mut TextNetwork,
     mut reference: TextNetwork,
     tokenizer: &TextTokenizer,
-    LoadSpec { device, dtype, .. }: &LoadSpec,
+    spec: &LoadSpec,
 ) -> Result<(), LoadError> {
-    let (device, dtype) = (device.clone(), *dtype);
     let texts = known_texts(tokenizer);
-    let failed = |error: ForwardError| LoadError::Device {
-        device: device.clone(),
-        reason: format!("a known forward pass fails: {error}"),
-    };
+    let failed = |error: ForwardError| fitness::failed(spec, &error);
     let found = vectors(model, &texts).map_err(failed)?;
     let expected = vectors(&mut reference, &texts).map_err(failed)?;
     for (text, (found, expected)) in texts.iter().zip(found.iter().zip(&expected)) {
-        // Weights that give no numbers even on a CPU are not a device's fault; that is reported later.
-        let Some(expected) = expected else { continue };
-        let off = found.as_ref().map_or(f64::NAN, |found| distance(found, expected));
-        let most = tolerance(dtype);
-        if off.is_nan() || off > most {
-            let (tokens, dtype) = (text.ids.len(), dtype.name());
-            let reason = format!(
-                "it computes wrongly: of a known text of {tokens} tokens the vector in {dtype} is off by \
-                 {off:.2e} of its length from what a CPU computes in f32, and {most} is allowed; look at the \
-                 card (dcgmi diag -r 3, nvidia-smi -q -d ECC) and take it out of `devices`; where all cards say \
-                 so, the model does not stand this precision (pool.dtype)"
-            );
-            return Err(LoadError::Unfit { device, why: Unfit::WrongResult, reason });
-        }
+        let what = format!("text of {} tokens", text.ids.len());
+        fitness::compare(spec, &what, found.as_deref(), expected.as_deref())?;
     }
     Ok(())
 }
@@ -83,21 +47,18 @@ fn vectors(model: &mut TextNetwork, texts: &[Tokens]) -> Result<Vec<Option<Vec<f
     Ok(model.forward(&texts)?.into_iter().map(Result::ok).collect())
 }
 
-/// The distance of `found` from `expected`, as a share of the length of `expected`.
-fn distance(found: &[f32], expected: &[f32]) -> f64 {
-    let pairs = found.iter().zip(expected).map(|(a, b)| (f64::from(*a), f64::from(*b)));
-    let (off, all) = pairs.fold((0.0, 0.0), |(off, all), (a, b)| (off + (a - b).powi(2), all + b * b));
-    (off / f64::max(all, f64::MIN_POSITIVE)).sqrt()
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a fixture that cannot be read fails its test")]
 mod tests {
     use std::path::{Path, PathBuf};
 
+    use candle_core::Device;
+
     use super::*;
-    use crate::model::LoadSpec;
+    use crate::config::Dtype;
+    use crate::model::nets::fitness::{distance, tolerance};
     use crate::model::tasks::embed::{EmbeddingProcessor, load};
+    use crate::model::{LoadSpec, Unfit};
 
     const NAME: &str = "tiny-bert-cls";
     const TENSOR: &str = "bert.encoder.layer.0.output.dense.weight";

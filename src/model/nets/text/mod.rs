@@ -19,8 +19,10 @@ use self::head::Head;
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::load::weights::Weights;
+use crate::model::nets::candle_dtype;
+use crate::model::nets::fitness::is_to_be_compared;
 use crate::model::ops::pooling::{Mode, Pooling};
-use crate::model::{Dtype, Forward, ForwardError, LoadError, LoadSpec, TaskError, device};
+use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device};
 
 /// A network for texts on one device.
 pub struct TextNetwork {
@@ -75,7 +77,7 @@ impl TextNetwork {
         let dtype = candle_dtype(spec.dtype);
         let weights = read(device, dtype)?;
         let mut network = on(&weights)?;
-        if fitness::is_to_be_compared(device, dtype) {
+        if is_to_be_compared(device, dtype) {
             let reference = on(&read(&Device::Cpu, DType::F32)?)?;
             fitness::compare(&mut network, reference, tokenizer, spec)?;
         }
@@ -163,12 +165,4 @@ fn checked(output: Vec<f32>, tokens: usize) -> Result<Vec<f32>, TaskError> {
 /// Copies the tokens' vectors to the host, where they are pooled.
 fn host(rows: &Tensor) -> candle_core::Result<Vec<f32>> {
     rows.flatten_all()?.to_dtype(DType::F32)?.to_vec1()
-}
-
-fn candle_dtype(dtype: Dtype) -> DType {
-    match dtype {
-        Dtype::F32 => DType::F32,
-        Dtype::Bf16 => DType::BF16,
-        Dtype::F16 => DType::F16,
-    }
 }

@@ -1,0 +1,54 @@
+"""The Celery application that reranking and images are compared with: one request a task, a model for each worker
+process, one thread each, late acks, results as JSON through RabbitMQ (`rpc://`)."""
+
+import os
+
+from celery import Celery
+from celery.signals import worker_process_init
+
+from .asked import bodies, serve
+
+app = Celery("peers_kinds", broker=os.environ["BROKER_URL"], backend="rpc://")
+app.conf.task_acks_late = True
+app.conf.task_default_queue = os.environ["QUEUE"]
+
+_compute = None
+
+
+@worker_process_init.connect
+def load(**_):
+    """In the process that computes, after the fork."""
+    global _compute
+    if os.environ["KIND"] == "rerank":
+        import torch
+        from sentence_transformers import CrossEncoder
+
+        torch.set_num_threads(1)
+        model = CrossEncoder(os.environ["MODEL"], device="cpu")
+
+        def scores(body):
+            pairs = [(body["query"], document) for document in body["documents"]]
+            return model.predict(pairs, batch_size=32, show_progress_bar=False).tolist()
+
+        _compute = scores
+    else:
+        from .images_client import classifier
+
+        classify = classifier("torch", os.environ["MODEL"], 1)
+        _compute = lambda body: classify([body])[0].tolist()  # noqa: E731
+
+
+@app.task
+def compute(body):
+    """The numbers of one request."""
+    return _compute(body)
+
+
+if __name__ == "__main__":
+
+    def all_of(requests):
+        """All tasks first, then all results: as fast as this client can."""
+        results = [compute.delay(body) for body in requests]
+        return [result.get() for result in results]
+
+    serve(all_of, bodies())

@@ -1,0 +1,164 @@
+"""`make bench`, second part: reranking and images beside what people use. Prints a table, and writes it into
+docs/performance.md.
+
+Each system is measured ROUNDS (3) times, in turns, on the cores of CORES, with RabbitMQ on the same cores.
+"""
+
+import base64
+import json
+import os
+import statistics
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from . import page, sconce, texts
+from .processes import Asked, end, spawn
+from .rabbit import Rabbit
+from .scene import FOLDER, MODEL, SEED, pin, say
+
+DOCUMENTS = 20
+"""Of a request."""
+REQUESTS = 60
+PHOTOS = 240
+IMAGES = Path("models/efficientnet-lite0")
+PAIRS = FOLDER / "cross-encoder"
+BEGIN, END = "<!-- `make bench` writes kinds from here -->", "<!-- kinds to here -->"
+
+
+def make_cross_encoder():
+    """MiniLM with a head of random numbers: no trained cross-encoder can be had without a hub, and the time
+    does not depend on the numbers."""
+    import torch
+    from transformers import AutoTokenizer, BertForSequenceClassification
+
+    torch.manual_seed(SEED)
+    model = BertForSequenceClassification.from_pretrained(MODEL, num_labels=1)
+    model.save_pretrained(PAIRS)
+    AutoTokenizer.from_pretrained(MODEL, model_max_length=512).save_pretrained(PAIRS)
+
+
+def write_requests(file):
+    """Questions of 8 words, each with documents of the lengths of `texts`."""
+    lines = FOLDER / "documents.jsonl"
+    texts.write(lines, REQUESTS * DOCUMENTS, SEED, MODEL / "tokenizer.json")
+    documents = [json.loads(line)["input"] for line in lines.read_text().splitlines()]
+    with open(file, "w", encoding="utf-8") as out:
+        for number in range(REQUESTS):
+            own = documents[number * DOCUMENTS : (number + 1) * DOCUMENTS]
+            query = " ".join(" ".join(own).split()[:8])
+            body = {"query": query, "documents": own}
+            out.write(json.dumps({"custom_id": str(number), "url": "/v1/rerank", "body": body}) + "\n")
+
+
+def write_photos(file):
+    """The photographs of examples/images, over and over."""
+    photos = sorted(Path("examples/images").glob("*.jpg"))
+    with open(file, "w", encoding="utf-8") as out:
+        for number in range(PHOTOS):
+            data = base64.b64encode(photos[number % len(photos)].read_bytes()).decode()
+            body = {"image_url": f"data:image/jpeg;base64,{data}"}
+            out.write(json.dumps({"custom_id": str(number), "url": "/classify", "body": body}) + "\n")
+
+
+class Place:
+    """What `sconce.Pool` asks a scene for."""
+
+    def __init__(self, cores):
+        self.environment = dict(os.environ)
+        self.workers = len(cores)
+
+    def log(self, name):
+        """Where a program's stderr goes."""
+        return FOLDER / "logs" / f"{name}.log"
+
+
+class Kind:
+    """One kind of requests: a pool of sconce, peers in process, and Celery."""
+
+    def __init__(self, place, broker, name, model, file):
+        self.name, self.file, self.place = name, str(file), place
+        cores = sorted(os.sched_getaffinity(0))
+        self.pool = sconce.Pool(place, (broker, cores), str(model.resolve()), f"bench.{name}")
+        own = {"BROKER_URL": broker, "MODEL": model.resolve(), "TEXTS_FILE": Path(file).resolve()}
+        own |= {"THREADS": place.workers, "ONNX_FILE": (FOLDER / "lite0.onnx").resolve()}
+        own |= {"KIND": name, "QUEUE": f"celery.{name}"}
+        self.environment = {key: str(value) for key, value in own.items()}
+
+    def ask(self, module, **more):
+        """The rate of one peer, started for this measurement alone."""
+        environment = {**self.environment, **more}
+        with Asked([sys.executable, "-m", f"peers.{module}"], self.place.log(module), environment) as peer:
+            peer.ready().ask("measure")
+            return peer.answer()["texts_per_second"]
+
+    def celery(self):
+        """The rate of Celery, with a worker process for each core."""
+        app = [sys.executable, "-m", "celery", "-A", "peers.celery_kinds", "worker", "--loglevel", "WARNING"]
+        environment = {**self.environment, "OMP_NUM_THREADS": "1"}
+        worker = spawn([*app, "--concurrency", self.place.workers], self.place.log("celery-kinds"), environment)
+        try:
+            return self.ask("celery_kinds")
+        finally:
+            end(worker)
+
+    def ours(self, count):
+        """The rate of sconce over RabbitMQ, with a worker for each core."""
+        with sconce.Workers(self.pool, self.place.workers):
+            many = ("--in-flight", 64, "--warmup", 32, "--tasks", count)
+            return self.pool.bench("--input", self.file, *many)["tasks_per_second"]
+
+
+def main():
+    """Measures, then writes."""
+    rounds = int(os.environ.get("ROUNDS") or 3)
+    cores, _, _ = pin()
+    (FOLDER / "logs").mkdir(parents=True, exist_ok=True)
+    if not (PAIRS / "model.safetensors").exists():
+        make_cross_encoder()
+    requests, photos = FOLDER / "requests.jsonl", FOLDER / "photos.jsonl"
+    write_requests(requests)
+    write_photos(photos)
+    place = Place(cores)
+    found = {}
+    with ExitStack() as stack:
+        broker = stack.enter_context(Rabbit(cores)).url
+        rerank = Kind(place, broker, "rerank", PAIRS, requests)
+        images = Kind(place, broker, "images", IMAGES, photos)
+        for number in range(rounds):
+            say(f"kinds, round {number + 1} of {rounds}")
+            for name, value in (
+                ("pairs: sconce over RabbitMQ", rerank.ours(REQUESTS) * DOCUMENTS),
+                ("pairs: CrossEncoder in process", rerank.ask("cross_encoder_client") * DOCUMENTS),
+                ("pairs: Celery + CrossEncoder", rerank.celery() * DOCUMENTS),
+                ("images: sconce over RabbitMQ", images.ours(PHOTOS)),
+                ("images: ONNX Runtime in process", images.ask("images_client", BACKEND="onnx")),
+                ("images: PyTorch in process", images.ask("images_client", BACKEND="torch")),
+                ("images: Celery + PyTorch", images.celery()),
+            ):
+                say(f"{name} {value:.1f} a second")
+                found.setdefault(name, []).append(value)
+    write(found, cores, rounds)
+
+
+def write(found, cores, rounds):
+    """The table: medians, and how many times a peer's rate ours is (the median of the rounds' ratios)."""
+    lines = ["| system | a second | ours, × |", "|---|---|---|"]
+    for name, rates in found.items():
+        ours = found[f"{name.split(':')[0]}: sconce over RabbitMQ"]
+        ratio = statistics.median(own / rate for own, rate in zip(ours, rates, strict=True))
+        lines.append(f"| {name} | {statistics.median(rates):.1f} | {ratio:.2f} |")
+    named = ",".join(map(str, cores))
+    lines += ["", f"Medians of {rounds} rounds in turns, cores {named}, RabbitMQ on them too. Photographs of about 400"]
+    lines += ["pixels as JPEG; decoding and resizing are within all figures. Requests of 20 documents, of 35 tokens each"]
+    lines += ["on average; weights of MiniLM with a head of random numbers."]
+    table = "\n".join(lines)
+    text = page.PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    page.PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

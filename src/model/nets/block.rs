@@ -1,0 +1,59 @@
+//! The blocks of a transformer's encoder: attention, then feed-forward. Decides where norms and residuals are.
+//! Owns the weights.
+
+use candle_core::{Result, Tensor};
+
+use crate::model::ops::{FeedForward, NormParams, SelfAttention, add_norm};
+
+/// All blocks.
+pub struct Blocks {
+    /// In order.
+    pub blocks: Vec<Block>,
+    /// After the last block, where norms come before their halves.
+    pub last_norm: Option<NormParams>,
+}
+
+/// One block.
+pub struct Block {
+    /// Norms before the halves; the first block may have none before its attention. None: norms come after the
+    /// halves, and belong to them.
+    pub before: Option<(Option<NormParams>, NormParams)>,
+    /// The first half.
+    pub attention: SelfAttention,
+    /// The second half.
+    pub feed_forward: FeedForward,
+}
+
+impl Blocks {
+    /// Computes `x` `[tokens, hidden]`; `attend` knows which tokens belong together.
+    ///
+    /// # Errors
+    /// The error of candle or the device.
+    pub fn forward(
+        &self,
+        mut x: Tensor,
+        attend: impl Fn(&SelfAttention, Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        for Block { before, attention, feed_forward } in &self.blocks {
+            match before {
+                None => x = feed_forward.forward(attend(attention, x)?)?,
+                Some((out_norm, down_norm)) => {
+                    x = (&x + attend(attention, normed(&x, out_norm.as_ref())?)?)?;
+                    x = (&x + feed_forward.forward(normed(&x, Some(down_norm))?)?)?;
+                }
+            }
+        }
+        match &self.last_norm {
+            Some(norm) => normed(&x, Some(norm)),
+            None => Ok(x),
+        }
+    }
+}
+
+/// The norm of `x` in memory of its own; without a norm, a copy.
+fn normed(x: &Tensor, norm: Option<&NormParams>) -> Result<Tensor> {
+    match norm {
+        Some(norm) => add_norm(x.copy()?, &x.zeros_like()?, norm),
+        None => x.copy(),
+    }
+}

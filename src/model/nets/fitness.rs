@@ -1,0 +1,62 @@
+//! Checks whether a network on its device and in its precision computes what the same weights give on a CPU in
+//! f32; tests compare the latter with the reference library. Owns no state.
+
+use candle_core::{DType, Device};
+
+use crate::config::Dtype;
+use crate::model::{ForwardError, LoadError, LoadSpec, Unfit};
+
+/// Whether the comparison is needed: a CPU in f32 is the reference itself.
+pub fn is_to_be_compared(device: &Device, dtype: DType) -> bool {
+    !device.is_cpu() || dtype != DType::F32
+}
+
+/// The largest accepted error of a vector, as a share of its length. f32 differs by the order of sums, half
+/// precision by rounding in every layer; a broken device differs by much more.
+pub fn tolerance(dtype: Dtype) -> f64 {
+    match dtype {
+        Dtype::F32 => 1e-3,
+        Dtype::F16 => 0.025,
+        // bf16 has three bits less.
+        Dtype::Bf16 => 0.2,
+    }
+}
+
+/// Compares the vector `found` of a known input with that of a CPU in f32. None: the model gave no numbers.
+/// `what` names the input.
+///
+/// # Errors
+/// [`LoadError::Unfit`] if they differ.
+pub fn compare(
+    LoadSpec { device, dtype, .. }: &LoadSpec,
+    what: &str,
+    found: Option<&[f32]>,
+    expected: Option<&[f32]>,
+) -> Result<(), LoadError> {
+    // Weights that give no numbers even on a CPU are not a device's fault; that is reported later.
+    let Some(expected) = expected else { return Ok(()) };
+    let off = found.map_or(f64::NAN, |found| distance(found, expected));
+    let most = tolerance(*dtype);
+    if off <= most {
+        return Ok(());
+    }
+    let dtype = dtype.name();
+    let reason = format!(
+        "it computes wrongly: of a known {what} the vector in {dtype} is off by {off:.2e} of its length from what \
+         a CPU computes in f32, and {most} is allowed; look at the card (dcgmi diag -r 3, nvidia-smi -q -d ECC) and \
+         take it out of `devices`; where all cards say so, the model does not stand this precision (pool.dtype)"
+    );
+    Err(LoadError::Unfit { device: device.clone(), why: Unfit::WrongResult, reason })
+}
+
+/// The error of a known forward pass that fails.
+pub fn failed(spec: &LoadSpec, error: &ForwardError) -> LoadError {
+    spec.failed(format!("a known forward pass fails: {error}"))
+}
+
+/// The distance of `found` from `expected`, as a share of the length of `expected`.
+pub fn distance(found: &[f32], expected: &[f32]) -> f64 {
+    let pairs = found.iter().zip(expected).map(|(a, b)| (f64::from(*a), f64::from(*b)));
+    let (off, all) = pairs.fold((0.0, 0.0), |(off, all), (a, b)| (off + (a - b).powi(2), all + b * b));
+    (off / f64::max(all, f64::MIN_POSITIVE)).sqrt()
+}

@@ -1,0 +1,243 @@
+//! Networks that classify images of one size, with a number for each label. Owns the loaded network.
+
+mod efficientnet;
+mod resnet;
+mod vit;
+
+use std::f64::consts::PI;
+
+use candle_core::{DType, Device, Result as Candle, Tensor};
+use serde::Deserialize;
+
+use super::fitness;
+use crate::model::load::ModelFiles;
+use crate::model::load::weights::Weights;
+use crate::model::ops::{Clamp, Convolution, Filters, Padding, Panels, multiply_rows};
+use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device};
+
+type Loaded<T> = Result<T, LoadError>;
+
+/// The architectures, as `model_type` names them.
+pub const ARCHITECTURES: [&str; 3] = ["efficientnet_lite", "resnet", "vit"];
+
+/// A network for images on one device.
+pub struct ImageNetwork {
+    body: Box<dyn Body>,
+    labels: Linear,
+    /// Where images are computed, and in which type.
+    device: Device,
+    dtype: DType,
+    side: Sides,
+}
+
+/// The sides of an image, in pixels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sides {
+    /// Rows.
+    pub height: usize,
+    /// Columns.
+    pub width: usize,
+}
+
+/// An image for a network: `[height, width, 3]`.
+pub struct Pixels(pub Vec<f32>);
+
+/// A network without its last layer.
+trait Body {
+    /// One vector for each image of `x` `[images, height, width, 3]`: `[images, width of the vectors]`, f32.
+    fn forward(&self, x: &Tensor) -> Candle<Tensor>;
+}
+
+/// A linear layer on the host.
+struct Linear {
+    weights: Panels,
+    bias: Vec<f32>,
+}
+
+#[derive(Deserialize)]
+struct Kind {
+    model_type: String,
+}
+
+impl ImageNetwork {
+    /// Loads a network for images with these sides and so many labels, and compares what it computes on its
+    /// device with what a CPU computes.
+    ///
+    /// # Errors
+    /// [`LoadError`] for a file that is missing or invalid, for a size the network cannot have, and for a device
+    /// that computes wrongly.
+    pub fn load(
+        (spec, device): (&LoadSpec, &Device),
+        files: &ModelFiles,
+        side: Sides,
+        labels: usize,
+    ) -> Loaded<Self> {
+        let dtype = super::candle_dtype(spec.dtype);
+        let mut network = Self::on(device, dtype, (files, spec), side, labels)?;
+        if fitness::is_to_be_compared(device, dtype) {
+            let mut reference = Self::on(&Device::Cpu, DType::F32, (files, spec), side, labels)?;
+            let known = side.known();
+            let numbers = |network: &mut Self| {
+                let output = network.forward(&[&known]).map_err(|error| fitness::failed(spec, &error))?;
+                Ok::<_, LoadError>(output.into_iter().next().and_then(Result::ok))
+            };
+            let (found, expected) = (numbers(&mut network)?, numbers(&mut reference)?);
+            fitness::compare(spec, "image", found.as_deref(), expected.as_deref())?;
+        }
+        Ok(network)
+    }
+
+    fn on(
+        device: &Device,
+        dtype: DType,
+        (files, spec): (&ModelFiles, &LoadSpec),
+        side: Sides,
+        labels: usize,
+    ) -> Loaded<Self> {
+        let paths = files.weights()?;
+        let Kind { model_type } = files.required_json("config.json")?;
+        let read = |base, shown| Weights::read(&paths, (base, shown), device, dtype);
+        let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
+        let (body, weights, [name, bias], width): (Box<dyn Body>, _, _, _) = match model_type.as_str() {
+            "efficientnet_lite" => {
+                let weights = read("efficientnet", "_conv_stem.weight")?;
+                let (body, width) = efficientnet::Lite::load(&weights, &files.required_json("config.json")?)?;
+                (Box::new(body), weights, ["_fc.weight", "_fc.bias"], width)
+            }
+            "resnet" => {
+                let weights = read("resnet", "embedder.embedder.convolution.weight")?;
+                let config = files.required_json("config.json")?;
+                let (body, width) =
+                    resnet::ResNet::load(&weights, &config).map_err(|error| error.or(refused))?;
+                (Box::new(body), weights, ["classifier.1.weight", "classifier.1.bias"], width)
+            }
+            "vit" => {
+                let weights = read("vit", "embeddings.cls_token")?;
+                let config = files.required_json("config.json")?;
+                let (body, width) =
+                    vit::Vit::load(&weights, &config, side).map_err(|error| error.or(refused))?;
+                (Box::new(body), weights, ["classifier.weight", "classifier.bias"], width)
+            }
+            other => {
+                let known = ARCHITECTURES.join(", ");
+                return Err(refused(format!("model_type is {other:?}; images are classified by {known}")));
+            }
+        };
+        let labels = Linear {
+            weights: Panels::new(&weights.values(name, &[labels, width])?, width),
+            bias: weights.values(bias, &[labels])?,
+        };
+        Ok(Self { body, labels, device: device.clone(), dtype, side })
+    }
+}
+
+/// Why a network cannot be read.
+enum NetError {
+    Load(LoadError),
+    /// A property that is not supported.
+    Refused(String),
+}
+
+impl NetError {
+    fn or(self, refused: impl FnOnce(String) -> LoadError) -> LoadError {
+        match self {
+            Self::Load(error) => error,
+            Self::Refused(reason) => refused(reason),
+        }
+    }
+}
+
+impl From<LoadError> for NetError {
+    fn from(error: LoadError) -> Self {
+        Self::Load(error)
+    }
+}
+
+impl Sides {
+    /// An image with waves of several lengths in each colour.
+    fn known(self) -> Pixels {
+        let number = |index: usize| {
+            let (pixel, colour) = (index / 3, index % 3);
+            let (row, column) = ((pixel / self.width) as f64, (pixel % self.width) as f64);
+            let wave = (column * PI / (7.0 + 9.0 * colour as f64)).sin() * (row * PI / 23.0).cos();
+            wave as f32
+        };
+        Pixels((0..self.height * self.width * 3).map(number).collect())
+    }
+}
+
+impl Forward for ImageNetwork {
+    type Input = Pixels;
+    type Output = Vec<f32>;
+    type Pending = Vec<Result<Vec<f32>, TaskError>>;
+
+    fn submit(&mut self, inputs: &[&Pixels]) -> Result<Self::Pending, ForwardError> {
+        let vectors = self.vectors(inputs).map_err(|error| device::forward_error(&error))?;
+        let labels = self.labels.bias.len();
+        let mut numbers = vec![0.0; inputs.len() * labels];
+        multiply_rows(&vectors, &self.labels.weights, &mut numbers, |_, block| {
+            for row in block.chunks_exact_mut(labels) {
+                row.iter_mut().zip(&self.labels.bias).for_each(|(x, bias)| *x += bias);
+            }
+        });
+        let checked = |numbers: &[f32]| match numbers.iter().find(|number| !number.is_finite()) {
+            None => Ok(numbers.to_vec()),
+            Some(bad) => Err(TaskError::internal(format!("the model gave {bad} in the output of an image"))),
+        };
+        Ok(numbers.chunks_exact(labels).map(checked).collect())
+    }
+
+    fn wait(&mut self, pending: Self::Pending) -> Result<Self::Pending, ForwardError> {
+        Ok(pending)
+    }
+}
+
+impl ImageNetwork {
+    /// The images' vectors, one after the other.
+    fn vectors(&self, inputs: &[&Pixels]) -> Candle<Vec<f32>> {
+        let Sides { height, width } = self.side;
+        let numbers: Vec<f32> = inputs.iter().flat_map(|pixels| &pixels.0).copied().collect();
+        let x = Tensor::from_vec(numbers, (inputs.len(), height, width, 3), &Device::Cpu)?;
+        let x = x.to_device(&self.device)?.to_dtype(self.dtype)?;
+        self.body.forward(&x)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+    }
+}
+
+/// A convolution of the files, without a bias, and the batch norm after it.
+struct Normed<'a> {
+    convolution: String,
+    norm: String,
+    /// `[out, in, size, size]`.
+    shape: [usize; 4],
+    stride: usize,
+    padding: Padding,
+    clamp: Clamp,
+    is_depthwise: bool,
+    eps: f64,
+    weights: &'a Weights,
+}
+
+impl Normed<'_> {
+    /// One convolution that does both: the norm's constants go into the weights, in f64.
+    fn load(&self) -> Loaded<Convolution> {
+        let (weights, out) = (self.weights, self.shape[0]);
+        let full = |name: &str| format!("{}{name}", weights.prefix());
+        let mut matrix = weights.values(&full(&self.convolution), &self.shape)?;
+        let part = |part: &str| weights.values(&full(&format!("{}.{part}", self.norm)), &[out]);
+        let [gain, shift, mean, variance] =
+            [part("weight")?, part("bias")?, part("running_mean")?, part("running_var")?];
+        let each = matrix.len() / out;
+        let mut bias = Vec::with_capacity(out);
+        for (index, filter) in matrix.chunks_exact_mut(each).enumerate() {
+            let scale = f64::from(gain[index]) / (f64::from(variance[index]) + self.eps).sqrt();
+            filter.iter_mut().for_each(|x| *x = (f64::from(*x) * scale) as f32);
+            bias.push((f64::from(shift[index]) - f64::from(mean[index]) * scale) as f32);
+        }
+        let made = weights.tensor_of(matrix, &self.shape).and_then(|matrix| {
+            let (weights, bias) = (&matrix, &weights.tensor_of(bias, &[out])?);
+            let Self { stride, padding, clamp, is_depthwise, .. } = *self;
+            Convolution::new(&Filters { weights, bias, stride, padding, clamp, is_depthwise })
+        });
+        weights.checked(&self.convolution, made)
+    }
+}

@@ -1,0 +1,152 @@
+//! ViT as the transformers library publishes it (`google/vit-base-patch16-224` and its like): patches are tokens
+//! of the same blocks that texts go through. Owns the weights.
+
+use candle_core::{DType, Result, Tensor};
+use serde::Deserialize;
+
+use super::{Body, NetError, Sides};
+use crate::model::load::weights::Weights;
+use crate::model::nets::block::{Block, Blocks};
+use crate::model::ops::{
+    Activation, After, Clamp, Convolution, Distances, FeedForward, Filters, NormParams, Padding, Published,
+    SelfAttention, Up,
+};
+
+type Read<T> = std::result::Result<T, NetError>;
+
+/// The sizes of `config.json`.
+#[derive(Deserialize)]
+pub(super) struct Config {
+    hidden_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    intermediate_size: usize,
+    image_size: usize,
+    patch_size: usize,
+    hidden_act: String,
+    layer_norm_eps: f32,
+    qkv_bias: Option<bool>,
+}
+
+/// The network.
+pub(super) struct Vit {
+    patches: Convolution,
+    /// The token of the whole image with its position: `[1, 1, hidden]`.
+    whole: Tensor,
+    /// The positions of the patches: `[1, patches, hidden]`.
+    positions: Tensor,
+    blocks: Blocks,
+    hidden: usize,
+}
+
+impl Vit {
+    /// The network, and the width of its vectors.
+    pub(super) fn load(weights: &Weights, config: &Config, side: Sides) -> Read<(Self, usize)> {
+        let Config { hidden_size: hidden, image_size, patch_size: patch, .. } = *config;
+        if side != (Sides { height: image_size, width: image_size }) {
+            let Sides { height, width } = side;
+            let reason = format!(
+                "preprocessor_config.json makes images of {width}x{height} pixels, and image_size is {image_size}"
+            );
+            return Err(NetError::Refused(reason));
+        }
+        let activation = match config.hidden_act.as_str() {
+            "gelu" => Activation::Gelu,
+            "gelu_new" | "gelu_pytorch_tanh" => Activation::GeluTanh,
+            other => {
+                return Err(NetError::Refused(format!(
+                    "hidden_act is {other:?}; gelu and gelu_new are supported"
+                )));
+            }
+        };
+        let name = "embeddings.patch_embeddings.projection";
+        let projection = weights.get(&format!("{name}.weight"), &[hidden, 3, patch, patch])?;
+        let bias = weights.get(&format!("{name}.bias"), &[hidden])?;
+        let patches = Convolution::new(&Filters {
+            weights: &projection,
+            bias: &bias,
+            stride: patch,
+            padding: Padding::Each(0),
+            clamp: Clamp::NONE,
+            is_depthwise: false,
+        });
+        let count = (image_size / patch).pow(2);
+        let whole = weights.get("embeddings.cls_token", &[1, 1, hidden])?;
+        let positions = weights.get("embeddings.position_embeddings", &[1, count + 1, hidden])?;
+        let placed = positions.narrow(1, 0, 1).and_then(|first| whole + first);
+        let reader = Reader { weights, config, activation };
+        let blocks = (0..config.num_hidden_layers).map(|index| reader.block(index)).collect::<Read<_>>()?;
+        let network = Self {
+            patches: weights.checked(name, patches)?,
+            whole: weights.checked("embeddings.cls_token", placed)?,
+            positions: weights.checked("embeddings", positions.narrow(1, 1, count))?,
+            blocks: Blocks { blocks, last_norm: Some(reader.norm("layernorm")?) },
+            hidden,
+        };
+        Ok((network, hidden))
+    }
+}
+
+struct Reader<'a> {
+    weights: &'a Weights,
+    config: &'a Config,
+    activation: Activation,
+}
+
+impl Reader<'_> {
+    fn norm(&self, name: &str) -> Read<NormParams> {
+        let hidden = self.config.hidden_size;
+        let get = |part: &str| self.weights.get(&format!("{name}.{part}"), &[hidden]);
+        let none = self.weights.checked(name, self.weights.zeros(&[hidden]))?;
+        let norm = NormParams::new(&none, &get("weight")?, &get("bias")?, self.config.layer_norm_eps);
+        Ok(self.weights.checked(name, norm)?)
+    }
+
+    fn block(&self, index: usize) -> Read<Block> {
+        let Config { hidden_size: hidden, intermediate_size: inner, num_attention_heads: heads, .. } =
+            *self.config;
+        let named = |name: &str| format!("encoder.layer.{index}.{name}");
+        let matrix = |name: &str, from, to| self.weights.get(&format!("{}.weight", named(name)), &[to, from]);
+        let bias = |name: &str, to| self.weights.get(&format!("{}.bias", named(name)), &[to]);
+        let has_bias = self.config.qkv_bias.unwrap_or(true);
+        let part = |name: &str| {
+            let name = format!("attention.attention.{name}");
+            let bias = match has_bias {
+                true => bias(&name, hidden)?,
+                false => self.weights.checked(&name, self.weights.zeros(&[hidden]))?,
+            };
+            Ok::<_, NetError>((matrix(&name, hidden, hidden)?, bias))
+        };
+        let (out, up, down) = ("attention.output.dense", "intermediate.dense", "output.dense");
+        let qkv = [part("query")?, part("key")?, part("value")?];
+        let published =
+            Published { qkv, out: matrix(out, hidden, hidden)?, heads, distances: Distances::default() };
+        let after =
+            |name: &str| Ok::<_, NetError>(self.weights.checked(name, After::bias(&bias(name, hidden)?))?);
+        let attention = SelfAttention::new(published, after(out)?);
+        let first = Up { matrix: matrix(up, hidden, inner)?, bias: bias(up, inner)?, gate: None };
+        let feed_forward =
+            FeedForward::new(first, &matrix(down, inner, hidden)?, after(down)?, self.activation);
+        Ok(Block {
+            before: Some((
+                Some(self.norm(&named("layernorm_before"))?),
+                self.norm(&named("layernorm_after"))?,
+            )),
+            attention: self.weights.checked(out, attention)?,
+            feed_forward: self.weights.checked(down, feed_forward)?,
+        })
+    }
+}
+
+impl Body for Vit {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let patches = self.patches.forward(x)?.flatten(1, 2)?;
+        let (images, count, _) = patches.dims3()?;
+        let patches = patches.broadcast_add(&self.positions)?;
+        let whole = self.whole.broadcast_as((images, 1, self.hidden))?;
+        let tokens = Tensor::cat(&[&whole, &patches], 1)?.flatten(0, 1)?;
+        let lengths = vec![count + 1; images];
+        let out = self.blocks.forward(tokens, |attention, x| attention.forward(x, &lengths))?;
+        out.reshape((images, count + 1, self.hidden))?.narrow(1, 0, 1)?.squeeze(1)?.to_dtype(DType::F32)
+    }
+}

@@ -1,0 +1,414 @@
+//! From pixels to what a model takes, by a `preprocessor_config.json` as transformers writes it. Pure.
+//!
+//! The numbers are those of transformers' processors on Pillow, bit for bit where `resize` equals it. Those on torchvision ("Fast") resize by
+//! other roundings and differ by a count here and there.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::decode::Rgb8;
+use super::resize::{Filter, Window, resize};
+
+/// A key of the file that is not supported, with its value.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("preprocessor_config.json: {0}")]
+pub struct ConfigError(String);
+
+/// How images become a model's input, always of the same size.
+#[derive(Clone, Debug)]
+pub struct Preprocessing {
+    resized: Resized,
+    filter: Filter,
+    /// Rows of the model's input.
+    pub height: usize,
+    /// Columns of the model's input.
+    pub width: usize,
+    /// The model's number for each sample of each colour: 256 are all there are.
+    table: [[f32; 256]; 3],
+}
+
+/// The size before the crop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Resized {
+    AsItIs,
+    To { height: usize, width: usize },
+    ShortestEdge(usize),
+}
+
+#[derive(Deserialize)]
+struct Written {
+    image_processor_type: Option<String>,
+    feature_extractor_type: Option<String>,
+    do_resize: Option<bool>,
+    size: Option<Value>,
+    default_to_square: Option<bool>,
+    resample: Option<u64>,
+    crop_pct: Option<f64>,
+    do_center_crop: Option<bool>,
+    crop_size: Option<Value>,
+    do_rescale: Option<bool>,
+    rescale_factor: Option<f64>,
+    rescale_offset: Option<bool>,
+    do_normalize: Option<bool>,
+    image_mean: Option<Value>,
+    image_std: Option<Value>,
+    include_top: Option<bool>,
+    #[serde(flatten)]
+    others: BTreeMap<String, Value>,
+}
+
+/// Keys that change nothing of the numbers; an image is RGB before it comes here.
+const HARMLESS: [&str; 9] = [
+    "_valid_processor_keys",
+    "auto_map",
+    "data_format",
+    "device",
+    "disable_grouping",
+    "do_convert_rgb",
+    "input_data_format",
+    "processor_class",
+    "return_tensors",
+];
+
+/// The longest side of an input that is taken for no mistake.
+const LONGEST: u64 = 8192;
+
+/// transformers' classes, as far as they differ in what a config means.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Class {
+    Vit,
+    Deit,
+    Clip,
+    ConvNext,
+    EfficientNet,
+}
+
+impl Class {
+    /// By the name of the class; `Fast` and `Pil` are the same class on another library.
+    fn of(name: &str) -> Option<Self> {
+        let name = name.strip_suffix("Fast").or(name.strip_suffix("Pil")).unwrap_or(name);
+        match name.strip_suffix("ImageProcessor").or(name.strip_suffix("FeatureExtractor"))? {
+            "ViT" => Some(Self::Vit),
+            "DeiT" => Some(Self::Deit),
+            "CLIP" | "Bit" => Some(Self::Clip),
+            "ConvNext" => Some(Self::ConvNext),
+            "EfficientNet" => Some(Self::EfficientNet),
+            _ => None,
+        }
+    }
+
+    /// Whether a bare number as `size` is both sides, not the shorter one.
+    fn square(self) -> bool {
+        !matches!(self, Self::Clip | Self::ConvNext)
+    }
+
+    /// Whether a config that doesn't say crops.
+    fn crops(self) -> bool {
+        matches!(self, Self::Deit | Self::Clip)
+    }
+}
+
+impl Preprocessing {
+    /// Reads the text of a `preprocessor_config.json`.
+    ///
+    /// # Errors
+    /// A key that would change the numbers and is not known, unless it is null or false; or images would differ in
+    /// size.
+    pub fn read(text: &str) -> Result<Self, ConfigError> {
+        let written: Written = serde_json::from_str(text).map_err(|error| ConfigError(error.to_string()))?;
+        let class = class(&written)?;
+        let off = |value: &Value| matches!(value, Value::Null | Value::Bool(false));
+        for (key, value) in &written.others {
+            if !off(value) && !HARMLESS.contains(&key.as_str()) {
+                return refused(format!("`{key}` = {value} is not supported"));
+            }
+        }
+        if class != Class::EfficientNet {
+            for (key, value) in
+                [("include_top", written.include_top), ("rescale_offset", written.rescale_offset)]
+            {
+                if value == Some(true) {
+                    return refused(format!("`{key}` = true is only known of EfficientNetImageProcessor"));
+                }
+            }
+        }
+        let (resized, crop) = shapes(&written, class)?;
+        let (height, width) = match (crop, resized) {
+            (Some(crop), _) => crop,
+            (None, Resized::To { height, width }) => (height, width),
+            (None, _) => {
+                return refused(
+                    "without `do_center_crop` or both sides in `size`, images would differ in size",
+                );
+            }
+        };
+        let filter = match written.resample {
+            Some(number) => Filter::from_pillow(number)
+                .ok_or_else(|| ConfigError(format!("`resample` = {number} is not one of 0 to 5")))?,
+            None if resized == Resized::AsItIs => Filter::Nearest,
+            None => return refused("`resample` is missing"),
+        };
+        if filter == Filter::Nearest && matches!(resized, Resized::ShortestEdge(_)) {
+            // The longer side of a thin image may be billions of pixels, which this filter has to count.
+            return refused("`resample` = 0 is not supported with `shortest_edge`");
+        }
+        Ok(Self { resized, filter, height, width, table: table(&written, class)? })
+    }
+
+    /// The model's input `[height, width, 3]` of one image.
+    pub fn apply(&self, image: &Rgb8) -> Vec<f32> {
+        let (height, width) = match self.resized {
+            Resized::AsItIs => (image.height, image.width),
+            Resized::To { height, width } => (height, width),
+            Resized::ShortestEdge(edge) if image.width <= image.height => {
+                (scaled(edge, image.height, image.width), edge)
+            }
+            Resized::ShortestEdge(edge) => (edge, scaled(edge, image.width, image.height)),
+        };
+        let (rows, above) = middle(height, self.height);
+        let (columns, before) = middle(width, self.width);
+        let pixels = resize(image, width, height, self.filter, &Window { columns, rows });
+        // Where the crop is larger than the image, black is around it, from before the numbers are scaled.
+        let mut input: Vec<f32> = self.table.map(|numbers| numbers[0]).repeat(self.height * self.width);
+        let lines = input.chunks_exact_mut(self.width * 3).skip(above);
+        for (line, samples) in lines.zip(pixels.pixels.chunks_exact(pixels.width * 3)) {
+            for (number, pixel) in line[before * 3..].chunks_exact_mut(3).zip(samples.chunks_exact(3)) {
+                for ((number, sample), table) in number.iter_mut().zip(pixel).zip(&self.table) {
+                    *number = table[usize::from(*sample)];
+                }
+            }
+        }
+        input
+    }
+}
+
+/// The longer side when the shorter one becomes `edge`, rounded down.
+fn scaled(edge: usize, long: usize, short: usize) -> usize {
+    edge * long / short
+}
+
+/// The middle `wanted` of `length` places, and how many empty ones come before them. What is over on an odd count
+/// is after the crop, and before the image.
+fn middle(length: usize, wanted: usize) -> (std::ops::Range<usize>, usize) {
+    if wanted <= length {
+        let first = (length - wanted) / 2;
+        (first..first + wanted, 0)
+    } else {
+        (0..length, (wanted - length).div_ceil(2))
+    }
+}
+
+fn refused<T>(reason: impl Into<String>) -> Result<T, ConfigError> {
+    Err(ConfigError(reason.into()))
+}
+
+fn class(written: &Written) -> Result<Class, ConfigError> {
+    let name = written.image_processor_type.as_ref().or(written.feature_extractor_type.as_ref());
+    let name = name.ok_or_else(|| ConfigError("`image_processor_type` is missing".into()))?;
+    Class::of(name).ok_or_else(|| ConfigError(format!("`image_processor_type` = {name:?} is not supported")))
+}
+
+type Crop = Option<(usize, usize)>;
+
+/// The size to resize to and the crop after it.
+fn shapes(written: &Written, class: Class) -> Result<(Resized, Crop), ConfigError> {
+    let crops = written.do_center_crop.unwrap_or(class.crops());
+    let mut crop = match &written.crop_size {
+        Some(value) if crops => match size("crop_size", value, true)? {
+            Resized::To { height, width } => Some((height, width)),
+            _ => return refused(format!("`crop_size` = {value} has not both sides")),
+        },
+        None if crops => return refused("`crop_size` is missing"),
+        _ => None,
+    };
+    if !written.do_resize.unwrap_or(true) {
+        return Ok((Resized::AsItIs, crop));
+    }
+    let value = written.size.as_ref().ok_or_else(|| ConfigError("`size` is missing".into()))?;
+    let mut resized = size("size", value, written.default_to_square.unwrap_or(class.square()))?;
+    if class == Class::ConvNext {
+        // Its images below 384 are resized to more than asked, and cropped to it; others are squeezed.
+        let Resized::ShortestEdge(edge) = resized else {
+            return refused(format!(
+                "`size` = {value} has no `shortest_edge`, which ConvNextImageProcessor needs"
+            ));
+        };
+        if crop.is_some() {
+            return refused("`do_center_crop` = true is not supported of ConvNextImageProcessor");
+        }
+        let share = written.crop_pct.unwrap_or(224.0 / 256.0);
+        if !(share > 0.0 && share <= 1.0) {
+            return refused(format!("`crop_pct` = {share} is not above 0 and at most 1"));
+        }
+        resized = Resized::To { height: edge, width: edge };
+        if edge < 384 {
+            resized = Resized::ShortestEdge((edge as f64 / share) as usize);
+            crop = Some((edge, edge));
+        }
+    } else if let Some(share) = written.crop_pct {
+        return refused(format!("`crop_pct` = {share} is only known of ConvNextImageProcessor"));
+    }
+    Ok((resized, crop))
+}
+
+/// A size as transformers writes it: a number, `shortest_edge`, or `height` and `width`.
+fn size(key: &str, value: &Value, square: bool) -> Result<Resized, ConfigError> {
+    let side = |value: &Value| match value.as_u64() {
+        Some(side @ 1..=LONGEST) => Ok(side as usize),
+        _ => refused(format!("`{key}` has a side of {value}, not of 1 to {LONGEST}")),
+    };
+    let Some(sides) = value.as_object() else {
+        let side = side(value)?;
+        return Ok(if square {
+            Resized::To { height: side, width: side }
+        } else {
+            Resized::ShortestEdge(side)
+        });
+    };
+    let sides: Vec<_> = sides.iter().filter(|(_, value)| !value.is_null()).collect();
+    let mut names: Vec<_> = sides.iter().map(|(name, value)| (name.as_str(), *value)).collect();
+    names.sort_by_key(|(name, _)| *name);
+    match names[..] {
+        [("shortest_edge", edge)] => Ok(Resized::ShortestEdge(side(edge)?)),
+        [("height", height), ("width", width)] => {
+            Ok(Resized::To { height: side(height)?, width: side(width)? })
+        }
+        _ => refused(format!("`{key}` = {value} is neither `shortest_edge` nor `height` and `width`")),
+    }
+}
+
+/// The number for each sample, with transformers' roundings: scaled in f64, the rest in f32.
+fn table(written: &Written, class: Class) -> Result<[[f32; 256]; 3], ConfigError> {
+    let normalizes = written.do_normalize.unwrap_or(true);
+    let divides_again = class == Class::EfficientNet && written.include_top.unwrap_or(true);
+    let mean = if normalizes { colours("image_mean", &written.image_mean)? } else { [0.0; 3] };
+    let std = if normalizes || divides_again { colours("image_std", &written.image_std)? } else { [1.0; 3] };
+    if std.contains(&0.0) {
+        return refused("`image_std` has a 0");
+    }
+    let rescales = written.do_rescale.unwrap_or(true);
+    let factor = written.rescale_factor.unwrap_or(1.0 / 255.0);
+    let number = |sample: usize, colour: usize| {
+        let mut number = sample as f32;
+        if rescales {
+            number = (sample as f64 * factor) as f32;
+            if written.rescale_offset == Some(true) {
+                number -= 1.0;
+            }
+        }
+        if normalizes {
+            number = (number - mean[colour]) / std[colour];
+        }
+        if divides_again { number / std[colour] } else { number }
+    };
+    Ok(std::array::from_fn(|colour| std::array::from_fn(|sample| number(sample, colour))))
+}
+
+/// A number for each colour, or one for all.
+fn colours(key: &str, value: &Option<Value>) -> Result<[f32; 3], ConfigError> {
+    let value = value.as_ref().ok_or_else(|| ConfigError(format!("`{key}` is missing")))?;
+    let numbers = match value {
+        Value::Array(numbers) => numbers.iter().map(Value::as_f64).collect(),
+        one => Some(vec![one.as_f64().unwrap_or(f64::NAN); 3]),
+    };
+    match numbers.as_deref() {
+        Some(&[red, green, blue]) if !red.is_nan() => Ok([red as f32, green as f32, blue as f32]),
+        _ => refused(format!("`{key}` = {value} is not three numbers")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::test_files::{expected, png, read};
+    use super::*;
+
+    #[test]
+    fn inputs_are_bit_for_bit_those_of_transformers() {
+        let (expected, file) = (expected(), read("preprocessed.safetensors"));
+        let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+        for row in expected["preprocessed"].as_array().unwrap() {
+            let name = row["tensor"].as_str().unwrap();
+            let config = expected["processors"][row["processor"].as_str().unwrap()].to_string();
+            let preprocessing = Preprocessing::read(&config).unwrap();
+            let tensor = tensors.tensor(name).unwrap();
+            assert_eq!(tensor.shape(), [preprocessing.height, preprocessing.width, 3], "{name}");
+            let theirs: Vec<f32> =
+                tensor.data().chunks_exact(4).map(|x| f32::from_le_bytes(x.try_into().unwrap())).collect();
+            let ours = preprocessing.apply(&png(row["image"].as_str().unwrap()));
+            assert_eq!(ours.len(), theirs.len(), "{name}");
+            let differs = ours.iter().zip(&theirs).position(|(a, b)| a.to_bits() != b.to_bits());
+            assert_eq!(differs.map(|i| (ours[i], theirs[i])), None, "{name}");
+        }
+    }
+
+    fn with(changes: &[(&str, Value)]) -> Result<Preprocessing, String> {
+        let mut config = expected()["processors"]["bit"].clone();
+        for (key, value) in changes {
+            config[*key] = value.clone();
+        }
+        Preprocessing::read(&config.to_string()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn what_would_change_the_numbers_is_refused_by_name() {
+        let cases = [
+            ("do_pad", Value::from(true), "`do_pad` = true is not supported"),
+            ("reducing_gap", Value::from(2), "`reducing_gap` = 2 is not supported"),
+            (
+                "include_top",
+                Value::from(true),
+                "`include_top` = true is only known of EfficientNetImageProcessor",
+            ),
+            ("crop_pct", Value::from(0.9), "`crop_pct` = 0.9 is only known of ConvNextImageProcessor"),
+            ("resample", Value::from(9), "`resample` = 9 is not one of 0 to 5"),
+            ("resample", Value::Null, "`resample` is missing"),
+            ("size", Value::from(0), "`size` has a side of 0, not of 1 to 8192"),
+            ("image_mean", serde_json::json!([0.5]), "`image_mean` = [0.5] is not three numbers"),
+            ("image_std", Value::from(0), "`image_std` has a 0"),
+            (
+                "image_processor_type",
+                Value::from("SamImageProcessor"),
+                "`image_processor_type` = \"SamImageProcessor\" is not supported",
+            ),
+            (
+                "size",
+                serde_json::json!({"longest_edge": 9}),
+                "`size` = {\"longest_edge\":9} is neither `shortest_edge` nor `height` and `width`",
+            ),
+            (
+                "do_center_crop",
+                Value::from(false),
+                "without `do_center_crop` or both sides in `size`, images would differ in size",
+            ),
+        ];
+        for (key, value, reason) in cases {
+            assert_eq!(with(&[(key, value)]).err(), Some(format!("preprocessor_config.json: {reason}")));
+        }
+    }
+
+    #[test]
+    fn what_changes_nothing_is_taken() {
+        for (key, value) in [
+            ("do_pad", Value::from(false)),
+            ("pad_size", Value::Null),
+            ("processor_class", Value::from("CLIPProcessor")),
+            ("data_format", Value::from("channels_first")),
+            ("image_processor_type", Value::from("CLIPImageProcessorFast")),
+        ] {
+            assert!(with(&[(key, value)]).is_ok(), "{key}");
+        }
+    }
+
+    #[test]
+    fn the_shorter_edge_decides_and_the_crop_is_the_middle() {
+        let preprocessing = with(&[("size", Value::from(256)), ("crop_size", Value::from(224))]).unwrap();
+        assert_eq!(preprocessing.resized, Resized::ShortestEdge(256));
+        assert_eq!((preprocessing.height, preprocessing.width), (224, 224));
+        assert_eq!(scaled(256, 451, 300), 384);
+        assert_eq!(middle(384, 224), (80..304, 0));
+        assert_eq!(middle(5, 2), (1..3, 0));
+        assert_eq!(middle(2, 5), (0..2, 2));
+    }
+}

@@ -1,0 +1,220 @@
+//! Resizing of 8-bit RGB pixels, count for count as Pillow's `Image.resize` before version 13, which exchanges the
+//! two directions for some sizes: its samples differ by one count at most. Pure.
+//!
+//! A filter is stretched to cover the pixels that become one, so that shrinking blurs instead of skipping. The two
+//! directions follow one another, across and then down, each with whole-number weights and a rounding to 8 bits.
+
+use std::f64::consts::PI;
+use std::ops::Range;
+
+use super::decode::Rgb8;
+
+/// How a pixel is made of those around its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Filter {
+    /// The pixel at the place.
+    Nearest,
+    /// The mean of the pixels that become one.
+    Box,
+    /// Falling straight to both sides.
+    Bilinear,
+    /// Between box and bilinear.
+    Hamming,
+    /// A cubic with a = -0.5.
+    Bicubic,
+    /// A windowed sinc, three pixels to each side.
+    Lanczos,
+}
+
+impl Filter {
+    /// The filter by Pillow's number, which is what `resample` holds.
+    pub fn from_pillow(number: u64) -> Option<Self> {
+        let filters = [Self::Nearest, Self::Lanczos, Self::Bilinear, Self::Bicubic, Self::Box, Self::Hamming];
+        filters.get(usize::try_from(number).ok()?).copied()
+    }
+
+    /// How far it reaches to each side of a place, in pixels of the smaller image.
+    fn reach(self) -> f64 {
+        match self {
+            Self::Nearest | Self::Box => 0.5,
+            Self::Bilinear | Self::Hamming => 1.0,
+            Self::Bicubic => 2.0,
+            Self::Lanczos => 3.0,
+        }
+    }
+
+    /// The weight of a pixel `x` pixels away.
+    fn weight(self, x: f64) -> f64 {
+        let far = x.abs();
+        match self {
+            Self::Nearest | Self::Box => f64::from(x > -0.5 && x <= 0.5),
+            Self::Bilinear => (1.0 - far).max(0.0),
+            Self::Hamming if far == 0.0 => 1.0,
+            Self::Hamming if far >= 1.0 => 0.0,
+            Self::Hamming => (far * PI).sin() / (far * PI) * (0.54 + 0.46 * (far * PI).cos()),
+            Self::Bicubic if far < 1.0 => (1.5 * far - 2.5) * far * far + 1.0,
+            Self::Bicubic if far < 2.0 => ((far - 5.0) * far + 8.0) * far * -0.5 + 2.0,
+            Self::Lanczos if (-3.0..3.0).contains(&x) => sinc(x) * sinc(x / 3.0),
+            Self::Bicubic | Self::Lanczos => 0.0,
+        }
+    }
+}
+
+fn sinc(x: f64) -> f64 {
+    if x == 0.0 { 1.0 } else { (x * PI).sin() / (x * PI) }
+}
+
+/// The part of the resized image that is wanted, not empty; the rest is not computed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// Columns of the resized image.
+    pub columns: Range<usize>,
+    /// Rows of the resized image.
+    pub rows: Range<usize>,
+}
+
+/// The `window` of `image` resized to `width` by `height`, each at least 1.
+pub fn resize(image: &Rgb8, width: usize, height: usize, filter: Filter, window: &Window) -> Rgb8 {
+    let columns = taps(image.width, width, filter, &window.columns);
+    let rows = taps(image.height, height, filter, &window.rows);
+    let first = rows.iter().map(|tap| tap.first).min().unwrap_or(0);
+    let last = rows.iter().map(|tap| tap.first + tap.weights.len()).max().unwrap_or(0);
+    let narrow = across(image, &columns, first..last);
+    let pixels = down(&narrow, columns.len() * 3, &rows, first);
+    Rgb8 { width: columns.len(), height: rows.len(), pixels }
+}
+
+/// Weights are whole numbers of 2^-22: 8 bits of a sample and 2 to spare fit beside them in an i32.
+const FRACTION: u32 = 32 - 8 - 2;
+const ONE: i32 = 1 << FRACTION;
+
+/// The samples that one sample of the result is made of.
+struct Tap {
+    first: usize,
+    weights: Vec<i32>,
+}
+
+/// What each of the `wanted` places takes, where `from` samples become `to`.
+fn taps(from: usize, to: usize, filter: Filter, wanted: &Range<usize>) -> Vec<Tap> {
+    let step = from as f64 / to as f64;
+    if from == to {
+        return wanted.clone().map(|place| Tap { first: place, weights: vec![ONE] }).collect();
+    }
+    if filter == Filter::Nearest {
+        // Pillow adds step upon step, and the sum of roundings can decide which pixel is the nearest.
+        let places = std::iter::successors(Some(step * 0.5), |place| Some(place + step));
+        let nearest = places.map(|place| Tap { first: (place as usize).min(from - 1), weights: vec![ONE] });
+        return nearest.skip(wanted.start).take(wanted.len()).collect();
+    }
+    wanted.clone().map(|place| tap(from, (place as f64 + 0.5) * step, step.max(1.0), filter)).collect()
+}
+
+/// What the place `centre` takes of `from` samples, the filter being `stretch` times as wide as for growing.
+fn tap(from: usize, centre: f64, stretch: f64, filter: Filter) -> Tap {
+    let reach = filter.reach() * stretch;
+    // A cast of a negative number gives 0.
+    let first = (centre - reach + 0.5) as usize;
+    let end = ((centre + reach + 0.5) as usize).min(from);
+    let narrow = 1.0 / stretch;
+    let weights: Vec<f64> = (first..end).map(|x| filter.weight((x as f64 - centre + 0.5) * narrow)).collect();
+    let sum: f64 = weights.iter().sum();
+    let whole = |weight: &f64| {
+        let share = if sum == 0.0 { *weight } else { weight / sum } * f64::from(ONE);
+        (share + 0.5_f64.copysign(share)) as i32
+    };
+    Tap { first, weights: weights.iter().map(whole).collect() }
+}
+
+/// The rows `rows` of the image, each made as wide as there are `columns`.
+fn across(image: &Rgb8, columns: &[Tap], rows: Range<usize>) -> Vec<u8> {
+    let stride = image.width * 3;
+    let mut out = Vec::with_capacity(rows.len() * columns.len() * 3);
+    for row in image.pixels[rows.start * stride..rows.end * stride].chunks_exact(stride) {
+        for tap in columns {
+            let mut sums = [ONE / 2; 3];
+            for (pixel, weight) in row[tap.first * 3..].chunks_exact(3).zip(&tap.weights) {
+                for (sum, sample) in sums.iter_mut().zip(pixel) {
+                    *sum += i32::from(*sample) * weight;
+                }
+            }
+            out.extend(sums.map(rounded));
+        }
+    }
+    out
+}
+
+/// One row for each of `rows`; the first of the given `lines` (of `stride` samples) has the number `first`.
+fn down(lines: &[u8], stride: usize, rows: &[Tap], first: usize) -> Vec<u8> {
+    let mut out = Vec::with_capacity(rows.len() * stride);
+    let mut sums = vec![0; stride];
+    for tap in rows {
+        sums.fill(ONE / 2);
+        for (line, weight) in lines[(tap.first - first) * stride..].chunks_exact(stride).zip(&tap.weights) {
+            for (sum, sample) in sums.iter_mut().zip(line) {
+                *sum += i32::from(*sample) * weight;
+            }
+        }
+        out.extend(sums.iter().map(|sum| rounded(*sum)));
+    }
+    out
+}
+
+fn rounded(sum: i32) -> u8 {
+    (sum >> FRACTION).clamp(0, 255) as u8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::test_files::{expected, png};
+    use super::*;
+
+    fn whole(width: usize, height: usize) -> Window {
+        Window { columns: 0..width, rows: 0..height }
+    }
+
+    #[test]
+    fn every_filter_equals_pillow() {
+        for row in expected()["resized"].as_array().unwrap() {
+            let file = row["file"].as_str().unwrap();
+            let pillow = png(file);
+            let filter = Filter::from_pillow(row["resample"].as_u64().unwrap()).unwrap();
+            let source = png(row["source"].as_str().unwrap());
+            let ours =
+                resize(&source, pillow.width, pillow.height, filter, &whole(pillow.width, pillow.height));
+            let differences = ours.pixels.iter().zip(&pillow.pixels).map(|(a, b)| a.abs_diff(*b));
+            assert_eq!(differences.max(), Some(0), "{file}");
+        }
+    }
+
+    #[test]
+    fn a_window_is_a_part_of_the_whole() {
+        let source = png("rgb.png");
+        for filter in (0..6).filter_map(Filter::from_pillow) {
+            let all = resize(&source, 50, 31, filter, &whole(50, 31));
+            let part = resize(&source, 50, 31, filter, &Window { columns: 7..20, rows: 11..30 });
+            for y in 0..19 {
+                let line = &all.pixels[((y + 11) * 50 + 7) * 3..][..13 * 3];
+                assert_eq!(&part.pixels[y * 13 * 3..][..13 * 3], line, "{filter:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_same_size_changes_nothing() {
+        let source = png("rgb.png");
+        for filter in (0..6).filter_map(Filter::from_pillow) {
+            assert_eq!(resize(&source, 64, 43, filter, &whole(64, 43)), source);
+        }
+        assert_eq!(Filter::from_pillow(6), None);
+    }
+
+    #[test]
+    fn the_strangest_shapes_are_resized() {
+        let line = Rgb8 { width: 1, height: 5000, pixels: vec![7; 15_000] };
+        for filter in (0..6).filter_map(Filter::from_pillow) {
+            let window = Window { columns: 100..104, rows: 900_000..900_003 };
+            assert_eq!(resize(&line, 256, 1_280_000, filter, &window).pixels, [7; 36]);
+            assert_eq!(resize(&line, 1, 1, filter, &whole(1, 1)).pixels, [7; 3]);
+        }
+    }
+}

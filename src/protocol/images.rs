@@ -1,0 +1,268 @@
+//! Reads requests to classify images, and writes the reply. An image is the body of the message, with parameters
+//! as headers; or a data URL or base64 within JSON (the form of Hugging Face's `image-classification`). Pure:
+//! images are not decoded here.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use bytes::Bytes;
+use serde_json::value::RawValue;
+
+use super::fields::{Fields, Keys, list, string, wrong};
+use super::labels::best;
+use super::message::Headers;
+use super::reply::written;
+use super::{JSON, Message, TaskError, Value};
+
+/// Labels in a reply to a request that does not say how many.
+const TOP: usize = 5;
+
+const KEYS: Keys = Keys {
+    taken: &["image_url", "inputs", "model", "parameters", "raw_scores", "top_k"],
+    refused: &[("candidate_labels", "null"), ("function_to_apply", "null")],
+};
+const PARAMETERS: Keys = Keys { taken: &["top_k"], refused: &[("function_to_apply", "null")] };
+
+/// An image file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageFile {
+    /// The file.
+    pub bytes: Bytes,
+    /// Its media type, if the request says it.
+    pub media_type: Option<String>,
+    /// Its path in the request, for errors; none: it is the body.
+    pub path: Option<String>,
+}
+
+/// Images to classify.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImagesRequest {
+    /// At least one.
+    pub images: Vec<ImageFile>,
+    /// Whether they came as a list; so does the reply.
+    pub listed: bool,
+    /// The model asked for, if any.
+    pub model: Option<String>,
+    /// So many of the best labels are in the reply.
+    pub top_k: usize,
+    /// Whether the numbers are the model's own instead of probabilities.
+    pub raw_scores: bool,
+}
+
+impl ImagesRequest {
+    /// Reads a message; `most` bounds the images.
+    ///
+    /// # Errors
+    /// `Undecodable` for a body that is not JSON, `TooLarge` for too many images, else `BadInput` with the field
+    /// and the value.
+    pub fn parse(message: &Message, most: usize) -> Result<Self, TaskError> {
+        match message.media_type() {
+            Some(media_type) if media_type != JSON => Self::of_body(message, media_type),
+            _ => Self::of_json(&message.body, most),
+        }
+    }
+
+    fn of_body(message: &Message, media_type: String) -> Result<Self, TaskError> {
+        let headers = &message.properties.headers;
+        if message.body.is_empty() {
+            return Err(TaskError::bad_input("body", "the body is empty; it should be an image"));
+        }
+        let body = message.body.clone();
+        Ok(Self {
+            images: vec![ImageFile { bytes: body, media_type: Some(media_type), path: None }],
+            listed: false,
+            model: text_of(headers, "model")?,
+            top_k: match headers.get("top_k") {
+                None | Some(Value::Void) => TOP,
+                Some(value) => count_of(value)?,
+            },
+            raw_scores: match headers.get("raw_scores") {
+                None | Some(Value::Void) => false,
+                Some(Value::Bool(value)) => *value,
+                Some(other) => {
+                    return Err(TaskError::bad_input(
+                        "raw_scores",
+                        format!("raw_scores must be a boolean, got {other:?}"),
+                    ));
+                }
+            },
+        })
+    }
+
+    fn of_json(body: &[u8], most: usize) -> Result<Self, TaskError> {
+        let fields = Fields::parse(body, &KEYS)?;
+        let parameters = fields.get("parameters").map(|raw| Fields::parse(raw.get().as_bytes(), &PARAMETERS));
+        let inner =
+            parameters.transpose()?.map(|parameters| parameters.positive("top_k")).transpose()?.flatten();
+        let (key, read): (_, fn(&RawValue, &str) -> Result<ImageFile, TaskError>) = match (
+            fields.get("image_url"),
+            fields.get("inputs"),
+        ) {
+            (Some(_), Some(_)) => {
+                return Err(TaskError::bad_input(
+                    "inputs",
+                    "image_url and inputs both hold images: send one of them",
+                ));
+            }
+            (None, None) => {
+                let message = "image_url is missing; an image comes as data URL in image_url, as base64 in inputs, \
+                                   or as the body of a message of type image/jpeg, image/png or image/webp";
+                return Err(TaskError::bad_input("image_url", message));
+            }
+            (Some(_), None) => ("image_url", of_url),
+            (None, Some(_)) => ("inputs", of_base64),
+        };
+        let raw = fields.required(key)?;
+        let listed = raw.get().starts_with('[');
+        let images = if listed {
+            let items = list(raw.get(), key, most)?;
+            let image = |(index, item): (usize, &&RawValue)| read(item, &format!("{key}[{index}]"));
+            items.iter().enumerate().map(image).collect::<Result<_, _>>()?
+        } else {
+            vec![read(raw, key)?]
+        };
+        Ok(Self {
+            images,
+            listed,
+            model: fields.string("model")?,
+            top_k: fields.positive("top_k")?.or(inner).unwrap_or(TOP),
+            raw_scores: fields.boolean("raw_scores", false)?,
+        })
+    }
+}
+
+/// A data URL, or OpenAI's object that holds one as `url`.
+fn of_url(raw: &RawValue, path: &str) -> Result<ImageFile, TaskError> {
+    const KEYS: Keys = Keys { taken: &["url"], refused: &[("detail", "\"auto\"")] };
+    if raw.get().starts_with('{') {
+        let fields = Fields::parse(raw.get().as_bytes(), &KEYS).map_err(|error| error.at(path))?;
+        return of_url(fields.required("url")?, &format!("{path}.url"));
+    }
+    let url = string(raw.get(), path)?;
+    let Some((head, data)) = url.strip_prefix("data:").and_then(|rest| rest.split_once(',')) else {
+        return Err(wrong(path, "a data URL (data:image/png;base64,…); nothing is fetched", raw.get()));
+    };
+    let Some(media_type) = head.strip_suffix(";base64") else {
+        return Err(wrong(path, "a data URL in base64", raw.get()));
+    };
+    let media_type = media_type.split(';').next().unwrap_or_default().to_ascii_lowercase();
+    Ok(ImageFile { media_type: Some(media_type), ..decoded(data, path)? })
+}
+
+/// Base64, also as a data URL.
+fn of_base64(raw: &RawValue, path: &str) -> Result<ImageFile, TaskError> {
+    if raw.get().starts_with("\"data:") {
+        return of_url(raw, path);
+    }
+    decoded(&string(raw.get(), path)?, path)
+}
+
+fn decoded(base64: &str, path: &str) -> Result<ImageFile, TaskError> {
+    let bytes = STANDARD.decode(base64.trim_end());
+    let bytes =
+        bytes.map_err(|error| TaskError::bad_input(path, format!("{path} is not base64: {error}")))?;
+    Ok(ImageFile { bytes: bytes.into(), media_type: None, path: Some(path.to_owned()) })
+}
+
+fn text_of(headers: &Headers, name: &str) -> Result<Option<String>, TaskError> {
+    match headers.get(name) {
+        None | Some(Value::Void) => Ok(None),
+        Some(value) => match value.as_str() {
+            Some(text) => Ok(Some(text.to_owned())),
+            None => Err(TaskError::bad_input(name, format!("{name} must be a text, got {value:?}"))),
+        },
+    }
+}
+
+/// A count in a header: an integer, or its digits.
+fn count_of(value: &Value) -> Result<usize, TaskError> {
+    let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
+    let number = number.and_then(|number| usize::try_from(number).ok()).filter(|number| *number > 0);
+    number.ok_or_else(|| {
+        TaskError::bad_input("top_k", format!("top_k must be a positive integer, got {value:?}"))
+    })
+}
+
+/// The body of the reply: for each image its best labels, highest first; a list of such lists if the images came
+/// as a list.
+///
+/// # Errors
+/// `Internal` if the body cannot be written.
+pub fn write_images(
+    numbers: &[Vec<f32>],
+    names: &[String],
+    (top_k, listed): (usize, bool),
+) -> Result<Vec<u8>, TaskError> {
+    let all: Vec<_> = numbers.iter().map(|numbers| best(numbers, names, top_k)).collect();
+    match all.as_slice() {
+        [alone] if !listed => written(alone),
+        _ => written(&all),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::{Properties, TaskErrorKind};
+
+    fn json(body: &str) -> Result<ImagesRequest, TaskError> {
+        ImagesRequest::parse(&Message { body: body.to_owned().into(), ..Message::default() }, 3)
+    }
+
+    fn raw(body: &'static [u8], headers: &[(&str, Value)]) -> Result<ImagesRequest, TaskError> {
+        let headers = headers.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+        let content_type = Some("image/PNG; q=1".to_owned());
+        let properties = Properties { headers, content_type, ..Properties::default() };
+        ImagesRequest::parse(&Message { properties, body: body.into() }, 3)
+    }
+
+    #[test]
+    fn an_image_is_the_body_with_headers_or_a_part_of_json() {
+        let body = raw(b"file", &[("top_k", Value::I32(2)), ("model", "m".into())]).unwrap();
+        assert_eq!(
+            (&*body.images[0].bytes, body.images[0].media_type.as_deref()),
+            (&b"file"[..], Some("image/png"))
+        );
+        assert_eq!((body.top_k, body.model.as_deref(), body.listed), (2, Some("m"), false));
+        let url = json(r#"{"image_url":"data:image/jpeg;base64,ZmlsZQ==","top_k":1}"#).unwrap();
+        assert_eq!(
+            (&*url.images[0].bytes, url.images[0].media_type.as_deref()),
+            (&b"file"[..], Some("image/jpeg"))
+        );
+        let object = json(r#"{"image_url":{"url":"data:image/jpeg;base64,ZmlsZQ=="},"top_k":1}"#).unwrap();
+        assert_eq!((object.images[0].bytes.clone(), object.top_k), (url.images[0].bytes.clone(), 1));
+        let several = json(r#"{"inputs":["ZmlsZQ==","ZmlsZQ=="],"parameters":{"top_k":4}}"#).unwrap();
+        assert_eq!((several.images.len(), several.listed, several.top_k), (2, true, 4));
+        assert_eq!(several.images[1].path.as_deref(), Some("inputs[1]"));
+    }
+
+    #[test]
+    fn a_refusal_names_the_field_and_the_value() {
+        for (body, message) in [
+            (r#"{"inputs":"?"}"#, "inputs is not base64"),
+            (r#"{"image_url":"https://example.org/a.png"}"#, "image_url must be a data URL"),
+            (r#"{"image_url":["data:image/png,abc"]}"#, "image_url[0] must be a data URL in base64"),
+            (r#"{"inputs":[]}"#, "inputs is an empty list"),
+            (r#"{"inputs":7}"#, "inputs must be a string, got 7"),
+            (r#"{}"#, "image_url is missing"),
+            (r#"{"inputs":"ZmlsZQ==","top_k":0}"#, "top_k must be a positive integer, got 0"),
+            (r#"{"inputs":"ZmlsZQ==","candidate_labels":["cat"]}"#, "candidate_labels is not done here"),
+            (r#"{"inputs":"ZmlsZQ==","parameters":{"topk":3}}"#, "topk is no field of this request"),
+        ] {
+            let error = json(body).unwrap_err();
+            assert_eq!(error.kind, TaskErrorKind::BadInput, "{body}");
+            assert!(error.message.starts_with(message), "{body}: {error}");
+        }
+        assert_eq!(json(r#"{"inputs":["","","",""]}"#).unwrap_err().kind, TaskErrorKind::TooLarge);
+        assert!(raw(b"", &[]).unwrap_err().message.starts_with("the body is empty"));
+        assert!(raw(b"x", &[("top_k", "many".into())]).unwrap_err().message.starts_with("top_k must be"));
+    }
+
+    #[test]
+    fn the_reply_has_the_form_of_the_request() {
+        let names: Vec<String> = ["cat", "dog"].map(Into::into).into();
+        let one = write_images(&[vec![0.25, 0.75]], &names, (1, false)).unwrap();
+        assert_eq!(one, br#"[{"label":"dog","score":0.75}]"#);
+        let listed = write_images(&[vec![0.25, 0.75]], &names, (9, true)).unwrap();
+        assert_eq!(listed, br#"[[{"label":"dog","score":0.75},{"label":"cat","score":0.25}]]"#);
+    }
+}
