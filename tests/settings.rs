@@ -264,3 +264,11 @@ fn no_password_leaves_through_a_problem_or_a_debug_print() {
     let loaded = loaded.expect("valid settings");
     assert!(!format!("{loaded:?}").contains("hunter2"));
 }
+
+#[test]
+fn the_file_of_three_pools_is_valid() {
+    let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/config/pools.toml"));
+    let loaded = load(&[path], Vec::new(), &[]).expect("a valid file");
+    let names: Vec<&str> = loaded.settings.pools.iter().map(|pool| pool.name.as_str()).collect();
+    assert_eq!(names, ["embed", "rerank", "images"]);
+}

@@ -6,8 +6,6 @@ import os
 from celery import Celery
 from celery.signals import worker_process_init
 
-from .asked import bodies, serve
-
 app = Celery("peers_kinds", broker=os.environ["BROKER_URL"], backend="rpc://")
 app.conf.task_acks_late = True
 app.conf.task_default_queue = os.environ["QUEUE"]
@@ -43,12 +41,3 @@ def compute(body):
     """The numbers of one request."""
     return _compute(body)
 
-
-if __name__ == "__main__":
-
-    def all_of(requests):
-        """All tasks first, then all results: as fast as this client can."""
-        results = [compute.delay(body) for body in requests]
-        return [result.get() for result in results]
-
-    serve(all_of, bodies())

@@ -18,7 +18,7 @@ use sconce::config::{self, Assignment};
 use sconce::model::load::tokenizer::Tokens;
 use sconce::model::nets::text::TextNetwork;
 use sconce::model::tasks::embed::{self, EmbeddingProcessor};
-use sconce::model::{Forward as _, LoadSpec, Processor as _, SizedInput};
+use sconce::model::{Forward as _, LoadSpec, Processor as _};
 use sconce::protocol::Message;
 use serde_json::json;
 

@@ -9,6 +9,7 @@ use libfuzzer_sys::fuzz_target;
 use sconce::model::echo::{self, ECHO_WITH_FAULTS, EchoProcessor};
 use sconce::model::script::{self, SCRIPT, ScriptProcessor};
 use sconce::model::tasks::embed::{self, EmbeddingProcessor};
+use sconce::model::tasks::image::{self, ImageProcessor};
 use sconce::model::tasks::labels::{self, LabelProcessor};
 use sconce::model::tasks::pairs::{self, PairProcessor};
 use sconce::model::{Device, LoadSpec, Processor};
@@ -34,6 +35,11 @@ static PAIRS: LazyLock<PairProcessor> =
     LazyLock::new(|| pairs::load(&fixture("score-bert"), &Device::Cpu).expect("a model of the tests").0);
 static LABELS: LazyLock<LabelProcessor> =
     LazyLock::new(|| labels::load(&fixture("score-roberta"), &Device::Cpu).expect("a model of the tests").0);
+static IMAGES: LazyLock<ImageProcessor> = LazyLock::new(|| {
+    let options = [("max_pixels".to_owned(), 1_000_000.into())].into();
+    let spec = LoadSpec { options, ..fixture("tiny-vit") };
+    image::load(&spec, &Device::Cpu).expect("a model of the tests").0
+});
 
 fn fixture(name: &str) -> LoadSpec {
     spec(&format!("{}/../tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR")))
@@ -59,6 +65,7 @@ fuzz_target!(|data: &[u8]| {
     check_processor(&*EMBEDDINGS, &message);
     check_processor(&*PAIRS, &message);
     check_processor(&*LABELS, &message);
+    check_processor(&*IMAGES, &message);
 });
 
 fn check_properties(task: &Task, now: SystemTime) {

@@ -104,7 +104,7 @@ pub(crate) enum ClientError {
 /// A connection to a task queue, and to the queue of replies.
 pub(crate) struct Client {
     publisher: Arc<dyn Publisher>,
-    task_queue: String,
+    task_queue: Arc<str>,
     replies: Option<Replies>,
 }
 
@@ -138,14 +138,14 @@ impl Client {
             None => None,
         };
         let publisher = Arc::new(AmqpPublisher::new(connector()));
-        Ok(Self { publisher, task_queue: task_queue.to_owned(), replies })
+        Ok(Self { publisher, task_queue: task_queue.into(), replies })
     }
 
     /// A client over a session that consumes the pool's own reply queue.
     pub(crate) fn over(session: BrokerSession, task_queue: &str) -> Self {
         let BrokerSession { consumer, acker, publisher } = session;
         let replies = Some(Replies { queue: None, consumer, acker, taken: Vec::new() });
-        Self { publisher, task_queue: task_queue.to_owned(), replies }
+        Self { publisher, task_queue: task_queue.into(), replies }
     }
 
     /// Publishes a message until the broker has it in `queue`.
@@ -217,13 +217,9 @@ impl Client {
                         gather.answer(number, None, Instant::now());
                         continue;
                     };
-                    let queue = request.queue.clone();
+                    let queue = request.queue.clone().unwrap_or_else(|| task_queue.clone());
                     let message = message(number, request, reply_to.clone());
-                    let (publisher, task_queue) = (&**publisher, &**task_queue);
-                    under_way.push(async move {
-                        publish(publisher, queue.as_deref().unwrap_or(task_queue), message).await?;
-                        Ok::<_, ClientError>(number)
-                    });
+                    under_way.push(sent(&**publisher, queue, number, message));
                 }
                 () = tokio::time::sleep_until(late.unwrap_or(heard)), if late.is_some() && replies.is_some() => {
                     return Err(gather.late(bounds.timeout.unwrap_or_default()).into());
@@ -313,6 +309,16 @@ impl<M> Gather<M> {
 
 fn number_of(reply: &Message) -> Option<u64> {
     reply.properties.correlation_id.as_deref()?.parse().ok()
+}
+
+/// Publishes the task `number`, and returns the number once it is confirmed.
+async fn sent(
+    publisher: &dyn Publisher,
+    queue: Arc<str>,
+    number: u64,
+    message: Message,
+) -> Result<u64, ClientError> {
+    publish(publisher, &queue, message).await.map(|()| number)
 }
 
 /// Publishes a message, and waits for its confirm.

@@ -233,10 +233,11 @@ struct Answering {
     pools: Vec<OfPool>,
     /// The pools that answer a URL, by the URLs seen so far. Bound: [`URLS`].
     known: HashMap<String, Vec<usize>>,
-    answers: Box<dyn Fn(usize, &str) -> bool + Send>,
+    registry: Registry,
 }
 
 struct OfPool {
+    pool: Pool,
     queue: Arc<str>,
     /// Names of its model; those with a folder or owner also without.
     names: Vec<String>,
@@ -248,23 +249,19 @@ const URLS: usize = 100;
 impl Answering {
     fn new(pools: &[Pool], registry: &Registry) -> Self {
         let of_pool = |pool: &Pool| OfPool {
+            pool: pool.clone(),
             queue: pool.task_queue.as_str().into(),
             names: pool.served_names.iter().chain([&pool.model]).map(|name| last(name).to_owned()).collect(),
         };
-        let (all, registry) = (pools.to_vec(), registry.clone());
-        Self {
-            pools: pools.iter().map(of_pool).collect(),
-            known: HashMap::new(),
-            answers: Box::new(move |index, url| registry.answers(&all[index], url)),
-        }
+        Self { pools: pools.iter().map(of_pool).collect(), known: HashMap::new(), registry: registry.clone() }
     }
 
     /// The queue of the pool that answers `url`. If several do, the one that the body's `model` names; else the
     /// first. If none does, the first pool, which says so.
     fn queue(&mut self, url: &str, body: &[u8]) -> Arc<str> {
         if !self.known.contains_key(url) && self.known.len() < URLS {
-            let of_url = (0..self.pools.len()).filter(|index| (self.answers)(*index, url)).collect();
-            self.known.insert(url.to_owned(), of_url);
+            let answers = |index: &usize| self.registry.answers(&self.pools[*index].pool, url);
+            self.known.insert(url.to_owned(), (0..self.pools.len()).filter(answers).collect());
         }
         let pools: &[usize] = self.known.get(url).map_or(&[], Vec::as_slice);
         let named = || {

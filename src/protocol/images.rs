@@ -22,6 +22,9 @@ const KEYS: Keys = Keys {
 };
 const PARAMETERS: Keys = Keys { taken: &["top_k"], refused: &[("function_to_apply", "null")] };
 
+/// Reads the image in a value, with its path for errors.
+type Read = fn(&RawValue, &str) -> Result<ImageFile, TaskError>;
+
 /// An image file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImageFile {
@@ -93,10 +96,7 @@ impl ImagesRequest {
         let parameters = fields.get("parameters").map(|raw| Fields::parse(raw.get().as_bytes(), &PARAMETERS));
         let inner =
             parameters.transpose()?.map(|parameters| parameters.positive("top_k")).transpose()?.flatten();
-        let (key, read): (_, fn(&RawValue, &str) -> Result<ImageFile, TaskError>) = match (
-            fields.get("image_url"),
-            fields.get("inputs"),
-        ) {
+        let (key, read): (_, Read) = match (fields.get("image_url"), fields.get("inputs")) {
             (Some(_), Some(_)) => {
                 return Err(TaskError::bad_input(
                     "inputs",

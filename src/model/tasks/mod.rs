@@ -29,7 +29,7 @@ const MANY_TEXTS: usize = 64;
 pub fn digest(source: &str) -> Result<String, LoadError> {
     let files = ModelFiles::locate(source)?;
     files.required("config.json")?;
-    SentenceSettings::read(&files, source)?;
+    SentenceSettings::find(&files)?;
     files.optional("tokenizer.json")?;
     files.optional("preprocessor_config.json")?;
     files.weights()?;

@@ -161,6 +161,23 @@ impl SentenceSettings {
         Ok(Self { pooling, limits: Self::limits(files)?, prompts })
     }
 
+    /// Asks for the files of the settings that the model has, whatever they hold.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for a `modules.json` that is invalid, [`LoadError::Hub`] if the hub cannot be asked.
+    pub fn find(files: &ModelFiles) -> Result<(), LoadError> {
+        for name in
+            TRANSFORMER_CONFIGS.iter().chain(&["config_sentence_transformers.json", "tokenizer_config.json"])
+        {
+            files.optional(name)?;
+        }
+        let modules: Vec<Module> = files.json("modules.json")?.unwrap_or_default();
+        for module in modules.iter().filter(|module| !module.path.is_empty()) {
+            files.optional(&format!("{}/config.json", module.path))?;
+        }
+        Ok(())
+    }
+
     /// Reads only what concerns texts: also of models that sentence-transformers does not know.
     ///
     /// # Errors
