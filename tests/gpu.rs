@@ -72,6 +72,11 @@ fn shapes(hidden: usize, inner: usize) -> Vec<(String, Vec<usize>)> {
         ("embeddings.word_embeddings.weight".to_owned(), vec![300, hidden]),
         ("embeddings.position_embeddings.weight".to_owned(), vec![64, hidden]),
         ("embeddings.token_type_embeddings.weight".to_owned(), vec![2, hidden]),
+        // Of a head with one label, which embeddings do not read.
+        ("pooler.dense.weight".to_owned(), vec![hidden, hidden]),
+        ("pooler.dense.bias".to_owned(), vec![hidden]),
+        ("classifier.weight".to_owned(), vec![1, hidden]),
+        ("classifier.bias".to_owned(), vec![1]),
     ];
     let mut norms = vec!["embeddings.LayerNorm".to_owned()];
     for layer in 0..2 {
@@ -145,16 +150,10 @@ fn run(run: &Run<'_>) -> Ran {
     let tasks =
         if run.in_one_task { vec![json!(texts())] } else { texts().into_iter().map(Value::from).collect() };
     fs::write(&input, tasks.into_iter().enumerate().map(line).collect::<String>()).unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));
-    command.arg("run-batch").arg("-i").arg(&input).arg("-o").arg(&output);
-    command.arg("--model").arg(run.model).args(["--devices", run.device]);
+    let mut command = run_batch(run.model, run.device, (&input, &output));
     for setting in run.settings {
         command.args(["--set", setting]);
     }
-    for variable in ["SCONCE_CONFIG", "AMQP_URL", "CUDA_VISIBLE_DEVICES"] {
-        command.env_remove(variable);
-    }
-    command.env("LD_LIBRARY_PATH", &*DRIVER).env("EMULATED_GPUS", GPU);
     let ran = command.envs(run.variables.iter().copied()).output().unwrap();
     let lines = fs::read_to_string(&output).unwrap_or_default();
     let answer = |line: &str| {
@@ -166,6 +165,31 @@ fn run(run: &Run<'_>) -> Ran {
         (at..).zip(data.iter().map(|it| Ok(vector(it)))).collect()
     };
     Ran { output: ran, answers: lines.lines().flat_map(answer).collect() }
+}
+
+fn run_batch(model: &Path, device: &str, (input, output): (&Path, &Path)) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));
+    command.arg("run-batch").arg("-i").arg(input).arg("-o").arg(output);
+    command.arg("--model").arg(model).args(["--devices", device]);
+    for variable in ["SCONCE_CONFIG", "AMQP_URL", "CUDA_VISIBLE_DEVICES"] {
+        command.env_remove(variable);
+    }
+    command.env("LD_LIBRARY_PATH", &*DRIVER).env("EMULATED_GPUS", GPU);
+    command
+}
+
+/// The scores of pairs of the texts, in one task.
+fn scores(model: &Path, device: &str) -> Vec<f64> {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
+    let body = json!({"text_1": "the old river", "text_2": texts(), "raw_scores": true});
+    let line = json!({"custom_id": "a", "method": "POST", "url": "/v1/score", "body": body});
+    fs::write(&input, format!("{line}\n")).unwrap();
+    let ran = run_batch(model, device, (&input, &output)).args(["--set", SMALL]).output().unwrap();
+    let answer: Value = serde_json::from_str(&fs::read_to_string(&output).unwrap_or_default())
+        .unwrap_or_else(|_| panic!("{}", String::from_utf8_lossy(&ran.stderr)));
+    let data = answer["response"]["body"]["data"].as_array().unwrap_or_else(|| panic!("{answer}"));
+    data.iter().map(|it| it["score"].as_f64().unwrap()).collect()
 }
 
 fn largest_difference(a: &Ran, b: &Ran) -> f64 {
@@ -197,6 +221,21 @@ fn a_gpu_gives_what_a_cpu_gives_in_every_precision() {
             assert!(off > 0.0, "computed by the same device");
         }
     }
+}
+
+#[test]
+fn pairs_get_the_scores_on_a_gpu_that_they_get_on_a_cpu() {
+    let folder = model(64, 2);
+    let path = folder.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    config["architectures"] = json!(["BertForSequenceClassification"]);
+    config["id2label"] = json!({"0": "relevant"});
+    fs::write(path, config.to_string()).unwrap();
+    let (cpu, gpu) = (scores(folder.path(), "cpu"), scores(folder.path(), "cuda:0"));
+    assert_eq!((cpu.len(), gpu.len()), (texts().len(), texts().len()));
+    let off = cpu.iter().zip(&gpu).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    assert!(off < 1e-5, "{off}");
+    assert!(off > 0.0, "computed by the same device");
 }
 
 #[test]
