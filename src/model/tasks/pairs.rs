@@ -89,7 +89,11 @@ impl Processor for PairProcessor {
 impl PairProcessor {
     fn inputs(&self, request: &PairsRequest) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
         let listed = request.first.len() > 1;
-        let first = |index: usize| if listed { format!("text_1[{index}]") } else { "query".to_owned() };
+        let first = |index: usize| match request.form {
+            Form::Rerank { .. } => "query".to_owned(),
+            Form::Score if listed => format!("text_1[{index}]"),
+            Form::Score => "text_1".to_owned(),
+        };
         let firsts = prepared(request.first.iter().collect(), MANY_TEXTS, |index, text| {
             self.tokenizer.pieces(text).map_err(|error| error.at(first(index)))
         })?;
