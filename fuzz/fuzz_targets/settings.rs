@@ -81,7 +81,7 @@ fn check_rendering(loaded: &Loaded) {
     let again = load(&[file], Vec::new(), &[]).unwrap_or_else(|error| panic!("{error}\n{}", loaded.effective));
     // Masked passwords apart.
     let (mut first, mut second) = (loaded.settings.clone(), again.settings);
-    first.broker.urls.clear();
-    second.broker.urls.clear();
+    first.broker.url.clear();
+    second.broker.url.clear();
     assert_eq!(first, second, "{}", loaded.effective);
 }
