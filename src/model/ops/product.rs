@@ -4,8 +4,10 @@
 //! The inner loop keeps a tile of results in registers: two registers wide, and as many rows high as there are
 //! registers for.
 
+mod few;
 mod layout;
 mod lines;
+mod matrix;
 mod size;
 mod tile;
 
@@ -16,6 +18,7 @@ use rayon::prelude::*;
 use super::activation::Activation;
 use super::dispatch;
 pub use layout::{Panels, Rows};
+pub use matrix::{Group, Matrix, Numbers, Words};
 use size::Tile;
 pub use size::{COLUMNS, RUN};
 use tile::{Multiply, RowByRow, activated};
