@@ -139,10 +139,13 @@ impl WithSimd for Gate<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let pairs = self.gates.chunks_mut(S::F32_LANES).zip(self.x.chunks(S::F32_LANES));
-        for (gates, x) in pairs {
-            let gate = Silu::apply(simd, simd.partial_load_f32s(gates));
-            simd.partial_store_f32s(gates, simd.mul_f32s(gate, simd.partial_load_f32s(x)));
+        let ((gates, tail), (x, x_tail)) = (S::as_mut_simd_f32s(self.gates), S::as_simd_f32s(self.x));
+        for (gate, x) in gates.iter_mut().zip(x) {
+            *gate = simd.mul_f32s(Silu::apply(simd, *gate), *x);
+        }
+        if !tail.is_empty() {
+            let gate = Silu::apply(simd, simd.partial_load_f32s(tail));
+            simd.partial_store_f32s(tail, simd.mul_f32s(gate, simd.partial_load_f32s(x_tail)));
         }
     }
 }

@@ -8,7 +8,7 @@ use pulp::{Simd, WithSimd};
 use super::dispatch;
 use super::exp::exp;
 use super::kv::{BLOCK, Held, KEYS, KvBlocks, KvNumbers};
-use super::product::in_parallel;
+use super::product::{in_parallel, store};
 
 /// Queries whose scores are computed together.
 const MOST: usize = 8;
@@ -161,7 +161,7 @@ impl Chunk<'_> {
                 let sums = products::<S, N, COUNT>(simd, &laid, S::as_simd_u32s(block).0, part);
                 let at = scores_at + part * S::F32_LANES;
                 for (scores, sum) in scores.chunks_exact_mut(keys).zip(sums).take(count) {
-                    simd.partial_store_f32s(&mut scores[at..at + S::F32_LANES], sum);
+                    store(simd, &[sum], &mut scores[at..at + S::F32_LANES]);
                 }
             }
         }
@@ -174,9 +174,8 @@ impl Chunk<'_> {
             let made = averages::<S, N, COUNT>(simd, held, &scores[..count * keys], (stride, first, seen));
             for ((out, made), sum) in out.chunks_exact_mut(width).zip(made).zip(sums) {
                 let last = width.min(first + LINES * S::F32_LANES);
-                for (out, made) in out[first..last].chunks_mut(S::F32_LANES).zip(made) {
-                    simd.partial_store_f32s(out, simd.mul_f32s(made, simd.splat_f32s(1.0 / sum)));
-                }
+                let scale = simd.splat_f32s(1.0 / sum);
+                store(simd, &made.map(|made| simd.mul_f32s(made, scale)), &mut out[first..last]);
             }
         }
     }

@@ -21,6 +21,7 @@ pub use layout::{Panels, Rows};
 pub use matrix::{Group, Matrix, Numbers, Words};
 use size::Tile;
 pub use size::{COLUMNS, RUN};
+pub use tile::store;
 use tile::{Multiply, RowByRow, activated};
 
 /// The most tiles of rows in one block: enough that reading the weights again for each block costs little, few

@@ -229,7 +229,7 @@ impl Matrix {
                     .into_par_iter()
                     .for_each(|(rows, out)| self.multiply_many(rows, out));
             }
-        } else if threads == 1 || panels < 2 {
+        } else if threads == 1 || self.words.get().len() * count < WORTH_SHARING {
             self.multiply_panels(rows, 0..panels, out, self.width);
         } else {
             self.multiply_in_parallel(rows, out, threads);
@@ -292,6 +292,8 @@ impl Matrix {
     }
 }
 
+/// Words times rows from which on several threads are faster than one: some 50 µs of work.
+const WORTH_SHARING: usize = 1 << 20;
 /// Above so many rows, unpacking a panel costs less than reading its numbers once for each tile of rows.
 const MANY: usize = 2 * MOST_ROWS;
 
@@ -403,15 +405,16 @@ mod tests {
                 }
             }
         });
-        let (made, _) = matrix(Numbers::Bits4, [96, 200]);
+        const WIDTH: usize = 6_000;
+        let (made, _) = matrix(Numbers::Bits4, [96, WIDTH]);
         let x = flat(&[70, 96], 9);
         let with = |threads: usize, rows: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let mut out = vec![f32::NAN; rows * 200];
+            let mut out = vec![f32::NAN; rows * WIDTH];
             pool.install(|| made.multiply(&x[..rows * 96], &mut out));
             out
         };
-        for rows in [1, 9, 70] {
+        for rows in [1, 9, 17, 70] {
             assert_eq!(with(1, rows), with(3, rows));
         }
     }
