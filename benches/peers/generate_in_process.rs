@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::{Write as _, stdout};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow};
@@ -50,7 +51,7 @@ fn main() -> anyhow::Result<()> {
         "answer_tokens_per_second_without_prompts": rate(done.answers, done.answering),
         "prompt_tokens_per_second": rate(done.prompts, done.prompting),
     });
-    println!("{report}");
+    writeln!(stdout(), "{report}")?;
     Ok(())
 }
 

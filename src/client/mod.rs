@@ -206,15 +206,7 @@ impl Client {
                 burst = burst(replies.as_mut()) => {
                     heard = Instant::now();
                     let deliveries = burst?.ok_or_else(|| gather.lost())?;
-                    let mut again = 0;
-                    for Delivery { message, .. } in deliveries {
-                        match number_of(&message) {
-                            Some(number) if is_part(&message) => sink.part(number, &message)?,
-                            Some(number) => again += usize::from(!gather.answer(number, Some(message), heard)),
-                            None => {}
-                        }
-                    }
-                    sink.duplicates(again);
+                    gather.take(deliveries, heard, sink)?;
                 }
                 task = tasks.next(), if !all_taken
                     && gather.held() < bounds.under_way
@@ -306,6 +298,25 @@ fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
 }
 
 impl<M> Gather<M> {
+    /// Takes messages of the reply queue: parts go on at once, replies in their turn.
+    fn take<E>(
+        &mut self,
+        deliveries: Vec<Delivery>,
+        at: Instant,
+        sink: &mut impl Sink<M, E>,
+    ) -> Result<(), E> {
+        let mut again = 0;
+        for Delivery { message, .. } in deliveries {
+            match number_of(&message) {
+                Some(number) if is_part(&message) => sink.part(number, &message)?,
+                Some(number) => again += usize::from(!self.answer(number, Some(message), at)),
+                None => {}
+            }
+        }
+        sink.duplicates(again);
+        Ok(())
+    }
+
     fn lost(&self) -> ClientError {
         ClientError::Lost { missing: self.missing(), published: self.begun() }
     }

@@ -209,7 +209,7 @@ fn q4_k(row: &[u8], group: usize) -> Group {
     let mut q = [0; 32];
     // Two groups share 32 bytes.
     for (q, byte) in q.iter_mut().zip(&numbers[index / 2 * 32..]) {
-        *q = if index % 2 == 0 { byte & 15 } else { byte >> 4 };
+        *q = if index.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
     }
     Group { scale: scale * f32::from(a), offset: -(least * f32::from(b)), q }
 }

@@ -192,7 +192,7 @@ mod tests {
         let (first, reused) = computed(&mut blocks, "a", &tokens(1, 70));
         assert_eq!(reused, 0);
         let (second, reused) = computed(&mut blocks, "a", &tokens(1, 70));
-        assert_eq!((reused, &second.blocks[..2] == &first.blocks[..2]), (64, true));
+        assert_eq!((reused, &second.blocks[..2]), (64, &first.blocks[..2]));
         assert_eq!(blocks.held(), 4);
         assert_eq!(blocks.leave(first).len(), 1);
         assert_eq!(blocks.leave(second).len(), 1);
