@@ -13,6 +13,7 @@ mod digest;
 mod fast_word_piece;
 pub mod gguf;
 mod hub;
+pub mod laid_out;
 pub mod tokenizer;
 pub mod vocabulary;
 pub mod weights;

@@ -8,6 +8,7 @@ mod few;
 mod layout;
 mod lines;
 mod matrix;
+mod numbers;
 mod size;
 mod tile;
 
@@ -18,7 +19,8 @@ use rayon::prelude::*;
 use super::activation::Activation;
 use super::dispatch;
 pub use layout::{Panels, Rows};
-pub use matrix::{Group, Matrix, Numbers, Words};
+pub use matrix::{Group, Matrix, Words};
+pub use numbers::Numbers;
 use size::Tile;
 pub use size::{COLUMNS, RUN};
 pub use tile::store;

@@ -96,6 +96,22 @@ impl Decoder {
         })
     }
 
+    /// Its matrices, by their names in `weights`.
+    pub fn matrices(&self, weights: &Weights) -> Vec<(String, &Matrix)> {
+        let parts = weights.parts();
+        let [q, k, v] = parts.qkv;
+        let mut all = vec![(weights.words_name().to_owned(), &self.words)];
+        all.extend(self.head.as_ref().map(|head| (weights.head_name().to_owned(), head)));
+        for (index, Layer { qkv: [queries, keys, values], out, gate, up, down, .. }) in
+            self.layers.iter().enumerate()
+        {
+            let names = [q, k, v, parts.out, parts.gate, parts.up, parts.down];
+            let names = names.map(|part| weights.layer(index, part));
+            all.extend(names.into_iter().zip([queries, keys, values, out, gate, up, down]));
+        }
+        all
+    }
+
     /// The numbers of the next token, `[wanted, vocabulary]`, after the rows `wanted`. `ids` are the tokens of all
     /// `spans`, in their order; their keys and values are put into `kv`. Ids are in the vocabulary.
     pub fn forward(

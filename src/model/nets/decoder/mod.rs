@@ -13,6 +13,7 @@ use self::config::{DecoderConfig, Family};
 use crate::model::LoadError;
 use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
+use crate::model::load::laid_out::LaidOut;
 use crate::model::load::weights::Weights as Tensors;
 use crate::model::ops::Matrix;
 
@@ -20,6 +21,8 @@ use crate::model::ops::Matrix;
 pub struct Weights {
     files: Files,
     family: Family,
+    /// Matrices that were laid out before.
+    laid_out: Option<LaidOut>,
 }
 
 enum Files {
@@ -48,6 +51,9 @@ pub struct Parts {
     /// D.
     pub down: &'static str,
 }
+
+/// The last layer in safetensors files; its name has no prefix.
+const HEAD: &str = "lm_head.weight";
 
 const SAFETENSORS: Parts = Parts {
     norm: "input_layernorm.weight",
@@ -81,12 +87,17 @@ impl Weights {
     pub fn of_files(files: &ModelFiles, config: &DecoderConfig) -> Result<Self, LoadError> {
         let paths: Vec<PathBuf> = files.weights()?;
         let tensors = Tensors::read(&paths, ("model", "embed_tokens.weight"), &Device::Cpu, DType::F32)?;
-        Ok(Self { files: Files::Safetensors(tensors), family: config.family })
+        Ok(Self { files: Files::Safetensors(tensors), family: config.family, laid_out: None })
     }
 
     /// The tensors of a GGUF file.
     pub fn of_gguf(gguf: Gguf, config: &DecoderConfig) -> Self {
-        Self { files: Files::Gguf(gguf), family: config.family }
+        Self { files: Files::Gguf(gguf), family: config.family, laid_out: None }
+    }
+
+    /// Takes matrices from this file, as far as it has them.
+    pub fn take_from(&mut self, laid_out: LaidOut) {
+        self.laid_out = Some(laid_out);
     }
 
     fn layer(&self, index: usize, part: &str) -> String {
@@ -149,7 +160,11 @@ impl Weights {
         [depth, width]: [usize; 2],
         row: impl Fn(usize) -> usize,
     ) -> Result<Matrix, LoadError> {
+        if let Some(known) = self.laid_out.as_ref().and_then(|file| file.matrix(name, [depth, width])) {
+            return Ok(known);
+        }
         match &self.files {
+            Files::Safetensors(tensors) if name == HEAD => tensors.matrix_of(name, [depth, width]),
             Files::Safetensors(tensors) => tensors.matrix(name, [depth, width]),
             Files::Gguf(gguf) => gguf.matrix(name, [depth, width], row),
         }
@@ -157,18 +172,25 @@ impl Weights {
 
     /// The words' vectors `[hidden, vocabulary]`.
     fn words(&self, shape: [usize; 2]) -> Result<Matrix, LoadError> {
-        let name = match self.files {
-            Files::Safetensors(_) => "embed_tokens.weight",
-            Files::Gguf(_) => "token_embd.weight",
-        };
-        self.whole_matrix(name, shape, |column| column)
+        self.whole_matrix(self.words_name(), shape, |column| column)
     }
 
     /// The last layer.
     fn head(&self, shape: [usize; 2]) -> Result<Matrix, LoadError> {
-        match &self.files {
-            Files::Safetensors(tensors) => tensors.matrix_of("lm_head.weight", shape),
-            Files::Gguf(gguf) => gguf.matrix("output.weight", shape, |column| column),
+        self.whole_matrix(self.head_name(), shape, |column| column)
+    }
+
+    fn words_name(&self) -> &'static str {
+        match self.files {
+            Files::Safetensors(_) => "embed_tokens.weight",
+            Files::Gguf(_) => "token_embd.weight",
+        }
+    }
+
+    fn head_name(&self) -> &'static str {
+        match self.files {
+            Files::Safetensors(_) => HEAD,
+            Files::Gguf(_) => "output.weight",
         }
     }
 

@@ -6,7 +6,7 @@ use std::cell::RefCell;
 use pulp::{Simd, WithSimd};
 
 use super::super::dispatch;
-use super::matrix::{Numbers, PANEL};
+use super::numbers::{Numbers, PANEL};
 use super::size::{ROWS_OF_32, Tile as Height};
 use super::tile::store;
 

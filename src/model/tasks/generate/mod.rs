@@ -7,6 +7,7 @@ mod options;
 mod sampler;
 mod text;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
@@ -18,6 +19,7 @@ use super::names::ServedNames;
 use super::{MANY_TEXTS, prepared};
 use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
+use crate::model::load::laid_out::{self, LaidOut};
 use crate::model::load::vocabulary::Vocabulary;
 use crate::model::nets::decoder::config::DecoderConfig;
 use crate::model::nets::decoder::{Decoder, Weights};
@@ -65,7 +67,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
         (config, vocabulary, weights)
     };
     let options = Options::read(spec, config.context)?;
-    let decoder = Decoder::load(&weights, &config, options.context)?;
+    let decoder = decoder(&files, weights, &config, options.context)?;
     let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = config;
     let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };
     let capacity =
@@ -81,6 +83,34 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
         options,
     };
     Ok((processor, generator))
+}
+
+/// Loads a decoder whose matrices are shared with the other workers of this host, if they can be.
+fn decoder(
+    files: &ModelFiles,
+    mut weights: Weights,
+    config: &DecoderConfig,
+    context: usize,
+) -> Result<Decoder, LoadError> {
+    let path = laid_out::path(&files.digest()?);
+    let known = |path: &Option<PathBuf>| path.as_deref().and_then(LaidOut::open);
+    if let Some(file) = known(&path) {
+        weights.take_from(file);
+        return Decoder::load(&weights, config, context);
+    }
+    let own = Decoder::load(&weights, config, context)?;
+    let Some(to) = &path else { return Ok(own) };
+    if let Err(error) = laid_out::write(to, own.matrices(&weights).into_iter()) {
+        let file = to.display();
+        tracing::warn!(%file, %error, "workers cannot share this model's memory: its matrices are not written");
+        return Ok(own);
+    }
+    match known(&path) {
+        Some(file) => weights.take_from(file),
+        None => return Ok(own),
+    }
+    drop(own);
+    Decoder::load(&weights, config, context)
 }
 
 /// Turns requests for text into prompts, and answers into responses.
