@@ -411,6 +411,38 @@ fn parts_add_up_to_the_reply() {
 }
 
 #[test]
+fn a_response_format_is_kept_at_any_temperature() {
+    let mut model = load(&smollm2(), json!({}));
+    let schema = json!({"type": "object", "required": ["name", "age"], "additionalProperties": false,
+                        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99, "minimum": 0}}});
+    let ask = |format: &Value, seed: usize| {
+        json!({"messages": [{"role": "user", "content": "Describe a person."}], "max_tokens": 60, "n": 3,
+               "temperature": 1.5, "seed": seed, "response_format": format})
+    };
+    let json_schema = json!({"type": "json_schema", "json_schema": {"name": "person", "schema": schema}});
+    let regex = json!({"type": "regex", "regex": "(yes|no), [a-z]{3}[.]"});
+    for seed in 0..2 {
+        for choice in
+            reply(&mut model, CHAT, &ask(&json_schema, seed))["choices"].as_array().expect("choices")
+        {
+            let text = choice["message"]["content"].as_str().expect("a text");
+            let person: Value = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"));
+            assert!(person["name"].is_string() && person["age"].as_u64() <= Some(99), "{person}");
+            assert_eq!(choice["finish_reason"], "stop");
+        }
+        for choice in reply(&mut model, CHAT, &ask(&regex, seed))["choices"].as_array().expect("choices") {
+            let text = choice["message"]["content"].as_str().expect("a text");
+            let word =
+                text.strip_prefix("yes, ").or(text.strip_prefix("no, ")).and_then(|it| it.strip_suffix('.'));
+            assert!(
+                word.is_some_and(|it| it.len() == 3 && it.bytes().all(|it| it.is_ascii_lowercase())),
+                "{text}"
+            );
+        }
+    }
+}
+
+#[test]
 fn what_cannot_be_answered_is_refused_with_the_field_and_the_numbers() {
     let (processor, _) = load(&fixture("generate-llama"), json!({"context": 64}));
     let refusal = |url: &str, body: Value| {
@@ -427,7 +459,7 @@ fn what_cannot_be_answered_is_refused_with_the_field_and_the_numbers() {
         refusal(CHAT, json!({"messages": [{"role": "user", "content": "a"}], "tools": [{}]})).0,
         "tools"
     );
-    let format = json!({"prompt": "a", "response_format": {"type": "json_object"}});
+    let format = json!({"prompt": "a", "response_format": {"type": "regex", "regex": "("}});
     assert_eq!(refusal(COMPLETIONS, format).0, "response_format");
     let (truncating, _) = load(&fixture("generate-llama"), json!({"context": 64, "truncate_prompts": true}));
     let cut = inputs(&truncating, COMPLETIONS, &json!({"prompt": "a ".repeat(100), "max_tokens": 8}));

@@ -5,7 +5,7 @@ use pulp::{Simd, WithSimd};
 use super::dispatch;
 use super::exp::exp;
 
-/// `row` ← e^((row - largest)·scale); returns their sum. The largest becomes 1.
+/// `row` ← e^((row - largest)·scale); returns their sum. The largest becomes 1, and minus infinity 0.
 pub fn exponentials(row: &mut [f32], scale: f32) -> f32 {
     dispatch(Exponentials { row, scale })
 }
@@ -30,17 +30,26 @@ impl WithSimd for Exponentials<'_> {
         let (head, tail) = S::as_mut_simd_f32s(self.row);
         let mut sum = simd.splat_f32s(0.0);
         for x in head {
-            *x = exp(simd, simd.mul_f32s(simd.sub_f32s(*x, most), scale));
+            *x = power(simd, *x, [most, scale]);
             sum = simd.add_f32s(sum, *x);
         }
         let mut total = simd.reduce_sum_f32s(sum);
-        let made = exp(simd, simd.mul_f32s(simd.sub_f32s(simd.partial_load_f32s(tail), most), scale));
+        let made = power(simd, simd.partial_load_f32s(tail), [most, scale]);
         simd.partial_store_f32s(tail, made);
         for x in tail {
             total += *x;
         }
         total
     }
+}
+
+/// e^((x - most)·scale). Not a closure: see [`Lanes`](super::activation::Lanes).
+#[inline(always)]
+fn power<S: Simd>(simd: S, x: S::f32s, [most, scale]: [S::f32s; 2]) -> S::f32s {
+    // The smallest number that `exp` gives is not 0, but 1e-38.
+    let is_possible = simd.greater_than_f32s(x, simd.splat_f32s(f32::NEG_INFINITY));
+    let power = exp(simd, simd.mul_f32s(simd.sub_f32s(x, most), scale));
+    simd.select_f32s(is_possible, power, simd.splat_f32s(0.0))
 }
 
 struct Largest<'a>(&'a [f32]);
@@ -72,7 +81,9 @@ mod tests {
                 let most = given.iter().copied().fold(f32::MIN, f32::max);
                 assert_eq!(largest(&given), most);
                 let mut row = given.clone();
+                row.push(f32::NEG_INFINITY);
                 let sum = exponentials(&mut row, 0.5);
+                assert_eq!(row.pop(), Some(0.0));
                 let right: Vec<f64> = given.iter().map(|x| (f64::from(x - most) * 0.5).exp()).collect();
                 assert!((f64::from(sum) - right.iter().sum::<f64>()).abs() < 1e-5 * f64::from(sum));
                 for (ours, right) in row.iter().zip(right) {

@@ -2,16 +2,18 @@
 //! response bodies, whole and in parts. Never touches the device.
 
 mod blocks;
+mod grammar;
 mod network;
 mod options;
 mod sampler;
 mod text;
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use sha2::{Digest, Sha256};
 
+use self::grammar::{Constraint, Grammars};
 pub use self::network::{Answer, Piece, Prompt, TextGenerator};
 use self::options::Options;
 use self::sampler::Seed;
@@ -81,6 +83,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
         max_inputs: spec.max_inputs,
         words: config.vocabulary,
         options,
+        grammars: OnceLock::new(),
     };
     Ok((processor, generator))
 }
@@ -121,6 +124,8 @@ pub struct GenerateProcessor {
     /// Ids are below this number.
     words: usize,
     options: Options,
+    /// Made for the first request that needs it, which takes some 100 ms.
+    grammars: OnceLock<Result<Grammars, String>>,
 }
 
 /// What the response needs of its request.
@@ -173,10 +178,7 @@ impl Processor for GenerateProcessor {
         let api = if is_chat { Api::Chat } else { Api::Completions };
         let request = GenerateRequest::read(api, &message.body, self.max_inputs)?;
         self.names.check(request.model.as_deref())?;
-        if request.format != Format::Text {
-            let text = "response_format is not done here but for {\"type\": \"text\"}";
-            return Err(TaskError::bad_input("response_format", text));
-        }
+        let constraint = self.constraint(&request.format)?;
         let prompts = self.prompts(&request)?;
         let seed = request.seed.unwrap_or_else(|| self.options.seed_of(&message.properties));
         let mut inputs = Vec::with_capacity(prompts.len() * request.n);
@@ -195,6 +197,7 @@ impl Processor for GenerateProcessor {
                     stop: request.stop.clone(),
                     ignore_eos: request.ignore_eos,
                     logprobs: request.logprobs,
+                    constraint: constraint.clone(),
                     owner: request.owner.as_deref().unwrap_or_default().into(),
                 };
                 inputs.push(SizedInput { input: prompt, tokens: ids.len(), answer_tokens: max_tokens });
@@ -269,6 +272,18 @@ impl Processor for GenerateProcessor {
 }
 
 impl GenerateProcessor {
+    /// What the text must be; none for any text.
+    fn constraint(&self, format: &Format) -> Result<Option<Constraint>, TaskError> {
+        if *format == Format::Text {
+            return Ok(None);
+        }
+        let made = || Grammars::new(&self.vocabulary.texts(), self.words, &self.vocabulary.ends);
+        match self.grammars.get_or_init(made) {
+            Ok(grammars) => grammars.constraint(format),
+            Err(reason) => Err(TaskError::internal(format!("response_format: {reason}"))),
+        }
+    }
+
     /// The tokens of each prompt.
     fn prompts(&self, request: &GenerateRequest) -> Result<Vec<Vec<u32>>, TaskError> {
         let at = |index: usize| move |error: TaskError| error.at(request.path(index));

@@ -6,6 +6,7 @@ use std::io;
 use std::sync::Arc;
 
 use super::blocks::{Blocks, Table};
+use super::grammar::Constraint;
 use super::sampler::{Sampler, Seed, log_probabilities};
 use super::text::Text;
 use crate::model::load::vocabulary::TokenTexts;
@@ -32,6 +33,8 @@ pub struct Prompt {
     pub ignore_eos: bool,
     /// How many of the likeliest tokens are listed for each token; None: not even the chosen one.
     pub logprobs: Option<usize>,
+    /// What the text must be.
+    pub constraint: Option<Constraint>,
     /// Whose prompts may share computed beginnings.
     pub owner: Arc<str>,
 }
@@ -84,6 +87,7 @@ struct Sequence {
     /// The answer's tokens so far.
     answer: Vec<u32>,
     sampler: Sampler,
+    constraint: Option<Constraint>,
     text: Text,
     scores: Vec<TokenScore>,
 }
@@ -154,6 +158,9 @@ impl TextGenerator {
             self.blocks.publish(&mut sequence.table, &known);
         }
         let Some((id, score)) = chosen else { return Ok(Advance::Fed) };
+        if let Some(constraint) = &mut sequence.constraint {
+            constraint.take(id)?;
+        }
         Ok(sequence.take(id, score, &self.texts, &self.ends))
     }
 }
@@ -171,6 +178,9 @@ impl Sequence {
     ) -> Result<(u32, Option<TokenScore>), TaskError> {
         let raw = self.prompt.logprobs.map(|count| (count, logits.to_vec()));
         let place = self.answer.len();
+        if let Some(constraint) = &mut self.constraint {
+            constraint.mask(logits)?;
+        }
         let id = self.sampler.choose(logits, place).ok_or_else(|| {
             TaskError::internal(format!("the model gave no finite numbers for token {place} of the answer"))
         })?;
@@ -197,7 +207,8 @@ impl Sequence {
         ends: &BTreeSet<u32>,
     ) -> Advance<Piece, Answer> {
         self.answer.push(id);
-        let is_end = ends.contains(&id) && !self.prompt.ignore_eos;
+        // A text that must be JSON ends with it.
+        let is_end = ends.contains(&id) && (!self.prompt.ignore_eos || self.constraint.is_some());
         let is_stopped = !is_end && self.text.push(texts.get(id));
         let score = score.filter(|_| !is_end);
         self.scores.extend(score.clone());
@@ -238,6 +249,7 @@ impl Generate for TextGenerator {
             table: Table::new(prompt.owner.clone()),
             answer: Vec::new(),
             sampler,
+            constraint: prompt.constraint.clone(),
             text: Text::new(prompt.stop.clone()),
             scores: Vec::new(),
             prompt: prompt.clone(),
