@@ -99,7 +99,9 @@ impl LaidOut {
         let start = end.next_multiple_of(ALIGNMENT);
         let is_whole = |entry: &Entry| {
             let end = start.checked_add(entry.offset).and_then(|at| at.checked_add(entry.bytes));
-            end.is_some_and(|end| end <= file.len()) && entry.offset % ALIGNMENT == 0 && entry.bytes % 4 == 0
+            end.is_some_and(|end| end <= file.len())
+                && entry.offset.is_multiple_of(ALIGNMENT)
+                && entry.bytes.is_multiple_of(4)
         };
         index.values().all(is_whole).then_some(())?;
         Some(Self { file, index, start })

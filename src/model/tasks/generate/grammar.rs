@@ -50,8 +50,8 @@ impl Grammars {
     pub fn constraint(&self, format: &Format) -> Result<Option<Constraint>, TaskError> {
         let grammar = match format {
             Format::Text => return Ok(None),
-            Format::JsonObject => TopLevelGrammar::from_json_schema(json!({"type": "object"})),
-            Format::JsonSchema(schema) => TopLevelGrammar::from_json_schema(schema.clone()),
+            Format::JsonObject => json_grammar(json!({"type": "object"})),
+            Format::JsonSchema(schema) => json_grammar(schema.clone()),
             Format::Regex(expression) => TopLevelGrammar::from_regex(expression),
         };
         let parser = self.0.create_parser(grammar).map_err(|error| {
@@ -60,6 +60,15 @@ impl Grammars {
         })?;
         Ok(Some(Constraint(Matcher::new(Ok(parser)))))
     }
+}
+
+/// The grammar of a schema. Without free space: a small model would go on with it until `max_tokens`.
+fn json_grammar(mut schema: serde_json::Value) -> TopLevelGrammar {
+    if let Some(schema) = schema.as_object_mut() {
+        let spaces = json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "});
+        schema.insert("x-guidance".to_owned(), spaces);
+    }
+    TopLevelGrammar::from_json_schema(schema)
 }
 
 /// What may come next in one sequence.
@@ -110,7 +119,7 @@ fn failed(error: &impl fmt::Display) -> TaskError {
 mod tests {
     use super::*;
 
-    const WORDS: [&str; 8] = ["", "{", "}", "\"a\"", ":", "12", "x", ", "];
+    const WORDS: [&str; 8] = ["", "{", "}", "\"a\"", ": ", "12", "x", ", "];
 
     fn constraint(format: &Format) -> Result<Option<Constraint>, TaskError> {
         let texts = TokenTexts::of(&WORDS);
