@@ -6,7 +6,7 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build cuda gpu-check models demo demo-images test test-rabbitmq-4 check-deploy soak bench bench-parts fuzz lint fmt default-settings image
+.PHONY: help build cuda gpu-check models demo demo-images demo-generate test test-rabbitmq-4 check-deploy soak bench bench-parts fuzz lint fmt default-settings image
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -31,11 +31,16 @@ demo-images: build ## classify six photographs, and order answers to questions, 
 	examples/demo/images target/release/sconce models/efficientnet-lite0
 	examples/demo/rerank target/release/sconce
 
+demo-generate: build ## answer a dozen questions and summarise three texts, streamed, without a broker
+	scripts/fetch-smollm2
+	examples/demo/generate target/release/sconce models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf
+
 # One after the other, also under `make -j`: each needs the one before.
 test: ## install what tests need (RabbitMQ), then lint and test everything
 	scripts/setup-tests
 	scripts/fetch-model
 	scripts/fetch-efficientnet
+	scripts/fetch-smollm2
 	$(MAKE) lint
 	$(CARGO) build --locked --manifest-path examples/Cargo.toml --target-dir target
 	$(CARGO) test --locked

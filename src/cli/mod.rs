@@ -209,6 +209,9 @@ pub struct RunBatch {
     /// The devices: `auto`, or a list such as `cpu,cpu`
     #[arg(long)]
     pub devices: Option<String>,
+    /// Print the answers' texts in the order of the lines: while they are generated, where a line has "stream": true
+    #[arg(long, conflicts_with = "json")]
+    pub show: bool,
     /// Print a report of the run as JSON: rates, batches, lines per device, how busy devices were
     #[arg(long)]
     pub json: bool,

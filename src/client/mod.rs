@@ -81,6 +81,14 @@ pub(crate) trait Sink<M, E> {
     /// Ends the run.
     fn answered(&mut self, number: u64, meta: M, reply: Option<Message>, at: Instant) -> Result<(), E>;
 
+    /// A part of a task's reply came.
+    ///
+    /// # Errors
+    /// Ends the run.
+    fn part(&mut self, _number: u64, _part: &Message) -> Result<(), E> {
+        Ok(())
+    }
+
     /// This number of replies came a second time.
     fn duplicates(&mut self, _count: usize) {}
 }
@@ -109,8 +117,8 @@ pub(crate) struct Client {
 }
 
 struct Replies {
-    /// The `reply_to` of tasks; none: they name none, and replies go to the pool's own queue.
-    queue: Option<String>,
+    /// The `reply_to` of tasks.
+    queue: String,
     consumer: Box<dyn Consumer>,
     acker: Arc<dyn Acker>,
     /// Read and not acked yet. Bound: [`BURST`].
@@ -141,10 +149,10 @@ impl Client {
         Ok(Self { publisher, task_queue: task_queue.into(), replies })
     }
 
-    /// A client over a session that consumes the pool's own reply queue.
-    pub(crate) fn over(session: BrokerSession, task_queue: &str) -> Self {
+    /// A client over a session that consumes the queue of replies.
+    pub(crate) fn over(session: BrokerSession, task_queue: &str, replies: &str) -> Self {
         let BrokerSession { consumer, acker, publisher } = session;
-        let replies = Some(Replies { queue: None, consumer, acker, taken: Vec::new() });
+        let replies = Some(Replies { queue: replies.to_owned(), consumer, acker, taken: Vec::new() });
         Self { publisher, task_queue: task_queue.into(), replies }
     }
 
@@ -168,7 +176,7 @@ impl Client {
         sink: &mut impl Sink<M, E>,
     ) -> Result<(), E> {
         let Self { publisher, task_queue, replies } = self;
-        let reply_to = replies.as_ref().and_then(|replies| replies.queue.clone());
+        let reply_to = replies.as_ref().map(|replies| replies.queue.clone());
         let mut tasks = pin!(tasks);
         let mut all_taken = false;
         let mut under_way = FuturesUnordered::new();
@@ -198,8 +206,7 @@ impl Client {
                 burst = burst(replies.as_mut()) => {
                     heard = Instant::now();
                     let deliveries = burst?.ok_or_else(|| gather.lost())?;
-                    let again = deliveries.into_iter().filter_map(|it| gather.reply(it.message, heard));
-                    sink.duplicates(again.filter(|again| *again).count());
+                    gather.take(deliveries, heard, sink)?;
                 }
                 task = tasks.next(), if !all_taken
                     && gather.held() < bounds.under_way
@@ -251,7 +258,7 @@ impl Replies {
             named = name.wait_for(Option::is_some) => named.ok().and_then(|name| name.clone()),
             event = consumer.next() => return Err(event.err().unwrap_or_else(|| failed("no reply queue")).into()),
         };
-        let queue = Some(queue.ok_or_else(|| failed("the reply queue has no name"))?);
+        let queue = queue.ok_or_else(|| failed("the reply queue has no name"))?;
         Ok(Self { queue, consumer: Box::new(consumer), acker: Arc::new(acker), taken: Vec::new() })
     }
 }
@@ -291,11 +298,23 @@ fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
 }
 
 impl<M> Gather<M> {
-    /// A message came to the reply queue. True: the reply came before; none: it is no reply, or a part, and the
-    /// reply behind it says all.
-    fn reply(&mut self, message: Message, at: Instant) -> Option<bool> {
-        let number = number_of(&message).filter(|_| !is_part(&message))?;
-        Some(!self.answer(number, Some(message), at))
+    /// Takes messages of the reply queue: parts go on at once, replies in their turn.
+    fn take<E>(
+        &mut self,
+        deliveries: Vec<Delivery>,
+        at: Instant,
+        sink: &mut impl Sink<M, E>,
+    ) -> Result<(), E> {
+        let mut again = 0;
+        for Delivery { message, .. } in deliveries {
+            match number_of(&message) {
+                Some(number) if is_part(&message) => sink.part(number, &message)?,
+                Some(number) => again += usize::from(!self.answer(number, Some(message), at)),
+                None => {}
+            }
+        }
+        sink.duplicates(again);
+        Ok(())
     }
 
     fn lost(&self) -> ClientError {

@@ -149,7 +149,7 @@ async fn run(count: u64, twice: &[u64], deaf_from: u64, in_order: bool) -> (Coun
     let tasks = stream::iter((0..count).map(|meta| Ok(Task { meta, request: Some(request()) })));
     let bounds = Bounds { under_way: 3, timeout: Some(Duration::from_secs(60)), in_order };
     let mut counts = Counts::default();
-    let ended = Client::over(session, "tasks").run(0, tasks, &bounds, &mut counts).await;
+    let ended = Client::over(session, "tasks", "replies").run(0, tasks, &bounds, &mut counts).await;
     (counts, ended)
 }
 

@@ -10,7 +10,7 @@ use crate::engine::{Starter, chosen, continuous, oneshot};
 use crate::launcher::{Host, fit, plan};
 use crate::model::load::weights_size;
 use crate::model::registry::{Task, served, served_here};
-use crate::model::tasks::{self, embed, image, labels, pairs};
+use crate::model::tasks::{self, embed, generate, image, labels, pairs};
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, echo, script};
 use crate::shutdown::Exit;
 use crate::worker::load_spec;
@@ -73,6 +73,7 @@ impl Registry {
                     Task::Rerank => oneshot(pairs::load),
                     Task::Classify => oneshot(labels::load),
                     Task::ClassifyImages => oneshot(image::load),
+                    Task::Generate => continuous(generate::load),
                 })
             })
         })

@@ -5,6 +5,7 @@
 //! and both files use the other.
 
 mod report;
+mod show;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -23,6 +24,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use self::report::Tally;
+use self::show::Show;
 use super::batch_file::{CountedInput, InputLine, MAX_LINE, MadeBy, ResumePoint, claim};
 use super::bench::{Answer, inputs_of};
 use super::{Registry, load, pool_named, progress, start_logging};
@@ -74,6 +76,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         done: point.done,
         errors: 0,
         tally: arguments.json.then(Tally::default),
+        show: arguments.show.then(|| Show::new(io::stdout())),
         input_changed: None,
         bar: progress::bar(Some(total as u64), point.done as u64, "lines"),
     }));
@@ -212,8 +215,7 @@ fn settings(arguments: &RunBatch) -> anyhow::Result<Settings> {
     }
     let mut settings = load(&arguments.settings, &flags)?.settings;
     let pools = settings.pools.into_iter().enumerate().filter(|(index, _)| chosen.contains(index));
-    // The replies of all pools come to one queue, inside this process.
-    settings.pools = pools.map(|(_, pool)| Pool { reply_queue: Some(REPLIES.into()), ..pool }).collect();
+    settings.pools = pools.map(|(_, pool)| pool).collect();
     Ok(settings)
 }
 
@@ -328,6 +330,8 @@ struct Output {
     errors: u64,
     /// The counts for the report, if one is requested.
     tally: Option<Tally>,
+    /// The texts on their way to stdout, if they are requested.
+    show: Option<Show<io::Stdout>>,
     /// How the input has changed since it was counted, in words; known after the last line.
     input_changed: Option<String>,
     bar: ProgressBar,
@@ -335,8 +339,29 @@ struct Output {
 
 /// Each line is flushed, so that an interrupted run can continue after it.
 impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
-    fn answered(&mut self, _: u64, line: Line, reply: Option<Message>, _: Instant) -> anyhow::Result<()> {
+    fn begun(&mut self, number: u64, line: &Line) {
+        if let (Some(show), Line::Request { custom_id, .. }) = (&mut lock(self).show, line) {
+            show.begun(number, custom_id);
+        }
+    }
+
+    fn part(&mut self, number: u64, part: &Message) -> anyhow::Result<()> {
         let mut output = lock(self);
+        let Output { show: Some(show), bar, .. } = &mut *output else { return Ok(()) };
+        Ok(bar.suspend(|| show.part(number, &part.body))?)
+    }
+
+    fn answered(
+        &mut self,
+        number: u64,
+        line: Line,
+        reply: Option<Message>,
+        _: Instant,
+    ) -> anyhow::Result<()> {
+        let mut output = lock(self);
+        if let (Output { show: Some(show), bar, .. }, Some(reply)) = (&mut *output, &reply) {
+            bar.suspend(|| show.answered(number, &reply.body))?;
+        }
         let written = match (line, reply) {
             (Line::Request { custom_id, inputs }, Some(reply)) => {
                 if let Some(tally) = &mut output.tally {
@@ -384,7 +409,7 @@ impl Run {
     /// may wait for another attempt.
     async fn run(mut self, mut input: CountedInput) -> anyhow::Result<()> {
         let session = embedded::connect(&self.socket, REPLIES.to_owned(), PREFETCH).await?;
-        let mut client = Client::over(session, "");
+        let mut client = Client::over(session, "", REPLIES);
         let (first, counts_inputs) = {
             let output = lock(&self.output);
             (output.done as u64, output.tally.is_some())

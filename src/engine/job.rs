@@ -162,14 +162,14 @@ impl<R: Processor> Job for Task<R> {
             // The lock is released first: the model thread takes it for each piece.
             drop(gathered);
             let part = |(input, pieces)| {
-                let written = caught(|| self.processor.part(&mut self.context, input, pieces));
+                let written = caught(|| self.processor.parts(&mut self.context, input, pieces));
                 // If a part fails, the final reply still holds everything.
                 written.unwrap_or_else(|panic| {
                     tracing::error!(task.id = outputs.task.name.id, panic, "a part of a reply is left out");
-                    None
+                    Vec::new()
                 })
             };
-            let written = pieces.into_iter().filter_map(part);
+            let written = pieces.into_iter().flat_map(part);
             let written: Vec<Body> = written.collect();
             if !written.is_empty() {
                 return Poll::Ready(JobEvent::Parts(written));
@@ -336,8 +336,8 @@ mod tests {
             true
         }
 
-        fn part(&self, (): &mut (), input: usize, pieces: Vec<u32>) -> Option<Body> {
-            Some(Body::json(format!("{input}: {pieces:?}")))
+        fn parts(&self, (): &mut (), input: usize, pieces: Vec<u32>) -> Vec<Body> {
+            vec![Body::json(format!("{input}: {pieces:?}"))]
         }
 
         fn finish(&self, (): (), outputs: Vec<u32>) -> Result<Body, TaskError> {

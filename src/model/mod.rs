@@ -87,7 +87,7 @@ pub type Preprocessed<P> = (<P as Processor>::Context, Vec<SizedInput<<P as Proc
 
 /// The CPU part of a model: messages ↔ inputs and outputs. Shared by threads.
 pub trait Processor: Send + Sync + 'static {
-    /// What `part` and `finish` need of a task beside its outputs, such as its encoding.
+    /// What `parts` and `finish` need of a task beside its outputs, such as its encoding.
     type Context: Send + 'static;
     /// One row of a batch, or the prompt of one sequence.
     type Input: Send + 'static;
@@ -111,11 +111,11 @@ pub trait Processor: Send + Sync + 'static {
         false
     }
 
-    /// Writes one part of the reply, from the pieces that the sequence `input` has given since the last part.
-    /// None: there is nothing to send yet.
-    fn part(&self, context: &mut Self::Context, input: usize, pieces: Vec<Self::Piece>) -> Option<Body> {
+    /// Writes parts of the reply, from the pieces that the sequence `input` has given since the last ones. Usually
+    /// one; none where there is nothing to send yet.
+    fn parts(&self, context: &mut Self::Context, input: usize, pieces: Vec<Self::Piece>) -> Vec<Body> {
         let _ = (context, input, pieces);
-        None
+        Vec::new()
     }
 
     /// Writes the reply from the outputs, which are in the order of the inputs.
@@ -260,7 +260,7 @@ pub struct LoadSpec {
 }
 
 impl LoadSpec {
-    /// The model's name in replies: the source, or a folder's last component.
+    /// The model's name in replies: the source, a folder's last component, or a GGUF file's name without its end.
     pub fn model_name(&self) -> &str {
         model_name(&self.source)
     }
@@ -290,9 +290,12 @@ impl LoadSpec {
     }
 }
 
-/// A model's name in replies: its source, or a folder's last component.
+/// A model's name in replies: its source, a folder's last component, or a GGUF file's name without its end.
 pub fn model_name(source: &str) -> &str {
     let name = source.trim_end_matches('/');
+    if let (true, Some(stem)) = (load::is_gguf(name), Path::new(name).file_stem()) {
+        return stem.to_str().unwrap_or(name);
+    }
     if is_folder(source) { name.rsplit('/').next().unwrap_or(name) } else { name }
 }
 

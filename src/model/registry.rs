@@ -12,6 +12,7 @@ use serde::de::IgnoredAny;
 
 use super::LoadError;
 use super::load::ModelFiles;
+use super::nets::decoder::config::Family as Decoder;
 use super::nets::image::ARCHITECTURES;
 use super::nets::text::config::Family;
 
@@ -26,6 +27,8 @@ pub enum Task {
     Classify,
     /// Labels for images.
     ClassifyImages,
+    /// Texts that continue others.
+    Generate,
 }
 
 impl Task {
@@ -35,6 +38,7 @@ impl Task {
             Self::Embed => "embed",
             Self::Rerank => "rerank",
             Self::Classify | Self::ClassifyImages => "classify",
+            Self::Generate => "generate",
         }
     }
 
@@ -44,6 +48,7 @@ impl Task {
             Self::Embed => &["/v1/embeddings"],
             Self::Rerank => &["/v1/rerank", "/v1/score"],
             Self::Classify | Self::ClassifyImages => &["/classify"],
+            Self::Generate => &["/v1/completions", "/v1/chat/completions"],
         }
     }
 }
@@ -79,8 +84,12 @@ struct Config {
 impl Config {
     /// The tasks of the model; the first is the default.
     fn tasks(&self) -> &'static [Task] {
-        if self.model_type.as_ref().is_some_and(|kind| ARCHITECTURES.contains(&kind.as_str())) {
+        let is = |known: fn(&str) -> bool| self.model_type.as_ref().is_some_and(|kind| known(kind));
+        if is(|kind| ARCHITECTURES.contains(&kind)) {
             return &[Task::ClassifyImages];
+        }
+        if is(|kind| Decoder::named(kind).is_some()) {
+            return &[Task::Generate];
         }
         if !self.architectures.iter().any(|class| class.ends_with(WITH_HEAD)) {
             return &[Task::Embed];
@@ -99,11 +108,6 @@ impl Config {
 /// [`LoadError::Unsupported`] with the unknown architecture or task and those that are served;
 /// [`LoadError::File`] or [`LoadError::Hub`] if the model's files cannot be read.
 pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
-    if source.ends_with(".gguf") {
-        // Nothing here can read GGUF weights yet.
-        let architecture = Some(format!("{} in GGUF", gguf_architecture(Path::new(source))?));
-        return find(source, Config { model_type: architecture, ..Config::default() }, task);
-    }
     of_files(&ModelFiles::locate(source)?, source, task)
 }
 
@@ -112,21 +116,23 @@ pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
 /// # Errors
 /// As [`served`].
 pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, LoadError> {
-    if source.ends_with(".gguf") {
-        return served(source, task).map(Some);
-    }
     ModelFiles::at_hand(source).map(|files| of_files(&files, source, task)).transpose()
 }
 
 fn of_files(files: &ModelFiles, source: &str, task: Option<&str>) -> Result<Served, LoadError> {
-    find(source, files.required_json("config.json")?, task)
+    let Some(path) = files.gguf() else { return find(source, files.required_json("config.json")?, task) };
+    let architecture = gguf_architecture(&path)?;
+    let is_read = Decoder::named(&architecture).is_some();
+    let name = if is_read { architecture } else { format!("{architecture} in GGUF") };
+    find(source, Config { model_type: Some(name), ..Config::default() }, task)
 }
 
 fn find(source: &str, config: Config, asked: Option<&str>) -> Result<Served, LoadError> {
     let refused = |reason: String| LoadError::Unsupported { model: source.to_owned(), reason };
     let tasks = config.tasks();
     let architecture = config.model_type.unwrap_or_else(|| "(none)".to_owned());
-    let mut known = Family::ALL.iter().map(|(name, _)| *name).chain(ARCHITECTURES);
+    let decoders = Decoder::ALL.map(|(name, _)| name);
+    let mut known = Family::ALL.iter().map(|(name, _)| *name).chain(ARCHITECTURES).chain(decoders);
     if !known.clone().any(|name| name == architecture) {
         let known = known.by_ref().collect::<Vec<_>>().join(", ");
         return Err(refused(format!("nothing serves the architecture {architecture:?}; served are {known}")));

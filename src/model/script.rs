@@ -142,9 +142,9 @@ impl Processor for ScriptProcessor {
         script.stream
     }
 
-    fn part(&self, _: &mut Script, _: usize, pieces: Vec<usize>) -> Option<Body> {
+    fn parts(&self, _: &mut Script, _: usize, pieces: Vec<usize>) -> Vec<Body> {
         let body = json!({"object": "script.chunk", "text": text(&pieces)});
-        Some(Body::json(body.to_string()))
+        vec![Body::json(body.to_string())]
     }
 
     fn finish(&self, script: Script, outputs: Vec<usize>) -> Result<Body, TaskError> {

@@ -8,6 +8,7 @@ pub mod control;
 pub mod dead_letter;
 pub mod embeddings;
 pub mod fields;
+pub mod generate;
 pub mod images;
 pub mod labels;
 pub mod message;

@@ -21,6 +21,7 @@ mod dead_command;
 mod dead_letters;
 mod devices;
 mod embeddings;
+mod generate;
 mod hostile;
 mod logs;
 mod loss;

@@ -55,9 +55,9 @@ impl Processor for Texts {
         *stream
     }
 
-    fn part(&self, _: &mut bool, index: usize, pieces: Vec<char>) -> Option<Body> {
+    fn parts(&self, _: &mut bool, index: usize, pieces: Vec<char>) -> Vec<Body> {
         let choices = [json!({"index": index, "text": String::from_iter(pieces)})];
-        Some(Body::json(json!({"object": "text_completion", "choices": choices}).to_string()))
+        vec![Body::json(json!({"object": "text_completion", "choices": choices}).to_string())]
     }
 
     fn finish(&self, _: bool, texts: Vec<String>) -> Result<Body, TaskError> {

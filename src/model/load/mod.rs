@@ -8,10 +8,14 @@ use std::path::{Path, PathBuf};
 
 use super::{Dtype, LoadError, LoadSpec};
 
+pub mod chat_template;
 mod digest;
 mod fast_word_piece;
+pub mod gguf;
 mod hub;
+pub mod laid_out;
 pub mod tokenizer;
+pub mod vocabulary;
 pub mod weights;
 
 use hub::Hub;
@@ -19,7 +23,11 @@ use hub::Hub;
 /// Bytes of a model's weights on a device, at least: files may hold f32, so half of them counts where the device
 /// computes in half precision. None if the model's files are not on this host yet.
 pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
-    let paths = ModelFiles::at_hand(&spec.source)?.weights().ok()?;
+    let files = ModelFiles::at_hand(&spec.source)?;
+    let paths = match files.gguf() {
+        Some(path) => vec![path],
+        None => files.weights().ok()?,
+    };
     let bytes: u64 = paths.iter().filter_map(|path| path.metadata().ok()).map(|file| file.len()).sum();
     Some(if spec.dtype == Dtype::F32 { bytes } else { bytes / 2 })
 }
@@ -39,13 +47,18 @@ enum Place {
 }
 
 impl ModelFiles {
-    /// Takes a `model` setting as a folder if it is one or begins with `.`, `/` or `~`; otherwise as a hub id:
-    /// `org/name`, `org/name@revision`.
+    /// Takes a `model` setting as a GGUF file if it ends with `.gguf`; as a folder if it is one or begins with
+    /// `.`, `/` or `~`; otherwise as a hub id: `org/name`, `org/name@revision`.
     ///
     /// # Errors
     /// [`LoadError::File`] for a folder that does not exist, [`LoadError::Hub`] for an invalid id.
     pub fn locate(source: &str) -> Result<Self, LoadError> {
         let folder = expand_home(source);
+        if let (true, Some(name)) = (is_gguf(source), folder.file_name().and_then(|name| name.to_str())) {
+            let files = Self::of(Place::Folder(folder.with_file_name("")));
+            files.required(name)?;
+            return Ok(files);
+        }
         if folder.is_dir() {
             return Ok(Self::of(Place::Folder(folder)));
         }
@@ -64,6 +77,11 @@ impl ModelFiles {
             Place::Hub(hub) => hub.is_cached(),
         };
         complete.then_some(files)
+    }
+
+    /// The GGUF file, if the model is one.
+    pub fn gguf(&self) -> Option<PathBuf> {
+        self.found.borrow().values().find(|path| path.extension().is_some_and(|it| it == "gguf")).cloned()
     }
 
     /// The path of a required file.
@@ -152,6 +170,11 @@ impl ModelFiles {
     }
 }
 
+/// Whether a `model` setting is a GGUF file.
+pub fn is_gguf(source: &str) -> bool {
+    Path::new(source).extension().is_some_and(|extension| extension == "gguf")
+}
+
 /// The weights of a model in one file.
 const WEIGHTS: &str = "model.safetensors";
 /// The list of the weights' files, if there are several.
@@ -194,6 +217,18 @@ fn expand_home(source: &str) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_gguf_file_is_the_whole_model() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("it.gguf");
+        let source = path.to_str().unwrap();
+        assert!(ModelFiles::locate(source).unwrap_err().to_string().contains("it.gguf"));
+        std::fs::write(&path, "GGUF").unwrap();
+        assert_eq!(ModelFiles::locate(source).unwrap().gguf(), Some(path.clone()));
+        assert_eq!(weights_size(&LoadSpec::new(source)), Some(4));
+        assert_eq!(ModelFiles::locate(folder.path().to_str().unwrap()).unwrap().gguf(), None);
+    }
 
     #[test]
     fn what_looks_like_a_folder_is_never_asked_of_the_hub() {

@@ -15,6 +15,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::model::LoadError;
+use crate::model::ops::Matrix;
 
 /// All tensors of a model.
 pub struct Weights {
@@ -66,6 +67,25 @@ impl Weights {
             .and_then(|dtype| Tensor::from_raw_buffer(bytes, dtype, &info.shape, &Device::Cpu))
             .and_then(|tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1());
         self.checked(name, values)
+    }
+
+    /// The matrix `[depth, width]` of a linear layer, kept in the file's number type: bf16, or else f32.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<Matrix, LoadError> {
+        self.matrix_of(&format!("{}{name}", self.prefix), shape)
+    }
+
+    /// The same by the tensor's whole name.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn matrix_of(&self, name: &str, [depth, width]: [usize; 2]) -> Result<Matrix, LoadError> {
+        let columns = self.values(name, &[width, depth])?;
+        let (_, info) = self.whole_name(name.to_owned(), &[width, depth])?;
+        let is_half = info.dtype == safetensors::Dtype::BF16 && depth % 2 == 0;
+        Ok(if is_half { Matrix::of_bf16(&columns, depth) } else { Matrix::of_f32(&columns, depth) })
     }
 
     /// Zeros of the weights' type on their device.
@@ -184,7 +204,7 @@ impl Shard {
 }
 
 #[expect(unsafe_code, reason = "a map of a file can change under us; no safe interface has it")]
-fn map(path: &Path) -> io::Result<Mmap> {
+pub(super) fn map(path: &Path) -> io::Result<Mmap> {
     let file = File::open(path)?;
     // SAFETY: the bytes are only read, and any bytes make a number. To replace weights, a new file gets the
     // name, and this mapping keeps the old file. Whoever truncates the file in place crashes the workers that

@@ -1,6 +1,7 @@
 //! Networks: from inputs to numbers. They know no requests; the `tasks` know those.
 
 mod block;
+pub mod decoder;
 mod fitness;
 pub mod image;
 pub mod text;

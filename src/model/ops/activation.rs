@@ -1,8 +1,9 @@
 //! activation(x + bias). Decides how the error function is approximated.
 
 use candle_core::{Result, Tensor};
-use pulp::Simd;
+use pulp::{Simd, WithSimd};
 
+use super::dispatch;
 use super::exp::exp;
 
 /// The function between the two halves of a feed-forward block.
@@ -123,12 +124,36 @@ impl Lanes for Identity {
     }
 }
 
+/// `gates` ← silu(gates) * `x`.
+pub fn gate(gates: &mut [f32], x: &[f32]) {
+    dispatch(Gate { gates, x });
+}
+
+struct Gate<'a> {
+    gates: &'a mut [f32],
+    x: &'a [f32],
+}
+
+impl WithSimd for Gate<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let ((gates, tail), (x, x_tail)) = (S::as_mut_simd_f32s(self.gates), S::as_simd_f32s(self.x));
+        for (gate, x) in gates.iter_mut().zip(x) {
+            *gate = simd.mul_f32s(Silu::apply(simd, *gate), *x);
+        }
+        if !tail.is_empty() {
+            let gate = Silu::apply(simd, simd.partial_load_f32s(tail));
+            simd.partial_store_f32s(tail, simd.mul_f32s(gate, simd.partial_load_f32s(x_tail)));
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use candle_core::Device;
-    use pulp::WithSimd;
 
-    use super::super::dispatch;
     use super::super::testing::{difference, noise, on_every_cpu};
     use super::*;
 

@@ -234,6 +234,39 @@ fn affine<S: Simd>(simd: S, row: &mut [f32], (mean, scale): (f32, f32), (weight,
     }
 }
 
+/// `out` ← `rows` `[n, width]`, each divided by the root of its mean square and multiplied by `weight`.
+pub fn norm_by_squares(rows: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    dispatch(Squares { rows, weight, eps, out });
+}
+
+struct Squares<'a> {
+    rows: &'a [f32],
+    weight: &'a [f32],
+    eps: f32,
+    out: &'a mut [f32],
+}
+
+impl WithSimd for Squares<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { rows, weight, eps, out } = self;
+        let (weights, weights_tail) = S::as_simd_f32s(weight);
+        for (row, out) in rows.chunks_exact(weight.len()).zip(out.chunks_exact_mut(weight.len())) {
+            let scale = 1.0 / (squares(simd, row, 0.0) / weight.len() as f32 + eps).sqrt();
+            let ((head, tail), (out, out_tail)) = (S::as_simd_f32s(row), S::as_mut_simd_f32s(out));
+            let scales = simd.splat_f32s(scale);
+            for ((out, x), weight) in out.iter_mut().zip(head).zip(weights) {
+                *out = simd.mul_f32s(simd.mul_f32s(*x, scales), *weight);
+            }
+            for ((out, x), weight) in out_tail.iter_mut().zip(tail).zip(weights_tail) {
+                *out = x * scale * weight;
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::testing::{difference, noise, norm_params};
@@ -248,6 +281,25 @@ mod tests {
             let right = composed(&x, &residual, &params).unwrap();
             let ours = add_norm(x.copy().unwrap(), &residual, &params).unwrap();
             assert!(difference(&ours, &right).unwrap() < 2e-6, "width {width}");
+        }
+    }
+
+    #[test]
+    fn a_norm_by_squares_is_the_formula_for_any_width() {
+        for width in [1, 7, 64, 401] {
+            let flat = |shape: &[usize], seed| -> Vec<f32> {
+                noise(shape, 2.0, seed).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+            };
+            let (rows, weight) = (flat(&[5, width], 1), flat(&[width], 2));
+            let mut out = vec![f32::NAN; rows.len()];
+            norm_by_squares(&rows, &weight, 1e-5, &mut out);
+            for (row, out) in rows.chunks_exact(width).zip(out.chunks_exact(width)) {
+                let mean = row.iter().map(|x| f64::from(x * x)).sum::<f64>() / width as f64;
+                for ((ours, x), weight) in out.iter().zip(row).zip(&weight) {
+                    let right = f64::from(x * weight) / (mean + 1e-5).sqrt();
+                    assert!((f64::from(*ours) - right).abs() < 1e-5, "{width}: {ours} {right}");
+                }
+            }
         }
     }
 }

@@ -87,12 +87,16 @@ pub struct Rotary {
 impl Rotary {
     /// For heads of `d` numbers (even) and texts of up to `longest` tokens.
     pub fn new(base: f64, d: usize, longest: usize) -> Self {
-        let half = d / 2;
+        let frequency = |pair: usize| (1.0 / base.powf(2.0 * pair as f64 / d as f64)) as f32;
+        Self::of(&(0..d / 2).map(frequency).collect::<Vec<_>>(), longest)
+    }
+
+    /// For texts of up to `longest` tokens, where pairs turn by these angles from one place to the next.
+    pub fn of(frequencies: &[f32], longest: usize) -> Self {
+        let half = frequencies.len();
         let turn = |index: usize| {
-            let (place, number) = (index / half, index % half);
             // As the reference libraries: the frequency and the angle are f32.
-            let frequency = (1.0 / base.powf(2.0 * number as f64 / d as f64)) as f32;
-            let angle = f64::from(place as f32 * frequency);
+            let angle = f64::from((index / half) as f32 * frequencies[index % half]);
             (angle.cos() as f32, angle.sin() as f32)
         };
         Self { half, turns: (0..longest * half).map(turn).collect() }

@@ -5,21 +5,25 @@
 mod activation;
 mod add_norm;
 mod attention;
+pub mod causal;
 mod convolution;
 mod distances;
 mod exp;
+mod exponentials;
 mod feed_forward;
 pub mod gpu;
+pub mod kv;
 pub mod pooling;
 mod product;
 
-pub use activation::Activation;
-pub use add_norm::{After, NormParams, add_norm};
+pub use activation::{Activation, gate};
+pub use add_norm::{After, NormParams, add_norm, norm_by_squares};
 pub use attention::{Published, SelfAttention};
 pub use convolution::{Clamp, Convolution, Filters, Padding, max_pool, mean_pool};
 pub use distances::{Bias, Distances, Rotary};
+pub use exponentials::{exponentials, largest};
 pub use feed_forward::{FeedForward, Up};
-pub use product::{Panels, multiply_rows};
+pub use product::{Group, Matrix, Numbers, Panels, Words, multiply_rows};
 
 use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};
 use pulp::{Arch, WithSimd};

@@ -4,8 +4,11 @@
 //! The inner loop keeps a tile of results in registers: two registers wide, and as many rows high as there are
 //! registers for.
 
+mod few;
 mod layout;
 mod lines;
+mod matrix;
+mod numbers;
 mod size;
 mod tile;
 
@@ -16,8 +19,11 @@ use rayon::prelude::*;
 use super::activation::Activation;
 use super::dispatch;
 pub use layout::{Panels, Rows};
+pub use matrix::{Group, Matrix, Words};
+pub use numbers::Numbers;
 use size::Tile;
 pub use size::{COLUMNS, RUN};
+pub use tile::store;
 use tile::{Multiply, RowByRow, activated};
 
 /// The most tiles of rows in one block: enough that reading the weights again for each block costs little, few

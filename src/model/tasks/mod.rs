@@ -2,6 +2,7 @@
 //! and written by `protocol`, the networks are in `nets`.
 
 pub mod embed;
+pub mod generate;
 pub mod image;
 pub mod labels;
 mod names;
@@ -28,6 +29,9 @@ const MANY_TEXTS: usize = 64;
 /// As the tasks' `load`, for a file that is missing or invalid.
 pub fn digest(source: &str) -> Result<String, LoadError> {
     let files = ModelFiles::locate(source)?;
+    if files.gguf().is_some() {
+        return files.digest();
+    }
     files.required("config.json")?;
     SentenceSettings::find(&files)?;
     files.optional("tokenizer.json")?;

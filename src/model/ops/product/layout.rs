@@ -61,6 +61,23 @@ impl Panels {
         }
     }
 
+    /// Lays out a matrix that is given by its rows, `[depth, width]`, in this buffer.
+    pub fn lay_rows(&mut self, rows: &[f32], width: usize) {
+        (self.depth, self.width) = (rows.len() / width, width);
+        let side = Tile::of_this_cpu().columns;
+        let panel = side * self.depth.next_multiple_of(RUN);
+        self.panels.set_len(width.div_ceil(side) * panel);
+        for (index, to) in self.panels.chunks_exact_mut(panel).enumerate() {
+            let columns = index * side..width.min((index + 1) * side);
+            if columns.len() < side || !self.depth.is_multiple_of(RUN) {
+                to.fill(0.0);
+            }
+            for (to, row) in to.chunks_exact_mut(side).zip(rows.chunks_exact(width)) {
+                to[..columns.len()].copy_from_slice(&row[columns.clone()]);
+            }
+        }
+    }
+
     /// The length of a column.
     pub fn depth(&self) -> usize {
         self.depth

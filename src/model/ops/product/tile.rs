@@ -91,20 +91,19 @@ impl Target for RowByRow<'_> {
         let columns = at.column..self.width.min(at.column + COLUMNS * S::F32_LANES);
         let start = self.out.len().min(at.tile * ROWS * self.stride);
         for (row, sums) in self.out[start..].chunks_exact_mut(self.stride).zip(sums) {
-            store(simd, sums, &mut row[columns.clone()]);
+            store(simd, &sums, &mut row[columns.clone()]);
         }
     }
 }
 
+/// Stores registers in `out`, which may end before them.
 #[inline(always)]
-fn store<S: Simd>(simd: S, sums: [S::f32s; COLUMNS], out: &mut [f32]) {
-    if out.len() == COLUMNS * S::F32_LANES {
-        S::as_mut_simd_f32s(out).0.copy_from_slice(&sums);
-        return;
-    }
-    // A partial store is slow on some CPUs; it is needed for the last columns only.
-    for (out, sum) in out.chunks_mut(S::F32_LANES).zip(sums) {
-        simd.partial_store_f32s(out, sum);
+pub fn store<S: Simd>(simd: S, sums: &[S::f32s], out: &mut [f32]) {
+    let (whole, rest) = S::as_mut_simd_f32s(out);
+    whole.copy_from_slice(&sums[..whole.len()]);
+    // A partial store is slow; it is needed for the last columns only.
+    if !rest.is_empty() {
+        simd.partial_store_f32s(rest, sums[whole.len()]);
     }
 }
 

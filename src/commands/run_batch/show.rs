@@ -1,0 +1,124 @@
+//! `run-batch --show`: writes the text of each answer while it is generated, in the order of the lines. Owns the
+//! text that came before its turn.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+
+use serde::Deserialize;
+
+/// Texts on their way to `out`.
+pub(super) struct Show<W> {
+    out: W,
+    /// The line whose turn it is.
+    turn: Option<u64>,
+    /// What was written of it.
+    written: String,
+    /// Lines under way. Bound: those under way.
+    waiting: BTreeMap<u64, Waiting>,
+}
+
+#[derive(Default)]
+struct Waiting {
+    custom_id: String,
+    /// What came before its turn.
+    text: String,
+}
+
+/// What is read of a reply or a part: the text of its first answer.
+#[derive(Deserialize)]
+struct Shown {
+    choices: Vec<Choice>,
+}
+
+#[derive(Deserialize)]
+struct Choice {
+    index: usize,
+    text: Option<String>,
+    #[serde(alias = "delta")]
+    message: Option<Content>,
+}
+
+#[derive(Deserialize)]
+struct Content {
+    content: Option<String>,
+}
+
+fn text_of(body: &[u8]) -> Option<String> {
+    let Shown { choices } = serde_json::from_slice(body).ok()?;
+    let first = choices.into_iter().find(|choice| choice.index == 0)?;
+    first.text.or_else(|| first.message?.content)
+}
+
+impl<W: Write> Show<W> {
+    pub(super) fn new(out: W) -> Self {
+        Self { out, turn: None, written: String::new(), waiting: BTreeMap::new() }
+    }
+
+    /// A line is about to be published.
+    pub(super) fn begun(&mut self, number: u64, custom_id: &str) {
+        self.waiting.insert(number, Waiting { custom_id: custom_id.to_owned(), text: String::new() });
+    }
+
+    /// A part of an answer came.
+    pub(super) fn part(&mut self, number: u64, body: &[u8]) -> io::Result<()> {
+        if let (Some(text), Some(waiting)) = (text_of(body), self.waiting.get_mut(&number)) {
+            waiting.text.push_str(&text);
+        }
+        self.write_on()
+    }
+
+    /// Lines are answered in their order, so it is this one's turn.
+    pub(super) fn answered(&mut self, number: u64, body: &[u8]) -> io::Result<()> {
+        self.write_on()?;
+        if self.waiting.remove(&number).is_some() {
+            let whole = text_of(body).unwrap_or_default();
+            // Parts may be lost; the reply has everything.
+            let rest = whole.strip_prefix(&self.written).unwrap_or(&whole);
+            writeln!(self.out, "{rest}\n")?;
+        }
+        self.turn = None;
+        self.write_on()
+    }
+
+    /// Writes what has come of the first line.
+    fn write_on(&mut self) -> io::Result<()> {
+        let Some(mut first) = self.waiting.first_entry() else { return Ok(()) };
+        if self.turn != Some(*first.key()) {
+            self.turn = Some(*first.key());
+            self.written.clear();
+            writeln!(self.out, "> {}", first.get().custom_id)?;
+        }
+        let text = std::mem::take(&mut first.get_mut().text);
+        self.written.push_str(&text);
+        self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn part(text: &str) -> Vec<u8> {
+        json!({"choices": [{"index": 0, "delta": {"content": text}}]}).to_string().into()
+    }
+
+    #[test]
+    fn texts_come_in_the_order_of_the_lines_and_whole_though_parts_are_lost() {
+        let mut show = Show::new(Vec::new());
+        show.begun(0, "a");
+        show.begun(1, "b");
+        show.part(0, &part("one ")).unwrap();
+        show.part(1, &part("three")).unwrap();
+        assert_eq!(show.out, b"> a\none ");
+        let whole = json!({"choices": [{"index": 0, "message": {"content": "one two"}}]}).to_string();
+        show.answered(0, whole.as_bytes()).unwrap();
+        assert_eq!(show.out, b"> a\none two\n\n> b\nthree");
+        show.answered(1, json!({"choices": [{"index": 0, "text": "three"}]}).to_string().as_bytes()).unwrap();
+        assert_eq!(show.out, b"> a\none two\n\n> b\nthree\n\n");
+        show.part(1, &part("late")).unwrap();
+        show.answered(9, b"not JSON").unwrap();
+        assert!(show.out.ends_with(b"three\n\n"));
+    }
+}

@@ -1,0 +1,91 @@
+//! Makes the text of a prompt of a conversation by the model's own chat template. A template is a program of
+//! whoever published the model: it gets no files, and a bounded number of instructions.
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Serde, Value};
+use minijinja::{Environment, Error, ErrorKind};
+use serde::Serialize;
+
+use crate::model::{TaskError, TaskErrorKind};
+
+/// The most instructions of a template for one conversation.
+const FUEL: u64 = 2_000_000;
+/// The template's name in its errors.
+const NAME: &str = "chat_template";
+
+/// A model's chat template.
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    /// Tokens that templates name: `bos_token`, `eos_token`.
+    names: Vec<(&'static str, String)>,
+}
+
+impl ChatTemplate {
+    /// Reads a template. `names` are tokens' texts that it may use.
+    ///
+    /// # Errors
+    /// The line that is no template.
+    pub fn new(text: String, names: Vec<(&'static str, String)>) -> Result<Self, String> {
+        let mut environment = Environment::new();
+        // As the transformers library sets them.
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        environment.set_syntax(syntax.map_err(|error| error.to_string())?);
+        environment.set_fuel(Some(FUEL));
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        // The date would make the same task another one tomorrow.
+        environment.add_function("strftime_now", |_: String| "");
+        let added = environment.add_template_owned(NAME, text);
+        added.map_err(|error| format!("the chat template cannot be read: {error:#}"))?;
+        Ok(Self { environment, names })
+    }
+
+    /// The prompt for the next answer in a conversation.
+    ///
+    /// # Errors
+    /// `BadInput` with the template's reason if it refuses the conversation.
+    pub fn render(&self, messages: &impl Serialize) -> Result<String, TaskError> {
+        let refused = |error: Error| {
+            let reason = error.detail().map_or_else(|| error.to_string(), ToOwned::to_owned);
+            let message = format!("the model's chat template refuses these messages: {reason}");
+            TaskError::new(TaskErrorKind::BadInput, message).at("messages")
+        };
+        let known = self.names.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
+        let ours = [("messages", Value::from(Serde(messages))), ("add_generation_prompt", Value::from(true))];
+        let context = Value::from_pairs(ours.into_iter().chain(known));
+        self.environment.get_template(NAME).and_then(|template| template.render(context)).map_err(refused)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn rendered(template: &str) -> Result<String, TaskError> {
+        let names = vec![("bos_token", "<s>".to_owned())];
+        let messages = json!([{"role": "user", "content": " hello "}]);
+        ChatTemplate::new(template.to_owned(), names).unwrap().render(&messages)
+    }
+
+    #[test]
+    fn it_sees_messages_tokens_and_the_methods_of_python() {
+        let template = "{{ bos_token }}{% for m in messages %}\n[{{ m['role'] | upper }}] {{ m.content.strip() }}\
+                        {% endfor %}{% if add_generation_prompt %}\n[A]{% endif %}";
+        assert_eq!(rendered(template).unwrap(), "<s>[USER] hello[A]");
+    }
+
+    #[test]
+    fn a_refusal_of_the_template_is_the_requesters_and_a_loop_without_end_is_stopped() {
+        let error = rendered("{{ raise_exception('roles must alternate') }}").unwrap_err();
+        assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::BadInput, Some("messages")));
+        assert!(error.message.ends_with("roles must alternate"), "{}", error.message);
+        let endless = "{% for a in range(9999) %}{% for b in range(9999) %}{{ a }}{% endfor %}{% endfor %}";
+        assert!(rendered(endless).is_err());
+        assert!(rendered("{% include 'file' %}").is_err());
+        assert!(ChatTemplate::new("{% if %}".to_owned(), Vec::new()).is_err());
+    }
+}

@@ -1,0 +1,302 @@
+//! The tensors and metadata of a GGUF file. Decides which of the file's number types are read, and how: as they
+//! are kept for products, or as f32. Owns the file's mapping. Every place in the file is checked before it is
+//! read.
+
+use std::io::Cursor;
+use std::path::{Path, PathBuf};
+
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
+use memmap2::Mmap;
+
+use super::weights::map;
+use crate::model::LoadError;
+use crate::model::ops::{Group, Matrix, Numbers};
+
+/// A GGUF file.
+pub struct Gguf {
+    path: PathBuf,
+    content: Content,
+    bytes: Mmap,
+}
+
+impl Gguf {
+    /// Opens a file.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] if it is no GGUF file.
+    pub fn read(path: &Path) -> Result<Self, LoadError> {
+        let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
+        let bytes = map(path).map_err(|error| fault(error.to_string()))?;
+        let content = Content::read(&mut Cursor::new(&*bytes)).map_err(|error| fault(error.to_string()))?;
+        Ok(Self { path: path.to_owned(), content, bytes })
+    }
+
+    /// A value of the metadata.
+    pub fn value(&self, key: &str) -> Option<&Value> {
+        self.content.metadata.get(key)
+    }
+
+    /// A text of the metadata.
+    pub fn text(&self, key: &str) -> Option<&str> {
+        self.value(key)?.to_string().ok().map(String::as_str)
+    }
+
+    /// A whole number of the metadata.
+    pub fn number(&self, key: &str) -> Option<usize> {
+        match self.value(key)? {
+            Value::U8(x) => Some(usize::from(*x)),
+            Value::U16(x) => Some(usize::from(*x)),
+            Value::U32(x) => usize::try_from(*x).ok(),
+            Value::U64(x) => usize::try_from(*x).ok(),
+            Value::I32(x) => usize::try_from(*x).ok(),
+            Value::I64(x) => usize::try_from(*x).ok(),
+            _ => None,
+        }
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.content.tensor_infos.contains_key(name)
+    }
+
+    /// The numbers of a vector of this length.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming the tensor.
+    pub fn vector(&self, name: &str, length: usize) -> Result<Vec<f32>, LoadError> {
+        let (info, bytes) = self.tensor(name, &[length])?;
+        match info.ggml_dtype {
+            GgmlDType::F32 => Ok(bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect()),
+            other => Err(self.fault(format!("tensor {name} is {other:?}; vectors are read as F32"))),
+        }
+    }
+
+    /// The matrix of a linear layer, `[width, depth]` in the file. `row` gives the file's row of a column.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming the tensor, for a shape or number type that is not as expected.
+    pub fn matrix(
+        &self,
+        name: &str,
+        [depth, width]: [usize; 2],
+        row: impl Fn(usize) -> usize,
+    ) -> Result<Matrix, LoadError> {
+        let (info, bytes) = self.tensor(name, &[width, depth])?;
+        let dtype = info.ggml_dtype;
+        let line = depth / dtype.block_size() * dtype.type_size();
+        let of = |column: usize| &bytes[row(column) * line..][..line];
+        let floats = |read: fn(&[u8]) -> f32| {
+            let size = dtype.type_size();
+            let columns: Vec<f32> =
+                (0..width).flat_map(|column| of(column).chunks_exact(size).map(read)).collect();
+            columns
+        };
+        let groups = |numbers, read: fn(&[u8], usize) -> Group| {
+            Matrix::of_groups(numbers, [depth, width], |column, group| read(of(column), group))
+        };
+        Ok(match dtype {
+            GgmlDType::F32 => Matrix::of_f32(&floats(f32_of), depth),
+            GgmlDType::F16 => Matrix::of_f32(&floats(f16_of), depth),
+            GgmlDType::BF16 => Matrix::of_bf16(&floats(bf16_of), depth),
+            GgmlDType::Q4_0 => groups(Numbers::Bits4, q4_0),
+            GgmlDType::Q4_1 => groups(Numbers::Bits4, q4_1),
+            GgmlDType::Q8_0 => groups(Numbers::Bits8, q8_0),
+            GgmlDType::Q4K => groups(Numbers::Bits4, q4_k),
+            GgmlDType::Q6K => groups(Numbers::Bits8By16, q6_k),
+            other => {
+                let known = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K and Q6_K";
+                return Err(self.fault(format!("tensor {name} is {other:?}; read are {known}")));
+            }
+        })
+    }
+
+    /// A tensor's description and bytes; its shape must be `shape`.
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<(&TensorInfo, &[u8]), LoadError> {
+        let info = self.content.tensor_infos.get(name);
+        let info = info.ok_or_else(|| self.fault(format!("tensor {name} is missing")))?;
+        if info.shape.dims() != shape {
+            let found = info.shape.dims();
+            let reason =
+                format!("tensor {name} has the shape {found:?}, and the metadata makes it {shape:?}");
+            return Err(self.fault(reason));
+        }
+        let dtype = info.ggml_dtype;
+        if shape.last().is_some_and(|depth| depth % dtype.block_size() != 0) {
+            return Err(self.fault(format!("tensor {name} has rows of no whole blocks of {dtype:?}")));
+        }
+        let size = info.shape.elem_count() / dtype.block_size() * dtype.type_size();
+        let place = self.content.tensor_data_offset.checked_add(info.offset);
+        let place = place.and_then(|start| usize::try_from(start).ok());
+        let place = place.and_then(|start| Some(start..start.checked_add(size)?));
+        let bytes = place.and_then(|place| self.bytes.get(place));
+        let bytes = bytes.ok_or_else(|| self.fault(format!("tensor {name} ends behind the file's end")))?;
+        Ok((info, bytes))
+    }
+
+    /// An error of this file.
+    pub fn fault(&self, reason: String) -> LoadError {
+        LoadError::File { path: self.path.clone(), reason }
+    }
+}
+
+fn f32_of(bytes: &[u8]) -> f32 {
+    bytes.first_chunk().map_or(0.0, |x| f32::from_le_bytes(*x))
+}
+
+fn bf16_of(bytes: &[u8]) -> f32 {
+    bytes.first_chunk().map_or(0.0, |x| f32::from_bits(u32::from(u16::from_le_bytes(*x)) << 16))
+}
+
+fn f16_of(bytes: &[u8]) -> f32 {
+    bytes.first_chunk().map_or(0.0, |x| half(u16::from_le_bytes(*x)))
+}
+
+/// The value of an f16.
+fn half(bits: u16) -> f32 {
+    let (sign, size) = (u32::from(bits & 0x8000) << 16, u32::from(bits & 0x7fff));
+    let value = match size >> 10 {
+        // The exponents differ by 112, also for subnormal numbers.
+        0..31 => (f32::from_bits(size << 13) * f32::from_bits((112 + 127) << 23)).to_bits(),
+        _ => 0x7f80_0000 | size << 13,
+    };
+    f32::from_bits(sign | value)
+}
+
+/// 32 numbers of 4 bits: the first half of them in the lower halves of the bytes.
+fn nibbles(bytes: &[u8]) -> [u8; 32] {
+    let mut q = [0; 32];
+    for (index, byte) in bytes.iter().enumerate() {
+        (q[index], q[index + 16]) = (byte & 15, byte >> 4);
+    }
+    q
+}
+
+/// A scale, then 32 numbers from -8 on.
+fn q4_0(row: &[u8], group: usize) -> Group {
+    let block = &row[group * 18..][..18];
+    let scale = f16_of(block);
+    Group { scale, offset: -8.0 * scale, q: nibbles(&block[2..]) }
+}
+
+/// A scale and an offset, then 32 numbers.
+fn q4_1(row: &[u8], group: usize) -> Group {
+    let block = &row[group * 20..][..20];
+    Group { scale: f16_of(block), offset: f16_of(&block[2..]), q: nibbles(&block[4..]) }
+}
+
+/// A scale, then 32 signed bytes.
+fn q8_0(row: &[u8], group: usize) -> Group {
+    let block = &row[group * 34..][..34];
+    let scale = f16_of(block);
+    let mut q = [0; 32];
+    q.iter_mut().zip(&block[2..]).for_each(|(q, byte)| *q = byte ^ 0x80);
+    Group { scale, offset: -128.0 * scale, q }
+}
+
+/// 256 numbers in 8 groups: a scale and a least value for all, each times a group's 6 bits.
+fn q4_k(row: &[u8], group: usize) -> Group {
+    let block = &row[group / 8 * 144..][..144];
+    let (scale, least, packed, numbers) = (f16_of(block), f16_of(&block[2..]), &block[4..16], &block[16..]);
+    let index = group % 8;
+    let (a, b) = match index {
+        0..4 => (packed[index] & 63, packed[index + 4] & 63),
+        _ => (
+            packed[index + 4] & 15 | packed[index - 4] >> 6 << 4,
+            packed[index + 4] >> 4 | packed[index] >> 6 << 4,
+        ),
+    };
+    let mut q = [0; 32];
+    // Two groups share 32 bytes.
+    for (q, byte) in q.iter_mut().zip(&numbers[index / 2 * 32..]) {
+        *q = if index.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
+    }
+    Group { scale: scale * f32::from(a), offset: -(least * f32::from(b)), q }
+}
+
+/// 256 numbers from -32 on in 16 groups: a scale for all, times a group's signed byte.
+fn q6_k(row: &[u8], group: usize) -> Group {
+    let block = &row[group / 16 * 210..][..210];
+    let (low, rest) = block.split_at(128);
+    let (high, rest) = rest.split_at(64);
+    let (scales, scale) = rest.split_at(16);
+    let index = group % 16;
+    // Halves of 128 numbers; quarters of 32 in each share their bytes.
+    let (part, quarter, first) = (index / 8, index % 8 / 2, index % 2 * 16);
+    let mut q = [0; 32];
+    for (place, q) in q.iter_mut().take(16).enumerate() {
+        let at = first + place;
+        let byte = low[part * 64 + quarter % 2 * 32 + at];
+        let lower = if quarter < 2 { byte & 15 } else { byte >> 4 };
+        *q = lower | (high[part * 32 + at] >> (2 * quarter) & 3) << 4;
+    }
+    let scale = f16_of(scale) * f32::from(scales[index] as i8);
+    Group { scale, offset: -32.0 * scale, q }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use candle_core::quantized::{QTensor, gguf_file};
+    use candle_core::{Device, Tensor};
+
+    use super::*;
+
+    #[test]
+    fn a_matrix_of_any_type_has_the_numbers_that_candle_reads() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        let (depth, width) = (512, 3);
+        let x = Tensor::randn(0f32, 1.0, (width, depth), &Device::Cpu).unwrap();
+        for dtype in [
+            GgmlDType::F32,
+            GgmlDType::F16,
+            GgmlDType::BF16,
+            GgmlDType::Q4_0,
+            GgmlDType::Q4_1,
+            GgmlDType::Q8_0,
+            GgmlDType::Q4K,
+            GgmlDType::Q6K,
+        ] {
+            let tensor = QTensor::quantize(&x, dtype).unwrap();
+            gguf_file::write(&mut File::create(&path).unwrap(), &[], &[("w", &tensor)]).unwrap();
+            let right: Vec<Vec<f32>> = tensor.dequantize(&Device::Cpu).unwrap().to_vec2().unwrap();
+            let matrix = Gguf::read(&path).unwrap().matrix("w", [depth, width], |row| 2 - row).unwrap();
+            for (column, right) in right.iter().rev().enumerate() {
+                let mut ours = vec![0.0; depth];
+                matrix.column(column, &mut ours);
+                let off = ours.iter().zip(right).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(off < 2e-6, "{dtype:?}: {off}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_tensor_that_is_not_as_expected_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        let x = Tensor::zeros((2, 32), candle_core::DType::F32, &Device::Cpu).unwrap();
+        let tensor = QTensor::quantize(&x, GgmlDType::Q5_0).unwrap();
+        gguf_file::write(&mut File::create(&path).unwrap(), &[], &[("w", &tensor)]).unwrap();
+        let error = |gguf: &Gguf, name, shape| gguf.matrix(name, shape, |row| row).err().unwrap().to_string();
+        let gguf = Gguf::read(&path).unwrap();
+        assert!(error(&gguf, "v", [32, 2]).contains("tensor v is missing"));
+        assert!(error(&gguf, "w", [32, 3]).contains("[2, 32]"));
+        assert!(error(&gguf, "w", [32, 2]).contains("Q5_0; read are F32"));
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::write(&path, &bytes[..bytes.len() - 32]).unwrap();
+        assert!(error(&Gguf::read(&path).unwrap(), "w", [32, 2]).contains("behind the file's end"));
+        std::fs::write(&path, &bytes[..9]).unwrap();
+        assert!(Gguf::read(&path).is_err());
+    }
+
+    #[test]
+    fn halves_are_read_as_they_are() {
+        for bits in 0..=u16::MAX {
+            let right = half::f16::from_bits(bits).to_f32();
+            let ours = super::half(bits);
+            assert!(ours.to_bits() == right.to_bits() || ours.is_nan() && right.is_nan(), "{bits:x}");
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! A decoder's matrices as products read them, in a file of this host's cache: made when a model is loaded for the
+//! first time, then mapped by every worker, so that all share its pages. A file that cannot be made or read is no
+//! error: the worker keeps its own memory.
+//!
+//! The file is the length of an index (8 bytes, little-endian), the index (JSON), and the matrices, each at a
+//! multiple of [`ALIGNMENT`].
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use memmap2::Mmap;
+use pulp::bytemuck;
+use serde::{Deserialize, Serialize};
+
+use super::weights::map;
+use crate::model::ops::{Matrix, Numbers, Words};
+
+/// Raised when the layout of matrices changes.
+const VERSION: u32 = 1;
+/// A cache line, in bytes.
+const ALIGNMENT: usize = 64;
+
+/// The matrices of a file.
+pub struct LaidOut {
+    file: Arc<Mmap>,
+    index: BTreeMap<String, Entry>,
+    /// Where the matrices begin.
+    start: usize,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Entry {
+    numbers: Numbers,
+    depth: usize,
+    width: usize,
+    /// From the first matrix on, in bytes.
+    offset: usize,
+    bytes: usize,
+}
+
+/// The file for the model with this digest; none: this user has no cache.
+pub fn path(digest: &str) -> Option<PathBuf> {
+    let own = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
+    let folder = own.or_else(|| Some(std::env::home_dir()?.join(".cache")))?;
+    Some(folder.join("sconce").join(format!("{digest}-{VERSION}.matrices")))
+}
+
+/// Writes a file, which appears whole or not at all.
+///
+/// # Errors
+/// The system's.
+pub fn write<'a>(path: &Path, matrices: impl Iterator<Item = (String, &'a Matrix)>) -> io::Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    fs::create_dir_all(folder)?;
+    let mut end = 0;
+    let placed = |(name, matrix): (String, &'a Matrix)| {
+        let offset = end;
+        let bytes = size_of_val(matrix.words());
+        end = (offset + bytes).next_multiple_of(ALIGNMENT);
+        let (numbers, depth, width) = (matrix.numbers(), matrix.depth(), matrix.width());
+        ((name, Entry { numbers, depth, width, offset, bytes }), matrix)
+    };
+    let (index, matrices): (Vec<_>, Vec<_>) = matrices.map(placed).unzip();
+    let sizes: Vec<usize> = index.iter().map(|(_, entry)| entry.bytes).collect();
+    let index = serde_json::to_vec(&index.into_iter().collect::<BTreeMap<_, _>>())?;
+    let scratch = folder.join(format!("{}.tmp", uuid::Uuid::new_v4().simple()));
+    let written = File::create_new(&scratch).and_then(|file| {
+        let mut out = BufWriter::new(file);
+        out.write_all(&(index.len() as u64).to_le_bytes())?;
+        out.write_all(&index)?;
+        pad(&mut out, 8 + index.len())?;
+        for (matrix, size) in matrices.into_iter().zip(sizes) {
+            out.write_all(bytemuck::cast_slice(matrix.words()))?;
+            pad(&mut out, size)?;
+        }
+        out.flush()?;
+        fs::rename(&scratch, path)
+    });
+    if written.is_err() {
+        let _ = fs::remove_file(&scratch);
+    }
+    written
+}
+
+fn pad(out: &mut impl Write, written: usize) -> io::Result<()> {
+    out.write_all(&[0; ALIGNMENT][..written.next_multiple_of(ALIGNMENT) - written])
+}
+
+impl LaidOut {
+    /// Maps a file. None: there is none, or it is not whole.
+    pub fn open(path: &Path) -> Option<Self> {
+        let file = Arc::new(map(path).ok()?);
+        let length = usize::try_from(u64::from_le_bytes(*file.first_chunk()?)).ok()?;
+        let end = length.checked_add(8)?;
+        let index: BTreeMap<String, Entry> = serde_json::from_slice(file.get(8..end)?).ok()?;
+        let start = end.next_multiple_of(ALIGNMENT);
+        let is_whole = |entry: &Entry| {
+            let end = start.checked_add(entry.offset).and_then(|at| at.checked_add(entry.bytes));
+            end.is_some_and(|end| end <= file.len())
+                && entry.offset.is_multiple_of(ALIGNMENT)
+                && entry.bytes.is_multiple_of(4)
+        };
+        index.values().all(is_whole).then_some(())?;
+        Some(Self { file, index, start })
+    }
+
+    /// The matrix `[depth, width]` of this name.
+    pub fn matrix(&self, name: &str, [depth, width]: [usize; 2]) -> Option<Matrix> {
+        let entry = self.index.get(name).filter(|entry| (entry.depth, entry.width) == (depth, width))?;
+        let place = self.start + entry.offset..self.start + entry.offset + entry.bytes;
+        Matrix::of_words(entry.numbers, [depth, width], Words::Mapped(self.file.clone(), place))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matrices_come_back_as_they_were_and_a_broken_file_is_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("sconce/a.matrices");
+        assert!(LaidOut::open(&path).is_none());
+        let columns: Vec<f32> = (0..12).map(|x| x as f32).collect();
+        let (first, second) = (Matrix::of_f32(&columns, 4), Matrix::of_bf16(&columns, 2));
+        write(&path, [("b".to_owned(), &first), ("a".to_owned(), &second)].into_iter()).unwrap();
+        let file = LaidOut::open(&path).unwrap();
+        let column = |matrix: &Matrix, column| {
+            let mut out = vec![0.0; matrix.depth()];
+            matrix.column(column, &mut out);
+            out
+        };
+        assert_eq!(column(&file.matrix("b", [4, 3]).unwrap(), 2), [8.0, 9.0, 10.0, 11.0]);
+        assert_eq!(column(&file.matrix("a", [2, 6]).unwrap(), 1), [2.0, 3.0]);
+        assert!(file.matrix("b", [4, 2]).is_none() && file.matrix("c", [4, 3]).is_none());
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "no scratch is left");
+        let bytes = fs::read(&path).unwrap();
+        for broken in [&bytes[..bytes.len() - 64], &bytes[..20], b"", &[0xff; 64]] {
+            fs::write(&path, broken).unwrap();
+            assert!(LaidOut::open(&path).is_none(), "{} bytes", broken.len());
+        }
+    }
+}

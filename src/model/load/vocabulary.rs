@@ -1,0 +1,293 @@
+//! The tokens of a model that generates text: from texts to ids, and from ids to the bytes of a text. Read from
+//! `tokenizer.json` or a GGUF file. Decides which tokens end an answer, and which kinds of tokenizers are
+//! refused.
+
+use std::collections::BTreeSet;
+
+use serde::Deserialize;
+use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::normalizers::NFC;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::digits::Digits;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::{AddedToken, DecoderWrapper, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer};
+
+use super::ModelFiles;
+use super::chat_template::ChatTemplate;
+use super::gguf::Gguf;
+use crate::model::{LoadError, TaskError};
+
+/// A model's tokens.
+pub struct Vocabulary {
+    tokenizer: Tokenizer,
+    /// Put before each prompt that is not a conversation; conversations have it from their template.
+    begin: Option<u32>,
+    /// Tokens that end an answer.
+    pub ends: BTreeSet<u32>,
+    /// None: the model has no conversations.
+    pub chat: Option<ChatTemplate>,
+    texts: TokenTexts,
+}
+
+/// The bytes that each token adds to a text.
+#[derive(Clone)]
+pub struct TokenTexts {
+    bytes: std::sync::Arc<[Box<[u8]>]>,
+}
+
+impl TokenTexts {
+    /// A token's bytes; none for special tokens.
+    pub fn get(&self, id: u32) -> &[u8] {
+        self.bytes.get(id as usize).map_or(&[], |bytes| bytes)
+    }
+
+    /// Of any texts, for tests.
+    #[cfg(test)]
+    pub fn of(texts: &[&str]) -> Self {
+        Self { bytes: texts.iter().map(|text| text.as_bytes().into()).collect() }
+    }
+}
+
+/// A token in `tokenizer_config.json`: its text, or an object with it.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Named {
+    Text(String),
+    Object { content: String },
+}
+
+impl Named {
+    fn text(self) -> String {
+        match self {
+            Self::Text(text) | Self::Object { content: text } => text,
+        }
+    }
+}
+
+/// What of `tokenizer_config.json` is used.
+#[derive(Default, Deserialize)]
+struct TokenizerConfig {
+    bos_token: Option<Named>,
+    eos_token: Option<Named>,
+    chat_template: Option<String>,
+}
+
+/// One id or several.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Ids {
+    One(u32),
+    Many(Vec<u32>),
+}
+
+#[derive(Default, Deserialize)]
+struct Ends {
+    eos_token_id: Option<Ids>,
+}
+
+impl Vocabulary {
+    /// Reads `tokenizer.json` and what lies beside it.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for a file that is missing, broken or of a kind that is not read.
+    pub fn of_files(files: &ModelFiles, words: usize) -> Result<Self, LoadError> {
+        let path = files.required("tokenizer.json")?;
+        let fault = |reason: String| LoadError::File { path: path.clone(), reason };
+        let mut tokenizer =
+            Tokenizer::from_bytes(super::read(&path)?).map_err(|error| fault(error.to_string()))?;
+        let plain = tokenizer.with_padding(None).with_truncation(None).map(drop);
+        plain.map_err(|error| fault(error.to_string()))?;
+        if !matches!(tokenizer.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
+            return Err(fault(
+                "its decoder is not ByteLevel; no other kind is read for generation".to_owned(),
+            ));
+        }
+        let config: TokenizerConfig = files.json("tokenizer_config.json")?.unwrap_or_default();
+        let mut ends = BTreeSet::new();
+        for name in ["generation_config.json", "config.json"] {
+            match files.json::<Ends>(name)?.unwrap_or_default().eos_token_id {
+                Some(Ids::One(id)) => _ = ends.insert(id),
+                Some(Ids::Many(ids)) => ends.extend(ids),
+                None => {}
+            }
+        }
+        let (begin, end) = (config.bos_token.map(Named::text), config.eos_token.map(Named::text));
+        ends.extend(end.as_deref().and_then(|end| tokenizer.token_to_id(end)));
+        let template = match config.chat_template {
+            Some(text) => Some(text),
+            // Newer versions of the library save it apart.
+            None => match files.optional("chat_template.jinja")? {
+                Some(path) => Some(String::from_utf8_lossy(&super::read(&path)?).into_owned()),
+                None => None,
+            },
+        };
+        let chat =
+            template.map(|text| ChatTemplate::new(text, names(begin, end))).transpose().map_err(fault)?;
+        let texts = TokenTexts::read(&tokenizer, words);
+        // The tokenizer adds the first token itself, where it is to be added.
+        Ok(Self { tokenizer, begin: None, ends, chat, texts })
+    }
+
+    /// Reads the metadata of a GGUF file.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming a value that is missing, or a kind that is not read.
+    pub fn of_gguf(gguf: &Gguf, words: usize) -> Result<Self, LoadError> {
+        let missing = |name: &str| gguf.fault(format!("the metadata has no {name}"));
+        let texts = |name: &str| -> Option<Vec<String>> {
+            gguf.value(name)?.to_vec().ok()?.iter().map(|text| text.to_string().ok().cloned()).collect()
+        };
+        let tokens = texts("tokenizer.ggml.tokens").ok_or_else(|| missing("tokenizer.ggml.tokens"))?;
+        let merges = texts("tokenizer.ggml.merges").ok_or_else(|| missing("tokenizer.ggml.merges"))?;
+        let kind = gguf.text("tokenizer.ggml.model").unwrap_or("(none)");
+        let split = gguf.text("tokenizer.ggml.pre").unwrap_or("default");
+        let pre = Some(kind).filter(|kind| *kind == "gpt2").and_then(|_| pre_tokenizer(split));
+        let pre = pre.ok_or_else(|| {
+            gguf.fault(format!(
+                "its tokenizer is {kind:?} with {split:?}; read are \"gpt2\" with default, gpt-2, smollm, qwen2 and \
+                 llama-bpe"
+            ))
+        })?;
+        let vocabulary: Vocab = tokens.iter().zip(0..).map(|(text, id)| (text.clone(), id)).collect();
+        let merges =
+            merges.iter().map(|merge| merge.split_once(' ').map(|(a, b)| (a.to_owned(), b.to_owned())));
+        let merges: Option<Vec<_>> = merges.collect();
+        let merges =
+            merges.ok_or_else(|| gguf.fault("tokenizer.ggml.merges has one without a space".to_owned()))?;
+        let model = BPE::builder().vocab_and_merges(vocabulary, merges).build();
+        let mut tokenizer = Tokenizer::new(model.map_err(|error| gguf.fault(error.to_string()))?);
+        if split == "qwen2" {
+            tokenizer.with_normalizer(Some(NFC)).map_err(|error| gguf.fault(error.to_string()))?;
+        }
+        tokenizer.with_pre_tokenizer(Some(pre));
+        let kinds = gguf.value("tokenizer.ggml.token_type").and_then(|kinds| kinds.to_vec().ok());
+        let kinds = kinds.map_or(&[][..], |kinds| kinds);
+        let special: Vec<AddedToken> = tokens
+            .iter()
+            .zip(kinds)
+            .filter_map(|(text, kind)| match kind.to_i32() {
+                Ok(CONTROL) => Some(AddedToken::from(text.clone(), true)),
+                Ok(USER_DEFINED) => Some(AddedToken::from(text.clone(), false).normalized(false)),
+                _ => None,
+            })
+            .collect();
+        tokenizer.add_tokens(special).map_err(|error| gguf.fault(error.to_string()))?;
+        let id = |name: &str| gguf.number(name).and_then(|id| u32::try_from(id).ok());
+        let (begin, end) = (id("tokenizer.ggml.bos_token_id"), id("tokenizer.ggml.eos_token_id"));
+        let text = |id: Option<u32>| tokens.get(id? as usize).cloned();
+        let chat = gguf.text("tokenizer.chat_template").map(|template| {
+            ChatTemplate::new(template.to_owned(), names(text(begin), text(end)))
+                .map_err(|reason| gguf.fault(reason))
+        });
+        let adds = gguf.value("tokenizer.ggml.add_bos_token").and_then(|adds| adds.to_bool().ok());
+        let texts = TokenTexts::read(&tokenizer, words);
+        let ends = end.into_iter().chain(id("tokenizer.ggml.eot_token_id")).collect();
+        let begin = begin.filter(|_| adds == Some(true));
+        Ok(Self { tokenizer, begin, ends, chat: chat.transpose()?, texts })
+    }
+
+    /// The tokens of a prompt.
+    ///
+    /// # Errors
+    /// `Internal` if the tokenizer fails.
+    pub fn prompt(&self, text: &str) -> Result<Vec<u32>, TaskError> {
+        let mut ids: Vec<u32> = self.begin.into_iter().collect();
+        ids.extend(self.ids(text, true)?);
+        Ok(ids)
+    }
+
+    /// The tokens of a rendered conversation, whose template has written the special ones.
+    ///
+    /// # Errors
+    /// As [`Vocabulary::prompt`].
+    pub fn conversation(&self, text: &str) -> Result<Vec<u32>, TaskError> {
+        self.ids(text, false)
+    }
+
+    fn ids(&self, text: &str, special: bool) -> Result<Vec<u32>, TaskError> {
+        let encoded = self.tokenizer.encode_fast(text, special);
+        let encoded =
+            encoded.map_err(|error| TaskError::internal(format!("the tokenizer fails: {error}")))?;
+        Ok(encoded.get_ids().to_vec())
+    }
+
+    /// The bytes of each token.
+    pub fn texts(&self) -> TokenTexts {
+        self.texts.clone()
+    }
+}
+
+/// Kinds of tokens in GGUF files.
+const CONTROL: i32 = 3;
+const USER_DEFINED: i32 = 4;
+
+fn names(begin: Option<String>, end: Option<String>) -> Vec<(&'static str, String)> {
+    [("bos_token", begin), ("eos_token", end)]
+        .into_iter()
+        .map(|(name, text)| (name, text.unwrap_or_default()))
+        .collect()
+}
+
+/// How texts are divided before pairs are merged, by GGUF's name for it.
+fn pre_tokenizer(name: &str) -> Option<PreTokenizerWrapper> {
+    const QWEN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    const LLAMA: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    let split = |pattern: &str| {
+        let split =
+            Split::new(SplitPattern::Regex(pattern.to_owned()), SplitDelimiterBehavior::Isolated, false);
+        Some(Sequence::new(vec![split.ok()?.into(), ByteLevel::new(false, true, false).into()]).into())
+    };
+    match name {
+        "default" | "gpt-2" => Some(ByteLevel::new(false, true, true).into()),
+        "smollm" => Some(
+            Sequence::new(vec![Digits::new(true).into(), ByteLevel::new(false, true, true).into()]).into(),
+        ),
+        "qwen2" => split(QWEN),
+        "llama-bpe" => split(LLAMA),
+        _ => None,
+    }
+}
+
+impl TokenTexts {
+    fn read(tokenizer: &Tokenizer, words: usize) -> Self {
+        let special: BTreeSet<u32> = tokenizer
+            .get_added_tokens_decoder()
+            .iter()
+            .filter(|(_, token)| token.special)
+            .map(|(id, _)| *id)
+            .collect();
+        let (added, letters) = (tokenizer.get_added_tokens_decoder(), bytes_of_letters());
+        let bytes = (0..u32::try_from(words).unwrap_or(u32::MAX)).map(|id| -> Box<[u8]> {
+            match tokenizer.id_to_token(id) {
+                _ if special.contains(&id) => Box::default(),
+                None => Box::default(),
+                Some(text) if added.contains_key(&id) => text.into_bytes().into(),
+                Some(text) => text.chars().filter_map(|letter| *letters.get(letter as usize)?).collect(),
+            }
+        });
+        Self { bytes: bytes.collect() }
+    }
+}
+
+/// The byte that each letter of byte-level tokens stands for, by the letter's number: printable bytes stand for
+/// themselves, the others follow each other from U+0100 on.
+fn bytes_of_letters() -> Vec<Option<u8>> {
+    let is_printed = |byte: &u8| matches!(*byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+    let printed = (0..=255_u8).map(|byte| Some(byte).filter(is_printed));
+    printed.chain((0..=255).filter(|byte| !is_printed(byte)).map(Some)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_byte_has_one_letter() {
+        let letters = bytes_of_letters();
+        let found: BTreeSet<u8> = letters.iter().flatten().copied().collect();
+        assert_eq!((found.len(), letters.iter().flatten().count()), (256, 256));
+        let byte = |letter: char| letters[letter as usize];
+        assert_eq!(['Ġ', 'Ċ', 'a', 'ÿ'].map(byte), [b' ', b'\n', b'a', 0xff].map(Some));
+    }
+}

@@ -1,0 +1,212 @@
+//! A decoder on a CPU: some tokens of any sequences in one pass, each row with its own place. Owns the weights.
+//! All steps but attention treat each row by itself, and attention treats each token by itself, so that a
+//! token's numbers do not depend on what else is in the step.
+
+use super::Weights;
+use super::config::DecoderConfig;
+use crate::model::LoadError;
+use crate::model::ops::causal::{Span, attend};
+use crate::model::ops::kv::KvBlocks;
+use crate::model::ops::{Matrix, Rotary, gate, norm_by_squares};
+
+/// The weights of a decoder.
+pub struct Decoder {
+    config: DecoderConfig,
+    words: Matrix,
+    layers: Vec<Layer>,
+    norm: Vec<f32>,
+    /// None: the words' vectors.
+    head: Option<Matrix>,
+    rotary: Rotary,
+    /// Reused by the next step.
+    buffers: Buffers,
+}
+
+struct Layer {
+    norm: Vec<f32>,
+    /// Of queries, keys and values.
+    qkv: [Matrix; 3],
+    /// Their biases.
+    biases: Option<[Vec<f32>; 3]>,
+    /// The norms of each head of queries and of keys.
+    head_norms: Option<[Vec<f32>; 2]>,
+    out: Matrix,
+    inner_norm: Vec<f32>,
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+}
+
+#[derive(Default)]
+struct Buffers {
+    x: Vec<f32>,
+    normed: Vec<f32>,
+    qkv: [Vec<f32>; 3],
+    seen: Vec<f32>,
+    half: Vec<f32>,
+    gate: Vec<f32>,
+    up: Vec<f32>,
+}
+
+impl Decoder {
+    /// Reads the weights. `context` is the most tokens of a sequence.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] naming a tensor that is missing or has another shape.
+    pub fn load(weights: &Weights, config: &DecoderConfig, context: usize) -> Result<Self, LoadError> {
+        let DecoderConfig { hidden, inner, heads, kv_heads, head_width, vocabulary, .. } = *config;
+        let (wide, narrow) = (heads * head_width, kv_heads * head_width);
+        let layer = |index: usize| {
+            let linear = |part, shape| weights.matrix(index, part, shape);
+            let vector = |part, length| weights.vector(index, part, length);
+            let parts = weights.parts();
+            let biases = match parts.biases {
+                Some([q, k, v]) => Some([vector(q, wide)?, vector(k, narrow)?, vector(v, narrow)?]),
+                None => None,
+            };
+            let head_norms = match parts.head_norms {
+                Some([q, k]) => Some([vector(q, head_width)?, vector(k, head_width)?]),
+                None => None,
+            };
+            let [q, k, v] = parts.qkv;
+            Ok::<_, LoadError>(Layer {
+                norm: vector(parts.norm, hidden)?,
+                qkv: [
+                    weights.rotated(index, q, [hidden, wide], heads)?,
+                    weights.rotated(index, k, [hidden, narrow], kv_heads)?,
+                    linear(v, [hidden, narrow])?,
+                ],
+                biases,
+                head_norms,
+                out: linear(parts.out, [wide, hidden])?,
+                inner_norm: vector(parts.inner_norm, hidden)?,
+                gate: linear(parts.gate, [hidden, inner])?,
+                up: linear(parts.up, [hidden, inner])?,
+                down: linear(parts.down, [inner, hidden])?,
+            })
+        };
+        Ok(Self {
+            words: weights.words([hidden, vocabulary])?,
+            layers: (0..config.layers).map(layer).collect::<Result<_, _>>()?,
+            norm: weights.last_norm(hidden)?,
+            head: if config.is_tied { None } else { Some(weights.head([hidden, vocabulary])?) },
+            rotary: Rotary::of(&config.frequencies, context),
+            config: config.clone(),
+            buffers: Buffers::default(),
+        })
+    }
+
+    /// Its matrices, by their names in `weights`.
+    pub fn matrices(&self, weights: &Weights) -> Vec<(String, &Matrix)> {
+        let parts = weights.parts();
+        let [q, k, v] = parts.qkv;
+        let mut all = vec![(weights.words_name().to_owned(), &self.words)];
+        all.extend(self.head.as_ref().map(|head| (weights.head_name().to_owned(), head)));
+        for (index, Layer { qkv: [queries, keys, values], out, gate, up, down, .. }) in
+            self.layers.iter().enumerate()
+        {
+            let names = [q, k, v, parts.out, parts.gate, parts.up, parts.down];
+            let names = names.map(|part| weights.layer(index, part));
+            all.extend(names.into_iter().zip([queries, keys, values, out, gate, up, down]));
+        }
+        all
+    }
+
+    /// The numbers of the next token, `[wanted, vocabulary]`, after the rows `wanted`. `ids` are the tokens of all
+    /// `spans`, in their order; their keys and values are put into `kv`. Ids are in the vocabulary.
+    pub fn forward(
+        &mut self,
+        kv: &mut KvBlocks,
+        ids: &[u32],
+        spans: &[Span<'_>],
+        wanted: &[usize],
+    ) -> Vec<f32> {
+        if ids.is_empty() {
+            return Vec::new();
+        }
+        let DecoderConfig { hidden, .. } = self.config;
+        let mut buffers = std::mem::take(&mut self.buffers);
+        buffers.x.resize(ids.len() * hidden, 0.0);
+        for (id, row) in ids.iter().zip(buffers.x.chunks_exact_mut(hidden)) {
+            self.words.column(*id as usize, row);
+        }
+        for (index, layer) in self.layers.iter().enumerate() {
+            self.attention(layer, (kv, index), spans, &mut buffers);
+            self.feed_forward(layer, &mut buffers);
+        }
+        let mut last = Vec::with_capacity(wanted.len() * hidden);
+        wanted.iter().for_each(|row| last.extend_from_slice(&buffers.x[row * hidden..][..hidden]));
+        let mut normed = vec![0.0; last.len()];
+        norm_by_squares(&last, &self.norm, self.config.eps, &mut normed);
+        let mut logits = vec![0.0; wanted.len() * self.config.vocabulary];
+        self.head.as_ref().unwrap_or(&self.words).multiply(&normed, &mut logits);
+        self.buffers = buffers;
+        logits
+    }
+
+    /// x += attention(norm(x))·O.
+    fn attention(
+        &self,
+        layer: &Layer,
+        (kv, index): (&mut KvBlocks, usize),
+        spans: &[Span<'_>],
+        buffers: &mut Buffers,
+    ) {
+        let DecoderConfig { hidden, head_width, eps, .. } = self.config;
+        let Buffers { x, normed, qkv, seen, half, .. } = buffers;
+        let rows = x.len() / hidden;
+        normed.resize(x.len(), 0.0);
+        norm_by_squares(x, &layer.norm, eps, normed);
+        for (part, matrix) in layer.qkv.iter().enumerate() {
+            qkv[part].resize(rows * matrix.width(), 0.0);
+            matrix.multiply(normed, &mut qkv[part]);
+            if let Some(biases) = &layer.biases {
+                for row in qkv[part].chunks_exact_mut(matrix.width()) {
+                    row.iter_mut().zip(&biases[part]).for_each(|(x, bias)| *x += bias);
+                }
+            }
+        }
+        if let Some(norms) = &layer.head_norms {
+            for (part, norm) in qkv.iter_mut().zip(norms) {
+                let given = part.clone();
+                norm_by_squares(&given, norm, eps, part);
+            }
+        }
+        let [queries, keys, values] = qkv;
+        let (wide, narrow) = (layer.qkv[0].width(), layer.qkv[1].width());
+        let places =
+            spans.iter().flat_map(|span| (span.first..span.first + span.count).map(|at| (*span, at)));
+        let tokens = queries
+            .chunks_exact_mut(wide)
+            .zip(keys.chunks_exact_mut(narrow))
+            .zip(values.chunks_exact(narrow));
+        for ((span, place), ((query, key), value)) in places.zip(tokens) {
+            self.rotary.rotate(place, query);
+            self.rotary.rotate(place, key);
+            let heads = key.chunks_exact(head_width).zip(value.chunks_exact(head_width));
+            for (head, (key, value)) in heads.enumerate() {
+                kv.put(span.block(place), [index, head], key, value);
+            }
+        }
+        seen.resize(queries.len(), 0.0);
+        attend((kv, index), spans, queries, seen);
+        half.resize(x.len(), 0.0);
+        layer.out.multiply(seen, half);
+        x.iter_mut().zip(half).for_each(|(x, half)| *x += *half);
+    }
+
+    /// x += (silu(norm(x)·G) * norm(x)·U)·D.
+    fn feed_forward(&self, layer: &Layer, buffers: &mut Buffers) {
+        let DecoderConfig { hidden, inner, eps, .. } = self.config;
+        let Buffers { x, normed, half, gate: gates, up, .. } = buffers;
+        let rows = x.len() / hidden;
+        norm_by_squares(x, &layer.inner_norm, eps, normed);
+        gates.resize(rows * inner, 0.0);
+        up.resize(rows * inner, 0.0);
+        layer.gate.multiply(normed, gates);
+        layer.up.multiply(normed, up);
+        gate(gates, up);
+        layer.down.multiply(gates, half);
+        x.iter_mut().zip(half).for_each(|(x, half)| *x += *half);
+    }
+}

@@ -1,0 +1,206 @@
+//! Networks that continue texts: Llama, Qwen2, Qwen3. The rows of a step are tokens of any sequences.
+
+pub mod config;
+mod host;
+
+pub use host::Decoder;
+
+use std::path::PathBuf;
+
+use candle_core::{DType, Device};
+
+use self::config::{DecoderConfig, Family};
+use crate::model::LoadError;
+use crate::model::load::ModelFiles;
+use crate::model::load::gguf::Gguf;
+use crate::model::load::laid_out::LaidOut;
+use crate::model::load::weights::Weights as Tensors;
+use crate::model::ops::Matrix;
+
+/// A decoder's tensors by their names in its files.
+pub struct Weights {
+    files: Files,
+    family: Family,
+    /// Matrices that were laid out before.
+    laid_out: Option<LaidOut>,
+}
+
+enum Files {
+    Safetensors(Tensors),
+    Gguf(Gguf),
+}
+
+/// The names of a layer's parts.
+pub struct Parts {
+    /// Before attention.
+    pub norm: &'static str,
+    /// Queries, keys and values.
+    pub qkv: [&'static str; 3],
+    /// Their biases, where the architecture has them.
+    pub biases: Option<[&'static str; 3]>,
+    /// The norms of heads of queries and keys, where the architecture has them.
+    pub head_norms: Option<[&'static str; 2]>,
+    /// O.
+    pub out: &'static str,
+    /// Before the feed-forward half.
+    pub inner_norm: &'static str,
+    /// G.
+    pub gate: &'static str,
+    /// U.
+    pub up: &'static str,
+    /// D.
+    pub down: &'static str,
+}
+
+/// The last layer in safetensors files; its name has no prefix.
+const HEAD: &str = "lm_head.weight";
+
+const SAFETENSORS: Parts = Parts {
+    norm: "input_layernorm.weight",
+    qkv: ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    biases: Some(["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"]),
+    head_norms: Some(["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
+    out: "self_attn.o_proj.weight",
+    inner_norm: "post_attention_layernorm.weight",
+    gate: "mlp.gate_proj.weight",
+    up: "mlp.up_proj.weight",
+    down: "mlp.down_proj.weight",
+};
+
+const GGUF: Parts = Parts {
+    norm: "attn_norm.weight",
+    qkv: ["attn_q.weight", "attn_k.weight", "attn_v.weight"],
+    biases: Some(["attn_q.bias", "attn_k.bias", "attn_v.bias"]),
+    head_norms: Some(["attn_q_norm.weight", "attn_k_norm.weight"]),
+    out: "attn_output.weight",
+    inner_norm: "ffn_norm.weight",
+    gate: "ffn_gate.weight",
+    up: "ffn_up.weight",
+    down: "ffn_down.weight",
+};
+
+impl Weights {
+    /// The tensors of safetensors files.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] for a file that is missing or broken.
+    pub fn of_files(files: &ModelFiles, config: &DecoderConfig) -> Result<Self, LoadError> {
+        let paths: Vec<PathBuf> = files.weights()?;
+        let tensors = Tensors::read(&paths, ("model", "embed_tokens.weight"), &Device::Cpu, DType::F32)?;
+        Ok(Self { files: Files::Safetensors(tensors), family: config.family, laid_out: None })
+    }
+
+    /// The tensors of a GGUF file.
+    pub fn of_gguf(gguf: Gguf, config: &DecoderConfig) -> Self {
+        Self { files: Files::Gguf(gguf), family: config.family, laid_out: None }
+    }
+
+    /// Takes matrices from this file, as far as it has them.
+    pub fn take_from(&mut self, laid_out: LaidOut) {
+        self.laid_out = Some(laid_out);
+    }
+
+    fn layer(&self, index: usize, part: &str) -> String {
+        match self.files {
+            Files::Safetensors(_) => format!("layers.{index}.{part}"),
+            Files::Gguf(_) => format!("blk.{index}.{part}"),
+        }
+    }
+
+    /// The names of a layer's parts.
+    fn parts(&self) -> Parts {
+        let parts = match self.files {
+            Files::Safetensors(_) => SAFETENSORS,
+            Files::Gguf(_) => GGUF,
+        };
+        Parts {
+            biases: parts.biases.filter(|_| self.family == Family::Qwen2),
+            head_norms: parts.head_norms.filter(|_| self.family == Family::Qwen3),
+            ..parts
+        }
+    }
+
+    fn vector(&self, layer: usize, part: &str, length: usize) -> Result<Vec<f32>, LoadError> {
+        self.whole_vector(&self.layer(layer, part), length)
+    }
+
+    fn whole_vector(&self, name: &str, length: usize) -> Result<Vec<f32>, LoadError> {
+        match &self.files {
+            Files::Safetensors(tensors) => tensors.values(&format!("{}{name}", tensors.prefix()), &[length]),
+            Files::Gguf(gguf) => gguf.vector(name, length),
+        }
+    }
+
+    /// The matrix `[depth, width]` of a linear layer.
+    fn matrix(&self, layer: usize, part: &str, shape: [usize; 2]) -> Result<Matrix, LoadError> {
+        self.whole_matrix(&self.layer(layer, part), shape, |column| column)
+    }
+
+    /// The matrix of queries or keys, the pairs of whose `heads` are rotated. GGUF files have the two numbers of
+    /// a pair beside each other if the architecture is Llama's, and the others half a head apart.
+    fn rotated(
+        &self,
+        layer: usize,
+        part: &str,
+        shape: [usize; 2],
+        heads: usize,
+    ) -> Result<Matrix, LoadError> {
+        let width = shape[1] / heads;
+        let is_paired = matches!(self.files, Files::Gguf(_)) && self.family == Family::Llama;
+        self.whole_matrix(&self.layer(layer, part), shape, |column| {
+            let (head, number) = (column / width, column % width);
+            let paired = number % (width / 2) * 2 + number / (width / 2);
+            if is_paired { head * width + paired } else { column }
+        })
+    }
+
+    fn whole_matrix(
+        &self,
+        name: &str,
+        [depth, width]: [usize; 2],
+        row: impl Fn(usize) -> usize,
+    ) -> Result<Matrix, LoadError> {
+        if let Some(known) = self.laid_out.as_ref().and_then(|file| file.matrix(name, [depth, width])) {
+            return Ok(known);
+        }
+        match &self.files {
+            Files::Safetensors(tensors) if name == HEAD => tensors.matrix_of(name, [depth, width]),
+            Files::Safetensors(tensors) => tensors.matrix(name, [depth, width]),
+            Files::Gguf(gguf) => gguf.matrix(name, [depth, width], row),
+        }
+    }
+
+    /// The words' vectors `[hidden, vocabulary]`.
+    fn words(&self, shape: [usize; 2]) -> Result<Matrix, LoadError> {
+        self.whole_matrix(self.words_name(), shape, |column| column)
+    }
+
+    /// The last layer.
+    fn head(&self, shape: [usize; 2]) -> Result<Matrix, LoadError> {
+        self.whole_matrix(self.head_name(), shape, |column| column)
+    }
+
+    fn words_name(&self) -> &'static str {
+        match self.files {
+            Files::Safetensors(_) => "embed_tokens.weight",
+            Files::Gguf(_) => "token_embd.weight",
+        }
+    }
+
+    fn head_name(&self) -> &'static str {
+        match self.files {
+            Files::Safetensors(_) => HEAD,
+            Files::Gguf(_) => "output.weight",
+        }
+    }
+
+    fn last_norm(&self, hidden: usize) -> Result<Vec<f32>, LoadError> {
+        self.whole_vector(
+            match self.files {
+                Files::Safetensors(_) => "norm.weight",
+                Files::Gguf(_) => "output_norm.weight",
+            },
+            hidden,
+        )
+    }
+}

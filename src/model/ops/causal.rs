@@ -1,0 +1,451 @@
+//! Causal attention of some tokens over the keys and values of their sequences, in order: a token's result is the
+//! same whatever other tokens are computed with it, and however its sequence was cut into steps.
+
+use std::cell::RefCell;
+
+use pulp::{Simd, WithSimd};
+
+use super::dispatch;
+use super::exp::exp;
+use super::kv::{BLOCK, Held, KEYS, KvBlocks, KvNumbers};
+use super::product::{in_parallel, store};
+
+/// Queries whose scores are computed together.
+const MOST: usize = 8;
+/// The same for the few that a token has.
+const FEW: usize = 4;
+
+/// Some tokens of a sequence that follow each other.
+#[derive(Clone, Copy, Debug)]
+pub struct Span<'a> {
+    /// The sequence's blocks.
+    pub blocks: &'a [u32],
+    /// The place of the first of these tokens in its sequence.
+    pub first: usize,
+    /// Tokens.
+    pub count: usize,
+}
+
+impl Span<'_> {
+    /// The block of the token at `place` in its sequence, and its place there.
+    pub fn block(&self, place: usize) -> (u32, usize) {
+        (self.blocks[place / BLOCK], place % BLOCK)
+    }
+}
+
+/// `out` `[rows, heads·width]` ← attention of `queries` `[rows, heads·width]` of the tokens of `spans`, whose keys
+/// and values are in `kv` already. Each head of keys and values serves the same number of heads of queries.
+pub fn attend((kv, layer): (&KvBlocks, usize), spans: &[Span<'_>], queries: &[f32], out: &mut [f32]) {
+    let shape = kv.shape();
+    let rows: usize = spans.iter().map(|span| span.count).sum();
+    let row = queries.len() / rows.max(1);
+    let group = row / (shape.heads * shape.width);
+    let each = (2 * MOST).div_ceil(group);
+    let mut works = Vec::new();
+    let mut begun = 0;
+    for span in spans {
+        for first in (0..span.count).step_by(each) {
+            let count = each.min(span.count - first);
+            let part = Span { first: span.first + first, count, ..*span };
+            works.extend((0..shape.heads).map(|head| Work { part, row: begun + first, head }));
+        }
+        begun += span.count;
+    }
+    let place = |work: &Work<'_>| (work.row, work.head * group * shape.width, group * shape.width);
+    let mut made: Vec<(Work<'_>, Vec<f32>)> = works.into_iter().map(|work| (work, Vec::new())).collect();
+    in_parallel(made.iter_mut(), |(work, out)| {
+        let (first, column, width) = place(work);
+        let own = queries[first * row..].chunks_exact(row).take(work.part.count);
+        let own: Vec<f32> = own.flat_map(|query| &query[column..][..width]).copied().collect();
+        out.resize(own.len(), 0.0);
+        one_head((kv, layer, work.head), work.part, &own, out);
+    });
+    for (work, made) in &made {
+        let (first, column, width) = place(work);
+        for (out, made) in out[first * row..].chunks_exact_mut(row).zip(made.chunks_exact(width)) {
+            out[column..][..width].copy_from_slice(made);
+        }
+    }
+}
+
+struct Work<'a> {
+    part: Span<'a>,
+    /// The index of the first token among all rows.
+    row: usize,
+    head: usize,
+}
+
+thread_local! {
+    /// `[queries, keys]`; reused.
+    static SCORES: RefCell<Vec<f32>> = RefCell::default();
+}
+
+/// The queries of one head of keys: `[tokens, group, width]`.
+fn one_head((kv, layer, head): (&KvBlocks, usize, usize), part: Span<'_>, queries: &[f32], out: &mut [f32]) {
+    let (width, stride) = (kv.shape().width, kv.shape().stride());
+    let keys = part.first + part.count;
+    let blocks = &part.blocks[..keys.div_ceil(BLOCK)];
+    let held: Vec<Held<'_>> = blocks.iter().map(|block| kv.held(*block, layer, head)).collect();
+    let group = queries.len() / width / part.count;
+    let count = queries.len() / width;
+    let mut scores = SCORES.take();
+    let chunks = queries.chunks(MOST * width).zip(out.chunks_mut(MOST * width));
+    for (index, (queries, out)) in chunks.enumerate() {
+        let first = index * MOST;
+        let of = |query: usize| part.first + query / group;
+        let last = of((first + MOST).min(count) - 1);
+        scores.resize(MOST * (last + 1).next_multiple_of(KEYS), 0.0);
+        dispatch(Chunk {
+            held: &held,
+            numbers: kv.shape().numbers,
+            stride,
+            width,
+            queries,
+            places: &std::array::from_fn(|at| of((first + at).min(count - 1))),
+            scores: &mut scores,
+            out,
+        });
+    }
+    SCORES.set(scores);
+}
+
+/// At most [`MOST`] queries over the keys of one head.
+struct Chunk<'a> {
+    held: &'a [Held<'a>],
+    numbers: KvNumbers,
+    /// The width of a value in memory.
+    stride: usize,
+    width: usize,
+    /// `[count, width]`.
+    queries: &'a [f32],
+    /// The last key that each query sees; they rise.
+    places: &'a [usize; MOST],
+    /// `[count, keys]`.
+    scores: &'a mut [f32],
+    out: &'a mut [f32],
+}
+
+impl WithSimd for Chunk<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        match self.numbers {
+            KvNumbers::F32 => self.kept::<S, F32>(simd),
+            KvNumbers::Bf16 => self.kept::<S, Bf16>(simd),
+        }
+    }
+}
+
+impl Chunk<'_> {
+    #[inline(always)]
+    fn kept<S: Simd, N: Kept>(self, simd: S) {
+        if self.queries.len() / self.width > FEW {
+            self.compute::<S, N, MOST>(simd);
+        } else {
+            self.compute::<S, N, FEW>(simd);
+        }
+    }
+
+    #[inline(always)]
+    fn compute<S: Simd, N: Kept, const COUNT: usize>(self, simd: S) {
+        let Self { held, stride, width, queries, places, scores, out, .. } = self;
+        let count = queries.len() / width;
+        let keys = (places[count - 1] + 1).next_multiple_of(KEYS);
+        let scale = 1.0 / (width as f32).sqrt();
+        let laid = transposed::<COUNT>(queries, width, scale);
+        for (index, scores_at) in (0..keys).step_by(KEYS).enumerate() {
+            let line = N::words(width * KEYS);
+            let block = &held[index / (BLOCK / KEYS)].keys[index % (BLOCK / KEYS) * line..][..line];
+            for part in 0..KEYS / S::F32_LANES {
+                let sums = products::<S, N, COUNT>(simd, &laid, S::as_simd_u32s(block).0, part);
+                let at = scores_at + part * S::F32_LANES;
+                for (scores, sum) in scores.chunks_exact_mut(keys).zip(sums).take(count) {
+                    store(simd, &[sum], &mut scores[at..at + S::F32_LANES]);
+                }
+            }
+        }
+        let mut sums = [1.0; COUNT];
+        for ((scores, place), sum) in scores.chunks_exact_mut(keys).zip(places).zip(&mut sums).take(count) {
+            *sum = weights(simd, scores, *place);
+        }
+        for first in (0..width).step_by(LINES * S::F32_LANES) {
+            let seen = places[count - 1] + 1;
+            let made = averages::<S, N, COUNT>(simd, held, &scores[..count * keys], (stride, first, seen));
+            for ((out, made), sum) in out.chunks_exact_mut(width).zip(made).zip(sums) {
+                let last = width.min(first + LINES * S::F32_LANES);
+                let scale = simd.splat_f32s(1.0 / sum);
+                store(simd, &made.map(|made| simd.mul_f32s(made, scale)), &mut out[first..last]);
+            }
+        }
+    }
+}
+
+/// Registers of a value that are summed at a time.
+const LINES: usize = 4;
+
+/// `[width, COUNT]` of `[count, width]`, each number times `scale`; zeros for queries that are lacking.
+fn transposed<const COUNT: usize>(queries: &[f32], width: usize, scale: f32) -> Vec<[f32; COUNT]> {
+    let mut laid = vec![[0.0; COUNT]; width];
+    for (index, query) in queries.chunks_exact(width).enumerate() {
+        laid.iter_mut().zip(query).for_each(|(to, x)| to[index] = x * scale);
+    }
+    laid
+}
+
+/// The products of queries with the keys of one register.
+#[inline(always)]
+fn products<S: Simd, N: Kept, const COUNT: usize>(
+    simd: S,
+    queries: &[[f32; COUNT]],
+    keys: &[S::u32s],
+    part: usize,
+) -> [S::f32s; COUNT] {
+    let mut sums = [simd.splat_f32s(0.0); COUNT];
+    let line = KEYS / S::F32_LANES;
+    let twos = keys.chunks_exact(N::words(2) * line).zip(queries.as_chunks::<2>().0);
+    for (words, queries) in twos {
+        for (number, query) in N::two(simd, words, line, part).into_iter().zip(queries) {
+            for (sum, x) in sums.iter_mut().zip(query) {
+                *sum = simd.mul_add_e_f32s(simd.splat_f32s(*x), number, *sum);
+            }
+        }
+    }
+    sums
+}
+
+/// Makes the weights of the keys up to `place` of their scores, without dividing by their sum, which it returns;
+/// the weights of later keys are 0.
+#[inline(always)]
+fn weights<S: Simd>(simd: S, scores: &mut [f32], place: usize) -> f32 {
+    scores[place + 1..].fill(f32::NEG_INFINITY);
+    let (seen, unseen) = scores.split_at_mut((place + 1).next_multiple_of(KEYS));
+    let seen = S::as_mut_simd_f32s(seen).0;
+    let mut most = simd.splat_f32s(f32::NEG_INFINITY);
+    for score in seen.iter() {
+        most = simd.max_f32s(most, *score);
+    }
+    let most = simd.splat_f32s(simd.reduce_max_f32s(most));
+    let mut sum = simd.splat_f32s(0.0);
+    for score in seen {
+        // The smallest e^x here is not 0, but 1e-38.
+        let is_seen = simd.greater_than_f32s(*score, simd.splat_f32s(f32::NEG_INFINITY));
+        let weight = exp(simd, simd.sub_f32s(*score, most));
+        *score = simd.select_f32s(is_seen, weight, simd.splat_f32s(0.0));
+        sum = simd.add_f32s(sum, *score);
+    }
+    unseen.fill(0.0);
+    simd.reduce_sum_f32s(sum)
+}
+
+/// The sums of the values of the `seen` keys by the weights in `scores` `[count, keys]`, of the registers from
+/// number `first` on.
+#[inline(always)]
+fn averages<S: Simd, N: Kept, const COUNT: usize>(
+    simd: S,
+    held: &[Held<'_>],
+    scores: &[f32],
+    (stride, first, seen): (usize, usize, usize),
+) -> [[S::f32s; LINES]; COUNT] {
+    let mut sums = [[simd.splat_f32s(0.0); LINES]; COUNT];
+    let keys = seen.next_multiple_of(KEYS);
+    let count = scores.len() / keys;
+    let (line, from) = (stride / S::F32_LANES, first / S::F32_LANES);
+    let width = LINES.min(line - from);
+    for (held, first) in held.iter().zip((0..seen).step_by(BLOCK)) {
+        let values = S::as_simd_u32s(held.values).0.chunks_exact(N::words(2) * line);
+        for (at, words) in (first..seen.min(first + BLOCK)).step_by(2).zip(values) {
+            let mut weights = [[0.0; 2]; COUNT];
+            for (weights, scores) in weights.iter_mut().zip(scores.chunks_exact(keys)).take(count) {
+                *weights = [scores[at], scores[at + 1]];
+            }
+            for lane in 0..width {
+                let values = N::two(simd, words, line, from + lane);
+                for (sums, weights) in sums.iter_mut().zip(weights) {
+                    for (value, weight) in values.into_iter().zip(weights) {
+                        sums[lane] = simd.mul_add_e_f32s(simd.splat_f32s(weight), value, sums[lane]);
+                    }
+                }
+            }
+        }
+    }
+    sums
+}
+
+/// How numbers are kept. Not closures: see [`Lanes`](super::activation::Lanes).
+trait Kept {
+    /// The words of so many numbers.
+    fn words(numbers: usize) -> usize;
+    /// A register of the first numbers and one of the second, where `line` registers lie between the two.
+    fn two<S: Simd>(simd: S, words: &[S::u32s], line: usize, at: usize) -> [S::f32s; 2];
+}
+
+struct F32;
+struct Bf16;
+
+impl Kept for F32 {
+    #[inline(always)]
+    fn words(numbers: usize) -> usize {
+        numbers
+    }
+
+    #[inline(always)]
+    fn two<S: Simd>(simd: S, words: &[S::u32s], line: usize, at: usize) -> [S::f32s; 2] {
+        [simd.transmute_f32s_u32s(words[at]), simd.transmute_f32s_u32s(words[line + at])]
+    }
+}
+
+impl Kept for Bf16 {
+    #[inline(always)]
+    fn words(numbers: usize) -> usize {
+        numbers / 2
+    }
+
+    #[inline(always)]
+    fn two<S: Simd>(simd: S, words: &[S::u32s], _: usize, at: usize) -> [S::f32s; 2] {
+        let first = simd.and_u32s(words[at], simd.splat_u32s(0xffff_0000));
+        let second = simd.wrapping_dyn_shl_u32s(words[at], simd.splat_u32s(16));
+        [simd.transmute_f32s_u32s(first), simd.transmute_f32s_u32s(second)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::kv::KvShape;
+    use super::super::testing::{noise, on_every_cpu};
+    use super::*;
+
+    fn flat(shape: &[usize], seed: u32) -> Vec<f32> {
+        noise(shape, 1.0, seed).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    struct Case {
+        kv: KvBlocks,
+        tables: Vec<Vec<u32>>,
+        keys: Vec<Vec<f32>>,
+        values: Vec<Vec<f32>>,
+    }
+
+    /// Sequences with so many tokens, whose blocks lie in disorder. Numbers are exact in bf16.
+    fn case(shape: KvShape, lengths: &[usize]) -> Case {
+        let round = |x: f32| f32::from_bits(super::super::kv::upper(x));
+        let needed: Vec<usize> = lengths.iter().map(|length| length.div_ceil(BLOCK)).collect();
+        let mut free: Vec<u32> = (0..needed.iter().sum::<usize>() as u32).collect();
+        free.reverse();
+        let mut kv = KvBlocks::new(shape, free.len()).unwrap();
+        let of = |seed: u32, length: usize| -> Vec<f32> {
+            flat(&[length, shape.heads * shape.width], seed).into_iter().map(round).collect()
+        };
+        let (mut tables, mut keys, mut values) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, (length, needed)) in lengths.iter().zip(needed).enumerate() {
+            let table = free.split_off(free.len() - needed);
+            let (k, v) = (of(index as u32 + 1, *length), of(index as u32 + 50, *length));
+            for place in 0..*length {
+                for head in 0..shape.heads {
+                    let at = (place * shape.heads + head) * shape.width;
+                    let block = (table[place / BLOCK], place % BLOCK);
+                    kv.put(block, [1, head], &k[at..][..shape.width], &v[at..][..shape.width]);
+                }
+            }
+            tables.push(table);
+            keys.push(k);
+            values.push(v);
+        }
+        Case { kv, tables, keys, values }
+    }
+
+    /// The plain formula in f64 for a query of a head at `place`.
+    fn right(case: &Case, (sequence, head, place): (usize, usize, usize), query: &[f32]) -> Vec<f64> {
+        let KvShape { heads, width, .. } = case.kv.shape();
+        let at = |place: usize| (place * heads + head) * width;
+        let score = |place: usize| {
+            let key = &case.keys[sequence][at(place)..][..width];
+            let sum: f64 = query.iter().zip(key).map(|(a, b)| f64::from(a * b)).sum();
+            (sum / (width as f64).sqrt()).exp()
+        };
+        let weights: Vec<f64> = (0..=place).map(score).collect();
+        let total: f64 = weights.iter().sum();
+        let value = |number: usize| {
+            let sum = |(place, weight): (usize, &f64)| {
+                weight * f64::from(case.values[sequence][at(place) + number])
+            };
+            weights.iter().enumerate().map(sum).sum::<f64>() / total
+        };
+        (0..width).map(value).collect()
+    }
+
+    #[test]
+    fn it_equals_the_plain_formula_for_any_shape_on_every_cpu() {
+        for numbers in [KvNumbers::F32, KvNumbers::Bf16] {
+            for (heads, group, width) in [(1, 1, 64), (3, 3, 64), (2, 7, 24), (1, 8, 128)] {
+                let shape = KvShape { layers: 2, heads, width, numbers };
+                let lengths = [1, 40, 100];
+                let case = case(shape, &lengths);
+                // One token of an answer, a whole prompt, the end of a prompt.
+                let firsts = [0, 0, 63];
+                let rows: usize = lengths.iter().zip(firsts).map(|(length, first)| length - first).sum();
+                let row = heads * group * width;
+                let queries = flat(&[rows, row], 9);
+                let spans: Vec<Span<'_>> = (0..3)
+                    .map(|i| Span {
+                        blocks: &case.tables[i],
+                        first: firsts[i],
+                        count: lengths[i] - firsts[i],
+                    })
+                    .collect();
+                on_every_cpu(|| {
+                    let mut out = vec![f32::NAN; rows * row];
+                    attend((&case.kv, 1), &spans, &queries, &mut out);
+                    let mut at = 0;
+                    for (sequence, span) in spans.iter().enumerate() {
+                        for place in span.first..span.first + span.count {
+                            for head in 0..heads * group {
+                                let query = &queries[at..at + width];
+                                let right = right(&case, (sequence, head / group, place), query);
+                                for (ours, right) in out[at..].iter().zip(right) {
+                                    let off = (f64::from(*ours) - right).abs();
+                                    assert!(off < 2e-6, "{shape:?} {sequence} {place} {head}: {off}");
+                                }
+                                at += width;
+                            }
+                        }
+                    }
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn a_token_gives_the_same_bits_in_any_company_and_in_any_step() {
+        on_every_cpu(|| {
+            for numbers in [KvNumbers::F32, KvNumbers::Bf16] {
+                let shape = KvShape { layers: 2, heads: 2, width: 64, numbers };
+                let case = case(shape, &[70, 33]);
+                let row = 6 * 64;
+                let queries = flat(&[103, row], 3);
+                let all = [(0, 0..70), (1, 0..33)];
+                let of = |parts: &[(usize, std::ops::Range<usize>)]| {
+                    let spans: Vec<Span<'_>> = parts
+                        .iter()
+                        .map(|(i, at)| Span { blocks: &case.tables[*i], first: at.start, count: at.len() })
+                        .collect();
+                    let own = parts
+                        .iter()
+                        .flat_map(|(i, at)| &queries[(i * 70 + at.start) * row..(i * 70 + at.end) * row]);
+                    let own: Vec<f32> = own.copied().collect();
+                    let mut out = vec![f32::NAN; own.len()];
+                    attend((&case.kv, 1), &spans, &own, &mut out);
+                    out
+                };
+                let together = of(&all);
+                for place in [0, 1, 15, 16, 40, 69] {
+                    let right = &together[place * row..(place + 1) * row];
+                    assert_eq!(of(&[(0, place..place + 1)]), right, "alone, {place}");
+                    let from = place.saturating_sub(7);
+                    let cut = of(&[(1, 3..9), (0, from..place + 1)]);
+                    assert_eq!(&cut[cut.len() - row..], right, "cut otherwise, {place}");
+                }
+            }
+        });
+    }
+}

@@ -1,0 +1,333 @@
+//! The product of a few rows with a [`Matrix`](super::matrix::Matrix), whose numbers become f32 in registers:
+//! reading the weights takes most of the time, and they are smaller than f32.
+
+use std::cell::RefCell;
+
+use pulp::{Simd, WithSimd};
+
+use super::super::dispatch;
+use super::numbers::{Numbers, PANEL};
+use super::size::{ROWS_OF_32, Tile as Height};
+use super::tile::store;
+
+/// The rows of the highest tile; it needs 32 registers.
+pub const MOST_ROWS: usize = 16;
+/// The rows of the tile between one and the most.
+const SOME_ROWS: usize = 4;
+
+/// Rows times some panels.
+pub struct Few<'a> {
+    pub numbers: Numbers,
+    pub depth: usize,
+    /// `[count, depth]`.
+    pub rows: &'a [f32],
+    pub panels: &'a [u32],
+    /// `[count, stride]`; the panels' columns, as far as the stride goes.
+    pub out: &'a mut [f32],
+    pub stride: usize,
+}
+
+/// The numbers of a panel as f32: `[depth, PANEL]`.
+pub struct Unpack<'a> {
+    pub numbers: Numbers,
+    pub panel: &'a [u32],
+    pub to: &'a mut Vec<f32>,
+}
+
+thread_local! {
+    /// A tile of rows, number by number.
+    static TILE: RefCell<Vec<f32>> = RefCell::default();
+}
+
+/// Computes in tiles of 16, 4 and 1 rows.
+pub fn multiply_few(few: Few<'_>) {
+    let Few { numbers, depth, rows, panels, out, stride } = few;
+    let mut tile = TILE.take();
+    let mut first = 0;
+    let count = rows.len() / depth;
+    while first < count {
+        let left = count - first;
+        // 16 rows take the time of 12 in tiles of 4.
+        let height = match left {
+            1 => 1,
+            9.. if Height::of_this_cpu().rows == ROWS_OF_32 => MOST_ROWS,
+            _ => SOME_ROWS,
+        };
+        let taken = left.min(height);
+        transpose(&rows[first * depth..][..taken * depth], depth, height, &mut tile);
+        let out = &mut out[first * stride..][..taken * stride];
+        dispatch(Tile { numbers, height, rows: &tile, panels, out, stride });
+        first += taken;
+    }
+    TILE.set(tile);
+}
+
+/// `to` `[depth, height]` ← `rows` `[count, depth]`, with zeros for rows that are lacking.
+fn transpose(rows: &[f32], depth: usize, height: usize, to: &mut Vec<f32>) {
+    to.clear();
+    to.resize(depth * height, 0.0);
+    for (row, numbers) in rows.chunks_exact(depth).enumerate() {
+        for (to, x) in to.chunks_exact_mut(height).zip(numbers) {
+            to[row] = *x;
+        }
+    }
+}
+
+struct Tile<'a> {
+    numbers: Numbers,
+    height: usize,
+    /// `[depth, height]`.
+    rows: &'a [f32],
+    panels: &'a [u32],
+    out: &'a mut [f32],
+    stride: usize,
+}
+
+impl WithSimd for Tile<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        match self.numbers {
+            Numbers::F32 => self.coded::<S, F32>(simd),
+            Numbers::Bf16 => self.coded::<S, Bf16>(simd),
+            Numbers::Bits4 => self.coded::<S, Bits4>(simd),
+            Numbers::Bits8 => self.coded::<S, Bits8<8>>(simd),
+            Numbers::Bits8By16 => self.coded::<S, Bits8<4>>(simd),
+        }
+    }
+}
+
+impl Tile<'_> {
+    #[inline(always)]
+    fn coded<S: Simd, C: Coding>(self, simd: S) {
+        match self.height {
+            1 => self.multiply::<S, C, 1, 4>(simd),
+            SOME_ROWS if S::F32_LANES == 16 => self.multiply::<S, C, SOME_ROWS, 4>(simd),
+            SOME_ROWS => self.multiply::<S, C, SOME_ROWS, 2>(simd),
+            _ => self.multiply::<S, C, MOST_ROWS, 1>(simd),
+        }
+    }
+
+    /// `WIDTH` registers of columns at a time.
+    #[inline(always)]
+    fn multiply<S: Simd, C: Coding, const HEIGHT: usize, const WIDTH: usize>(self, simd: S) {
+        let rows = self.rows.as_chunks::<HEIGHT>().0;
+        let panel = rows.len() / (C::WORDS * C::IN_WORD) * C::SIZE * PANEL;
+        for (index, panel) in self.panels.chunks_exact(panel).enumerate() {
+            for part in 0..PANEL / (WIDTH * S::F32_LANES) {
+                let first = index * PANEL + part * WIDTH * S::F32_LANES;
+                if first >= self.stride {
+                    break;
+                }
+                let sums = sums::<S, C, HEIGHT, WIDTH>(simd, rows, S::as_simd_u32s(panel).0, part);
+                let last = (first + WIDTH * S::F32_LANES).min(self.stride);
+                for (out, sums) in self.out.chunks_exact_mut(self.stride).zip(sums) {
+                    store(simd, &sums, &mut out[first..last]);
+                }
+            }
+        }
+    }
+}
+
+/// The products of `HEIGHT` rows with `WIDTH` registers of columns, over the whole depth.
+#[inline(always)]
+fn sums<S: Simd, C: Coding, const HEIGHT: usize, const WIDTH: usize>(
+    simd: S,
+    rows: &[[f32; HEIGHT]],
+    panel: &[S::u32s],
+    part: usize,
+) -> [[S::f32s; WIDTH]; HEIGHT] {
+    let mut sums = [[simd.splat_f32s(0.0); WIDTH]; HEIGHT];
+    let line = PANEL / S::F32_LANES;
+    let take = |line: &[S::u32s]| {
+        let mut taken = [simd.splat_u32s(0); WIDTH];
+        taken.copy_from_slice(&line[part * WIDTH..][..WIDTH]);
+        taken
+    };
+    let groups = panel.chunks_exact(C::SIZE * line).zip(rows.chunks_exact(C::WORDS * C::IN_WORD));
+    for (group, rows) in groups {
+        if part == 0 {
+            fetch_ahead::<S>(group);
+        }
+        let scales = if C::SIZE > C::WORDS { take(group) } else { [simd.splat_u32s(0); WIDTH] };
+        let offsets = if C::SIZE > C::WORDS { take(&group[line..]) } else { scales };
+        let words = group[(C::SIZE - C::WORDS) * line..].chunks_exact(line);
+        for (words, rows) in words.zip(rows.chunks_exact(C::IN_WORD)) {
+            let mut words = take(words);
+            for row in rows {
+                let mut numbers = [simd.splat_f32s(0.0); WIDTH];
+                for index in 0..WIDTH {
+                    let (scale, offset) = (scales[index], offsets[index]);
+                    numbers[index] = C::number(simd, words[index], scale, offset);
+                    words[index] = C::next(simd, words[index]);
+                }
+                for (sums, x) in sums.iter_mut().zip(row) {
+                    let x = simd.splat_f32s(*x);
+                    for (sum, number) in sums.iter_mut().zip(numbers) {
+                        *sum = simd.mul_add_e_f32s(x, number, *sum);
+                    }
+                }
+            }
+        }
+    }
+    sums
+}
+
+/// Asks the CPU for the words that lie a page behind these: it foresees no reading beyond a page of 4 KiB, and
+/// waiting there takes twice as long as computing.
+#[inline(always)]
+#[cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "no safe interface has the instruction"))]
+fn fetch_ahead<S: Simd>(words: &[S::u32s]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in (0..size_of_val(words)).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let ahead = words.as_ptr().cast::<i8>().wrapping_add(4096 + line);
+        // SAFETY: it has no effect but on time, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = words;
+}
+
+impl WithSimd for Unpack<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        match self.numbers {
+            Numbers::F32 => unpack::<S, F32>(simd, self.panel, self.to),
+            Numbers::Bf16 => unpack::<S, Bf16>(simd, self.panel, self.to),
+            Numbers::Bits4 => unpack::<S, Bits4>(simd, self.panel, self.to),
+            Numbers::Bits8 => unpack::<S, Bits8<8>>(simd, self.panel, self.to),
+            Numbers::Bits8By16 => unpack::<S, Bits8<4>>(simd, self.panel, self.to),
+        }
+    }
+}
+
+#[inline(always)]
+fn unpack<S: Simd, C: Coding>(simd: S, panel: &[u32], to: &mut Vec<f32>) {
+    to.resize(panel.len() / C::SIZE * C::WORDS * C::IN_WORD, 0.0);
+    let line = PANEL / S::F32_LANES;
+    let groups = S::as_simd_u32s(panel).0.chunks_exact(C::SIZE * line);
+    let to = S::as_mut_simd_f32s(to).0.chunks_exact_mut(C::WORDS * C::IN_WORD * line);
+    for (group, to) in groups.zip(to) {
+        let words = group[(C::SIZE - C::WORDS) * line..].chunks_exact(line);
+        for (words, to) in words.zip(to.chunks_exact_mut(C::IN_WORD * line)) {
+            for (lane, word) in words.iter().enumerate() {
+                let (scale, offset) = (group[lane], group[(line + lane).min(group.len() - 1)]);
+                let mut word = *word;
+                for to in to.chunks_exact_mut(line) {
+                    to[lane] = C::number(simd, word, scale, offset);
+                    word = C::next(simd, word);
+                }
+            }
+        }
+    }
+}
+
+/// How numbers lie in words. Not closures: see [`Lanes`](super::super::activation::Lanes).
+trait Coding {
+    /// Numbers in a word.
+    const IN_WORD: usize;
+    /// Words of numbers in a group.
+    const WORDS: usize;
+    /// Words of a group, with those of the scale and the offset.
+    const SIZE: usize;
+    /// The next number of a word, which [`Coding::next`] has brought to its place.
+    fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s;
+    /// Brings the next number to its place.
+    fn next<S: Simd>(simd: S, word: S::u32s) -> S::u32s;
+}
+
+struct F32;
+struct Bf16;
+struct Bits4;
+/// With so many words in a group.
+struct Bits8<const WORDS: usize>;
+
+impl Coding for F32 {
+    const IN_WORD: usize = 1;
+    const WORDS: usize = 1;
+    const SIZE: usize = 1;
+
+    #[inline(always)]
+    fn number<S: Simd>(simd: S, word: S::u32s, _: S::u32s, _: S::u32s) -> S::f32s {
+        simd.transmute_f32s_u32s(word)
+    }
+
+    #[inline(always)]
+    fn next<S: Simd>(_: S, word: S::u32s) -> S::u32s {
+        word
+    }
+}
+
+impl Coding for Bf16 {
+    const IN_WORD: usize = 2;
+    const WORDS: usize = 1;
+    const SIZE: usize = 1;
+
+    #[inline(always)]
+    fn number<S: Simd>(simd: S, word: S::u32s, _: S::u32s, _: S::u32s) -> S::f32s {
+        simd.transmute_f32s_u32s(shifted_left(simd, word, 16))
+    }
+
+    #[inline(always)]
+    fn next<S: Simd>(simd: S, word: S::u32s) -> S::u32s {
+        shifted_right(simd, word, 16)
+    }
+}
+
+impl Coding for Bits4 {
+    const IN_WORD: usize = 8;
+    const WORDS: usize = 4;
+    const SIZE: usize = 6;
+
+    #[inline(always)]
+    fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s {
+        quantised(simd, word, 15, [scale, offset])
+    }
+
+    #[inline(always)]
+    fn next<S: Simd>(simd: S, word: S::u32s) -> S::u32s {
+        shifted_right(simd, word, 4)
+    }
+}
+
+impl<const COUNT: usize> Coding for Bits8<COUNT> {
+    const IN_WORD: usize = 4;
+    const WORDS: usize = COUNT;
+    const SIZE: usize = COUNT + 2;
+
+    #[inline(always)]
+    fn number<S: Simd>(simd: S, word: S::u32s, scale: S::u32s, offset: S::u32s) -> S::f32s {
+        quantised(simd, word, 255, [scale, offset])
+    }
+
+    #[inline(always)]
+    fn next<S: Simd>(simd: S, word: S::u32s) -> S::u32s {
+        shifted_right(simd, word, 8)
+    }
+}
+
+#[inline(always)]
+fn shifted_left<S: Simd>(simd: S, word: S::u32s, bits: u32) -> S::u32s {
+    simd.wrapping_dyn_shl_u32s(word, simd.splat_u32s(bits))
+}
+
+#[inline(always)]
+fn shifted_right<S: Simd>(simd: S, word: S::u32s, bits: u32) -> S::u32s {
+    simd.wrapping_dyn_shr_u32s(word, simd.splat_u32s(bits))
+}
+
+/// q·scale + offset, where `mask` is q's bits.
+#[inline(always)]
+fn quantised<S: Simd>(simd: S, word: S::u32s, mask: u32, group: [S::u32s; 2]) -> S::f32s {
+    /// 2^23: a whole number in the low bits of its fraction is added to it.
+    const POWER: f32 = 8_388_608.0;
+    let power = simd.splat_f32s(POWER);
+    let q = simd.or_u32s(simd.and_u32s(word, simd.splat_u32s(mask)), simd.transmute_u32s_f32s(power));
+    let q = simd.sub_f32s(simd.transmute_f32s_u32s(q), power);
+    let [scale, offset] = group.map(|bits| simd.transmute_f32s_u32s(bits));
+    simd.mul_add_e_f32s(q, scale, offset)
+}

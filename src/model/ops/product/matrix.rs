@@ -1,0 +1,385 @@
+//! The right matrix of a product in the number type of its file: f32, bf16, or whole numbers of 4 or 8 bits
+//! with a scale and an offset for each group. Owns the laid-out numbers, which can be a part of a mapped file.
+//!
+//! A result is the sum over the depth in order, of each number as f32: it is the same for one row and for a
+//! thousand, and however many threads share the work.
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::sync::Arc;
+
+use memmap2::Mmap;
+use pulp::bytemuck;
+use rayon::prelude::*;
+
+use super::super::dispatch;
+use super::super::kv::upper;
+use super::few::{Few, MOST_ROWS, Unpack, multiply_few};
+use super::layout::{Panels, Rows};
+use super::numbers::{Numbers, PANEL};
+
+/// A group of quantised numbers: each is `q·scale + offset`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Group {
+    /// The step between two numbers.
+    pub scale: f32,
+    /// The number of q = 0.
+    pub offset: f32,
+    /// q; as many as the group has.
+    pub q: [u8; 32],
+}
+
+/// The right matrix of a product, `[depth, width]`.
+pub struct Matrix {
+    numbers: Numbers,
+    depth: usize,
+    width: usize,
+    words: Words,
+}
+
+/// The laid-out numbers: `[width rounded up / PANEL, groups of the depth, words of a group, PANEL]`. Of a group
+/// come first the scales, then the offsets, then the numbers.
+#[derive(Clone)]
+pub enum Words {
+    /// In memory of this process.
+    Own(Arc<[u32]>),
+    /// The bytes of a mapped file; aligned to a word.
+    Mapped(Arc<Mmap>, Range<usize>),
+}
+
+impl Words {
+    /// The words.
+    pub fn get(&self) -> &[u32] {
+        match self {
+            Self::Own(words) => words,
+            Self::Mapped(file, place) => bytemuck::cast_slice(&file[place.clone()]),
+        }
+    }
+}
+
+thread_local! {
+    /// Reused by the next product: new memory costs a page fault every 4 KiB.
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+#[derive(Default)]
+struct Scratch {
+    rows: Rows,
+    panels: Panels,
+    columns: Vec<f32>,
+    out: Vec<f32>,
+}
+
+impl Matrix {
+    /// Lays out a matrix that is given by its columns, `[width, depth]`, in f32.
+    pub fn of_f32(columns: &[f32], depth: usize) -> Self {
+        Self::laid(Numbers::F32, [depth, columns.len() / depth], |column, k, _| {
+            columns[column * depth + k].to_bits()
+        })
+    }
+
+    /// The same in bf16, to the nearest. `depth` is even.
+    pub fn of_bf16(columns: &[f32], depth: usize) -> Self {
+        Self::laid(Numbers::Bf16, [depth, columns.len() / depth], |column, group, _| {
+            let at = column * depth + 2 * group;
+            upper(columns[at]) >> 16 | upper(columns[at + 1])
+        })
+    }
+
+    /// Lays out quantised numbers. `group` gives a group of a column: the column, then the group's index.
+    pub fn of_groups(
+        numbers: Numbers,
+        [depth, width]: [usize; 2],
+        group: impl Fn(usize, usize) -> Group,
+    ) -> Self {
+        let bits = if numbers == Numbers::Bits4 { 4 } else { 8 };
+        Self::laid(numbers, [depth, width], |column, index, word| {
+            let Group { scale, offset, q } = group(column, index);
+            match word {
+                0 => scale.to_bits(),
+                1 => offset.to_bits(),
+                _ => {
+                    let each = 32 / bits as usize;
+                    let q = &q[(word - 2) * each..][..each];
+                    q.iter().rev().fold(0, |word, q| word << bits | u32::from(*q))
+                }
+            }
+        })
+    }
+
+    /// `word` gives a word of a column: the column, the group's index, the word's index in the group.
+    fn laid(numbers: Numbers, [depth, width]: [usize; 2], word: impl Fn(usize, usize, usize) -> u32) -> Self {
+        let (groups, words) = (depth / numbers.group(), numbers.words());
+        let count = width.div_ceil(PANEL) * groups * words * PANEL;
+        let laid = (0..count).map(|at| {
+            let (row, lane) = (at / PANEL, at % PANEL);
+            let column = row / (groups * words) * PANEL + lane;
+            if column < width { word(column, row / words % groups, row % words) } else { 0 }
+        });
+        Self { numbers, depth, width, words: Words::Own(laid.collect()) }
+    }
+
+    /// A matrix whose words were laid out before. None: it has another number of words.
+    pub fn of_words(numbers: Numbers, [depth, width]: [usize; 2], words: Words) -> Option<Self> {
+        let count = width.div_ceil(PANEL) * (depth / numbers.group()) * numbers.words() * PANEL;
+        (words.get().len() == count).then_some(Self { numbers, depth, width, words })
+    }
+
+    /// The laid-out words.
+    pub fn words(&self) -> &[u32] {
+        self.words.get()
+    }
+
+    /// How its numbers are kept.
+    pub fn numbers(&self) -> Numbers {
+        self.numbers
+    }
+
+    /// The length of a column.
+    pub fn depth(&self) -> usize {
+        self.depth
+    }
+
+    /// The number of columns.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Writes a column's numbers to `out`, `depth` long: the row of an embedding.
+    pub fn column(&self, column: usize, out: &mut [f32]) {
+        let (panel, lane) = (self.panels(column / PANEL..column / PANEL + 1), column % PANEL);
+        let words = self.numbers.words();
+        let (group, in_word) = (self.numbers.group(), self.numbers.in_word());
+        for (index, out) in out.chunks_exact_mut(group).enumerate() {
+            let word = |word: usize| panel[(index * words + word) * PANEL + lane];
+            let first = if self.numbers.is_scaled() { 2 } else { 0 };
+            let (scale, offset) = (f32::from_bits(word(0)), f32::from_bits(word(1.min(words - 1))));
+            for (place, out) in out.iter_mut().enumerate() {
+                let bits = word(first + place / in_word);
+                *out = number(self.numbers, bits, place % in_word, (scale, offset));
+            }
+        }
+    }
+
+    /// `out` `[rows, width]` ← `rows` `[rows, depth]` times this matrix.
+    pub fn multiply(&self, rows: &[f32], out: &mut [f32]) {
+        let count = rows.len() / self.depth;
+        if count == 0 {
+            return;
+        }
+        let threads = rayon::current_num_threads();
+        let panels = self.width.div_ceil(PANEL);
+        if count > MANY {
+            // Each thread unpacks every panel once, for its share of the rows.
+            let share = count.div_ceil(threads).max(MANY / 2);
+            let blocks = rows.chunks(share * self.depth).zip(out.chunks_mut(share * self.width));
+            if threads == 1 {
+                blocks.for_each(|(rows, out)| self.multiply_many(rows, out));
+            } else {
+                blocks
+                    .collect::<Vec<_>>()
+                    .into_par_iter()
+                    .for_each(|(rows, out)| self.multiply_many(rows, out));
+            }
+        } else if threads == 1 || self.words.get().len() * count < WORTH_SHARING {
+            self.multiply_panels(rows, 0..panels, out, self.width);
+        } else {
+            self.multiply_in_parallel(rows, out, threads);
+        }
+    }
+
+    /// Few rows: each thread computes some of the columns.
+    fn multiply_in_parallel(&self, rows: &[f32], out: &mut [f32], threads: usize) {
+        let share = self.width.div_ceil(PANEL).div_ceil(threads);
+        let shares: Vec<(Range<usize>, Vec<f32>)> = (0..threads)
+            .into_par_iter()
+            .map(|thread| {
+                let end = ((thread + 1) * share).min(self.width.div_ceil(PANEL));
+                let panels = (thread * share).min(end)..end;
+                let columns = panels.start * PANEL..(panels.end * PANEL).min(self.width);
+                let mut own = vec![0.0; rows.len() / self.depth * columns.len()];
+                if !columns.is_empty() {
+                    self.multiply_panels(rows, panels, &mut own, columns.len());
+                }
+                (columns, own)
+            })
+            .collect();
+        for (columns, own) in shares.iter().filter(|(columns, _)| !columns.is_empty()) {
+            for (out, own) in out.chunks_exact_mut(self.width).zip(own.chunks_exact(columns.len())) {
+                out[columns.clone()].copy_from_slice(own);
+            }
+        }
+    }
+
+    /// The columns of some panels, to `out` `[rows, stride]`.
+    fn multiply_panels(&self, rows: &[f32], panels: Range<usize>, out: &mut [f32], stride: usize) {
+        let (numbers, depth) = (self.numbers, self.depth);
+        multiply_few(Few { numbers, depth, rows, panels: self.panels(panels), out, stride });
+    }
+
+    /// The words of some panels.
+    fn panels(&self, panels: Range<usize>) -> &[u32] {
+        let words = self.words.get();
+        let each = self.depth / self.numbers.group() * self.numbers.words() * PANEL;
+        &words[panels.start * each..panels.end * each]
+    }
+
+    /// Many rows: each panel is unpacked to f32 once, and multiplied with tiles of rows.
+    fn multiply_many(&self, rows: &[f32], out: &mut [f32]) {
+        let mut scratch = SCRATCH.take();
+        let Scratch { rows: laid, panels, columns, out: part } = &mut scratch;
+        laid.lay(rows, self.depth);
+        for panel in 0..self.width.div_ceil(PANEL) {
+            let first = panel * PANEL;
+            let width = PANEL.min(self.width - first);
+            dispatch(Unpack { numbers: self.numbers, panel: self.panels(panel..panel + 1), to: columns });
+            panels.lay_rows(columns, PANEL);
+            part.resize(rows.len() / self.depth * PANEL, 0.0);
+            laid.multiply(0, panels, part, PANEL);
+            for (out, part) in out.chunks_exact_mut(self.width).zip(part.chunks_exact(PANEL)) {
+                out[first..first + width].copy_from_slice(&part[..width]);
+            }
+        }
+        SCRATCH.set(scratch);
+    }
+}
+
+/// Words times rows from which on several threads are faster than one: some 50 µs of work.
+const WORTH_SHARING: usize = 1 << 20;
+/// Above so many rows, unpacking a panel costs less than reading its numbers once for each tile of rows.
+const MANY: usize = 2 * MOST_ROWS;
+
+/// The number at a place of a word.
+fn number(numbers: Numbers, word: u32, place: usize, (scale, offset): (f32, f32)) -> f32 {
+    let quantised = |bits: u32| {
+        let q = word >> (bits * place as u32) & ((1 << bits) - 1);
+        (q as f32).mul_add(scale, offset)
+    };
+    match numbers {
+        Numbers::F32 => f32::from_bits(word),
+        Numbers::Bf16 => f32::from_bits(word >> (16 * place) << 16),
+        Numbers::Bits4 => quantised(4),
+        Numbers::Bits8 | Numbers::Bits8By16 => quantised(8),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::testing::{noise, on_every_cpu};
+    use super::*;
+
+    const ALL: [Numbers; 5] =
+        [Numbers::F32, Numbers::Bf16, Numbers::Bits4, Numbers::Bits8, Numbers::Bits8By16];
+
+    fn flat(shape: &[usize], seed: u32) -> Vec<f32> {
+        noise(shape, 1.0, seed).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    /// A matrix with its columns as f32.
+    fn matrix(numbers: Numbers, [depth, width]: [usize; 2]) -> (Matrix, Vec<f32>) {
+        let columns = flat(&[width, depth], 5);
+        let most = if numbers == Numbers::Bits4 { 15.0 } else { 255.0 };
+        let group = |column: usize, index: usize| {
+            let first = column * depth + index * numbers.group();
+            let mut q = [0; 32];
+            for (q, x) in q.iter_mut().zip(&columns[first..][..numbers.group()]) {
+                *q = ((x + 1.0) / 2.0 * most).round() as u8;
+            }
+            Group { scale: 0.125 + column as f32 / 1024.0, offset: -0.75 - index as f32 / 8.0, q }
+        };
+        let made = match numbers {
+            Numbers::F32 => Matrix::of_f32(&columns, depth),
+            Numbers::Bf16 => Matrix::of_bf16(&columns, depth),
+            _ => Matrix::of_groups(numbers, [depth, width], group),
+        };
+        let right = match numbers {
+            Numbers::F32 => columns.clone(),
+            Numbers::Bf16 => columns.iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect(),
+            _ => (0..width * depth)
+                .map(|at| {
+                    let (column, k) = (at / depth, at % depth);
+                    let Group { scale, offset, q } = group(column, k / numbers.group());
+                    f32::from(q[k % numbers.group()]) * scale + offset
+                })
+                .collect(),
+        };
+        (made, right)
+    }
+
+    #[test]
+    fn the_numbers_of_a_column_are_those_it_was_made_of() {
+        for numbers in ALL {
+            let (made, right) = matrix(numbers, [96, 70]);
+            for column in [0, 1, 63, 64, 69] {
+                let mut out = vec![f32::NAN; 96];
+                made.column(column, &mut out);
+                for (ours, right) in out.iter().zip(&right[column * 96..]) {
+                    assert!((ours - right).abs() < 4e-6, "{numbers:?} {column}: {ours} {right}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_product_is_the_sum_of_the_products_on_every_cpu() {
+        on_every_cpu(|| {
+            for numbers in ALL {
+                for (rows, width) in [(1, 70), (3, 64), (5, 1), (16, 130), (21, 70), (50, 70)] {
+                    let (made, right) = matrix(numbers, [96, width]);
+                    let x = flat(&[rows, 96], 7);
+                    let mut out = vec![f32::NAN; rows * width];
+                    made.multiply(&x, &mut out);
+                    for (at, ours) in out.iter().enumerate() {
+                        let (row, column) = (&x[at / width * 96..][..96], &right[at % width * 96..][..96]);
+                        let right: f64 = row.iter().zip(column).map(|(a, b)| f64::from(a * b)).sum();
+                        let off = (f64::from(*ours) - right).abs();
+                        assert!(off < 1e-3, "{numbers:?}, {rows} rows, {at}: {ours} {right}");
+                    }
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn a_row_gives_the_same_bits_among_any_others_and_with_any_threads() {
+        on_every_cpu(|| {
+            for numbers in ALL {
+                let (made, _) = matrix(numbers, [96, 200]);
+                let x = flat(&[70, 96], 9);
+                let of = |rows: Range<usize>| {
+                    let mut out = vec![f32::NAN; rows.len() * 200];
+                    made.multiply(&x[rows.start * 96..rows.end * 96], &mut out);
+                    out
+                };
+                let together = of(0..70);
+                for rows in [0..1, 3..5, 7..20, 30..63, 69..70] {
+                    assert_eq!(of(rows.clone()), together[rows.start * 200..rows.end * 200], "{numbers:?}");
+                }
+            }
+        });
+        const WIDTH: usize = 6_000;
+        let (made, _) = matrix(Numbers::Bits4, [96, WIDTH]);
+        let x = flat(&[70, 96], 9);
+        let with = |threads: usize, rows: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let mut out = vec![f32::NAN; rows * WIDTH];
+            pool.install(|| made.multiply(&x[..rows * 96], &mut out));
+            out
+        };
+        for rows in [1, 9, 17, 70] {
+            assert_eq!(with(1, rows), with(3, rows));
+        }
+    }
+
+    #[test]
+    fn laid_out_words_are_taken_again_if_they_are_as_many() {
+        let (made, _) = matrix(Numbers::Bits4, [64, 10]);
+        let words = Words::Own(made.words().into());
+        let again = Matrix::of_words(Numbers::Bits4, [64, 10], words.clone()).unwrap();
+        let (x, mut a, mut b) = (flat(&[2, 64], 1), [0.0; 20], [1.0; 20]);
+        made.multiply(&x, &mut a);
+        again.multiply(&x, &mut b);
+        assert_eq!(a, b);
+        assert!(Matrix::of_words(Numbers::Bits8, [64, 10], words).is_none());
+    }
+}

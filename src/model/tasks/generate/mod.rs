@@ -1,0 +1,380 @@
+//! Text generation: from `/v1/completions` and `/v1/chat/completions` bodies to prompts, and from answers to
+//! response bodies, whole and in parts. Never touches the device.
+
+mod blocks;
+mod grammar;
+mod network;
+mod options;
+mod sampler;
+mod text;
+
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+
+use sha2::{Digest, Sha256};
+
+use self::grammar::{Constraint, Grammars};
+pub use self::network::{Answer, Piece, Prompt, TextGenerator};
+use self::options::Options;
+use self::sampler::Seed;
+use super::names::ServedNames;
+use super::{MANY_TEXTS, prepared};
+use crate::model::load::ModelFiles;
+use crate::model::load::gguf::Gguf;
+use crate::model::load::laid_out::{self, LaidOut};
+use crate::model::load::vocabulary::Vocabulary;
+use crate::model::nets::decoder::config::DecoderConfig;
+use crate::model::nets::decoder::{Decoder, Weights};
+use crate::model::ops::kv::KvShape;
+use crate::model::{
+    Body, Capacity, Device, Dtype, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route,
+    SizedInput, TaskError,
+};
+use crate::protocol::generate::{Api, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id};
+
+const COMPLETIONS: &str = "/v1/completions";
+const CHAT: &str = "/v1/chat/completions";
+/// Tokens of an answer where the request does not say, as OpenAI's for completions.
+const COMPLETION_TOKENS: usize = 16;
+/// The same for conversations.
+const CHAT_TOKENS: usize = 512;
+
+/// Loads a model that generates text.
+///
+/// # Errors
+/// [`LoadError`] for a file that is missing or invalid, an option that is not known, and a device or precision
+/// that is not done.
+pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, TextGenerator), LoadError> {
+    let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
+    if !device.is_cpu() {
+        return Err(refused("text is generated on CPUs only, so far".to_owned()));
+    }
+    if spec.dtype != Dtype::F32 {
+        let name = spec.dtype.name();
+        return Err(refused(format!(
+            "dtype is {name:?}; weights are kept as in the file and computed in f32"
+        )));
+    }
+    let files = ModelFiles::locate(&spec.source)?;
+    let (config, vocabulary, weights) = if let Some(path) = files.gguf() {
+        let gguf = Gguf::read(&path)?;
+        let config = DecoderConfig::of_gguf(&gguf)?;
+        let vocabulary = Vocabulary::of_gguf(&gguf, config.vocabulary)?;
+        let weights = Weights::of_gguf(gguf, &config);
+        (config, vocabulary, weights)
+    } else {
+        let config = DecoderConfig::read(&files, &spec.source)?;
+        let vocabulary = Vocabulary::of_files(&files, config.vocabulary)?;
+        let weights = Weights::of_files(&files, &config)?;
+        (config, vocabulary, weights)
+    };
+    let options = Options::read(spec, config.context)?;
+    let decoder = decoder(&files, weights, &config, options.context)?;
+    let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = config;
+    let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };
+    let capacity =
+        Capacity { sequences: options.sequences, tokens: options.kv_tokens, context: options.context };
+    let known = (vocabulary.texts(), vocabulary.ends.clone());
+    let generator = TextGenerator::new(decoder, shape, capacity, known);
+    let generator = generator.map_err(|error| spec.failed(format!("keys and values: {error}")))?;
+    let processor = GenerateProcessor {
+        vocabulary,
+        names: ServedNames::new(spec),
+        max_inputs: spec.max_inputs,
+        words: config.vocabulary,
+        options,
+        grammars: OnceLock::new(),
+    };
+    Ok((processor, generator))
+}
+
+/// Loads a decoder whose matrices are shared with the other workers of this host, if they can be.
+fn decoder(
+    files: &ModelFiles,
+    mut weights: Weights,
+    config: &DecoderConfig,
+    context: usize,
+) -> Result<Decoder, LoadError> {
+    let path = laid_out::path(&files.digest()?);
+    let known = |path: &Option<PathBuf>| path.as_deref().and_then(LaidOut::open);
+    if let Some(file) = known(&path) {
+        weights.take_from(file);
+        return Decoder::load(&weights, config, context);
+    }
+    let own = Decoder::load(&weights, config, context)?;
+    let Some(to) = &path else { return Ok(own) };
+    if let Err(error) = laid_out::write(to, own.matrices(&weights).into_iter()) {
+        let file = to.display();
+        tracing::warn!(%file, %error, "workers cannot share this model's memory: its matrices are not written");
+        return Ok(own);
+    }
+    match known(&path) {
+        Some(file) => weights.take_from(file),
+        None => return Ok(own),
+    }
+    drop(own);
+    Decoder::load(&weights, config, context)
+}
+
+/// Turns requests for text into prompts, and answers into responses.
+pub struct GenerateProcessor {
+    vocabulary: Vocabulary,
+    names: ServedNames,
+    max_inputs: usize,
+    /// Ids are below this number.
+    words: usize,
+    options: Options,
+    /// Made for the first request that needs it, which takes some 100 ms.
+    grammars: OnceLock<Result<Grammars, String>>,
+}
+
+/// What the response needs of its request.
+pub struct GenerateContext {
+    api: Api,
+    id: String,
+    created: u64,
+    seed: u64,
+    stream: bool,
+    include_usage: bool,
+    /// Tokens of the prompts, and of what was told in parts.
+    usage: Usage,
+    /// Answers whose end was not told in parts.
+    answering: usize,
+    /// What each answer's text begins with.
+    echoed: Vec<String>,
+    /// What was told of each answer in parts.
+    told: Vec<Told>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Told {
+    is_begun: bool,
+    characters: usize,
+}
+
+impl Processor for GenerateProcessor {
+    type Context = GenerateContext;
+    type Input = Prompt;
+    type Piece = Piece;
+    type Output = Answer;
+
+    fn routes(&self) -> &[Route] {
+        const BOTH: &[Route] = &[Route::json(CHAT), Route::json(COMPLETIONS)];
+        if self.vocabulary.chat.is_some() { BOTH } else { &BOTH[1..] }
+    }
+
+    fn probe(&self) -> Option<Message> {
+        let body = r#"{"prompt":"a","max_tokens":2,"ignore_eos":true,"temperature":0,"seed":0}"#;
+        let mut message = Message { body: body.into(), ..Message::default() };
+        message.properties.headers.insert("url".to_owned(), COMPLETIONS.into());
+        Some(message)
+    }
+
+    fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
+        let is_chat = match message.url() {
+            Some(url) => url == CHAT,
+            None => self.vocabulary.chat.is_some(),
+        };
+        let api = if is_chat { Api::Chat } else { Api::Completions };
+        let request = GenerateRequest::read(api, &message.body, self.max_inputs)?;
+        self.names.check(request.model.as_deref())?;
+        let constraint = self.constraint(&request.format)?;
+        let prompts = self.prompts(&request)?;
+        let seed = request.seed.unwrap_or_else(|| self.options.seed_of(&message.properties));
+        let mut inputs = Vec::with_capacity(prompts.len() * request.n);
+        let mut prompt_tokens = 0;
+        for (index, ids) in prompts.into_iter().enumerate() {
+            let (ids, max_tokens) = self.bounded(&request, index, ids)?;
+            let ids: Arc<[u32]> = ids.into();
+            prompt_tokens += ids.len();
+            for choice in 0..request.n {
+                let sequence = (index * request.n + choice) as u64;
+                let prompt = Prompt {
+                    ids: ids.clone(),
+                    max_tokens,
+                    sampling: request.sampling,
+                    seed: Seed { task: seed, sequence },
+                    stop: request.stop.clone(),
+                    ignore_eos: request.ignore_eos,
+                    logprobs: request.logprobs,
+                    constraint: constraint.clone(),
+                    owner: request.owner.as_deref().unwrap_or_default().into(),
+                };
+                inputs.push(SizedInput { input: prompt, tokens: ids.len(), answer_tokens: max_tokens });
+            }
+        }
+        let echoed = self.echoed(&request, &inputs);
+        let context = GenerateContext {
+            api,
+            id: new_id(api),
+            created: unix_seconds(),
+            seed,
+            stream: request.stream,
+            include_usage: request.include_usage,
+            usage: Usage { prompt_tokens, ..Usage::default() },
+            answering: inputs.len(),
+            echoed,
+            told: vec![Told::default(); inputs.len()],
+        };
+        Ok((context, inputs))
+    }
+
+    fn is_streamed(&self, context: &GenerateContext) -> bool {
+        context.stream
+    }
+
+    fn parts(&self, context: &mut GenerateContext, input: usize, pieces: Vec<Piece>) -> Vec<Body> {
+        let GenerateContext { api, id, created, echoed, told, usage, answering, .. } = context;
+        let Some(told) = told.get_mut(input) else { return Vec::new() };
+        usage.completion_tokens += pieces.len();
+        let mut text =
+            if told.is_begun { String::new() } else { echoed.get(input).cloned().unwrap_or_default() };
+        pieces.iter().for_each(|piece| text.push_str(&piece.text));
+        let scores: Vec<_> = pieces.iter().filter_map(|piece| piece.score.clone()).collect();
+        let end = pieces.iter().find_map(|piece| piece.end);
+        if text.is_empty() && scores.is_empty() && end.is_none() {
+            return Vec::new();
+        }
+        let finish = end.map(|(finish, cached)| {
+            usage.cached_tokens += cached;
+            *answering -= 1;
+            finish
+        });
+        let logprobs = (!scores.is_empty()).then_some(&*scores);
+        let (first, offset) = (!told.is_begun, told.characters);
+        told.is_begun = true;
+        told.characters += scores.iter().map(|score| score.characters()).sum::<usize>();
+        let reply = Reply { api: *api, id, created: *created, model: self.names.own() };
+        let chunk = reply.chunk(&Chunk { choice: input, text: &text, first, logprobs, offset, finish });
+        let is_last = context.include_usage && finish.is_some() && *answering == 0;
+        let usage = is_last.then(|| reply.usage_chunk(*usage));
+        // Both can be written whenever the reply can.
+        [Some(chunk), usage].into_iter().flatten().flatten().map(Body::json).collect()
+    }
+
+    fn finish(&self, context: GenerateContext, answers: Vec<Answer>) -> Result<Body, TaskError> {
+        let GenerateContext { api, id, created, echoed, seed, usage, .. } = context;
+        let usage = Usage {
+            prompt_tokens: usage.prompt_tokens,
+            completion_tokens: answers.iter().map(|answer| answer.tokens).sum(),
+            cached_tokens: answers.iter().map(|answer| answer.cached).sum(),
+        };
+        let choices = answers.into_iter().enumerate().map(|(index, answer)| {
+            let Answer { text, finish, scores, .. } = answer;
+            let text = echoed.get(index).cloned().unwrap_or_default() + &text;
+            Choice { index, text, finish, logprobs: scores }
+        });
+        let choices: Vec<Choice> = choices.collect();
+        let body = Reply { api, id: &id, created, model: self.names.own() }.whole(&choices, usage)?;
+        // Two's complement, as a seed can be asked for.
+        Ok(Body::json(body).header("seed", seed.cast_signed()))
+    }
+}
+
+impl GenerateProcessor {
+    /// What the text must be; none for any text.
+    fn constraint(&self, format: &Format) -> Result<Option<Constraint>, TaskError> {
+        if *format == Format::Text {
+            return Ok(None);
+        }
+        let made = || Grammars::new(&self.vocabulary.texts(), self.words, &self.vocabulary.ends);
+        match self.grammars.get_or_init(made) {
+            Ok(grammars) => grammars.constraint(format),
+            Err(reason) => Err(TaskError::internal(format!("response_format: {reason}"))),
+        }
+    }
+
+    /// The tokens of each prompt.
+    fn prompts(&self, request: &GenerateRequest) -> Result<Vec<Vec<u32>>, TaskError> {
+        let at = |index: usize| move |error: TaskError| error.at(request.path(index));
+        let prompts = match &request.prompts {
+            Prompts::Messages(messages) => {
+                let chat = self.vocabulary.chat.as_ref();
+                let chat =
+                    chat.ok_or_else(|| TaskError::bad_input("messages", "this model has no chat template"))?;
+                vec![self.vocabulary.conversation(&chat.render(messages)?)?]
+            }
+            Prompts::Texts { texts } => prepared(texts.iter().collect(), MANY_TEXTS, |index, text| {
+                self.vocabulary.prompt(text).map_err(at(index))
+            })?,
+            Prompts::Tokens(lists) => {
+                for (index, list) in lists.iter().enumerate() {
+                    if let Some(id) = list.iter().find(|id| **id as usize >= self.words) {
+                        let words = self.words;
+                        let message =
+                            format!("{id} is no token id of this model, whose ids are below {words}");
+                        return Err(TaskError::bad_input(request.path(index), message));
+                    }
+                }
+                lists.clone()
+            }
+        };
+        match prompts.iter().position(Vec::is_empty) {
+            Some(index) => {
+                let path = request.path(index);
+                let message = format!("{path} has no tokens, and there is nothing to continue");
+                Err(TaskError::bad_input(path, message))
+            }
+            None => Ok(prompts),
+        }
+    }
+
+    /// A prompt and its answer's most tokens, if both together fit.
+    fn bounded(
+        &self,
+        request: &GenerateRequest,
+        index: usize,
+        mut ids: Vec<u32>,
+    ) -> Result<(Vec<u32>, usize), TaskError> {
+        let most = self.options.context.min(self.options.kv_tokens);
+        let default = match request.api {
+            Api::Completions => COMPLETION_TOKENS,
+            Api::Chat => CHAT_TOKENS,
+        };
+        let wanted = request.max_tokens.unwrap_or(1);
+        if ids.len() + wanted > most && self.options.truncate_prompts && wanted < most {
+            // What was said last is what is to be continued.
+            ids.drain(..ids.len() + wanted - most);
+        }
+        let room = most.saturating_sub(ids.len());
+        if room < wanted {
+            let (path, tokens) = (request.path(index), ids.len());
+            let message = format!(
+                "{path} has {tokens} tokens and the answer may have {wanted}; this pool holds {most} of both together"
+            );
+            return Err(TaskError::bad_input(path, message));
+        }
+        Ok((ids, request.max_tokens.unwrap_or(default).min(room)))
+    }
+
+    /// What each answer's text begins with, if the prompts are to be repeated.
+    fn echoed(&self, request: &GenerateRequest, inputs: &[SizedInput<Prompt>]) -> Vec<String> {
+        if !request.echo {
+            return Vec::new();
+        }
+        let texts = self.vocabulary.texts();
+        let text = |(index, sized): (usize, &SizedInput<Prompt>)| match &request.prompts {
+            Prompts::Texts { texts } => texts[index / request.n].clone(),
+            _ => {
+                let bytes: Vec<u8> = sized.input.ids.iter().flat_map(|id| texts.get(*id)).copied().collect();
+                String::from_utf8_lossy(&bytes).into_owned()
+            }
+        };
+        inputs.iter().enumerate().map(text).collect()
+    }
+}
+
+fn unix_seconds() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |since| since.as_secs())
+}
+
+impl Options {
+    /// The seed of a task that names none: the same for the same task of the same pool.
+    fn seed_of(&self, properties: &Properties) -> u64 {
+        let id = properties.message_id.as_ref().or(properties.correlation_id.as_ref());
+        let Some(id) = id else { return uuid::Uuid::new_v4().as_u64_pair().0 };
+        let digest = Sha256::new().chain_update(self.seed.to_le_bytes()).chain_update(id).finalize();
+        digest.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+    }
+}

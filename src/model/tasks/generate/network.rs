@@ -1,0 +1,291 @@
+//! The sequences of a decoder: what each has been fed, its blocks, its sampler and its text. Decides when an
+//! answer ends. A step changes a sequence only when its result is known (`Generate::step`).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::Arc;
+
+use super::blocks::{Blocks, Table};
+use super::grammar::Constraint;
+use super::sampler::{Sampler, Seed, log_probabilities};
+use super::text::Text;
+use crate::model::load::vocabulary::TokenTexts;
+use crate::model::nets::decoder::Decoder;
+use crate::model::ops::causal::Span;
+use crate::model::ops::kv::{BLOCK, KvBlocks, KvShape};
+use crate::model::{Advance, Advances, Capacity, ForwardError, Generate, Row, Slot, TaskError};
+use crate::protocol::generate::{Finish, Sampling, TokenScore};
+
+/// One answer to compute.
+#[derive(Clone, Debug)]
+pub struct Prompt {
+    /// Tokens; at least one, all in the vocabulary.
+    pub ids: Arc<[u32]>,
+    /// The most tokens of the answer.
+    pub max_tokens: usize,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// What keys the choice.
+    pub seed: Seed,
+    /// Strings before which the answer ends.
+    pub stop: Vec<String>,
+    /// Whether the model's end token does not end the answer.
+    pub ignore_eos: bool,
+    /// How many of the likeliest tokens are listed for each token; None: not even the chosen one.
+    pub logprobs: Option<usize>,
+    /// What the text must be.
+    pub constraint: Option<Constraint>,
+    /// Whose prompts may share computed beginnings.
+    pub owner: Arc<str>,
+}
+
+/// What a step adds to an answer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Piece {
+    /// Text that can be shown now.
+    pub text: String,
+    /// The token's probability, if it was asked for.
+    pub score: Option<TokenScore>,
+    /// Why the answer ends with this piece, and the tokens of the prompt that were reused.
+    pub end: Option<(Finish, usize)>,
+}
+
+/// A whole answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Answer {
+    /// Its text.
+    pub text: String,
+    /// Why it ended.
+    pub finish: Finish,
+    /// Its tokens, the model's end token included.
+    pub tokens: usize,
+    /// Tokens of the prompt that were not computed, but reused.
+    pub cached: usize,
+    /// The tokens' probabilities, if they were asked for.
+    pub scores: Option<Vec<TokenScore>>,
+}
+
+/// A decoder with its sequences.
+pub struct TextGenerator {
+    decoder: Decoder,
+    kv: KvBlocks,
+    blocks: Blocks,
+    capacity: Capacity,
+    texts: TokenTexts,
+    ends: BTreeSet<u32>,
+    open: BTreeMap<Slot, Sequence>,
+}
+
+struct Sequence {
+    prompt: Prompt,
+    /// Tokens of the prompt that the scheduler has fed; the first of them may have been reused.
+    fed: usize,
+    /// Tokens whose keys and values are in the blocks.
+    held: usize,
+    cached: usize,
+    table: Table,
+    /// The answer's tokens so far.
+    answer: Vec<u32>,
+    sampler: Sampler,
+    constraint: Option<Constraint>,
+    text: Text,
+    scores: Vec<TokenScore>,
+}
+
+/// What a row feeds in a step.
+struct Feed {
+    slot: Slot,
+    /// Tokens of the prompt that the scheduler counts.
+    take: usize,
+    ids: Vec<u32>,
+    first: usize,
+    /// The sequence has a next token after this.
+    is_last: bool,
+}
+
+impl TextGenerator {
+    /// A generator that has computed nothing.
+    ///
+    /// # Errors
+    /// The system has no address space for the keys and values.
+    pub fn new(
+        decoder: Decoder,
+        shape: KvShape,
+        capacity: Capacity,
+        (texts, ends): (TokenTexts, BTreeSet<u32>),
+    ) -> io::Result<Self> {
+        // Each sequence's last block may be nearly empty.
+        let count = capacity.tokens.div_ceil(BLOCK) + capacity.sequences;
+        let kv = KvBlocks::new(shape, count)?;
+        let blocks = Blocks::new(u32::try_from(count).map_err(io::Error::other)?);
+        Ok(Self { decoder, kv, blocks, capacity, texts, ends, open: BTreeMap::new() })
+    }
+
+    /// What a row feeds: tokens of the prompt that are neither computed nor reused, or the answer's last token.
+    fn feed(&mut self, Row { slot, take }: Row) -> Result<Feed, TaskError> {
+        let sequence = self.open.get_mut(&slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
+        let prompt = sequence.prompt.ids.clone();
+        if sequence.fed == prompt.len() {
+            let last = sequence.answer.last().copied();
+            let ids: Vec<u32> = last.into_iter().collect();
+            let first = sequence.held;
+            let room = self.blocks.grow(&mut sequence.table, first + 1);
+            room.ok_or_else(no_room)?;
+            return Ok(Feed { slot, take: 0, ids, first, is_last: true });
+        }
+        if sequence.held == sequence.table.blocks.len() * BLOCK {
+            let held = self.blocks.reuse(&mut sequence.table, &prompt);
+            sequence.cached += held - sequence.held;
+            sequence.held = held;
+        }
+        let end = (sequence.fed + take).min(prompt.len());
+        let first = sequence.held;
+        let ids = prompt.get(first..end).unwrap_or_default().to_vec();
+        self.blocks.grow(&mut sequence.table, end).ok_or_else(no_room)?;
+        Ok(Feed { slot, take: end - sequence.fed, ids, first, is_last: end == prompt.len() })
+    }
+
+    /// Records that a row was computed. `logits` are those of its last token.
+    fn advance(&mut self, feed: &Feed, logits: &mut [f32]) -> Result<Advance<Piece, Answer>, TaskError> {
+        let sequence =
+            self.open.get_mut(&feed.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
+        let chosen = if feed.is_last { Some(sequence.chosen(logits, &self.texts)?) } else { None };
+        sequence.fed += feed.take;
+        sequence.held += feed.ids.len();
+        if sequence.held / BLOCK > (sequence.held - feed.ids.len()) / BLOCK {
+            let known = sequence.prompt.ids.iter().chain(&sequence.answer).copied();
+            let known: Vec<u32> = known.take(sequence.held).collect();
+            self.blocks.publish(&mut sequence.table, &known);
+        }
+        let Some((id, score)) = chosen else { return Ok(Advance::Fed) };
+        if let Some(constraint) = &mut sequence.constraint {
+            constraint.take(id)?;
+        }
+        Ok(sequence.take(id, score, &self.texts, &self.ends))
+    }
+}
+
+fn no_room() -> TaskError {
+    TaskError::internal("there is no block left for its keys and values")
+}
+
+impl Sequence {
+    /// The next token, with its probability if it is asked for.
+    fn chosen(
+        &mut self,
+        logits: &mut [f32],
+        texts: &TokenTexts,
+    ) -> Result<(u32, Option<TokenScore>), TaskError> {
+        let raw = self.prompt.logprobs.map(|count| (count, logits.to_vec()));
+        let place = self.answer.len();
+        if let Some(constraint) = &mut self.constraint {
+            constraint.mask(logits)?;
+        }
+        let id = self.sampler.choose(logits, place).ok_or_else(|| {
+            TaskError::internal(format!("the model gave no finite numbers for token {place} of the answer"))
+        })?;
+        let score = raw.map(|(count, raw)| {
+            let (logprob, top) = log_probabilities(&raw, id, count);
+            let text =
+                |id: u32| (String::from_utf8_lossy(texts.get(id)).into_owned(), texts.get(id).to_vec());
+            let listed = |(id, logprob): (u32, f32)| {
+                let (text, bytes) = text(id);
+                (text, bytes, logprob)
+            };
+            let (text, bytes) = text(id);
+            TokenScore { text, bytes, logprob, top: top.into_iter().map(listed).collect() }
+        });
+        Ok((id, score))
+    }
+
+    /// Appends a token to the answer.
+    fn take(
+        &mut self,
+        id: u32,
+        score: Option<TokenScore>,
+        texts: &TokenTexts,
+        ends: &BTreeSet<u32>,
+    ) -> Advance<Piece, Answer> {
+        self.answer.push(id);
+        // A text that must be JSON ends with it.
+        let is_end = ends.contains(&id) && (!self.prompt.ignore_eos || self.constraint.is_some());
+        let is_stopped = !is_end && self.text.push(texts.get(id));
+        let score = score.filter(|_| !is_end);
+        self.scores.extend(score.clone());
+        let finish = if is_end || is_stopped {
+            Finish::Stop
+        } else if self.answer.len() == self.prompt.max_tokens {
+            Finish::Length
+        } else {
+            return Advance::More(Piece { text: self.text.new_part(), score, end: None });
+        };
+        let piece = Piece { text: self.text.end(), score, end: Some((finish, self.cached)) };
+        let answer = Answer {
+            text: self.text.text().to_owned(),
+            finish,
+            tokens: self.answer.len(),
+            cached: self.cached,
+            scores: self.prompt.logprobs.map(|_| std::mem::take(&mut self.scores)),
+        };
+        Advance::Done(Some(piece), answer)
+    }
+}
+
+impl Generate for TextGenerator {
+    type Prompt = Prompt;
+    type Piece = Piece;
+    type Output = Answer;
+
+    fn capacity(&self) -> Capacity {
+        self.capacity
+    }
+
+    fn open(&mut self, slot: Slot, prompt: &Prompt) -> Result<(), TaskError> {
+        let sampler = Sampler::new(prompt.sampling, prompt.seed, &prompt.ids);
+        let sequence = Sequence {
+            fed: 0,
+            held: 0,
+            cached: 0,
+            table: Table::new(prompt.owner.clone()),
+            answer: Vec::new(),
+            sampler,
+            constraint: prompt.constraint.clone(),
+            text: Text::new(prompt.stop.clone()),
+            scores: Vec::new(),
+            prompt: prompt.clone(),
+        };
+        self.open.insert(slot, sequence);
+        Ok(())
+    }
+
+    fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError> {
+        let feeds: Vec<Result<Feed, TaskError>> = rows.iter().map(|row| self.feed(*row)).collect();
+        let (mut ids, mut spans, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
+        for feed in feeds.iter().flatten() {
+            let Some(sequence) = self.open.get(&feed.slot) else { continue };
+            ids.extend_from_slice(&feed.ids);
+            let (blocks, count) = (&*sequence.table.blocks, feed.ids.len());
+            spans.push(Span { blocks, first: feed.first, count });
+            if feed.is_last {
+                wanted.push(ids.len() - 1);
+            }
+        }
+        let mut logits = self.decoder.forward(&mut self.kv, &ids, &spans, &wanted);
+        let width = logits.len() / wanted.len().max(1);
+        let mut logits = logits.chunks_exact_mut(width.max(1));
+        let advance = |feed: Result<Feed, TaskError>| {
+            let feed = feed?;
+            let own = if feed.is_last { logits.next() } else { None };
+            self.advance(&feed, own.unwrap_or_default())
+        };
+        Ok(feeds.into_iter().map(advance).collect())
+    }
+
+    fn close(&mut self, slot: Slot) {
+        if let Some(sequence) = self.open.remove(&slot) {
+            for block in self.blocks.leave(sequence.table) {
+                self.kv.release(block);
+            }
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! Chooses the next token of a sequence. Random numbers are a function of the seed, the sequence and the token's
+//! place (`same-seed-same-text`): a task that is computed again gets the same text. Owns the counts of the
+//! tokens so far, for the penalties.
+
+use std::cmp::Ordering;
+use std::collections::BTreeMap;
+
+use crate::model::ops::{exponentials, largest};
+use crate::protocol::generate::Sampling;
+
+/// Below this temperature the likeliest token is taken.
+const GREEDY: f32 = 1e-4;
+/// Tokens of which the likeliest are looked for at first.
+const FIRST_CUT: usize = 256;
+
+/// What keys the random numbers of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seed {
+    /// Of the task.
+    pub task: u64,
+    /// The sequence's index within its task.
+    pub sequence: u64,
+}
+
+impl Seed {
+    /// A number from 0 up to, and without, 1, for the token at this place of the answer.
+    fn uniform(self, place: u64) -> f64 {
+        let bits = mixed(mixed(mixed(self.task) ^ self.sequence) ^ place);
+        (bits >> 11) as f64 / (1_u64 << 53) as f64
+    }
+}
+
+/// The output function of SplitMix64.
+fn mixed(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ x >> 31
+}
+
+/// The sampler of one sequence.
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    sampling: Sampling,
+    seed: Seed,
+    /// How often each token of the prompt (0 times) and of the answer has occurred; empty without penalties.
+    counts: BTreeMap<u32, u32>,
+}
+
+impl Sampler {
+    /// For a sequence after this prompt.
+    pub fn new(sampling: Sampling, seed: Seed, prompt: &[u32]) -> Self {
+        let mut sampler = Self { sampling, seed, counts: BTreeMap::new() };
+        if sampler.has_penalties() {
+            sampler.counts = prompt.iter().map(|id| (*id, 0)).collect();
+        }
+        sampler
+    }
+
+    fn has_penalties(&self) -> bool {
+        let Sampling { frequency_penalty, presence_penalty, repetition_penalty, .. } = self.sampling;
+        frequency_penalty != 0.0 || presence_penalty != 0.0 || repetition_penalty != 1.0
+    }
+
+    /// The token at `place` of the answer, by the network's numbers for it, which are changed. None: they are not
+    /// all numbers.
+    pub fn choose(&mut self, logits: &mut [f32], place: usize) -> Option<u32> {
+        self.punish(logits);
+        let most = largest(logits);
+        if !most.is_finite() || logits.iter().any(|x| x.is_nan()) {
+            return None;
+        }
+        let Sampling { temperature, .. } = self.sampling;
+        let chosen = if temperature < GREEDY {
+            logits.iter().position(|x| *x == most)?
+        } else {
+            let sum = exponentials(logits, 1.0 / temperature);
+            self.drawn(logits, sum, self.seed.uniform(place as u64))
+        };
+        let chosen = u32::try_from(chosen).ok()?;
+        if self.has_penalties() {
+            *self.counts.entry(chosen).or_default() += 1;
+        }
+        Some(chosen)
+    }
+
+    fn punish(&self, logits: &mut [f32]) {
+        let Sampling { frequency_penalty, presence_penalty, repetition_penalty, .. } = self.sampling;
+        for (id, count) in &self.counts {
+            let Some(x) = logits.get_mut(*id as usize) else { continue };
+            *x = if *x > 0.0 { *x / repetition_penalty } else { *x * repetition_penalty };
+            if *count > 0 {
+                *x -= frequency_penalty * *count as f32 + presence_penalty;
+            }
+        }
+    }
+
+    /// Draws by `weights`, whose largest is 1, with the random number `uniform`.
+    fn drawn(&self, weights: &[f32], sum: f32, uniform: f64) -> usize {
+        let Sampling { top_k, top_p, min_p, .. } = self.sampling;
+        if top_k == 0 && top_p >= 1.0 && min_p <= 0.0 {
+            let all = weights.iter().map(|weight| f64::from(*weight));
+            return found(all.clone(), uniform * all.sum::<f64>());
+        }
+        let candidates = candidates(weights, sum, &self.sampling);
+        let all = candidates.iter().map(|id| f64::from(weights[*id]));
+        let at = found(all.clone(), uniform * all.sum::<f64>());
+        candidates.get(at).copied().unwrap_or_default()
+    }
+}
+
+/// The index at which the sum of the weights exceeds `target`.
+fn found(weights: impl Iterator<Item = f64>, target: f64) -> usize {
+    let (mut sum, mut last) = (0.0, 0);
+    for (index, weight) in weights.enumerate() {
+        sum += weight;
+        if weight > 0.0 {
+            last = index;
+            if sum > target {
+                break;
+            }
+        }
+    }
+    last
+}
+
+/// The tokens that may be drawn, the likeliest first: those of `min_p`, of them `top_k`, of them `top_p`.
+fn candidates(weights: &[f32], sum: f32, sampling: &Sampling) -> Vec<usize> {
+    let Sampling { top_k, top_p, min_p, .. } = *sampling;
+    let by_weight = |a: &usize, b: &usize| -> Ordering { weights[*b].total_cmp(&weights[*a]).then(a.cmp(b)) };
+    let mut ids: Vec<usize> = (0..weights.len()).filter(|id| weights[*id] >= min_p).collect();
+    let most = if top_k == 0 { ids.len() } else { top_k.min(ids.len()) };
+    let mut cut = if top_k == 0 { FIRST_CUT.min(most) } else { most };
+    loop {
+        if cut < ids.len() {
+            ids.select_nth_unstable_by(cut, by_weight);
+        }
+        let mut likeliest = ids[..cut].to_vec();
+        likeliest.sort_unstable_by(by_weight);
+        // The share is of what top_k leaves.
+        let total = if top_k == 0 && min_p <= 0.0 {
+            f64::from(sum)
+        } else {
+            let of = if top_k == 0 { &ids[..] } else { &likeliest };
+            of.iter().map(|id| f64::from(weights[*id])).sum()
+        };
+        let mut seen = 0.0;
+        let enough = likeliest.iter().position(|id| {
+            seen += f64::from(weights[*id]);
+            seen >= f64::from(top_p) * total
+        });
+        match enough {
+            Some(last) => likeliest.truncate(last + 1),
+            None if cut < most => {
+                cut = (cut * 16).min(most);
+                continue;
+            }
+            None => {}
+        }
+        return likeliest;
+    }
+}
+
+/// The logarithm of the probability of `chosen`, and the `count` likeliest tokens with theirs.
+pub fn log_probabilities(logits: &[f32], chosen: u32, count: usize) -> (f32, Vec<(u32, f32)>) {
+    let most = largest(logits);
+    let sum: f64 = logits.iter().map(|x| f64::from(x - most).exp()).sum();
+    let of = |id: usize| (f64::from(logits[id] - most) - sum.ln()) as f32;
+    let by_size = |a: &usize, b: &usize| -> Ordering { logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)) };
+    let mut ids: Vec<usize> = (0..logits.len()).collect();
+    if count < ids.len() {
+        ids.select_nth_unstable_by(count, by_size);
+        ids.truncate(count);
+    }
+    ids.sort_unstable_by(by_size);
+    (of(chosen as usize), ids.into_iter().map(|id| (id as u32, of(id))).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Sampling = Sampling {
+        temperature: 1.0,
+        top_k: 0,
+        top_p: 1.0,
+        min_p: 0.0,
+        frequency_penalty: 0.0,
+        presence_penalty: 0.0,
+        repetition_penalty: 1.0,
+    };
+    const SEED: Seed = Seed { task: 7, sequence: 0 };
+
+    /// How often each of the tokens is drawn in 4,000 places.
+    fn drawn(sampling: Sampling, logits: &[f32]) -> Vec<usize> {
+        let mut counts = vec![0; logits.len()];
+        for place in 0..4_000 {
+            let chosen = Sampler::new(sampling, SEED, &[]).choose(&mut logits.to_vec(), place).unwrap();
+            counts[chosen as usize] += 1;
+        }
+        counts
+    }
+
+    #[test]
+    fn tokens_are_drawn_as_often_as_they_are_likely() {
+        let logits = [0.5_f32, 0.25, 0.125, 0.125].map(f32::ln);
+        for (count, right) in drawn(PLAIN, &logits).iter().zip([2_000, 1_000, 500, 500]) {
+            assert!(count.abs_diff(right) < 110, "{count} {right}");
+        }
+        let cold = drawn(Sampling { temperature: 0.5, ..PLAIN }, &logits);
+        // 0.25, 0.0625, 2 × 0.015625 of 0.34375.
+        assert!(cold[0].abs_diff(2_909) < 110 && cold[1].abs_diff(727) < 110, "{cold:?}");
+    }
+
+    #[test]
+    fn the_unlikely_are_cut_off() {
+        let logits: Vec<f32> = (0..1_000).map(|id| -(f32::abs(id as f32 - 500.0))).collect();
+        let kept = |sampling| {
+            let counts = drawn(sampling, &logits);
+            (0..counts.len()).filter(|id| counts[*id] > 0).collect::<Vec<_>>()
+        };
+        assert_eq!(kept(Sampling { top_k: 1, ..PLAIN }), [500]);
+        assert_eq!(kept(Sampling { top_k: 2, ..PLAIN }), [499, 500], "of equal ones the first");
+        assert_eq!(kept(Sampling { top_p: 0.4, ..PLAIN }), [500]);
+        assert_eq!(kept(Sampling { top_p: 0.5, ..PLAIN }), [499, 500]);
+        assert_eq!(kept(Sampling { min_p: 0.3, ..PLAIN }), [499, 500, 501]);
+        let even = [0.0; 1_000];
+        assert!(drawn(Sampling { top_p: 0.9, ..PLAIN }, &even)[901..].iter().all(|count| *count == 0));
+        assert!(drawn(Sampling { top_p: 0.9, ..PLAIN }, &even)[600..899].iter().sum::<usize>() > 500);
+    }
+
+    #[test]
+    fn the_same_seed_draws_the_same_and_another_one_does_not() {
+        let logits = [0.0; 64];
+        let text = |seed| -> Vec<u32> {
+            let mut sampler = Sampler::new(PLAIN, seed, &[]);
+            (0..32).map(|place| sampler.choose(&mut logits.to_vec(), place).unwrap()).collect()
+        };
+        assert_eq!(text(SEED), text(SEED));
+        assert_ne!(text(SEED), text(Seed { task: 8, ..SEED }));
+        assert_ne!(text(SEED), text(Seed { sequence: 1, ..SEED }));
+    }
+
+    #[test]
+    fn tokens_that_have_occurred_are_punished() {
+        let greedy = Sampling { temperature: 0.0, ..PLAIN };
+        let choose = |sampling, prompt: &[u32]| -> Vec<u32> {
+            let mut sampler = Sampler::new(sampling, SEED, prompt);
+            (0..4).map(|place| sampler.choose(&mut [1.0, 0.9, 0.8, -1.0], place).unwrap()).collect()
+        };
+        assert_eq!(choose(greedy, &[0]), [0, 0, 0, 0]);
+        assert_eq!(choose(Sampling { presence_penalty: 0.15, ..greedy }, &[0]), [0, 1, 0, 0]);
+        assert_eq!(choose(Sampling { frequency_penalty: 0.06, ..greedy }, &[0]), [0, 0, 1, 0]);
+        assert_eq!(choose(Sampling { repetition_penalty: 2.0, ..greedy }, &[0]), [1, 2, 0, 0]);
+    }
+
+    #[test]
+    fn what_is_no_number_is_not_drawn_from() {
+        assert_eq!(Sampler::new(PLAIN, SEED, &[]).choose(&mut [0.0, f32::NAN], 0), None);
+        assert_eq!(Sampler::new(PLAIN, SEED, &[]).choose(&mut [f32::INFINITY, 0.0], 0), None);
+        let tiny = Sampling { temperature: 1e-3, ..PLAIN };
+        assert_eq!(Sampler::new(tiny, SEED, &[]).choose(&mut [-3e38, 3e38], 0), Some(1));
+    }
+
+    #[test]
+    fn log_probabilities_are_of_all_tokens() {
+        let logits = [0.25_f32, 0.5, 0.125, 0.125].map(f32::ln);
+        let (chosen, top) = log_probabilities(&logits, 2, 2);
+        assert!((chosen - 0.125_f32.ln()).abs() < 1e-6);
+        assert_eq!(top.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [1, 0]);
+        assert!((top[0].1 - 0.5_f32.ln()).abs() < 1e-6);
+    }
+}

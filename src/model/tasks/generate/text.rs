@@ -1,0 +1,158 @@
+//! Makes the text of an answer of its tokens' bytes. Decides what may be shown: no half of a character, and
+//! nothing that may be the beginning of a stop string. Owns the text so far.
+
+/// The text of one answer.
+#[derive(Clone, Debug, Default)]
+pub struct Text {
+    stops: Vec<String>,
+    text: String,
+    /// Bytes of a character that is not whole yet.
+    rest: Vec<u8>,
+    /// The bytes of the text that were shown.
+    shown: usize,
+}
+
+impl Text {
+    /// An empty text, which ends before any of these strings.
+    pub fn new(stops: Vec<String>) -> Self {
+        Self { stops, ..Self::default() }
+    }
+
+    /// Appends a token. True: a stop string is complete, and the text ends before it.
+    #[must_use]
+    pub fn push(&mut self, bytes: &[u8]) -> bool {
+        let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
+        let before = self.text.len();
+        self.rest.extend_from_slice(bytes);
+        let mut rest = std::mem::take(&mut self.rest);
+        self.take_whole(&mut rest);
+        self.rest = rest;
+        let mut from = before.saturating_sub(longest);
+        while !self.text.is_char_boundary(from) {
+            from -= 1;
+        }
+        let new = &self.text[from..];
+        let stop = self.stops.iter().filter_map(|stop| new.find(stop.as_str())).min();
+        if let Some(at) = stop {
+            self.text.truncate(from + at);
+            self.rest.clear();
+        }
+        stop.is_some()
+    }
+
+    /// Moves the whole characters of `bytes` to the text.
+    fn take_whole(&mut self, bytes: &mut Vec<u8>) {
+        let mut done = 0;
+        while let Some(chunk) = bytes[done..].utf8_chunks().next() {
+            self.text.push_str(chunk.valid());
+            done += chunk.valid().len();
+            let invalid = chunk.invalid();
+            // At the end it may be the beginning of a character.
+            if invalid.is_empty() || done + invalid.len() == bytes.len() && may_become_whole(invalid) {
+                break;
+            }
+            self.text.push(char::REPLACEMENT_CHARACTER);
+            done += invalid.len();
+        }
+        bytes.drain(..done);
+    }
+
+    /// What may be shown and was not shown before.
+    pub fn new_part(&mut self) -> String {
+        let held = self.stops.iter().map(|stop| held_back(&self.text, stop)).max().unwrap_or(0);
+        let end = (self.text.len() - held).max(self.shown);
+        let part = self.text[self.shown..end].to_owned();
+        self.shown = end;
+        part
+    }
+
+    /// Ends the text: what was held back is in it. Returns what was not shown.
+    pub fn end(&mut self) -> String {
+        if !std::mem::take(&mut self.rest).is_empty() {
+            self.text.push(char::REPLACEMENT_CHARACTER);
+        }
+        let part = self.text[self.shown..].to_owned();
+        self.shown = self.text.len();
+        part
+    }
+
+    /// The text so far.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+}
+
+fn may_become_whole(bytes: &[u8]) -> bool {
+    std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
+}
+
+/// The longest end of `text` with which `stop` begins, in bytes.
+fn held_back(text: &str, stop: &str) -> usize {
+    let longest = stop.len().saturating_sub(1).min(text.len());
+    let is_begun = |length: &usize| stop.as_bytes().starts_with(&text.as_bytes()[text.len() - length..]);
+    (1..=longest).rev().find(is_begun).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn half_a_character_is_not_shown_and_a_broken_one_is_replaced() {
+        let mut text = Text::new(Vec::new());
+        let bytes = "añ€😀".as_bytes();
+        let mut parts = String::new();
+        for byte in bytes {
+            assert!(!text.push(&[*byte]));
+            parts.push_str(&text.new_part());
+        }
+        assert_eq!((parts.as_str(), text.text()), ("añ€😀", "añ€😀"));
+        assert!(!text.push(&[0xf0, 0x9f, b'x', 0xff, b'y', 0xe2, 0x82]));
+        assert_eq!(text.new_part(), "\u{fffd}x\u{fffd}y");
+        assert_eq!((text.end().as_str(), text.text()), ("\u{fffd}", "añ€😀\u{fffd}x\u{fffd}y\u{fffd}"));
+    }
+
+    #[test]
+    fn the_beginning_of_a_stop_string_is_held_back_until_it_cannot_be_one() {
+        let mut text = Text::new(vec!["\n\nQ".to_owned(), "END".to_owned()]);
+        assert!(!text.push(b"one\n"));
+        assert_eq!(text.new_part(), "one");
+        assert!(!text.push(b"\n"));
+        assert_eq!(text.new_part(), "");
+        assert!(!text.push(b"two E"));
+        assert_eq!(text.new_part(), "\n\ntwo ");
+        assert!(text.push(b"ND of it"));
+        assert_eq!((text.end().as_str(), text.text()), ("", "one\n\ntwo "));
+    }
+
+    #[test]
+    fn an_end_shows_what_was_held_back() {
+        let mut text = Text::new(vec!["stop".to_owned()]);
+        assert!(!text.push(b"it is st"));
+        assert_eq!((text.new_part().as_str(), text.end().as_str()), ("it is ", "st"));
+    }
+
+    proptest! {
+        #[test]
+        fn parts_make_the_text_which_ends_before_the_first_stop(
+            pieces in prop::collection::vec("[ab€]{0,3}", 0..20),
+            stops in prop::collection::vec("[ab€]{1,4}", 0..3),
+        ) {
+            let mut text = Text::new(stops.clone());
+            let (mut parts, mut given, mut stopped) = (String::new(), String::new(), false);
+            for piece in &pieces {
+                given.push_str(piece);
+                stopped = text.push(piece.as_bytes());
+                parts.push_str(&text.new_part());
+                if stopped { break; }
+            }
+            parts.push_str(&text.end());
+            prop_assert_eq!(&parts, text.text());
+            let first = stops.iter().filter_map(|stop| given.find(stop.as_str())).min();
+            prop_assert_eq!(stopped, first.is_some());
+            prop_assert_eq!(text.text(), &given[..first.unwrap_or(given.len())]);
+        }
+    }
+}

@@ -1,0 +1,939 @@
+//! Reads requests to generate text. Decides what is accepted and what an absent field means; errors name the
+//! field and the value.
+
+use std::ops::RangeInclusive;
+
+use serde::Serialize;
+use serde_json::value::RawValue;
+
+use crate::protocol::fields::{Fields, Keys, list, read, string, wrong};
+use crate::protocol::{TaskError, TaskErrorKind};
+
+/// The most answers to one prompt.
+const MOST_CHOICES: usize = 8;
+/// The most stop strings, as OpenAI's.
+const MOST_STOPS: usize = 4;
+/// The most tokens listed beside each token of a completion, as OpenAI's.
+const MOST_LOGPROBS: usize = 5;
+/// The most tokens listed beside each token of a chat's answer, as OpenAI's.
+const MOST_TOP_LOGPROBS: usize = 20;
+/// The roles a message can have: tools are not done.
+const ROLES: [&str; 4] = ["system", "developer", "user", "assistant"];
+
+const COMPLETIONS: Keys = Keys {
+    taken: &[
+        "cache_salt",
+        "echo",
+        "frequency_penalty",
+        "ignore_eos",
+        "logprobs",
+        "max_tokens",
+        "min_p",
+        "model",
+        "n",
+        "presence_penalty",
+        "prompt",
+        "repetition_penalty",
+        "response_format",
+        "seed",
+        "stop",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_k",
+        "top_p",
+        "user",
+    ],
+    refused: &[
+        ("allowed_token_ids", "null"),
+        ("bad_words", "[]"),
+        ("best_of", "1"),
+        ("guided_choice", "null"),
+        ("guided_grammar", "null"),
+        ("guided_json", "null"),
+        ("guided_regex", "null"),
+        ("include_stop_str_in_output", "false"),
+        ("logit_bias", "{}"),
+        ("max_completion_tokens", "null"),
+        ("min_tokens", "0"),
+        ("prompt_logprobs", "null"),
+        ("stop_token_ids", "[]"),
+        ("structured_outputs", "null"),
+        ("suffix", "\"\""),
+        ("tool_choice", "\"none\""),
+        ("tools", "[]"),
+        ("top_logprobs", "null"),
+        ("truncate_prompt_tokens", "null"),
+        ("use_beam_search", "false"),
+    ],
+};
+const CHAT: Keys = Keys {
+    taken: &[
+        "cache_salt",
+        "frequency_penalty",
+        "ignore_eos",
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+        "messages",
+        "min_p",
+        "model",
+        "n",
+        "presence_penalty",
+        "repetition_penalty",
+        "response_format",
+        "seed",
+        "stop",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_k",
+        "top_logprobs",
+        "top_p",
+        "user",
+    ],
+    refused: &[
+        ("add_generation_prompt", "true"),
+        ("allowed_token_ids", "null"),
+        ("audio", "null"),
+        ("bad_words", "[]"),
+        ("best_of", "1"),
+        ("chat_template", "null"),
+        ("chat_template_kwargs", "{}"),
+        ("continue_final_message", "false"),
+        ("echo", "false"),
+        ("function_call", "\"none\""),
+        ("functions", "[]"),
+        ("guided_choice", "null"),
+        ("guided_grammar", "null"),
+        ("guided_json", "null"),
+        ("guided_regex", "null"),
+        ("include_stop_str_in_output", "false"),
+        ("logit_bias", "{}"),
+        ("min_tokens", "0"),
+        ("modalities", "[\"text\"]"),
+        ("parallel_tool_calls", "true"),
+        ("prediction", "null"),
+        ("prompt_logprobs", "null"),
+        ("stop_token_ids", "[]"),
+        ("structured_outputs", "null"),
+        ("suffix", "\"\""),
+        ("tool_choice", "\"none\""),
+        ("tools", "[]"),
+        ("truncate_prompt_tokens", "null"),
+        ("use_beam_search", "false"),
+        ("web_search_options", "null"),
+    ],
+};
+const MESSAGE: Keys = Keys {
+    taken: &["content", "name", "role"],
+    refused: &[("audio", "null"), ("function_call", "null"), ("tool_calls", "[]")],
+};
+const PART: Keys = Keys { taken: &["text", "type"], refused: &[] };
+const STREAM_OPTIONS: Keys =
+    Keys { taken: &["include_usage"], refused: &[("continuous_usage_stats", "false")] };
+const RESPONSE_FORMAT: Keys =
+    Keys { taken: &["json_schema", "pattern", "regex", "type"], refused: &[("schema", "null")] };
+const JSON_SCHEMA: Keys = Keys { taken: &["schema"], refused: &[] };
+
+const TEMPERATURE: Span = Span { low: 0.0, with_low: true, high: 2.0 };
+const TOP_P: Span = Span { low: 0.0, with_low: false, high: 1.0 };
+const MIN_P: Span = Span { low: 0.0, with_low: true, high: 1.0 };
+const PENALTY: Span = Span { low: -2.0, with_low: true, high: 2.0 };
+const REPETITION_PENALTY: Span = Span { low: 0.0, with_low: false, high: 10.0 };
+
+/// The endpoint, which decides the fields of the request and the form of the reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Api {
+    /// `/v1/completions`.
+    Completions,
+    /// `/v1/chat/completions`.
+    Chat,
+}
+
+impl Api {
+    fn keys(self) -> &'static Keys {
+        match self {
+            Self::Completions => &COMPLETIONS,
+            Self::Chat => &CHAT,
+        }
+    }
+}
+
+/// What to continue, or to answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Prompts {
+    /// Texts to continue.
+    Texts {
+        /// At least one; each may be empty.
+        texts: Vec<String>,
+    },
+    /// Token ids of the model's own tokenizer to continue: at least one list, none of them empty.
+    Tokens(Vec<Vec<u32>>),
+    /// One conversation to answer; at least one message.
+    Messages(Vec<ChatMessage>),
+}
+
+impl Prompts {
+    /// The number of prompts; a conversation is one.
+    pub fn count(&self) -> usize {
+        match self {
+            Self::Texts { texts } => texts.len(),
+            Self::Tokens(tokens) => tokens.len(),
+            Self::Messages(_) => 1,
+        }
+    }
+}
+
+/// One message of a conversation, as chat templates read it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ChatMessage {
+    /// `system`, `developer`, `user` or `assistant`.
+    pub role: String,
+    /// The text; where it came in parts, they are joined by line breaks.
+    pub content: String,
+    /// Who of those with this role.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+}
+
+/// What the generated text must be.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Format {
+    /// Any text.
+    Text,
+    /// Any JSON object.
+    JsonObject,
+    /// JSON that fits this schema, which is a JSON object.
+    JsonSchema(serde_json::Value),
+    /// A text that this regular expression matches as a whole.
+    Regex(String),
+}
+
+/// How the next token is drawn. All numbers are finite and within the bounds stated.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// Divides the logits; 0 takes the most probable token. 0 to 2.
+    pub temperature: f32,
+    /// Only so many of the most probable tokens; 0: all.
+    pub top_k: usize,
+    /// Only the most probable tokens that together have this probability. Above 0, at most 1.
+    pub top_p: f32,
+    /// Only tokens with this share of the most probable token's probability. 0 to 1.
+    pub min_p: f32,
+    /// Subtracted from a token's logit for each time it was generated. -2 to 2.
+    pub frequency_penalty: f32,
+    /// Subtracted from the logit of a token that was generated. -2 to 2.
+    pub presence_penalty: f32,
+    /// Divides positive logits of tokens that occurred, and multiplies negative ones. Above 0, at most 10.
+    pub repetition_penalty: f32,
+}
+
+impl Sampling {
+    fn read(fields: &Fields<'_>) -> Result<Self, TaskError> {
+        Ok(Self {
+            temperature: number(fields, "temperature", 1.0, &TEMPERATURE)?,
+            top_k: fields.get("top_k").map_or(Ok(0), top_k)?,
+            top_p: number(fields, "top_p", 1.0, &TOP_P)?,
+            min_p: number(fields, "min_p", 0.0, &MIN_P)?,
+            frequency_penalty: number(fields, "frequency_penalty", 0.0, &PENALTY)?,
+            presence_penalty: number(fields, "presence_penalty", 0.0, &PENALTY)?,
+            repetition_penalty: number(fields, "repetition_penalty", 1.0, &REPETITION_PENALTY)?,
+        })
+    }
+}
+
+/// A request to generate text.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerateRequest {
+    /// The endpoint.
+    pub api: Api,
+    /// The model asked for, if any.
+    pub model: Option<String>,
+    /// What to continue or answer.
+    pub prompts: Prompts,
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// The most tokens of each answer; at least 1.
+    pub max_tokens: Option<usize>,
+    /// Whether the model's end of text does not end the answer.
+    pub ignore_eos: bool,
+    /// Answers to each prompt, 1 to 8.
+    pub n: usize,
+    /// Whether the text of a completion begins with its prompt; never together with `logprobs`.
+    pub echo: bool,
+    /// Whether the reply has each token's log probability, and those of so many of the most probable tokens.
+    pub logprobs: Option<usize>,
+    /// Texts that end the answer, which does not have them; at most 4, none empty.
+    pub stop: Vec<String>,
+    /// Whether parts are sent before the reply.
+    pub stream: bool,
+    /// Whether the last part has the usage; only with `stream`.
+    pub include_usage: bool,
+    /// The seed of the random numbers.
+    pub seed: Option<u64>,
+    /// What the text must be.
+    pub format: Format,
+    /// Whose computed prompts may be used again for this one: `cache_salt`, else `user`.
+    pub owner: Option<String>,
+    /// The requester's name for its user.
+    pub user: Option<String>,
+}
+
+impl GenerateRequest {
+    /// Reads a body; `most` bounds the inputs, which are the prompts times `n`.
+    ///
+    /// # Errors
+    /// `Undecodable` for a body that is not UTF-8 or not JSON, `TooLarge` for too many inputs, else `BadInput`
+    /// with the field and the value.
+    pub fn read(api: Api, body: &[u8], most: usize) -> Result<Self, TaskError> {
+        let fields = Fields::parse(body, api.keys())?;
+        let n = integer(&fields, "n", 1..=MOST_CHOICES)?.unwrap_or(1);
+        let prompts = match api {
+            Api::Completions => completion_prompts(fields.required("prompt")?.get(), most)?,
+            Api::Chat => Prompts::Messages(messages(fields.required("messages")?.get())?),
+        };
+        bounded(&prompts, n, most)?;
+        let logprobs = match api {
+            Api::Completions => integer(&fields, "logprobs", 0..=MOST_LOGPROBS)?,
+            Api::Chat => chat_logprobs(&fields)?,
+        };
+        let stream = fields.boolean("stream", false)?;
+        let user = fields.string("user")?;
+        Ok(Self {
+            api,
+            model: fields.string("model")?,
+            prompts,
+            sampling: Sampling::read(&fields)?,
+            max_tokens: max_tokens(&fields)?,
+            ignore_eos: fields.boolean("ignore_eos", false)?,
+            n,
+            echo: echo(&fields, logprobs)?,
+            logprobs,
+            stop: fields.get("stop").map_or(Ok(Vec::new()), |raw| stop(raw.get()))?,
+            stream,
+            include_usage: include_usage(&fields, stream)?,
+            seed: fields.get("seed").map(seed).transpose()?,
+            format: fields
+                .get("response_format")
+                .map_or(Ok(Format::Text), |raw| response_format(raw.get()))?,
+            owner: fields.string("cache_salt")?.or_else(|| user.clone()),
+            user,
+        })
+    }
+
+    /// The path of prompt `index` in the body, for errors: `prompt`, `prompt[3]` or `messages`.
+    pub fn path(&self, index: usize) -> String {
+        match self.api {
+            Api::Chat => "messages".to_owned(),
+            Api::Completions if self.prompts.count() == 1 => "prompt".to_owned(),
+            Api::Completions => format!("prompt[{index}]"),
+        }
+    }
+}
+
+/// Numbers up to `high`, which is one of them, from `low`, which is one of them where `with_low`.
+struct Span {
+    low: f32,
+    with_low: bool,
+    high: f32,
+}
+
+impl Span {
+    fn contains(&self, number: f32) -> bool {
+        (number > self.low || (self.with_low && number == self.low)) && number <= self.high
+    }
+
+    fn stated(&self) -> String {
+        let Self { low, with_low, high } = self;
+        if *with_low {
+            format!("a number from {low} to {high}")
+        } else {
+            format!("a number above {low} and at most {high}")
+        }
+    }
+}
+
+/// A number. The bounds are checked after rounding to f32, in which a tiny number is 0 and a huge one infinite.
+fn number(fields: &Fields<'_>, key: &str, default: f32, span: &Span) -> Result<f32, TaskError> {
+    let Some(raw) = fields.get(key) else { return Ok(default) };
+    match serde_json::from_str::<f64>(raw.get()).map(|number| number as f32) {
+        Ok(number) if span.contains(number) => Ok(number),
+        _ => Err(wrong(key, &span.stated(), raw.get())),
+    }
+}
+
+/// A whole number in a range.
+fn integer(fields: &Fields<'_>, key: &str, range: RangeInclusive<usize>) -> Result<Option<usize>, TaskError> {
+    let Some(raw) = fields.get(key) else { return Ok(None) };
+    match serde_json::from_str(raw.get()) {
+        Ok(number) if range.contains(&number) => Ok(Some(number)),
+        _ => {
+            let wanted = format!("an integer from {} to {}", range.start(), range.end());
+            Err(wrong(key, &wanted, raw.get()))
+        }
+    }
+}
+
+fn top_k(raw: &RawValue) -> Result<usize, TaskError> {
+    match serde_json::from_str::<i64>(raw.get()) {
+        Ok(-1) => Ok(0),
+        Ok(number) if number >= 0 => Ok(usize::try_from(number).unwrap_or(usize::MAX)),
+        _ => Err(wrong("top_k", "an integer from 0, or -1 (both 0 and -1 mean all tokens)", raw.get())),
+    }
+}
+
+/// Any integer of 64 bits; a negative one stands for its two's complement.
+fn seed(raw: &RawValue) -> Result<u64, TaskError> {
+    let text = raw.get();
+    serde_json::from_str::<u64>(text)
+        .or_else(|_| serde_json::from_str::<i64>(text).map(i64::cast_unsigned))
+        .map_err(|_| wrong("seed", "an integer of 64 bits", text))
+}
+
+fn max_tokens(fields: &Fields<'_>) -> Result<Option<usize>, TaskError> {
+    let older = fields.positive("max_tokens")?;
+    let newer = fields.positive("max_completion_tokens")?;
+    if let (Some(older), Some(newer)) = (older, newer)
+        && older != newer
+    {
+        let message = format!(
+            "max_completion_tokens is {newer} and max_tokens, which means the same, {older}: send one of them"
+        );
+        return Err(TaskError::bad_input("max_completion_tokens", message));
+    }
+    Ok(newer.or(older))
+}
+
+fn chat_logprobs(fields: &Fields<'_>) -> Result<Option<usize>, TaskError> {
+    let wanted = fields.boolean("logprobs", false)?;
+    match (wanted, integer(fields, "top_logprobs", 0..=MOST_TOP_LOGPROBS)?) {
+        (true, top) => Ok(Some(top.unwrap_or(0))),
+        (false, None) => Ok(None),
+        (false, Some(top)) => {
+            let message = format!("top_logprobs is {top}, but logprobs is not true");
+            Err(TaskError::bad_input("top_logprobs", message))
+        }
+    }
+}
+
+/// `echo`. The prompt's own log probabilities are not computed, so there are none to send beside it.
+fn echo(fields: &Fields<'_>, logprobs: Option<usize>) -> Result<bool, TaskError> {
+    let echo = fields.boolean("echo", false)?;
+    match logprobs {
+        Some(k) if echo => {
+            let message = format!("echo is true and logprobs {k}; both together are not done here");
+            Err(TaskError::bad_input("echo", message))
+        }
+        _ => Ok(echo),
+    }
+}
+
+fn include_usage(fields: &Fields<'_>, stream: bool) -> Result<bool, TaskError> {
+    const PATH: &str = "stream_options";
+    let Some(raw) = fields.get(PATH) else { return Ok(false) };
+    if !stream {
+        return Err(TaskError::bad_input(PATH, "stream_options is there, but stream is not true"));
+    }
+    match object(raw.get(), PATH, &STREAM_OPTIONS)?.get("include_usage").map(RawValue::get) {
+        None | Some("false") => Ok(false),
+        Some("true") => Ok(true),
+        Some(other) => Err(wrong("stream_options.include_usage", "true or false", other)),
+    }
+}
+
+/// Stop strings: one, or a list, which may be empty.
+fn stop(raw: &str) -> Result<Vec<String>, TaskError> {
+    if raw.starts_with('"') {
+        return Ok(vec![stop_string(raw, "stop")?]);
+    }
+    if !raw.starts_with('[') {
+        return Err(wrong("stop", "a string or a list of strings", raw));
+    }
+    let items: Vec<&RawValue> = read(raw, "stop")?;
+    if items.len() > MOST_STOPS {
+        let message = format!("stop holds {} strings; at most {MOST_STOPS} are taken", items.len());
+        return Err(TaskError::bad_input("stop", message));
+    }
+    items.iter().enumerate().map(|(index, item)| stop_string(item.get(), &format!("stop[{index}]"))).collect()
+}
+
+fn stop_string(raw: &str, path: &str) -> Result<String, TaskError> {
+    let text = string(raw, path)?;
+    if text.is_empty() { Err(wrong(path, "a string that is not empty", raw)) } else { Ok(text) }
+}
+
+fn response_format(raw: &str) -> Result<Format, TaskError> {
+    const PATH: &str = "response_format";
+    const TYPE: &str = "response_format.type";
+    let fields = object(raw, PATH, &RESPONSE_FORMAT)?;
+    let kind = member(&fields, PATH, "type")?;
+    match string(kind, TYPE)?.as_str() {
+        "text" => Ok(Format::Text),
+        "json_object" => Ok(Format::JsonObject),
+        "json_schema" => json_schema(member(&fields, PATH, "json_schema")?).map(Format::JsonSchema),
+        "regex" => regex(&fields, PATH).map(Format::Regex),
+        _ => Err(wrong(TYPE, r#""text", "json_object", "json_schema" or "regex""#, kind)),
+    }
+}
+
+fn json_schema(raw: &str) -> Result<serde_json::Value, TaskError> {
+    const PATH: &str = "response_format.json_schema";
+    const SCHEMA: &str = "response_format.json_schema.schema";
+    let fields = object(raw, PATH, &JSON_SCHEMA)?;
+    let schema = member(&fields, PATH, "schema")?;
+    if schema.starts_with('{') { read(schema, SCHEMA) } else { Err(wrong(SCHEMA, "an object", schema)) }
+}
+
+/// A regular expression, in either of the names in use.
+fn regex(fields: &Fields<'_>, path: &str) -> Result<String, TaskError> {
+    let key = match (fields.get("regex"), fields.get("pattern")) {
+        (Some(_), Some(_)) => {
+            let message = format!("{path}.pattern means the same as {path}.regex: send one of them");
+            return Err(TaskError::bad_input(format!("{path}.pattern"), message));
+        }
+        (None, Some(_)) => "pattern",
+        _ => "regex",
+    };
+    string(member(fields, path, key)?, &format!("{path}.{key}"))
+}
+
+/// The prompts of a completion; `most` bounds their number.
+fn completion_prompts(raw: &str, most: usize) -> Result<Prompts, TaskError> {
+    const KINDS: &str = "a string, a list of strings, a list of token ids or a list of such lists";
+    match raw.as_bytes().first() {
+        Some(b'"') => return Ok(Prompts::Texts { texts: vec![string(raw, "prompt")?] }),
+        Some(b'[') => {}
+        _ => return Err(wrong("prompt", KINDS, raw)),
+    }
+    // The ids of one prompt are not bounded by the number of prompts.
+    if is_number(raw[1..].trim_start()) {
+        return Ok(Prompts::Tokens(vec![token_ids(raw, "prompt")?]));
+    }
+    let items = list(raw, "prompt", most)?;
+    let items = items.iter().enumerate().map(|(index, item)| (item.get(), format!("prompt[{index}]")));
+    match raw[1..].trim_start().as_bytes().first() {
+        Some(b'"') => {
+            let texts = items.map(|(item, path)| {
+                if item.starts_with('"') {
+                    read(item, &path)
+                } else {
+                    Err(wrong(&path, "a string, as prompt[0] is", item))
+                }
+            });
+            Ok(Prompts::Texts { texts: texts.collect::<Result<_, _>>()? })
+        }
+        Some(b'[') => {
+            let lists = items.map(|(item, path)| {
+                if item.starts_with('[') {
+                    token_ids(item, &path)
+                } else {
+                    Err(wrong(&path, "a list of token ids, as prompt[0] is", item))
+                }
+            });
+            Ok(Prompts::Tokens(lists.collect::<Result<_, _>>()?))
+        }
+        _ => Err(wrong("prompt", KINDS, raw)),
+    }
+}
+
+/// A list of token ids, at least one.
+fn token_ids(raw: &str, path: &str) -> Result<Vec<u32>, TaskError> {
+    match serde_json::from_str::<Vec<u32>>(raw) {
+        Ok(ids) if ids.is_empty() => Err(TaskError::bad_input(path, format!("{path} is an empty list"))),
+        Ok(ids) => Ok(ids),
+        // The ids are read one by one only after an error, to find the wrong one.
+        Err(_) => {
+            let items: Vec<&RawValue> = read(raw, path)?;
+            let bad = items.iter().position(|item| serde_json::from_str::<u32>(item.get()).is_err());
+            let index = bad.unwrap_or(0);
+            let value = items.get(index).map_or("", |item| item.get());
+            Err(wrong(&format!("{path}[{index}]"), "a token id (an integer from 0)", value))
+        }
+    }
+}
+
+fn is_number(raw: &str) -> bool {
+    raw.starts_with(|c: char| c == '-' || c.is_ascii_digit())
+}
+
+fn bounded(prompts: &Prompts, n: usize, most: usize) -> Result<(), TaskError> {
+    let count = prompts.count();
+    let inputs = count.saturating_mul(n);
+    if inputs <= most {
+        return Ok(());
+    }
+    let prompts = if count == 1 { "prompt" } else { "prompts" };
+    let message =
+        format!("n = {n} for {count} {prompts} makes {inputs} inputs; this pool takes at most {most}");
+    Err(TaskError::new(TaskErrorKind::TooLarge, message).at("n"))
+}
+
+/// The messages of a conversation, at least one. Their number is bounded by the body and the context alone.
+fn messages(raw: &str) -> Result<Vec<ChatMessage>, TaskError> {
+    let items = list(raw, "messages", usize::MAX)?;
+    items.iter().enumerate().map(|(index, item)| message(item.get(), &format!("messages[{index}]"))).collect()
+}
+
+fn message(raw: &str, path: &str) -> Result<ChatMessage, TaskError> {
+    let fields = object(raw, path, &MESSAGE)?;
+    let role_path = format!("{path}.role");
+    let raw_role = member(&fields, path, "role")?;
+    let role = string(raw_role, &role_path)?;
+    if !ROLES.contains(&role.as_str()) {
+        return Err(wrong(&role_path, r#""system", "developer", "user" or "assistant""#, raw_role));
+    }
+    Ok(ChatMessage {
+        role,
+        content: content(member(&fields, path, "content")?, &format!("{path}.content"))?,
+        name: fields.get("name").map(|raw| string(raw.get(), &format!("{path}.name"))).transpose()?,
+    })
+}
+
+fn content(raw: &str, path: &str) -> Result<String, TaskError> {
+    if raw.starts_with('"') {
+        return read(raw, path);
+    }
+    if !raw.starts_with('[') {
+        return Err(wrong(path, "a string or a list of text parts", raw));
+    }
+    let items = list(raw, path, usize::MAX)?;
+    let texts = items.iter().enumerate().map(|(index, item)| part(item.get(), &format!("{path}[{index}]")));
+    // As vLLM and llama.cpp join them.
+    Ok(texts.collect::<Result<Vec<_>, _>>()?.join("\n"))
+}
+
+fn part(raw: &str, path: &str) -> Result<String, TaskError> {
+    let fields = object(raw, path, &PART)?;
+    let type_path = format!("{path}.type");
+    let kind = member(&fields, path, "type")?;
+    if string(kind, &type_path)? != "text" {
+        return Err(wrong(&type_path, r#""text" (images, audio and files are not done here)"#, kind));
+    }
+    string(member(&fields, path, "text")?, &format!("{path}.text"))
+}
+
+/// The fields of an object within the body.
+fn object<'a>(raw: &'a str, path: &str, keys: &Keys) -> Result<Fields<'a>, TaskError> {
+    if !raw.starts_with('{') {
+        return Err(wrong(path, "an object", raw));
+    }
+    // Messages about a field begin with its name, so the object's path goes before it.
+    Fields::parse(raw.as_bytes(), keys).map_err(|error| match error.param {
+        Some(param) => TaskError::bad_input(format!("{path}.{param}"), format!("{path}.{}", error.message)),
+        None => TaskError::bad_input(path, format!("{path}: {}", error.message)),
+    })
+}
+
+/// A field that the object at `path` must have.
+fn member<'a>(fields: &Fields<'a>, path: &str, key: &str) -> Result<&'a str, TaskError> {
+    let path = format!("{path}.{key}");
+    match fields.get(key) {
+        Some(raw) => Ok(raw.get()),
+        None => Err(TaskError::bad_input(path.as_str(), format!("{path} is missing"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn completion(rest: &str) -> Result<GenerateRequest, TaskError> {
+        GenerateRequest::read(Api::Completions, format!(r#"{{"prompt":"a"{rest}}}"#).as_bytes(), 8)
+    }
+
+    fn prompts(prompt: &str) -> Result<Prompts, TaskError> {
+        let body = format!(r#"{{"prompt":{prompt}}}"#);
+        GenerateRequest::read(Api::Completions, body.as_bytes(), 3).map(|request| request.prompts)
+    }
+
+    fn chat(rest: &str) -> Result<GenerateRequest, TaskError> {
+        let body = format!(r#"{{"messages":[{{"role":"user","content":"hi"}}]{rest}}}"#);
+        GenerateRequest::read(Api::Chat, body.as_bytes(), 8)
+    }
+
+    fn conversation(messages: &str) -> Result<Prompts, TaskError> {
+        let body = format!(r#"{{"messages":{messages}}}"#);
+        GenerateRequest::read(Api::Chat, body.as_bytes(), 8).map(|request| request.prompts)
+    }
+
+    /// Checks that each body is refused with the path of a field and, beginning with it, this message.
+    fn refused<T>(read: fn(&str) -> Result<T, TaskError>, cases: &[(&str, &str, &str)]) {
+        for (text, param, rest) in cases {
+            let Err(error) = read(text) else { panic!("{text} is taken") };
+            assert_eq!(error.kind, TaskErrorKind::BadInput, "{text}");
+            assert_eq!((error.param.as_deref(), error.message), (Some(*param), format!("{param}{rest}")));
+        }
+    }
+
+    #[test]
+    fn an_absent_field_and_null_mean_the_default() {
+        let request = completion("").unwrap();
+        let sampling = Sampling {
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            repetition_penalty: 1.0,
+        };
+        assert_eq!((request.sampling, request.n, request.logprobs), (sampling, 1, None));
+        assert_eq!((request.max_tokens, request.seed, &request.format), (None, None, &Format::Text));
+        assert!(!request.echo && !request.stream && !request.ignore_eos && request.stop.is_empty());
+        let nulls = r#","temperature":null,"stop":null,"response_format":null,"tools":null,"seed":null"#;
+        assert_eq!(completion(nulls).unwrap(), request);
+        let others = r#","metadata":{"a":1},"store":true,"service_tier":"auto","stop":[],"logit_bias":{}"#;
+        assert_eq!(completion(others).unwrap(), request);
+    }
+
+    #[test]
+    fn each_of_the_four_forms_of_prompt_is_read() {
+        let texts = |texts: &[&str]| Prompts::Texts { texts: texts.iter().map(|&it| it.into()).collect() };
+        assert_eq!(prompts(r#""""#).unwrap(), texts(&[""]));
+        assert_eq!(prompts(r#"[ "a" , "é\n" ]"#).unwrap(), texts(&["a", "é\n"]));
+        assert_eq!(
+            prompts("[ 1,2,3,4,4294967295]").unwrap(),
+            Prompts::Tokens(vec![vec![1, 2, 3, 4, u32::MAX]])
+        );
+        assert_eq!(prompts("[[1,2],[3]]").unwrap(), Prompts::Tokens(vec![vec![1, 2], vec![3]]));
+        refused(
+            prompts,
+            &[
+                ("[]", "prompt", " is an empty list"),
+                ("null", "prompt", " is missing"),
+                ("[[1],[]]", "prompt[1]", " is an empty list"),
+                ("[1,-2]", "prompt[1]", " must be a token id (an integer from 0), got -2"),
+                ("[[4294967296]]", "prompt[0][0]", " must be a token id (an integer from 0), got 4294967296"),
+                (r#"["a",[1]]"#, "prompt[1]", " must be a string, as prompt[0] is, got [1]"),
+                (r#"[[1],"a"]"#, "prompt[1]", r#" must be a list of token ids, as prompt[0] is, got "a""#),
+            ],
+        );
+        for body in ["7", "{}", "[null]", "[{}]"] {
+            let message = prompts(body).unwrap_err().message;
+            assert!(
+                message.starts_with("prompt must be a string, a list of strings, a list of"),
+                "{message}"
+            );
+        }
+    }
+
+    #[test]
+    fn prompts_times_n_are_bounded() {
+        let read = |body: &str| GenerateRequest::read(Api::Completions, body.as_bytes(), 4);
+        let two = read(r#"{"prompt":["a","b"],"n":2}"#).unwrap();
+        assert_eq!((two.n, two.path(1).as_str()), (2, "prompt[1]"));
+        for (body, param, message) in [
+            (r#"{"prompt":[[1],[2]],"n":3}"#, "n", "n = 3 for 2 prompts makes 6 inputs"),
+            (r#"{"prompt":["a","b","c","d","e"]}"#, "prompt", "prompt holds 5 items"),
+        ] {
+            let error = read(body).unwrap_err();
+            assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some(param)));
+            assert_eq!(error.message, format!("{message}; this pool takes at most 4"));
+        }
+    }
+
+    #[test]
+    fn numbers_are_read_within_their_bounds() {
+        let rest = r#","temperature":0,"top_k":-1,"top_p":1e-3,"min_p":1,"frequency_penalty":-2.0,
+            "presence_penalty":2,"repetition_penalty":10,"n":8,"max_tokens":7,"logprobs":5"#;
+        let request = completion(rest).unwrap();
+        let Sampling { temperature, top_k, top_p, frequency_penalty, .. } = request.sampling;
+        assert_eq!((temperature, top_k, top_p, frequency_penalty), (0.0, 0, 1e-3, -2.0));
+        assert_eq!((request.n, request.max_tokens, request.logprobs), (8, Some(7), Some(5)));
+        refused(
+            completion,
+            &[
+                (r#","temperature":2.5"#, "temperature", " must be a number from 0 to 2, got 2.5"),
+                (r#","temperature":"1""#, "temperature", r#" must be a number from 0 to 2, got "1""#),
+                (r#","temperature":1e999"#, "temperature", " must be a number from 0 to 2, got 1e999"),
+                (r#","top_p":0"#, "top_p", " must be a number above 0 and at most 1, got 0"),
+                (r#","top_p":1e-300"#, "top_p", " must be a number above 0 and at most 1, got 1e-300"),
+                (
+                    r#","presence_penalty":-2.1"#,
+                    "presence_penalty",
+                    " must be a number from -2 to 2, got -2.1",
+                ),
+                (r#","n":9"#, "n", " must be an integer from 1 to 8, got 9"),
+                (r#","logprobs":true"#, "logprobs", " must be an integer from 0 to 5, got true"),
+                (r#","max_tokens":0"#, "max_tokens", " must be a positive integer, got 0"),
+                (r#","seed":1.5"#, "seed", " must be an integer of 64 bits, got 1.5"),
+            ],
+        );
+        assert!(completion(r#","top_k":-2"#).unwrap_err().message.ends_with("got -2"));
+    }
+
+    #[test]
+    fn any_integer_of_64_bits_is_a_seed() {
+        for (written, read) in [("0", 0), ("-1", u64::MAX), ("18446744073709551615", u64::MAX)] {
+            assert_eq!(completion(&format!(r#","seed":{written}"#)).unwrap().seed, Some(read));
+        }
+        assert!(completion(r#","seed":18446744073709551616"#).is_err());
+    }
+
+    #[test]
+    fn stop_strings_are_few_and_not_empty() {
+        assert_eq!(completion(r#","stop":"\n""#).unwrap().stop, ["\n"]);
+        assert_eq!(completion(r#","stop":["a","b","c","d"]"#).unwrap().stop, ["a", "b", "c", "d"]);
+        refused(
+            completion,
+            &[
+                (r#","stop":["1","2","3","4","5"]"#, "stop", " holds 5 strings; at most 4 are taken"),
+                (r#","stop":["a",""]"#, "stop[1]", r#" must be a string that is not empty, got """#),
+                (r#","stop":["a",7]"#, "stop[1]", " must be a string, got 7"),
+                (r#","stop":7"#, "stop", " must be a string or a list of strings, got 7"),
+            ],
+        );
+    }
+
+    #[test]
+    fn fields_that_need_or_exclude_another_are_checked_together() {
+        let request = chat(r#","logprobs":true,"top_logprobs":20,"max_tokens":5,"max_completion_tokens":5"#);
+        let request = request.unwrap();
+        assert_eq!((request.logprobs, request.max_tokens), (Some(20), Some(5)));
+        assert_eq!(chat(r#","logprobs":true"#).unwrap().logprobs, Some(0));
+        assert!(chat(r#","stream":true,"stream_options":{"include_usage":true}"#).unwrap().include_usage);
+        refused(
+            chat,
+            &[
+                (r#","top_logprobs":2"#, "top_logprobs", " is 2, but logprobs is not true"),
+                (
+                    r#","max_tokens":5,"max_completion_tokens":6"#,
+                    "max_completion_tokens",
+                    " is 6 and max_tokens, which means the same, 5: send one of them",
+                ),
+                (r#","stream_options":{}"#, "stream_options", " is there, but stream is not true"),
+                (
+                    r#","stream":true,"stream_options":{"include_usage":1}"#,
+                    "stream_options.include_usage",
+                    " must be true or false, got 1",
+                ),
+            ],
+        );
+        let both = " is true and logprobs 0; both together are not done here";
+        refused(completion, &[(r#","echo":true,"logprobs":0"#, "echo", both)]);
+    }
+
+    #[test]
+    fn the_owner_is_the_salt_else_the_user() {
+        let request = chat(r#","user":"u","cache_salt":"s""#).unwrap();
+        assert_eq!((request.owner.as_deref(), request.user.as_deref()), (Some("s"), Some("u")));
+        assert_eq!(chat(r#","user":"u""#).unwrap().owner.as_deref(), Some("u"));
+        refused(chat, &[(r#","user":{}"#, "user", " must be a string, got {}")]);
+    }
+
+    #[test]
+    fn messages_are_texts_or_parts_of_text() {
+        let read = conversation(
+            r#"[{"role":"system","content":"s"},{"role":"user","name":"n","content":
+                [{"type":"text","text":"a"},{"type":"text","text":"b"}],"tool_calls":null}]"#,
+        );
+        let Prompts::Messages(messages) = read.unwrap() else { panic!("no messages") };
+        let expected = json!([
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "a\nb", "name": "n"},
+        ]);
+        assert_eq!(serde_json::to_value(messages).unwrap(), expected);
+        refused(
+            conversation,
+            &[
+                ("[]", "messages", " is an empty list"),
+                (r#""hi""#, "messages", r#" must be a list, got "hi""#),
+                (r#"["hi"]"#, "messages[0]", r#" must be an object, got "hi""#),
+                (r#"[{"content":"a"}]"#, "messages[0].role", " is missing"),
+                (
+                    r#"[{"role":"tool","tool_call_id":"c","content":"a"}]"#,
+                    "messages[0].role",
+                    r#" must be "system", "developer", "user" or "assistant", got "tool""#,
+                ),
+                (r#"[{"role":"assistant","content":null}]"#, "messages[0].content", " is missing"),
+                (
+                    r#"[{"role":"assistant","content":null,"tool_calls":[{}]}]"#,
+                    "messages[0].tool_calls",
+                    " is not done here; leave it out, or send []",
+                ),
+                (
+                    r#"[{"role":"user","content":[{"type":"text","text":"a"},{"type":"image_url"}]}]"#,
+                    "messages[0].content[1].type",
+                    r#" must be "text" (images, audio and files are not done here), got "image_url""#,
+                ),
+                (
+                    r#"[{"role":"user","content":[{"type":"text"}]}]"#,
+                    "messages[0].content[0].text",
+                    " is missing",
+                ),
+                (
+                    r#"[{"role":"user","contents":"a"}]"#,
+                    "messages[0].contents",
+                    " is no field of this request; did you mean content?",
+                ),
+            ],
+        );
+    }
+
+    #[test]
+    fn each_response_format_is_read() {
+        let read = |format: &str| chat(&format!(r#","response_format":{format}"#)).map(|it| it.format);
+        assert_eq!(read(r#"{"type":"text"}"#).unwrap(), Format::Text);
+        assert_eq!(read(r#"{"type":"json_object"}"#).unwrap(), Format::JsonObject);
+        let schema =
+            r#"{"type":"json_schema","json_schema":{"name":"n","strict":true,"schema":{"type":"null"}}}"#;
+        assert_eq!(read(schema).unwrap(), Format::JsonSchema(json!({"type": "null"})));
+        for key in ["regex", "pattern"] {
+            let format = format!(r#"{{"type":"regex","{key}":"\\d+"}}"#);
+            assert_eq!(read(&format).unwrap(), Format::Regex(r"\d+".into()));
+        }
+        for (format, param) in [
+            ("7", "response_format"),
+            ("{}", "response_format.type"),
+            (r#"{"type":"xml"}"#, "response_format.type"),
+            (r#"{"type":"regex"}"#, "response_format.regex"),
+            (r#"{"type":"regex","regex":"a","pattern":"b"}"#, "response_format.pattern"),
+            (r#"{"type":"json_object","schema":{}}"#, "response_format.schema"),
+            (r#"{"type":"json_schema"}"#, "response_format.json_schema"),
+            (r#"{"type":"json_schema","json_schema":{}}"#, "response_format.json_schema.schema"),
+            (r#"{"type":"json_schema","json_schema":{"schema":[]}}"#, "response_format.json_schema.schema"),
+        ] {
+            let error = read(format).unwrap_err();
+            assert_eq!(error.param.as_deref(), Some(param), "{}", error.message);
+            assert!(error.message.starts_with(param), "{}", error.message);
+        }
+    }
+
+    #[test]
+    fn what_is_not_done_is_refused_by_name() {
+        let fields = ["tools", "logit_bias", "best_of", "suffix", "prompt_logprobs", "tool_choice"];
+        for (field, chat_only) in fields.map(|field| (field, false)).into_iter().chain(
+            ["functions", "function_call", "modalities", "audio", "parallel_tool_calls", "prediction"]
+                .map(|field| (field, true)),
+        ) {
+            let rest = format!(r#","{field}":[7]"#);
+            assert_eq!(chat(&rest).unwrap_err().param.as_deref(), Some(field));
+            if !chat_only {
+                assert_eq!(completion(&rest).unwrap_err().param.as_deref(), Some(field));
+            }
+        }
+        let defaults = r#","tool_choice":"none","modalities":["text"],"reasoning_effort":"low","tools":[]"#;
+        assert!(chat(defaults).is_ok());
+    }
+
+    #[test]
+    fn no_cut_or_odd_body_panics() {
+        let body = r#"{"messages":[{"role":"user","content":[{"type":"text","text":"é\ud83d\ude00"}]}],"n":2,
+            "stop":["a"],"response_format":{"type":"json_schema","json_schema":{"schema":{}}},"seed":-1}"#;
+        assert!(GenerateRequest::read(Api::Chat, body.as_bytes(), 8).is_ok());
+        for end in 0..body.len() {
+            let error = GenerateRequest::read(Api::Chat, &body.as_bytes()[..end], 8).unwrap_err();
+            assert_eq!(error.kind, TaskErrorKind::Undecodable, "{}", error.message);
+        }
+        let deep = "[".repeat(100_000) + &"]".repeat(100_000);
+        let schema = format!(r#"{{"type":"json_schema","json_schema":{{"schema":{{"a":{deep}}}}}}}"#);
+        let error = chat(&format!(r#","response_format":{schema}"#)).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("response_format.json_schema.schema"));
+        assert_eq!(prompts(&deep).unwrap_err().param.as_deref(), Some("prompt[0][0]"));
+        let surrogate = r#"[{"role":"user","content":"a","\ud800":1}]"#;
+        assert_eq!(conversation(surrogate).unwrap_err().kind, TaskErrorKind::BadInput);
+    }
+}

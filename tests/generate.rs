@@ -1,0 +1,467 @@
+//! Text generation through the public interface of a model, held against what transformers computes with the
+//! same weights (`scripts/make-generate-fixtures.py`), and against itself: a sequence's numbers are the same to
+//! the bit in any company.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use sconce::model::load::ModelFiles;
+use sconce::model::load::gguf::Gguf;
+use sconce::model::nets::decoder::config::DecoderConfig;
+use sconce::model::nets::decoder::{Decoder, Weights};
+use sconce::model::ops::causal::Span;
+use sconce::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
+use sconce::model::tasks::generate::{self, Answer, GenerateProcessor, Piece, Prompt, TextGenerator};
+use sconce::model::{
+    Advance, Device, Generate, LoadSpec, Preprocessed, Processor, Row, SizedInput, Slot, TaskError,
+};
+use sconce::protocol::{Headers, Message, Properties, TaskErrorKind};
+use serde_json::{Value, json};
+
+/// Models with random weights.
+const TINY: [&str; 4] = ["generate-llama", "generate-llama3", "generate-qwen2", "generate-qwen3"];
+const COMPLETIONS: &str = "/v1/completions";
+const CHAT: &str = "/v1/chat/completions";
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn fixture(name: &str) -> PathBuf {
+    root().join("tests/fixtures").join(name)
+}
+
+fn smollm2() -> PathBuf {
+    let path = root().join("models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf");
+    assert!(path.is_file(), "{} is missing: run scripts/fetch-smollm2", path.display());
+    path
+}
+
+fn expected(name: &str) -> Value {
+    let file = std::fs::read(fixture(name).join("expected.json")).expect("a fixture");
+    serde_json::from_slice(&file).expect("JSON")
+}
+
+fn spec(path: &Path, options: Value) -> LoadSpec {
+    let Value::Object(options) = options else { panic!("options are an object") };
+    let options = options.into_iter().collect();
+    LoadSpec { max_inputs: 64, options, ..LoadSpec::new(path.to_str().expect("a path in UTF-8")) }
+}
+
+fn load(path: &Path, options: Value) -> (GenerateProcessor, TextGenerator) {
+    generate::load(&spec(path, options), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn message(url: &str, body: &Value) -> Message {
+    let headers = Headers::from([("url".into(), url.into())]);
+    let properties = Properties { headers, message_id: Some("task-1".into()), ..Properties::default() };
+    Message { properties, body: body.to_string().into() }
+}
+
+fn preprocess(
+    processor: &GenerateProcessor,
+    url: &str,
+    body: &Value,
+) -> Result<Preprocessed<GenerateProcessor>, TaskError> {
+    processor.preprocess(&message(url, body))
+}
+
+fn inputs(processor: &GenerateProcessor, url: &str, body: &Value) -> Vec<SizedInput<Prompt>> {
+    preprocess(processor, url, body).unwrap_or_else(|error| panic!("{body}: {error}")).1
+}
+
+fn numbers(value: &Value) -> Vec<u32> {
+    value.as_array().expect("a list").iter().map(|it| it.as_u64().expect("an id") as u32).collect()
+}
+
+/// When sequences begin, and in which chunks their prompts are fed.
+#[derive(Clone, Copy)]
+struct Plan {
+    chunk: usize,
+    /// Sequence i begins in step i times this.
+    apart: usize,
+}
+
+/// Computes all prompts, and closes them. Returns the pieces and the answer of each.
+fn run(
+    generator: &mut TextGenerator,
+    prompts: &[SizedInput<Prompt>],
+    plan: Plan,
+) -> Vec<(Vec<Piece>, Answer)> {
+    let mut left: BTreeMap<usize, usize> = BTreeMap::new();
+    let mut pieces = vec![Vec::new(); prompts.len()];
+    let mut answers: Vec<Option<Answer>> = vec![None; prompts.len()];
+    let mut step = 0;
+    while answers.iter().any(Option::is_none) {
+        for (index, prompt) in prompts.iter().enumerate() {
+            if index * plan.apart == step || plan.apart == 0 && step == 0 {
+                generator.open(Slot(index), &prompt.input).unwrap_or_else(|error| panic!("{error}"));
+                left.insert(index, prompt.tokens);
+            }
+        }
+        let rows: Vec<Row> = left
+            .iter()
+            .map(|(index, left)| Row { slot: Slot(*index), take: (*left).clamp(1, plan.chunk) })
+            .collect();
+        step += 1;
+        for (row, advance) in rows.iter().zip(generator.step(&rows).unwrap_or_else(|error| panic!("{error}")))
+        {
+            let index = row.slot.0;
+            if let Some(left) = left.get_mut(&index) {
+                *left = left.saturating_sub(row.take);
+            }
+            match advance.unwrap_or_else(|error| panic!("{error}")) {
+                Advance::Fed => {}
+                Advance::More(piece) => pieces[index].push(piece),
+                Advance::Done(piece, answer) => {
+                    pieces[index].extend(piece);
+                    answers[index] = Some(answer);
+                    left.remove(&index);
+                    generator.close(row.slot);
+                }
+            }
+        }
+    }
+    pieces.into_iter().zip(answers.into_iter().flatten()).collect()
+}
+
+const AT_ONCE: Plan = Plan { chunk: usize::MAX, apart: 0 };
+
+/// The answer of a whole request.
+fn reply((processor, generator): &mut (GenerateProcessor, TextGenerator), url: &str, body: &Value) -> Value {
+    let (context, inputs) =
+        preprocess(processor, url, body).unwrap_or_else(|error| panic!("{body}: {error}"));
+    let answers = run(generator, &inputs, AT_ONCE).into_iter().map(|(_, answer)| answer);
+    let body = processor.finish(context, answers.collect()).unwrap_or_else(|error| panic!("{error}"));
+    let mut reply: Value = serde_json::from_slice(&body.bytes).expect("JSON");
+    reply["seed"] = body.headers["seed"].as_i64().into();
+    reply
+}
+
+/// The numbers of the next token after all of `ids`, fed in chunks.
+fn logits(path: &Path, ids: &[u32], chunk: usize) -> Vec<f32> {
+    let (config, weights) = if path.is_file() {
+        let gguf = Gguf::read(path).expect("a GGUF file");
+        let config = DecoderConfig::of_gguf(&gguf).expect("metadata");
+        let weights = Weights::of_gguf(gguf, &config);
+        (config, weights)
+    } else {
+        let files = ModelFiles::locate(path.to_str().expect("UTF-8")).expect("a folder");
+        let config = DecoderConfig::read(&files, "it").unwrap_or_else(|error| panic!("{error}"));
+        let weights = Weights::of_files(&files, &config).unwrap_or_else(|error| panic!("{error}"));
+        (config, weights)
+    };
+    let mut decoder =
+        Decoder::load(&weights, &config, config.context).unwrap_or_else(|error| panic!("{error}"));
+    let (layers, heads, width) = (config.layers, config.kv_heads, config.head_width);
+    let shape = KvShape { layers, heads, width, numbers: KvNumbers::F32 };
+    let blocks: Vec<u32> = (0..ids.len().div_ceil(BLOCK) as u32).collect();
+    let mut kv = KvBlocks::new(shape, blocks.len()).expect("memory");
+    let mut last = Vec::new();
+    for (index, part) in ids.chunks(chunk).enumerate() {
+        let span = Span { blocks: &blocks, first: index * chunk, count: part.len() };
+        last = decoder.forward(&mut kv, part, &[span], &[part.len() - 1]);
+    }
+    last
+}
+
+#[test]
+fn tokens_are_those_of_the_reference_library() {
+    for (name, path) in TINY.map(|name| (name, fixture(name))).into_iter().chain([("smollm2", smollm2())]) {
+        let (processor, _) = load(&path, json!({}));
+        let expected = expected(name);
+        for trip in expected["round_trips"].as_array().expect("a list") {
+            let (text, ids) = (&trip["text"], numbers(&trip["ids"]));
+            let ours = match preprocess(&processor, COMPLETIONS, &json!({"prompt": text, "max_tokens": 1})) {
+                Ok((_, inputs)) => inputs[0].input.ids.to_vec(),
+                Err(error) if error.message.contains("has no tokens") => Vec::new(),
+                Err(error) => panic!("{error}"),
+            };
+            assert_eq!(ours, ids, "{name}: {text}");
+        }
+        for chat in expected["chats"].as_array().expect("a list") {
+            let body = json!({"messages": chat["messages"], "max_tokens": 1});
+            let ours = inputs(&processor, CHAT, &body).remove(0).input.ids.to_vec();
+            assert_eq!(ours, numbers(&chat["ids"]), "{name}: {}", chat["rendered"]);
+        }
+    }
+}
+
+#[test]
+fn logits_are_those_of_the_reference_library_however_the_prompt_is_cut() {
+    for name in TINY {
+        for prompt in expected(name)["prompts"].as_array().expect("a list") {
+            let ids = numbers(&prompt["ids"]);
+            let ours = logits(&fixture(name), &ids, usize::MAX >> 1);
+            for (ours, right) in ours.iter().zip(prompt["last_logits"].as_array().expect("a list")) {
+                let off = (f64::from(*ours) - right.as_f64().expect("a number")).abs();
+                assert!(off < 1e-3, "{name}, {} tokens: {off}", ids.len());
+            }
+            for chunk in [1, 7, 33] {
+                assert_eq!(logits(&fixture(name), &ids, chunk), ours, "{name}: chunks of {chunk}");
+            }
+        }
+    }
+}
+
+#[test]
+fn logits_of_real_quantised_weights_are_those_of_the_same_numbers_in_f32() {
+    for prompt in expected("smollm2")["prompts"].as_array().expect("a list") {
+        let ours = logits(&smollm2(), &numbers(&prompt["ids"]), usize::MAX >> 1);
+        for pair in prompt["top_logits"].as_array().expect("a list") {
+            let (id, right) = (pair[0].as_u64().expect("an id"), pair[1].as_f64().expect("a number"));
+            let off = (f64::from(ours[id as usize]) - right).abs();
+            assert!(off < 1e-3, "{}: token {id} is off by {off}", prompt["text"]);
+        }
+    }
+}
+
+#[test]
+fn greedy_text_is_that_of_the_reference_library() {
+    for (name, path) in TINY.map(|name| (name, fixture(name))).into_iter().chain([("smollm2", smollm2())]) {
+        let mut model = load(&path, json!({}));
+        for prompt in expected(name)["prompts"].as_array().expect("a list") {
+            let count = prompt["greedy"].as_array().expect("a list").len();
+            let body =
+                json!({"prompt": prompt["ids"], "max_tokens": count, "temperature": 0, "ignore_eos": true});
+            let ours = reply(&mut model, COMPLETIONS, &body);
+            assert_eq!(ours["choices"][0]["text"], prompt["text_out"], "{name}: {}", prompt["text"]);
+        }
+    }
+}
+
+#[test]
+fn a_conversation_is_answered_as_by_the_reference_library() {
+    let mut model = load(&smollm2(), json!({}));
+    for chat in expected("smollm2")["chats"].as_array().expect("a list") {
+        let body = json!({"messages": chat["messages"], "max_tokens": 64, "temperature": 0});
+        let ours = reply(&mut model, CHAT, &body);
+        assert_eq!(ours["choices"][0]["message"]["content"], chat["text_out"], "{}", chat["rendered"]);
+        assert_eq!(ours["object"], "chat.completion");
+    }
+}
+
+/// Prompts of different lengths and settings, each drawn with a temperature and its probabilities told.
+fn mixed(processor: &GenerateProcessor) -> Vec<SizedInput<Prompt>> {
+    let long = "The quick brown fox jumps over the lazy dog. ".repeat(12);
+    let texts = [
+        "Once upon a time".to_owned(),
+        "The capital of France is".to_owned(),
+        long.clone(),
+        format!("{long}And then"),
+        "A".to_owned(),
+        "def fibonacci(n):\n".to_owned(),
+        format!("{long}And so"),
+        "1, 2, 3,".to_owned(),
+    ];
+    let body = |(index, text): (usize, &String)| {
+        let temperature = [0.0, 0.7, 1.0][index % 3];
+        let top_p = [1.0, 0.9][index % 2];
+        let max_tokens = 12 + index * 5;
+        json!({"prompt": text, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
+               "seed": index, "logprobs": 5, "ignore_eos": true})
+    };
+    texts.iter().enumerate().map(|text| inputs(processor, COMPLETIONS, &body(text)).remove(0)).collect()
+}
+
+#[test]
+fn a_sequence_is_the_same_to_the_bit_alone_together_late_cut_and_with_reused_beginnings() {
+    for options in [json!({}), json!({"kv_numbers": "bf16"})] {
+        let (processor, _) = load(&smollm2(), options.clone());
+        let fresh = || load(&smollm2(), options.clone()).1;
+        let prompts = mixed(&processor);
+        let mut alone = Vec::new();
+        for prompt in &prompts {
+            alone.extend(run(&mut fresh(), std::slice::from_ref(prompt), AT_ONCE));
+        }
+        let text = |runs: &[(Vec<Piece>, Answer)]| -> Vec<(String, Vec<_>)> {
+            let of = |(_, answer): &(Vec<Piece>, Answer)| {
+                (answer.text.clone(), answer.scores.clone().unwrap_or_default())
+            };
+            runs.iter().map(of).collect()
+        };
+        let right = text(&alone);
+        assert!(right.iter().all(|(_, scores)| scores.len() >= 12), "{right:?}");
+        for plan in
+            [AT_ONCE, Plan { chunk: 1, apart: 0 }, Plan { chunk: 50, apart: 3 }, Plan { chunk: 7, apart: 5 }]
+        {
+            assert_eq!(text(&run(&mut fresh(), &prompts, plan)), right, "chunks of {}", plan.chunk);
+        }
+        // A second time in one generator, whose blocks hold the beginnings.
+        let mut used = fresh();
+        run(&mut used, &prompts, AT_ONCE);
+        let again = run(&mut used, &prompts, Plan { chunk: 40, apart: 2 });
+        assert_eq!(text(&again), right);
+        assert!(again[2].1.cached >= 64, "{} tokens were reused", again[2].1.cached);
+        assert_eq!(again[4].1.cached, 0);
+    }
+}
+
+#[test]
+fn with_several_threads_the_numbers_are_the_same() {
+    let (processor, mut one) = load(&smollm2(), json!({}));
+    let prompts = mixed(&processor);
+    let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+    let alone = pool(1).install(|| run(&mut one, &prompts, AT_ONCE));
+    let mut two = load(&smollm2(), json!({})).1;
+    assert_eq!(pool(2).install(|| run(&mut two, &prompts, AT_ONCE)), alone);
+}
+
+#[test]
+fn the_perplexity_of_a_real_text_is_that_of_the_reference_library() {
+    let expected = &expected("smollm2")["perplexity"];
+    let ids = numbers(&expected["ids"]);
+    let gguf = Gguf::read(&smollm2()).expect("a GGUF file");
+    let config = DecoderConfig::of_gguf(&gguf).expect("metadata");
+    let mut decoder = Decoder::load(&Weights::of_gguf(gguf, &config), &config, 1_024)
+        .unwrap_or_else(|error| panic!("{error}"));
+    for (numbers, most) in [(KvNumbers::F32, 1e-4), (KvNumbers::Bf16, 0.005)] {
+        let (layers, heads, width) = (config.layers, config.kv_heads, config.head_width);
+        let blocks: Vec<u32> = (0..ids.len().div_ceil(BLOCK) as u32).collect();
+        let mut kv = KvBlocks::new(KvShape { layers, heads, width, numbers }, blocks.len()).expect("memory");
+        let span = Span { blocks: &blocks, first: 0, count: ids.len() };
+        let wanted: Vec<usize> = (0..ids.len() - 1).collect();
+        let logits = decoder.forward(&mut kv, &ids, &[span], &wanted);
+        let nll = |(row, next): (&[f32], &u32)| {
+            let most = f64::from(row.iter().copied().fold(f32::MIN, f32::max));
+            let sum: f64 = row.iter().map(|x| (f64::from(*x) - most).exp()).sum();
+            sum.ln() + most - f64::from(row[*next as usize])
+        };
+        let total: f64 = logits.chunks_exact(config.vocabulary).zip(&ids[1..]).map(nll).sum();
+        let ours = total / wanted.len() as f64;
+        let right = expected["nll"].as_f64().expect("a number");
+        let off = (ours - right).exp() - 1.0;
+        assert!(off.abs() < most, "{numbers:?}: perplexity is off by {:.4} %", off * 100.0);
+    }
+}
+
+#[test]
+fn answers_end_at_stop_strings_tokens_and_limits() {
+    let mut model = load(&smollm2(), json!({}));
+    let counting = "Count: one, two, three, four, five,";
+    let ask = |more: Value| {
+        let mut body = json!({"prompt": counting, "max_tokens": 20, "temperature": 0});
+        body.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        body
+    };
+    let whole = reply(&mut model, COMPLETIONS, &ask(json!({})));
+    let text = whole["choices"][0]["text"].as_str().expect("a text").to_owned();
+    assert!(text.contains(" eight") && whole["choices"][0]["finish_reason"] == "length", "{whole}");
+    let stopped = reply(&mut model, COMPLETIONS, &ask(json!({"stop": [" eig", "nine"]})));
+    assert_eq!(stopped["choices"][0]["text"], text[..text.find(" eig").expect("it is there")]);
+    assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
+    assert!(stopped["usage"]["completion_tokens"].as_u64() < Some(20));
+    let echoed = reply(&mut model, COMPLETIONS, &ask(json!({"echo": true, "n": 2, "max_tokens": 3})));
+    let both: Vec<&str> = (0..2).filter_map(|index| echoed["choices"][index]["text"].as_str()).collect();
+    assert!(both.len() == 2 && both.iter().all(|text| text.starts_with(counting)), "{echoed}");
+    assert_eq!(echoed["usage"]["completion_tokens"], 6);
+}
+
+#[test]
+fn a_seed_repeats_a_text_and_a_task_without_one_has_that_of_its_id() {
+    let mut model = load(&fixture("generate-qwen2"), json!({"seed": 3}));
+    let drawn =
+        |seed: Value| json!({"prompt": "the", "max_tokens": 12, "n": 3, "seed": seed, "ignore_eos": true});
+    let mut text = |body: Value| {
+        let reply = reply(&mut model, COMPLETIONS, &body);
+        (reply["choices"].clone(), reply["seed"].clone())
+    };
+    let (first, seed) = text(drawn(json!(5)));
+    assert_eq!((text(drawn(json!(5))).0, seed), (first.clone(), json!(5)));
+    assert_ne!(first[0]["text"], first[1]["text"], "answers of one task differ");
+    let (own, seed) = text(drawn(Value::Null));
+    assert_eq!(text(drawn(Value::Null)), (own.clone(), seed.clone()), "its message_id keys it");
+    assert_eq!(text(drawn(seed)).0, own, "the seed in the reply repeats it");
+    let mut other = load(&fixture("generate-qwen2"), json!({"seed": 4}));
+    assert_ne!(reply(&mut other, COMPLETIONS, &drawn(Value::Null))["choices"], own);
+}
+
+#[test]
+fn parts_add_up_to_the_reply() {
+    let (processor, mut generator) = load(&smollm2(), json!({}));
+    let body = json!({"messages": [{"role": "user", "content": "Say hello in three languages."}], "max_tokens": 24,
+                      "stream": true, "stream_options": {"include_usage": true}, "temperature": 0, "n": 2});
+    let (mut context, inputs) = preprocess(&processor, CHAT, &body).unwrap_or_else(|error| panic!("{error}"));
+    let runs = run(&mut generator, &inputs, AT_ONCE);
+    let mut chunks: Vec<Value> = Vec::new();
+    let mut answers = Vec::new();
+    for (index, (pieces, answer)) in runs.into_iter().enumerate() {
+        for pieces in pieces.chunks(3) {
+            let parts = processor.parts(&mut context, index, pieces.to_vec());
+            chunks
+                .extend(parts.iter().map(|part| serde_json::from_slice::<Value>(&part.bytes).expect("JSON")));
+        }
+        answers.push(answer);
+    }
+    let whole = processor.finish(context, answers).unwrap_or_else(|error| panic!("{error}"));
+    let whole: Value = serde_json::from_slice(&whole.bytes).expect("JSON");
+    let last = chunks.pop().expect("chunks");
+    assert_eq!((last["choices"].as_array().map(Vec::len), &last["usage"]), (Some(0), &whole["usage"]));
+    for index in 0..2 {
+        let own: Vec<&Value> =
+            chunks.iter().map(|it| &it["choices"][0]).filter(|it| it["index"] == index).collect();
+        let text: String = own.iter().filter_map(|it| it["delta"]["content"].as_str()).collect();
+        assert_eq!(whole["choices"][index]["message"]["content"], text);
+        assert_eq!(own[0]["delta"]["role"], "assistant");
+        assert_eq!(own.last().expect("chunks")["finish_reason"], whole["choices"][index]["finish_reason"]);
+    }
+    assert!(
+        chunks.iter().all(|chunk| chunk["id"] == whole["id"] && chunk["object"] == "chat.completion.chunk")
+    );
+}
+
+#[test]
+fn a_response_format_is_kept_at_any_temperature() {
+    let mut model = load(&smollm2(), json!({}));
+    let schema = json!({"type": "object", "required": ["name", "age"], "additionalProperties": false,
+                        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99, "minimum": 0}}});
+    let ask = |format: &Value, seed: usize| {
+        json!({"messages": [{"role": "user", "content": "Describe a person."}], "max_tokens": 60, "n": 3,
+               "temperature": 1.5, "seed": seed, "response_format": format})
+    };
+    let json_schema = json!({"type": "json_schema", "json_schema": {"name": "person", "schema": schema}});
+    let regex = json!({"type": "regex", "regex": "(yes|no), [a-z]{3}[.]"});
+    for seed in 0..2 {
+        for choice in
+            reply(&mut model, CHAT, &ask(&json_schema, seed))["choices"].as_array().expect("choices")
+        {
+            let text = choice["message"]["content"].as_str().expect("a text");
+            let person: Value = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"));
+            assert!(person["name"].is_string() && person["age"].as_u64() <= Some(99), "{person}");
+            assert_eq!(choice["finish_reason"], "stop");
+        }
+        for choice in reply(&mut model, CHAT, &ask(&regex, seed))["choices"].as_array().expect("choices") {
+            let text = choice["message"]["content"].as_str().expect("a text");
+            let word =
+                text.strip_prefix("yes, ").or(text.strip_prefix("no, ")).and_then(|it| it.strip_suffix('.'));
+            assert!(
+                word.is_some_and(|it| it.len() == 3 && it.bytes().all(|it| it.is_ascii_lowercase())),
+                "{text}"
+            );
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_answered_is_refused_with_the_field_and_the_numbers() {
+    let (processor, _) = load(&fixture("generate-llama"), json!({"context": 64}));
+    let refusal = |url: &str, body: Value| {
+        let error = preprocess(&processor, url, &body).err().unwrap_or_else(|| panic!("{body} is taken"));
+        assert_eq!(error.kind, TaskErrorKind::BadInput, "{body}");
+        (error.param.unwrap_or_default(), error.message)
+    };
+    let (param, message) = refusal(COMPLETIONS, json!({"prompt": "a ".repeat(100), "max_tokens": 8}));
+    assert!(param == "prompt" && message.contains("holds 64") && message.contains("may have 8"), "{message}");
+    let (param, message) = refusal(COMPLETIONS, json!({"prompt": [[1, 2], [1, 70_000]]}));
+    assert!(param == "prompt[1]" && message.contains("70000"), "{message}");
+    assert_eq!(refusal(COMPLETIONS, json!({"prompt": "a", "max_tokens": 64})).0, "prompt");
+    assert_eq!(
+        refusal(CHAT, json!({"messages": [{"role": "user", "content": "a"}], "tools": [{}]})).0,
+        "tools"
+    );
+    let format = json!({"prompt": "a", "response_format": {"type": "regex", "regex": "("}});
+    assert_eq!(refusal(COMPLETIONS, format).0, "response_format");
+    let (truncating, _) = load(&fixture("generate-llama"), json!({"context": 64, "truncate_prompts": true}));
+    let cut = inputs(&truncating, COMPLETIONS, &json!({"prompt": "a ".repeat(100), "max_tokens": 8}));
+    assert_eq!((cut[0].tokens, cut[0].answer_tokens), (56, 8));
+}
