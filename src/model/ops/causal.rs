@@ -15,6 +15,9 @@ const MOST: usize = 8;
 /// The same for the few that a token has.
 const FEW: usize = 4;
 
+/// Products of numbers from which on several threads are faster than one: some 30 µs of work.
+const WORTH_SHARING: usize = 1 << 20;
+
 /// Some tokens of a sequence that follow each other.
 #[derive(Clone, Copy, Debug)]
 pub struct Span<'a> {
@@ -53,13 +56,20 @@ pub fn attend((kv, layer): (&KvBlocks, usize), spans: &[Span<'_>], queries: &[f3
     }
     let place = |work: &Work<'_>| (work.row, work.head * group * shape.width, group * shape.width);
     let mut made: Vec<(Work<'_>, Vec<f32>)> = works.into_iter().map(|work| (work, Vec::new())).collect();
-    in_parallel(made.iter_mut(), |(work, out)| {
+    let compute = |(work, out): &mut (Work<'_>, Vec<f32>)| {
         let (first, column, width) = place(work);
         let own = queries[first * row..].chunks_exact(row).take(work.part.count);
         let own: Vec<f32> = own.flat_map(|query| &query[column..][..width]).copied().collect();
         out.resize(own.len(), 0.0);
         one_head((kv, layer, work.head), work.part, &own, out);
-    });
+    };
+    let products: usize =
+        spans.iter().map(|span| span.count * (span.first + span.count)).sum::<usize>() * row;
+    if products < WORTH_SHARING {
+        made.iter_mut().for_each(compute);
+    } else {
+        in_parallel(made.iter_mut(), compute);
+    }
     for (work, made) in &made {
         let (first, column, width) = place(work);
         for (out, made) in out[first * row..].chunks_exact_mut(row).zip(made.chunks_exact(width)) {

@@ -244,8 +244,8 @@ impl Matrix {
     }
 }
 
-/// Words times rows from which on several threads are faster than one: some 50 µs of work.
-const WORTH_SHARING: usize = 1 << 20;
+/// Words times rows from which on several threads are faster than one: some 30 µs of work.
+const WORTH_SHARING: usize = 1 << 19;
 /// Above so many rows, unpacking a panel costs less than reading its numbers once for each tile of rows.
 const MANY: usize = 2 * MOST_ROWS;
 
