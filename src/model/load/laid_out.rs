@@ -3,7 +3,7 @@
 //! error: the worker keeps its own memory.
 //!
 //! The file is the length of an index (8 bytes, little-endian), the index (JSON), and the matrices, each at a
-//! multiple of [`ALIGNMENT`].
+//! multiple of `ALIGNMENT`.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
