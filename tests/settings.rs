@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sconce::config::{
-    Admin, Batch, Broker, Devices, Dtype, Launcher, Loaded, Pool, Replace, Retry, Secret, Settings,
-    Telemetry, Tls, load, redact_url,
+    Admin, Batch, Broker, CpuFeatures, Devices, Drain, Dtype, Launcher, Loaded, Pool, Replace, Retry, Secret,
+    Settings, Telemetry, Tls, load, redact_url,
 };
 
 struct Folder(tempfile::TempDir);
@@ -54,6 +54,7 @@ fn default_pool() -> Pool {
         workers_per_device: 1,
         threads: None,
         dtype: Dtype::F32,
+        cpu_features: CpuFeatures::Auto,
         min_speed: 0.2,
         prefetch: None,
         prefetch_bytes: 64 * 1024 * 1024,
@@ -66,6 +67,7 @@ fn default_pool() -> Pool {
             timeout: Duration::from_secs(300),
         },
         task: None,
+        drain: Drain::HandBack,
         options: Default::default(),
         retry: Retry { max_attempts: 3, delay: Duration::from_secs(1), delay_max: Duration::from_secs(60) },
     }

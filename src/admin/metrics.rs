@@ -16,7 +16,7 @@ use crate::launcher::status_board::{Entry, SlotStatus, StatusBoard};
 use crate::protocol::TaskErrorKind;
 use crate::protocol::admin::State;
 use crate::protocol::dead_letter::Reason;
-use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, Stats, TOKENS};
+use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, Stats, TOKENS, TokenCounts};
 
 /// The board and the devices, as one page of metrics.
 pub(super) fn render(board: Arc<StatusBoard>, gpus: Gpus) -> String {
@@ -41,6 +41,7 @@ impl Collector for Page {
             of_the_launcher(&mut out, status)?;
             of_tasks(&mut out, status)?;
             of_batches(&mut out, status)?;
+            of_generated_text(&mut out, status)?;
             of_workers(&mut out, status)?;
             of_devices(&mut out, &self.gpus)
         })
@@ -189,6 +190,30 @@ fn of_batches(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     out.histogram("batch_tokens", "Tokens of a forward pass", (&TOKENS, tokens))?;
     let busy = sums(status, |stats| stats.busy_us as f64 / 1e6);
     out.counter("device_busy_seconds", "Time that the device computed", busy)
+}
+
+fn of_generated_text(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
+    let by_user = |of: fn(&TokenCounts) -> u64| {
+        counted(status).flat_map(move |(entry, stats)| {
+            stats.users.iter().map(move |(user, tokens)| (with(entry, "user", user), of(tokens) as f64))
+        })
+    };
+    let help = "Tokens of prompts, by the request's user";
+    out.counter("prompt_tokens", help, by_user(|tokens| tokens.prompt))?;
+    let help = "Tokens of prompts that were not computed again";
+    out.counter("cached_prompt_tokens", help, by_user(|tokens| tokens.cached))?;
+    out.counter("generated_tokens", "Tokens of answers", by_user(|tokens| tokens.answer))?;
+    let generates = || counted(status).filter(|(_, stats)| stats.now.kv_tokens > 0);
+    let first = generates().map(|(entry, stats)| (slot(entry), &stats.first_token));
+    let help = "From a task's acceptance by its worker to its first token";
+    out.histogram("first_token_duration_seconds", help, (&SECONDS, first))?;
+    let output = generates().map(|(entry, stats)| (slot(entry), &stats.output_token));
+    let help = "For a token of an answer after its first, an average of the answer";
+    out.histogram("output_token_duration_seconds", help, (&SECONDS, output))?;
+    let reserved = generates().map(|(entry, stats)| (slot(entry), stats.now.kv_reserved as f64));
+    out.gauge("kv_reserved_tokens", "Tokens reserved for running sequences", reserved)?;
+    let most = generates().map(|(entry, stats)| (slot(entry), stats.now.kv_tokens as f64));
+    out.gauge("kv_tokens", "Tokens that can be reserved", most)
 }
 
 fn of_workers(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {

@@ -11,7 +11,7 @@ use tokio::sync::Semaphore;
 use crate::broker::{BrokerError, BrokerSession, Delivery, Event, Published};
 use crate::launcher::order::{Handle, Outcome};
 use crate::launcher::status_board::StatusBoard;
-use crate::protocol::admin::{Answer, Request, SlotReport, Target};
+use crate::protocol::admin::{Answer, CANCEL, Request, SlotReport, Target};
 use crate::protocol::{JSON, Message, Properties, shorten};
 
 /// The longest wait for slots to take an order: they do so at once, unless their worker does not read.
@@ -57,6 +57,10 @@ pub async fn control(mut link: BrokerSession, place: &Place) -> Result<(), Broke
 
 async fn answer(link: &BrokerSession, place: &Place, delivery: &Delivery) {
     let Some(answer) = place.serve(delivery).await else { return };
+    // The reply queue of a requester who cancels gets the task's reply, and nothing else.
+    if Request::of_requester(&delivery.message.properties).is_some() {
+        return;
+    }
     let Some(reply_to) = &delivery.message.properties.reply_to else { return };
     // If the requester is gone, an unroutable answer is not an error.
     let answered = Arc::new(answered(&delivery.message, &answer));
@@ -81,7 +85,9 @@ impl Place {
     async fn serve(&self, delivery: &Delivery) -> Option<Answer> {
         let key = delivery.routing_key.as_deref().unwrap_or_default();
         let Some(target) = Target::of_routing_key(key) else {
-            return Some(self.refusal(format!("{key:?} addresses nobody: all, host.…, pool.… or slot.…")));
+            return Some(
+                self.refusal(format!("{key:?} addresses nobody: all, cancel, host.…, pool.… or slot.…")),
+            );
         };
         let meant = |report: &SlotReport| target.means(&self.host, &report.pool, &report.worker);
         if !self.board.read(|status| status.slots.values().any(|entry| meant(&entry.report))) {
@@ -93,10 +99,14 @@ impl Place {
                 self.refusal(format!("the request is {} bytes; at most {LONGEST} are read", body.len())),
             );
         }
-        let request: Request = match serde_json::from_slice(body) {
+        let of_requester = Request::of_requester(&delivery.message.properties);
+        let request: Request = match of_requester.map_or_else(|| serde_json::from_slice(body), Ok) {
             Ok(request) => request,
             Err(error) => return Some(self.refusal(shorten(&format!("not a request: {error}"), 500))),
         };
+        if target == Target::Cancel && delivery.message.properties.kind.as_deref() != Some(CANCEL) {
+            return Some(self.refusal(format!("the key {key:?} takes messages of the type {CANCEL} alone")));
+        }
         if request.only_asks() {
             tracing::debug!(key, ?request, "remote control");
         } else {
@@ -114,6 +124,9 @@ impl Place {
         match request {
             _ if request.only_asks() => return Ok(BTreeMap::new()),
             Request::SetBatch(change) => change.problem().map_or(Ok(()), Err)?,
+            Request::Cancel(cancellation) => {
+                cancellation.problem().map_or(Ok(()), |words| Err(words.to_owned()))?;
+            }
             Request::LogLevel { filter } => {
                 (self.log_filter)(filter).map_err(|problem| format!("log filter {filter:?}: {problem}"))?;
             }

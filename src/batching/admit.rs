@@ -4,16 +4,20 @@
 //! - A sequence is admitted when a slot is free and all tokens of its prompt and its longest answer can be
 //!   reserved. So no sequence runs out of room half way.
 //! - Sequences are admitted strictly in order, so that small ones never starve a large one. The order is the
-//!   time of arrival; one level of priority counts as [`AGEING`] of waiting.
+//!   time of arrival; one level of priority counts as [`AGEING`] of waiting, and each sequence of the same
+//!   requester that waits already as [`TURN`] the other way.
 //! - A step first has a row (1 token) for each sequence whose prompt is fed, then chunks of prompts in the
 //!   order of admission, within the step's tokens. No more sequences run than a step has tokens, so that every
 //!   prompt makes progress.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
 /// The waiting time that one level of priority is worth.
 pub const AGEING: Duration = Duration::from_secs(5);
+/// How much later a sequence counts than the one before it of the same requester and priority, while that one
+/// waits: a requester of a hundred sequences lets others in between.
+pub const TURN: Duration = Duration::from_secs(1);
 
 /// The scheduler's bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +39,8 @@ pub struct Request {
     pub answer: usize,
     /// A higher number runs sooner.
     pub priority: u8,
+    /// Who wants it.
+    pub requester: u64,
     /// It runs only with other isolated sequences.
     pub isolated: bool,
 }
@@ -78,6 +84,8 @@ pub struct Scheduler<K> {
     /// The limits as they were set, before memory failures reduced them.
     asked: Limits,
     waiting: BTreeMap<Order, (K, Request)>,
+    /// The place of each requester's last sequence, by priority; those in the past are dropped.
+    last: HashMap<(u64, u8), Instant>,
     /// Indexed by slot.
     running: Vec<Option<Running<K>>>,
     reserved: usize,
@@ -94,6 +102,7 @@ impl<K: Copy + PartialEq> Scheduler<K> {
             asked: limits,
             steps: 0,
             waiting: BTreeMap::new(),
+            last: HashMap::new(),
             running: Vec::new(),
             reserved: 0,
             arrivals: 0,
@@ -119,12 +128,25 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         self.limits.sequences = self.asked.sequences.min(self.limits.step_tokens);
     }
 
+    /// Tokens that are reserved for running sequences.
+    pub fn reserved(&self) -> usize {
+        self.reserved
+    }
+
     /// Enqueues a sequence. The caller must refuse one that needs more tokens than may be reserved: it would
     /// never run, and would block those after it.
     pub fn enqueue(&mut self, key: K, request: Request, now: Instant) {
-        let later = AGEING * u32::from(u8::MAX - request.priority);
+        let mut at = now + AGEING * u32::from(u8::MAX - request.priority);
+        if self.waiting.is_empty() {
+            self.last.clear();
+        }
+        let of = (request.requester, request.priority);
+        if let Some(last) = self.last.get(&of) {
+            at = at.max(*last + TURN);
+        }
+        self.last.insert(of, at);
         self.arrivals += 1;
-        self.waiting.insert((now + later, self.arrivals), (key, request));
+        self.waiting.insert((at, self.arrivals), (key, request));
     }
 
     /// Removes a sequence that has ended or is not wanted any more. Returns its slot, if it has one.
@@ -233,7 +255,7 @@ mod tests {
     const LIMITS: Limits = Limits { sequences: 4, reserved_tokens: 100, step_tokens: 16 };
 
     fn request(prompt: usize, answer: usize) -> Request {
-        Request { prompt, answer, priority: 0, isolated: false }
+        Request { prompt, answer, priority: 0, requester: 0, isolated: false }
     }
 
     /// Computes a step; sequences leave once their answers are full. Returns its rows.
@@ -310,6 +332,23 @@ mod tests {
     }
 
     #[test]
+    fn a_requester_of_many_sequences_lets_others_in_between() {
+        let now = Instant::now();
+        let mut scheduler = Scheduler::new(Limits { sequences: 1, ..LIMITS });
+        for key in 0..5 {
+            scheduler.enqueue(key, request(1, 1), now);
+        }
+        let later = now + Duration::from_millis(1_500);
+        scheduler.enqueue(9, Request { requester: 9, ..request(1, 1) }, later);
+        let mut order = Vec::new();
+        while let [(key, _)] = scheduler.admit(false)[..] {
+            order.push(key);
+            scheduler.leave(key);
+        }
+        assert_eq!(order, [0, 1, 9, 2, 3, 4]);
+    }
+
+    #[test]
     fn where_a_step_has_room_for_fewer_than_run_they_take_turns() {
         let mut scheduler = Scheduler::new(LIMITS);
         let mut given = BTreeMap::new();
@@ -367,7 +406,8 @@ mod tests {
                 while let Some((key, (_, prompt, answer, priority, fate))) =
                     pending.next_if(|(_, (at, ..))| *at <= steps)
                 {
-                    let request = Request { prompt, answer, priority, isolated: false };
+                    let requester = (prompt % 3) as u64;
+                    let request = Request { prompt, answer, priority, requester, isolated: false };
                     if request.tokens() <= reserved_tokens {
                         scheduler.enqueue(key as u32, request, now);
                         if fate == 0 { cancelled.push((key as u32, steps + 3)) } else { expected.push((key as u32, answer.max(1))) }

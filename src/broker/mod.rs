@@ -164,6 +164,11 @@ pub trait Publisher: Send + Sync {
         Box::pin(std::future::ready(Ok(false)))
     }
 
+    /// Whether a queue exists; none where that cannot be seen now. Nothing is made.
+    fn exists<'a>(&'a self, _queue: &'a str) -> BoxFuture<'a, Option<bool>> {
+        Box::pin(std::future::ready(None))
+    }
+
     /// Closes the connection in order.
     fn close(&self) -> BoxFuture<'_, ()>;
 }

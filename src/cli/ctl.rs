@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::{Settings, duration};
 use crate::protocol::admin::{Request, Target};
-use crate::protocol::control::BatchChange;
+use crate::protocol::control::{BatchChange, Cancellation};
 
 /// Examples for the help of `ctl`.
 pub(super) const CTL_EXAMPLES: &str = "Examples:
@@ -17,6 +17,7 @@ pub(super) const CTL_EXAMPLES: &str = "Examples:
   sconce ctl --slot gpu1/embed/0 restart          also a slot that was given up
   sconce ctl --all set-batch --max-tokens 8192
   sconce ctl --host gpu1 log-level debug
+  sconce ctl cancel 7f3e…                         a task that a worker holds, by its id
 
 Requests go through the exchange admin.control_exchange of the broker, to every launcher that listens
 there; answers are gathered until the time is over. Who may publish to that exchange may control: see
@@ -37,7 +38,7 @@ pub struct Ctl {
     /// Where settings come from.
     #[command(flatten)]
     pub settings: Settings,
-    /// Every slot of every launcher; the default for ping, stats and active
+    /// Every slot of every launcher; the default for ping, stats, active and cancel
     #[arg(long, global = true)]
     pub all: bool,
     /// The slots of a host
@@ -99,6 +100,11 @@ pub enum CtlOrder {
         /// As in SCONCE_LOG: debug, or sconce::worker=trace
         filter: String,
     },
+    /// End a task that a worker holds; it is answered with 499
+    Cancel {
+        /// The task's id: its message_id, else its correlation_id
+        task: String,
+    },
 }
 
 impl CtlOrder {
@@ -119,6 +125,9 @@ impl CtlOrder {
                 max_delay_ms: max_delay.map(|delay| delay.as_secs_f64() * 1e3),
             }),
             Self::LogLevel { filter } => Request::LogLevel { filter: filter.clone() },
+            Self::Cancel { task } => {
+                Request::Cancel(Cancellation { task: Some(task.clone()), ..Cancellation::default() })
+            }
         }
     }
 }
@@ -141,6 +150,8 @@ impl Ctl {
             (Some(target), None) => Ok(target),
             (Some(_), Some(_)) => Err("only one of --all, --host, --pool and --slot"),
             (None, _) if self.order.request().only_asks() => Ok(Target::All),
+            // A task's id is its own: it means the same everywhere.
+            (None, _) if matches!(self.order, CtlOrder::Cancel { .. }) => Ok(Target::All),
             (None, _) => Err("this changes something: say where, with --all, --host, --pool or --slot"),
         }
     }

@@ -118,7 +118,7 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
         let host = &place.host;
         let name = format!("sconce {host} (control)");
         // The set of slots may change, so the target of each request is decided here, by its routing key.
-        let keys = vec!["all".to_owned(), format!("host.{host}"), "pool.#".to_owned(), "slot.#".to_owned()];
+        let keys = ["all", "cancel", &format!("host.{host}"), "pool.#", "slot.#"].map(str::to_owned).to_vec();
         let subscription = Subscription::Topic { exchange: exchange.clone(), keys };
         let connector =
             || Connector::new(settings.broker.clone(), &name).with_refusals(RefusalPolicy::Service);

@@ -48,7 +48,8 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let reporter = Reporter::start(io::stdout())?;
     let traces = tracer(&assignment);
-    let control = Control { reporter: reporter.clone(), crashes, settings, traces };
+    let cancellations = worker::cancellations();
+    let control = Control { reporter: reporter.clone(), crashes, settings, cancellations, traces };
     let starter = registry.starter(&assignment.pool);
     let work = async move {
         listen(stop.clone(), patience)?;
@@ -184,6 +185,8 @@ fn obey(command: Command, stop: &Stop, control: &Control) {
             Ok(()) => tracing::info!(filter, "logging by another filter"),
             Err(problem) => tracing::warn!(filter, problem, "not a log filter"),
         },
+        // Nobody receives it where there is no session, and so no task.
+        Command::Cancel(cancellation) => drop(control.cancellations.send(cancellation)),
         Command::Start { .. } => tracing::warn!("already started"),
     }
 }

@@ -36,7 +36,9 @@ pub use overrides::NOT_SETTINGS;
 pub use problem::{ConfigError, Problem};
 pub use read::{Devices, Secret};
 pub use redact::redact_url;
-pub use settings::{Admin, Batch, Broker, Dtype, Launcher, Pool, Replace, Retry, Settings, Telemetry, Tls};
+pub use settings::{
+    Admin, Batch, Broker, CpuFeatures, Drain, Dtype, Launcher, Pool, Replace, Retry, Settings, Telemetry, Tls,
+};
 
 /// Valid settings, and their origins.
 #[derive(Clone, Debug, PartialEq)]

@@ -120,6 +120,10 @@ section! {
         /// published model's to 1e-5. The others take half the memory and are for GPUs: a CPU is slower with
         /// them.
         dtype: Dtype = "f32", read::choice(&Dtype::ALL);
+        /// The vector units that CPU workers compute with: "auto" (the best that the CPU has), "avx512", "avx2" or
+        /// "none". With the same value on all hosts, results in f32 are the same to the bit on all of them. A CPU
+        /// that lacks them is an error.
+        cpu_features: CpuFeatures = "auto", read::choice(&CpuFeatures::ALL);
         /// A GPU takes no work if it multiplies more slowly than this share of what its multiprocessors and
         /// clock allow in f32, for example because its clock stays low. The share is divided by the launcher's
         /// workers on the device. If other programs compute on it too, set less, or 0 for no check.
@@ -136,6 +140,11 @@ section! {
         max_body: u64 = "8MiB", read::size(BODY);
         /// Most inputs of one task.
         max_inputs: usize = 2048, read::whole(COUNT);
+        /// What a stop signal does with accepted tasks. "hand_back": batches on the device are finished; all
+        /// else, also a sequence that runs, goes back to the queue at once, and another worker begins it anew
+        /// (a drawn text comes out the same). "finish": all accepted tasks are finished for three quarters of
+        /// launcher.shutdown_grace; then the rest goes back.
+        drain: Drain = "hand_back", read::choice(&Drain::ALL);
         nested batch: Batch;
         nested retry: Retry;
         nested options: Options;
@@ -340,6 +349,27 @@ impl Dtype {
     }
 }
 
+/// The `cpu_features` setting: the vector units of a CPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CpuFeatures {
+    /// The best that there are.
+    #[default]
+    Auto,
+    /// Registers of 16 numbers.
+    Avx512,
+    /// Registers of 8 numbers, and multiplication with addition.
+    Avx2,
+    /// What every CPU of this kind has.
+    None,
+}
+
+impl CpuFeatures {
+    /// All, with their names in settings.
+    pub const ALL: [(Self, &str); 4] =
+        [(Self::Auto, "auto"), (Self::Avx512, "avx512"), (Self::Avx2, "avx2"), (Self::None, "none")];
+}
+
 /// The `replace` setting: the order in which a worker is replaced by a new one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -353,6 +383,21 @@ pub enum Replace {
 
 impl Replace {
     const ALL: [(Self, &str); 2] = [(Self::Overlap, "overlap"), (Self::InTurn, "in_turn")];
+}
+
+/// The `drain` setting: what a stop signal does with accepted tasks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Drain {
+    /// What is not on the device, and sequences that run, go back to the queue at once.
+    #[default]
+    HandBack,
+    /// They are finished, as far as the grace allows.
+    Finish,
+}
+
+impl Drain {
+    const ALL: [(Self, &str); 2] = [(Self::HandBack, "hand_back"), (Self::Finish, "finish")];
 }
 
 fn pools(root: &mut Reader<'_>) -> Option<Vec<Pool>> {

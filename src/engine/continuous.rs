@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::mem;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -25,6 +26,8 @@ use crate::protocol::control::TaskName;
 const PROBE_STEPS: usize = 10_000;
 /// How often the loop checks waiting sequences for passed deadlines while nothing runs.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// The share of the last step in the average duration of recent steps.
+const PACE_SHARE: f64 = 0.02;
 /// How often the launcher is told what is on the device even if that has not changed: the launcher takes a
 /// worker that sends nothing for long to be stuck.
 const ANNOUNCE_EVERY: Duration = Duration::from_secs(1);
@@ -35,6 +38,8 @@ pub(super) struct Sequences<R: Processor> {
     capacity: Capacity,
     state: Mutex<State<R>>,
     waker: Waker,
+    /// Microseconds of a step, an average of recent ones. Written by the loop, read to judge new tasks.
+    step_us: AtomicU64,
 }
 
 struct State<R: Processor> {
@@ -53,7 +58,7 @@ impl<R: Processor> Sequences<R> {
         let (arrived, policy) = (Vec::new(), Some(policy));
         let (is_isolated, known_isolated, is_asleep, is_closed) = (false, false, false, false);
         let state = State { arrived, is_isolated, known_isolated, policy, is_asleep, is_closed };
-        Self { capacity, state: Mutex::new(state), waker }
+        Self { capacity, state: Mutex::new(state), waker, step_us: AtomicU64::new(0) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State<R>> {
@@ -107,6 +112,14 @@ impl<R: Processor> Queue<R> for Sequences<R> {
             }
         }
         Ok(())
+    }
+
+    /// As if its sequences ran in rounds of as many as run at once, beside others that fill the step.
+    fn estimate(&self, inputs: &[SizedInput<R::Input>]) -> Option<Duration> {
+        let rounds = inputs.len().div_ceil(self.capacity.sequences);
+        let longest = inputs.iter().map(|input| input.answer_tokens + 1).max()?;
+        let steps = u64::try_from(rounds * longest).ok()?;
+        Some(Duration::from_micros(self.step_us.load(Ordering::Relaxed).saturating_mul(steps)))
     }
 
     fn depth(&self) -> usize {
@@ -198,6 +211,8 @@ pub(super) struct Continuous<R: Processor, G: Generate> {
     made: Option<Made<G>>,
     /// Steps so far.
     number: u64,
+    /// The average of recent steps in microseconds.
+    average_us: f64,
     /// The sequences that the launcher knows to be on the device.
     announced: Vec<Key>,
     announced_at: Instant,
@@ -235,6 +250,7 @@ where
             probe: None,
             made: None,
             number: 0,
+            average_us: 0.0,
             announced: Vec::new(),
             announced_at: now(),
             idle: Idle::default(),
@@ -302,6 +318,7 @@ where
                 prompt: item.tokens.max(1),
                 answer: item.answer_tokens,
                 priority: item.task().priority,
+                requester: item.task().requester,
                 isolated,
             };
             self.last += 1;
@@ -434,11 +451,19 @@ where
         let settled = self.settle_rows(rows, outcome, (began, pass), &mut too_large);
         let took = now() - began;
         let fault = settled.as_ref().err().map(String::as_str);
-        self.observer.passed(&Passed { began: wall, took, pass, tasks: &tasks, fault });
+        let reserved = Some((self.scheduler.reserved(), self.queue.capacity.tokens));
+        self.observer.passed(&Passed { began: wall, took, pass, tasks: &tasks, reserved, fault });
+        self.learn_pace(took);
         if let Some(most) = self.sizing.learn(too_large) {
             self.scheduler.limit_step(most);
         }
         settled
+    }
+
+    /// The average rises from 0, so that the first steps, often of long prompts, count little.
+    fn learn_pace(&mut self, took: Duration) {
+        self.average_us += PACE_SHARE * (took.as_micros() as f64 - self.average_us);
+        self.queue.step_us.store(self.average_us as u64, Ordering::Relaxed);
     }
 
     fn settle_rows(

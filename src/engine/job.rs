@@ -42,6 +42,10 @@ pub(super) trait Queue<R: Processor>: Send + Sync {
     fn isolate(&self, isolated: bool);
     /// Refuses inputs that this model can never compute.
     fn check(&self, inputs: &[SizedInput<R::Input>]) -> Result<(), TaskError>;
+    /// As [`Job::estimate`].
+    fn estimate(&self, _: &[SizedInput<R::Input>]) -> Option<Duration> {
+        None
+    }
     /// As [`Engine::depth`](super::Engine::depth).
     fn depth(&self) -> usize;
     /// As [`Engine::sequences`](super::Engine::sequences).
@@ -138,6 +142,10 @@ impl<R: Processor> Job for Task<R> {
 
     fn is_streamed(&self) -> bool {
         self.is_streamed
+    }
+
+    fn estimate(&self) -> Option<Duration> {
+        self.queue.estimate(&self.inputs)
     }
 
     fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool) {

@@ -89,6 +89,9 @@ pub trait Job: Send {
     /// Whether the task asked for its reply in parts.
     fn is_streamed(&self) -> bool;
 
+    /// How long this task will probably be on the device, at the pace of recent steps; none for one-pass models.
+    fn estimate(&self) -> Option<Duration>;
+
     /// Hands the inputs to the model thread. `isolated`: they are computed with other isolated jobs only.
     fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool);
 
@@ -175,6 +178,8 @@ pub struct Passed<'a> {
     pub pass: Pass,
     /// The tasks of its inputs, each listed once.
     pub tasks: &'a [Arc<TaskState>],
+    /// For sequences: the tokens that are reserved for those that run, and how many can be.
+    pub reserved: Option<(usize, usize)>,
     /// Why the device failed in this pass, if it did.
     pub fault: Option<&'a str>,
 }

@@ -284,7 +284,8 @@ where
         self.idle.since(self.freed);
         let tasks = tasks_of(&batch.inputs);
         let fault = settled.as_ref().err().map(String::as_str);
-        let passed = Passed { began: begun.wall, took: self.freed - at, pass, tasks: &tasks, fault };
+        let passed =
+            Passed { began: begun.wall, took: self.freed - at, pass, tasks: &tasks, reserved: None, fault };
         self.network.observer.passed(&passed);
         match settled {
             Ok(()) => {

@@ -13,6 +13,7 @@ use super::job::{Handle, Queue};
 use super::oneshot::{OneShot, Waiting};
 use super::turns::{Loop, Waker, run};
 use super::{Loaded, Loading, Notices, Setup};
+use crate::model::ops::use_features;
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, device};
 
 /// Starts engines of one type of model.
@@ -75,6 +76,9 @@ pub fn chosen(choose: impl Fn(&LoadSpec) -> Result<Starter, LoadError> + Send + 
 
 /// Checks the device and opens it. While `Proven` is kept, opening the device again is cheap.
 fn opened(spec: &LoadSpec, min_speed: f64) -> Result<(Device, String, device::Proven), LoadError> {
+    if spec.device == "cpu" {
+        use_features(spec.cpu_features).map_err(|reason| unusable(&spec.device, reason))?;
+    }
     let proven = device::prove(&spec.device, spec.dtype, min_speed)?;
     let (device, name) = device::open(&spec.device)?;
     Ok((device, name, proven))

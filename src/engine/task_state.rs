@@ -20,6 +20,8 @@ pub struct TaskState {
     pub deadline: Option<Instant>,
     /// The broker's priority.
     pub priority: u8,
+    /// Who wants the answer, as a hash of its `reply_to`.
+    pub requester: u64,
     /// Reference to the task's span, for the spans of its batches; none if it is not recorded.
     pub link: Option<Box<TaskLink>>,
     /// Changed by the worker (withdraw, commit) and by the loop of one-pass models (commit).
@@ -37,6 +39,7 @@ impl TaskState {
             name,
             deadline,
             priority: 0,
+            requester: 0,
             link: None,
             stage: AtomicU8::new(ENQUEUED),
             cancelled: AtomicBool::new(false),

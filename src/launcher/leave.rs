@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use tokio::time::sleep_until;
 
 use super::child::Worker;
+use crate::config::Drain;
 use crate::protocol::control::Command;
 use crate::shutdown::{Phase, Stop};
 
@@ -19,6 +20,8 @@ pub(super) enum Step {
     Drain,
     /// It was told to finish. Tell it to drain at this time, or when the launcher stops.
     DrainAt(Instant),
+    /// It was told to finish because the launcher stops. Tell it to drain at this time.
+    HandBackAt(Instant),
     /// Tell it to abort when the grace is over, or when the launcher's stop becomes an abort.
     Abort(Instant),
     /// Kill it at this time.
@@ -53,7 +56,7 @@ impl Step {
                 () = sleep_until(deadline.into()) => {}
                 () = stop.reached(Phase::Returning) => {}
             },
-            Self::Abort(deadline) => tokio::select! {
+            Self::HandBackAt(deadline) | Self::Abort(deadline) => tokio::select! {
                 () = sleep_until(deadline.into()) => {}
                 () = stop.reached(Phase::Aborting) => {}
             },
@@ -62,12 +65,20 @@ impl Step {
         }
     }
 
-    /// Carries out the step; returns the next.
-    pub(super) async fn take(self, worker: &mut Worker, grace: Duration) -> Self {
+    /// Carries out the step of a worker whose pool drains like `drain`; returns the next.
+    pub(super) async fn take(self, worker: &mut Worker, grace: Duration, drain: Drain) -> Self {
         match self {
+            Self::Drain if drain == Drain::Finish => {
+                worker.tell(&Command::Finish).await;
+                Self::HandBackAt(Instant::now() + grace - grace / 4)
+            }
             Self::Drain | Self::DrainAt(_) => {
                 worker.tell(&Command::Drain).await;
                 Self::Abort(Instant::now() + grace)
+            }
+            Self::HandBackAt(_) => {
+                worker.tell(&Command::Drain).await;
+                Self::Abort(Instant::now() + grace / 4)
             }
             Self::Abort(_) => {
                 worker.tell(&Command::Abort).await;

@@ -131,6 +131,7 @@ impl Slot {
                 (Some(NextAction::Start), "starting a worker")
             }
             Request::Drain => (Some(NextAction::Hold), "there is no worker, and none is started"),
+            Request::Cancel(_) => (None, "there is no worker, and no task"),
             Request::Shutdown => (Some(NextAction::End(SlotEnd::StoppedOnRequest)), "the slot is done"),
             order => (None, self.remember(&order)),
         };
@@ -161,6 +162,7 @@ impl Slot {
                 self.overrides.log = Some(filter.clone());
                 "logging by another filter"
             }
+            Request::Cancel(_) => "its worker is told",
             Request::Drain | Request::Shutdown | Request::Restart => "finishing",
             Request::Ping | Request::Stats | Request::Active => "nothing to do",
         }
@@ -267,6 +269,7 @@ impl Slot {
             }
             Request::SetBatch(change) => Command::SetBatch(change),
             Request::LogLevel { filter } => Command::LogLevel { filter },
+            Request::Cancel(cancellation) => Command::Cancel(cancellation),
             Request::Ping | Request::Stats | Request::Active => return drop(answer.send(Ok(outcome))),
             Request::Drain | Request::Shutdown | Request::Restart => {
                 *then = match order {

@@ -142,7 +142,10 @@ impl WorkerHandle {
                 self.monitor.log.push(&re_emit(&self.assignment.slot, &line, launch.raw_lines))
             }
             WorkerEvent::Child(ChildEvent::Ended(status)) => return Some(Some(status)),
-            WorkerEvent::Step => self.step = self.step.take(&mut self.worker, grace).await,
+            WorkerEvent::Step => {
+                let drain = self.assignment.pool.drain;
+                self.step = self.step.take(&mut self.worker, grace, drain).await;
+            }
             WorkerEvent::Overdue => self.be_overdue(launch),
             WorkerEvent::DeviceFailed(device_fault) => {
                 self.monitor.device_failed(device_fault, (launch, &self.assignment.slot), self.shown);

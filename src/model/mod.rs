@@ -38,7 +38,7 @@ use std::path::{Path, PathBuf};
 pub use candle_core::Device;
 pub use serde_json::Value;
 
-pub use crate::config::Dtype;
+pub use crate::config::{CpuFeatures, Dtype};
 pub use crate::protocol::control::Unfit;
 pub use crate::protocol::{Body, Message, Properties, TaskError, TaskErrorKind};
 
@@ -255,6 +255,8 @@ pub struct LoadSpec {
     pub max_inputs: usize,
     /// The type of the weights and of their products.
     pub dtype: Dtype,
+    /// The vector units of a CPU.
+    pub cpu_features: CpuFeatures,
     /// The pool's `[pool.options]`: settings that only this model knows.
     pub options: BTreeMap<String, Value>,
 }
@@ -280,6 +282,7 @@ impl LoadSpec {
             device: "cpu".to_owned(),
             max_inputs: 2_048,
             dtype: Dtype::F32,
+            cpu_features: CpuFeatures::Auto,
             options: BTreeMap::new(),
         }
     }

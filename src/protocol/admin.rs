@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::control::BatchChange;
+use super::Properties;
+use super::control::{BatchChange, Cancellation};
 use super::stats::Stats;
 
 /// A request to launchers: the body of the message.
@@ -35,12 +36,26 @@ pub enum Request {
         /// As in `SCONCE_LOG`.
         filter: String,
     },
+    /// End these tasks, as far as workers hold them; each is answered with status 499.
+    Cancel(Cancellation),
 }
+
+/// The `type` of a message by which a requester cancels its own task. Its `correlation_id` and `reply_to` are
+/// the task's. It is not answered: the task is.
+pub const CANCEL: &str = "control.cancel";
 
 impl Request {
     /// Whether the request changes nothing.
     pub fn only_asks(&self) -> bool {
         matches!(self, Self::Ping | Self::Stats | Self::Active)
+    }
+
+    /// The request of a requester who cancels its own task; none if the message is not one.
+    pub fn of_requester(properties: &Properties) -> Option<Self> {
+        let Properties { kind, correlation_id, reply_to, .. } = properties;
+        let (correlation_id, reply_to) = (correlation_id.clone(), reply_to.clone());
+        let cancel = || Self::Cancel(Cancellation { task: None, correlation_id, reply_to });
+        (kind.as_deref() == Some(CANCEL)).then(cancel)
     }
 }
 
@@ -49,6 +64,9 @@ impl Request {
 pub enum Target {
     /// Every slot of every launcher.
     All,
+    /// The same, for messages of the type [`CANCEL`] alone: requesters may be allowed to publish with this key
+    /// who may not control workers.
+    Cancel,
     /// The slots of a host.
     Host(String),
     /// The slots of a pool, on all hosts.
@@ -62,6 +80,7 @@ impl Target {
     pub fn routing_key(&self) -> String {
         match self {
             Self::All => "all".to_owned(),
+            Self::Cancel => "cancel".to_owned(),
             Self::Host(host) => format!("host.{host}"),
             Self::Pool(pool) => format!("pool.{pool}"),
             Self::Slot(worker) => format!("slot.{worker}"),
@@ -73,6 +92,7 @@ impl Target {
         let (kind, name) = key.split_once('.').unwrap_or((key, ""));
         match (kind, name) {
             ("all", "") => Some(Self::All),
+            ("cancel", "") => Some(Self::Cancel),
             (_, "") => None,
             ("host", name) => Some(Self::Host(name.to_owned())),
             ("pool", name) => Some(Self::Pool(name.to_owned())),
@@ -84,7 +104,7 @@ impl Target {
     /// Whether this target includes a slot of this host and pool, with this worker.
     pub fn means(&self, host: &str, pool: &str, worker: &str) -> bool {
         match self {
-            Self::All => true,
+            Self::All | Self::Cancel => true,
             Self::Host(name) => name == host,
             Self::Pool(name) => name == pool,
             Self::Slot(name) => name == worker,

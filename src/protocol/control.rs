@@ -41,6 +41,8 @@ pub enum Command {
         /// As in `SCONCE_LOG`.
         filter: String,
     },
+    /// End these tasks, as far as the worker holds them.
+    Cancel(Cancellation),
     /// Take no more tasks, finish the accepted ones, exit.
     Finish,
     /// Finish the tasks on the device, hand the rest back, exit.
@@ -79,6 +81,40 @@ impl BatchChange {
         }
         let delay = self.max_delay_ms.filter(|ms| !(0.0..=LONGEST_DELAY_MS).contains(ms))?;
         Some(format!("max_delay_ms = {delay}: expected 0 to {LONGEST_DELAY_MS} ms"))
+    }
+}
+
+/// Which tasks are cancelled: those with an id, or those that a requester published.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Cancellation {
+    /// The task's id.
+    pub task: Option<String>,
+    /// The task's `correlation_id`.
+    pub correlation_id: Option<String>,
+    /// The task's `reply_to`; together with `correlation_id`, so that nobody cancels another's task by chance.
+    pub reply_to: Option<String>,
+}
+
+impl Cancellation {
+    /// What is wrong with it.
+    pub fn problem(&self) -> Option<&'static str> {
+        match (&self.task, &self.correlation_id) {
+            (Some(_), None) if self.reply_to.is_none() => None,
+            (None, Some(_)) => None,
+            _ => Some("cancel needs \"task\", or \"correlation_id\" with the task's \"reply_to\""),
+        }
+    }
+
+    /// Whether it is for this task.
+    pub fn means(&self, task: &Task) -> bool {
+        match &self.task {
+            Some(id) => task.id == *id,
+            None => {
+                task.message.properties.correlation_id == self.correlation_id
+                    && task.reply_to() == self.reply_to.as_deref()
+            }
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde_json::json;
 
+use super::stats::Generated;
 use super::{Headers, JSON, Message, Properties, Task, TaskError, TaskErrorKind, Value};
 
 /// The `type` of a part of a reply.
@@ -41,8 +42,10 @@ pub struct Timings {
     pub wait_us: i64,
     /// In forward passes; the sum where its inputs took several.
     pub compute_us: i64,
-    /// From acceptance by this worker to the first part, for generated text.
+    /// From acceptance by this worker to the first token, for generated text.
     pub first_token_us: Option<i64>,
+    /// From the first token to the last, for generated text; in metrics only.
+    pub answer_us: i64,
     /// Inputs in its last forward pass, those of other tasks included.
     pub batch_size: i64,
     /// Tokens in its last forward pass.
@@ -63,6 +66,8 @@ pub struct Body {
     pub bytes: Bytes,
     /// Further headers of the reply: flat scalars. They never replace a header that every reply has.
     pub headers: Headers,
+    /// What it took, if it is generated text; for metrics.
+    pub generated: Option<Generated>,
 }
 
 impl Body {
@@ -73,7 +78,12 @@ impl Body {
 
     /// A body of another media type.
     pub fn new(content_type: impl Into<Cow<'static, str>>, bytes: impl Into<Bytes>) -> Self {
-        Self { content_type: content_type.into(), bytes: bytes.into(), headers: Headers::new() }
+        Self {
+            content_type: content_type.into(),
+            bytes: bytes.into(),
+            headers: Headers::new(),
+            generated: None,
+        }
     }
 
     /// Adds a header.

@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::shorten;
+
 /// Upper bounds of durations, in seconds.
 pub const SECONDS: [f64; 19] = [
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -125,6 +127,44 @@ pub struct Answer {
     pub count: u64,
 }
 
+/// Tokens of generated replies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TokenCounts {
+    /// Of prompts.
+    pub prompt: u64,
+    /// Those of prompts that were not computed again.
+    pub cached: u64,
+    /// Of answers.
+    pub answer: u64,
+}
+
+impl TokenCounts {
+    fn add(&mut self, more: Self) {
+        self.prompt += more.prompt;
+        self.cached += more.cached;
+        self.answer += more.answer;
+    }
+}
+
+/// What a generated reply took.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Generated {
+    /// The request's `user`; empty where it names none.
+    pub user: String,
+    /// Its answers.
+    pub answers: u64,
+    /// Its tokens.
+    pub tokens: TokenCounts,
+}
+
+/// The most users whose tokens are counted apart; those of all others are counted as [`OTHERS`].
+const USERS: usize = 100;
+/// The user that stands for those beyond [`USERS`].
+pub const OTHERS: &str = "(others)";
+/// Bytes of a user's name that are kept.
+const USER_BYTES: usize = 64;
+
 /// Work done in a time span, and the worker's state at its end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -149,6 +189,12 @@ pub struct Stats {
     pub span_ms: u64,
     /// Durations of stages, in the order of [`Stage::ALL`]; bounds: [`SECONDS`].
     pub stages: [Histogram; Stage::ALL.len()],
+    /// Tokens of generated replies, by user.
+    pub users: BTreeMap<String, TokenCounts>,
+    /// From a task's acceptance to its first token; bounds: [`SECONDS`].
+    pub first_token: Histogram,
+    /// For each token of an answer after its first, an average of the answer; bounds: [`SECONDS`].
+    pub output_token: Histogram,
     /// Durations of forward passes; bounds: [`SECONDS`].
     pub batch_seconds: Histogram,
     /// Inputs of forward passes; bounds: [`INPUTS`].
@@ -169,6 +215,10 @@ pub struct Standing {
     pub connected: bool,
     /// Resident bytes of memory that only this process uses.
     pub resident: u64,
+    /// Tokens reserved for running sequences.
+    pub kv_reserved: u64,
+    /// Tokens that can be reserved; 0 for models that answer in one pass.
+    pub kv_tokens: u64,
     /// Why it cannot work, as a text for people: a broker, a dead-letter queue.
     pub problem: Option<String>,
 }
@@ -197,6 +247,14 @@ impl Stats {
     /// How many tasks were answered.
     pub fn tasks(&self) -> u64 {
         self.answers.iter().map(|it| it.count).sum()
+    }
+
+    /// Counts the tokens of a user.
+    pub fn used(&mut self, user: &str, tokens: TokenCounts) {
+        let user = shorten(user, USER_BYTES);
+        let is_known = self.users.contains_key(&user);
+        let user = if is_known || self.users.len() < USERS { user } else { OTHERS.to_owned() };
+        self.users.entry(user).or_default().add(tokens);
     }
 
     /// Counts how long a stage of a task took.
@@ -232,6 +290,11 @@ impl Stats {
         for (own, more) in self.stages.iter_mut().zip(&more.stages) {
             own.add(more);
         }
+        for (user, tokens) in &more.users {
+            self.used(user, *tokens);
+        }
+        self.first_token.add(&more.first_token);
+        self.output_token.add(&more.output_token);
         self.batch_seconds.add(&more.batch_seconds);
         self.batch_inputs.add(&more.batch_inputs);
         self.batch_tokens.add(&more.batch_tokens);
@@ -261,7 +324,7 @@ mod tests {
         tell(&mut first, 5);
         tell(&mut second, 6);
         second.dead_lettered.insert("poison".into(), 1);
-        second.now = Standing { held: 3, connected: true, resident: 1, problem: None };
+        second.now = Standing { held: 3, connected: true, resident: 1, ..Standing::default() };
         sum.add(&first);
         sum.add(&second);
         assert_eq!((sum.tasks(), sum.of_status("failed")), (11, 4));
@@ -271,6 +334,22 @@ mod tests {
         assert_eq!((compute.count(), sizes.count(), sizes.sum()), (11, 11, 25.0));
         assert_eq!(sizes.counts(&INPUTS)[..4], [4, 2, 4, 1]);
         assert!(!sum.is_idle() && Stats { span_ms: 9, now: sum.now.clone(), ..Stats::default() }.is_idle());
+    }
+
+    #[test]
+    fn the_users_that_are_counted_apart_are_bounded_and_no_token_is_lost() {
+        let tokens = TokenCounts { prompt: 3, cached: 1, answer: 2 };
+        let mut sum = Stats::default();
+        for span in 0..3 {
+            let mut stats = Stats::default();
+            (0..120).for_each(|user| stats.used(&format!("user {}", span * 60 + user), tokens));
+            sum.add(&stats);
+        }
+        assert!(sum.users.len() <= USERS + 1, "{}", sum.users.len());
+        assert_eq!(sum.users.values().map(|tokens| tokens.prompt).sum::<u64>(), 3 * 360);
+        assert!(sum.users[OTHERS].answer > 0);
+        sum.used(&"long".repeat(1_000), tokens);
+        assert!(sum.users.keys().all(|user| user.len() < 100));
     }
 
     #[test]

@@ -3,11 +3,12 @@
 //! order. Ends when everything accepted has been settled.
 
 use std::collections::BTreeMap;
+use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
-use tokio::sync::mpsc;
+use tokio::sync::{broadcast, mpsc};
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 
 use super::WorkerError;
@@ -17,9 +18,9 @@ use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
 use crate::broker::{Consumer, Delivery, DeliveryTag, Event};
 use crate::engine::{TaskState, now as instant};
-use crate::protocol::control::TaskName;
+use crate::protocol::control::{Cancellation, TaskName};
 use crate::protocol::task::sentinel_is_expired;
-use crate::protocol::{Incoming, Message, classify};
+use crate::protocol::{Incoming, Message, Task, classify};
 use crate::shutdown::{Phase, Stop};
 
 /// How long replies may still take once the device has failed.
@@ -44,6 +45,7 @@ pub(super) enum SessionEnd {
 }
 
 struct InFlight {
+    task: Arc<Task>,
     /// None for a message that is settled without the model.
     state: Option<Arc<TaskState>>,
     abort: AbortHandle,
@@ -62,6 +64,7 @@ pub(super) struct Intake<'a> {
     consumer: &'a mut dyn Consumer,
     stop: Stop,
     settings: LiveSettings,
+    cancellations: broadcast::Receiver<Cancellation>,
     /// Tasks accepted and not yet settled, by delivery.
     in_flight: BTreeMap<DeliveryTag, InFlight>,
     runs: JoinSet<(DeliveryTag, Result<(), WorkerError>)>,
@@ -75,12 +78,14 @@ impl<'a> Intake<'a> {
         shared: Arc<Shared>,
         consumer: &'a mut dyn Consumer,
         (stop, settings): (Stop, LiveSettings),
+        cancellations: broadcast::Receiver<Cancellation>,
     ) -> Self {
         Self {
             shared,
             consumer,
             stop,
             settings,
+            cancellations,
             in_flight: BTreeMap::new(),
             runs: JoinSet::new(),
             sentinel: None,
@@ -122,6 +127,7 @@ impl<'a> Intake<'a> {
                     let ended = || WorkerError::Internal("the channel from the model thread is closed".into());
                     return Err(error.unwrap_or_else(ended));
                 }
+                Ok(cancellation) = self.cancellations.recv() => self.cancel(&cancellation),
                 () = self.settings.paused(), if self.phase == Phase::Running => self.finish("pause").await,
                 () = self.stop.reached(Phase::Finishing), if self.phase == Phase::Running => {
                     self.finish("launcher").await;
@@ -179,21 +185,22 @@ impl<'a> Intake<'a> {
         let left = accepted.deadline.map(|at| at.duration_since(SystemTime::now()).unwrap_or_default());
         let mut state = TaskState::new(TaskName::of(&accepted.task), left.map(|left| instant() + left));
         state.priority = accepted.task.message.properties.priority.unwrap_or_default();
+        state.requester = BuildHasherDefault::<DefaultHasher>::default().hash_one(accepted.task.reply_to());
         state.link = accepted.traced.link();
-        let state = Arc::new(state);
+        let (state, task) = (Arc::new(state), accepted.task.clone());
         // Counted from here: the first of several tasks that arrive together waits for the others.
         let expected = Expected::new(&self.shared.engine);
         let (shared, own) = (self.shared.clone(), state.clone());
         let abort = self.runs.spawn(async move { (delivery_tag, shared.run(accepted, own, expected).await) });
-        self.in_flight.insert(delivery_tag, InFlight { state: Some(state), abort });
+        self.in_flight.insert(delivery_tag, InFlight { task, state: Some(state), abort });
     }
 
     fn refuse(&mut self, mut accepted: Accepted, kind: String) {
         accepted.traced = Traced::begin(&self.shared.traces, &accepted.task, accepted.redeliveries);
-        let (delivery_tag, shared) = (accepted.delivery, self.shared.clone());
+        let (delivery_tag, shared, task) = (accepted.delivery, self.shared.clone(), accepted.task.clone());
         let abort =
             self.runs.spawn(async move { (delivery_tag, shared.refuse_control(accepted, kind).await) });
-        self.in_flight.insert(delivery_tag, InFlight { state: None, abort });
+        self.in_flight.insert(delivery_tag, InFlight { task, state: None, abort });
     }
 
     async fn obey(&mut self, sentinel: &Message, delivery_tag: DeliveryTag, now: SystemTime) {
@@ -207,6 +214,18 @@ impl<'a> Intake<'a> {
         self.sentinel = Some(delivery_tag);
         self.phase = Phase::Finishing;
         self.stop.advance(Phase::Finishing, "sentinel");
+    }
+
+    /// The answers to these tasks are not wanted any more.
+    fn cancel(&self, cancellation: &Cancellation) {
+        for InFlight { task, state, .. } in self.in_flight.values() {
+            if let Some(state) = state
+                && cancellation.means(task)
+            {
+                tracing::info!(task.id = task.id, "cancelled on request");
+                state.cancel();
+            }
+        }
     }
 
     /// Stops taking tasks; those accepted are finished.

@@ -30,7 +30,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use futures_util::future::BoxFuture;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{broadcast, mpsc, watch};
 
 use crate::batching::Policy;
 use crate::broker::{BrokerError, BrokerSession};
@@ -38,7 +38,7 @@ use crate::config::Assignment;
 use crate::engine::{Engine, Loaded, Notice, Setup, Starter};
 use crate::model::{LoadError, LoadSpec};
 use crate::protocol::WorkerInfo;
-use crate::protocol::control::{BatchChange, Event};
+use crate::protocol::control::{BatchChange, Cancellation, Event};
 use crate::shutdown::{Exit, Phase, Stop};
 use crate::telemetry::traces::Traces;
 
@@ -106,8 +106,18 @@ pub struct Control {
     pub crashes: CrashRecords,
     /// The settings that the launcher changes.
     pub settings: LiveSettings,
+    /// Tasks that are not wanted any more. Written by the reader of the launcher's commands, read by the intake.
+    pub cancellations: broadcast::Sender<Cancellation>,
     /// Spans of tasks and batches. The caller sends the last spans once the worker has ended.
     pub traces: Traces,
+}
+
+/// The most cancellations that may wait for the intake, which acts on each at once.
+const CANCELLATIONS: usize = 1_024;
+
+/// A channel for [`Control::cancellations`].
+pub fn cancellations() -> broadcast::Sender<Cancellation> {
+    broadcast::Sender::new(CANCELLATIONS)
 }
 
 /// Connects to the broker of an assignment.
@@ -209,6 +219,7 @@ pub fn load_spec(assignment: &Assignment) -> LoadSpec {
         device: assignment.device.clone(),
         max_inputs: pool.max_inputs,
         dtype: pool.dtype,
+        cpu_features: pool.cpu_features,
         options: pool.options.clone(),
     }
 }

@@ -56,7 +56,8 @@ impl Worker {
         let follower =
             tokio::spawn(follow(self.control.settings.batch(), shared.prefetch.clone(), self.limits()));
         let settings = self.control.settings.clone();
-        let intake = Intake::new(shared, &mut *link.consumer, (stop.clone(), settings));
+        let cancellations = self.control.cancellations.subscribe();
+        let intake = Intake::new(shared, &mut *link.consumer, (stop.clone(), settings), cancellations);
         let ended = intake.run(fault).await;
         for helper in [connection, follower] {
             helper.abort();

@@ -2,8 +2,11 @@
 //! end.
 
 use std::future::{pending, poll_fn};
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
+
+use tokio::time::timeout;
 
 use super::WorkerError;
 use super::cpu_pool::CpuPool;
@@ -18,6 +21,8 @@ use crate::telemetry::traces::Traces;
 
 /// How long a redelivered task waits for the launcher's records of what a worker died of.
 const NEWS: Duration = Duration::from_millis(200);
+/// How often the broker is asked whether a requester's queue still exists, while its sequences wait or run.
+const LOOK: Duration = Duration::from_secs(5);
 /// The largest body that counts as small work: a tokenizer takes about 2 ms for 4 KiB of text.
 const SMALL_BODY: usize = 2 << 10;
 /// The most inputs whose reply counts as small work: writing 384 numbers takes 10 µs.
@@ -188,13 +193,18 @@ impl Run<'_> {
         let preprocessing = shared.preprocess.run(small, move || engine.preprocess(&own.message));
         let mut job = self.beside_others(preprocessing).await.map_err(internal)??;
         timings.prepare_us = micros(began.elapsed());
+        self.check_time(job.estimate())?;
         shared.prefetch.prepared(job.inputs(), job.tokens());
         let enqueued = now();
         job.enqueue(state.clone(), isolated);
         // Only now: an engine that waits for this task must find it in its queue.
         drop(expected);
         let mut parts = Parts::of(&shared.settlement, task, &*job);
-        let computed = self.events(&mut *job, parts.as_mut()).await;
+        let limit = shared.settlement.waits.own;
+        let Ok(computed) = timeout(limit, self.events(&mut *job, parts.as_mut())).await else {
+            let words = format!("not finished within {limit:?}, after which the broker takes the task back");
+            return Err(TaskError::new(TaskErrorKind::Fault, words));
+        };
         // From here the task is answered even if the worker ends, so that the result is not lost.
         if !state.commit() {
             return pending().await;
@@ -203,8 +213,10 @@ impl Run<'_> {
         timings.compute_us = micros(computed.compute);
         timings.batch_size = computed.last.size as i64;
         timings.batch_tokens = computed.last.tokens as i64;
-        timings.first_token_us =
-            computed.first_piece.map(|at| micros(at.saturating_duration_since(accepted)));
+        if let Some(first) = computed.first_piece {
+            timings.first_token_us = Some(micros(first.saturating_duration_since(accepted)));
+            timings.answer_us = micros(now().saturating_duration_since(first));
+        }
         // If the task failed, the error reply is quickly written.
         let small = computed.failed || job.inputs() <= SMALL_REPLY;
         let reply = self.beside_others(shared.reply.run(small, move || job.finish()));
@@ -228,6 +240,8 @@ impl Run<'_> {
     /// cancelled. Never returns if the device has failed: that is not the task's fault, so the task goes back
     /// with the session.
     async fn events(&self, job: &mut dyn Job, mut parts: Option<&mut Parts<'_>>) -> Computed {
+        let mut leaves = pin!(self.requester_leaves());
+        let mut has_left = false;
         loop {
             let ready = parts.as_ref().is_some_and(|parts| parts.is_ready());
             let progress = async {
@@ -245,11 +259,49 @@ impl Run<'_> {
                     }
                     continue;
                 }
+                () = &mut leaves, if !has_left => {
+                    tracing::info!(task.id = self.task.id, "cancelled: its reply_to does not exist any more");
+                    has_left = true;
+                    self.state.cancel();
+                    continue;
+                }
             };
             match (event, parts.as_deref_mut()) {
                 (JobEvent::Done(computed), _) => return computed,
                 (JobEvent::Parts(bodies), Some(parts)) => parts.send(bodies),
                 (JobEvent::Parts(_), None) => {}
+            }
+        }
+    }
+
+    /// Refuses a task that would be on the device for longer than half of the time for which the broker leaves it
+    /// to this worker: for the other half it may have to wait for others that are as long.
+    fn check_time(&self, estimate: Option<Duration>) -> Result<(), TaskError> {
+        let most = self.shared.settlement.waits.own / 2;
+        match estimate.filter(|estimate| *estimate > most) {
+            None => Ok(()),
+            Some(estimate) => {
+                let (estimate, most) = (estimate.as_secs(), most.as_secs());
+                let words = format!(
+                    "the answer may take {estimate} s at this worker's pace; with broker.consumer_timeout as it \
+                     is, a task may take {most} s: ask for fewer tokens"
+                );
+                Err(TaskError::new(TaskErrorKind::TooLarge, words))
+            }
+        }
+    }
+
+    /// Returns once the requester's queue is gone; asked only for models whose tasks take long, those of
+    /// sequences. A part that comes back says it too, but not each task asks for parts, and a part to a direct
+    /// reply-to never comes back.
+    async fn requester_leaves(&self) {
+        let publisher = &self.shared.settlement.publisher;
+        let queue = self.task.reply_to().filter(|_| self.shared.engine.sequences().is_some());
+        let Some(queue) = queue else { return pending().await };
+        loop {
+            tokio::time::sleep(LOOK).await;
+            if publisher.exists(queue).await == Some(false) {
+                return;
             }
         }
     }

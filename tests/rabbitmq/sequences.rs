@@ -4,12 +4,14 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use lapin::types::AMQPValue;
+use lapin::BasicProperties;
+use lapin::options::{BasicConsumeOptions, BasicPublishOptions, ConfirmSelectOptions};
+use lapin::types::{AMQPValue, FieldTable};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use super::messages::serve;
-use crate::support::client::{Inbox, Received, Task};
+use crate::support::client::{Client, Inbox, Received, Task};
 use crate::support::rabbit::Rabbit;
 use crate::support::sconce::{Sconce, Settings, signal};
 use crate::support::wait::until;
@@ -187,4 +189,115 @@ async fn a_reader_that_reads_nothing_holds_up_no_other() {
     let all = received(&mut inbox, 4).await;
     assert!(all.iter().any(|it| it.kind == "reply.part"));
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+}
+
+/// Publishes a message to an exchange, and returns once the broker has it in a queue.
+#[expect(clippy::disallowed_methods, reason = "a requester publishes as any producer does")]
+async fn publish_to(client: &Client, (exchange, key): (&str, &str), properties: BasicProperties, body: &str) {
+    let channel = client.channel().await;
+    channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirms");
+    let mandatory = BasicPublishOptions { mandatory: true, immediate: false };
+    let sent =
+        channel.basic_publish(exchange.into(), key.into(), mandatory, body.as_bytes(), properties).await;
+    let confirmed = sent.expect("an open channel").await.expect("a confirm");
+    assert!(confirmed.take_message().is_none(), "nobody listens to {exchange}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_requester_ends_its_own_task_and_an_operator_any_by_its_id() {
+    let settings = settings().controlled().set("pool[0].devices", "cpu,cpu");
+    let (_sconce, client, mut inbox) = serve(&settings).await;
+    // 200 s each.
+    let long =
+        |id: &str| Task::new(sequence(10_000, json!({"stream": true}))).id(id).reply_to(&settings.replies);
+    client.publish_all(&settings.tasks, ["a", "b", "c"].map(long)).await;
+    let mut running = std::collections::BTreeSet::new();
+    while running.len() < 3 {
+        running.insert(inbox.next().await.correlation_id);
+    }
+    let cancel = |kind: &str, id: &str| {
+        BasicProperties::default()
+            .with_type(kind.into())
+            .with_correlation_id(id.into())
+            .with_reply_to(settings.replies.as_str().into())
+    };
+    let exchange = settings.control();
+    publish_to(&client, (&exchange, "cancel"), cancel("control.cancel", "b"), "").await;
+    // What only an operator may is not done for a requester's key.
+    publish_to(&client, (&exchange, "cancel"), cancel("", "x"), r#"{"command": "shutdown"}"#).await;
+    let by_operator = Sconce::run(&settings, &["ctl", "cancel", "a", "--expect", "1"]).exit_code().await;
+    assert_eq!(by_operator, 0);
+    let (mut ended, mut refused) = (Vec::new(), 0);
+    while ended.len() < 2 || refused == 0 {
+        let one = inbox.next().await;
+        match &*one.kind {
+            "reply" => ended.push((one.correlation_id.clone(), one.status_code(), one.header("status"))),
+            "control.answer" => {
+                assert!(
+                    one.body["error"].as_str().is_some_and(|it| it.contains("control.cancel")),
+                    "{one:?}"
+                );
+                refused += 1;
+            }
+            _ => {}
+        }
+    }
+    ended.sort();
+    let cancelled = |id: &str| (id.to_owned(), 499, "cancelled".to_owned());
+    assert_eq!(ended, [cancelled("a"), cancelled("b")]);
+    assert_eq!(inbox.next().await.correlation_id, "c", "it goes on");
+}
+
+#[expect(clippy::disallowed_methods, reason = "direct reply-to wants the channel that consumes")]
+async fn ask_directly(channel: &lapin::Channel, queue: &str, body: &Value) -> lapin::Consumer {
+    let direct = "amq.rabbitmq.reply-to";
+    let options = BasicConsumeOptions { no_ack: true, ..Default::default() };
+    let replies = channel.basic_consume(direct.into(), "".into(), options, FieldTable::default()).await;
+    let properties = BasicProperties::default().with_reply_to(direct.into());
+    let body = body.to_string();
+    let sent =
+        channel.basic_publish("".into(), queue.into(), Default::default(), body.as_bytes(), properties).await;
+    sent.expect("an open channel").await.expect("a sent task");
+    replies.expect("a consumer")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requesters_who_left_and_asked_for_no_parts_are_missed_also_over_direct_reply_to() {
+    let settings = settings().set("pool[0].model", "script?sequences=2");
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    // 200 s each.
+    let long = sequence(10_000, json!({}));
+    let own = Client::connect(&Rabbit::shared().url()).await;
+    let named = own.private_inbox().await;
+    client.publish(&settings.tasks, Task::new(long.clone()).reply_to(&named.queue)).await;
+    let leaving = client.channel().await;
+    let unheard = ask_directly(&leaving, &settings.tasks, &long).await;
+    let stays = Task::new(sequence(10, json!({}))).id("stays");
+    client.publish(&settings.tasks, stays).await;
+    leaving.close(200, "the requester leaves".into()).await.expect("closed");
+    drop((own, named, unheard));
+    assert_eq!(inbox.next().await.correlation_id, "stays");
+    client.becomes(&settings.tasks, (0, 1)).await;
+    until("both are missed", || async { (sconce.logged("does not exist any more") == 2).then_some(()) })
+        .await;
+    assert_eq!(client.look(&settings.dead).await.expect("a queue").0, 0, "nothing is parked");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_signal_lets_sequences_finish_where_the_pool_says_so_and_hands_back_what_takes_too_long() {
+    let settings = settings().set("pool[0].drain", "finish").set("launcher.shutdown_grace", "6s");
+    let (mut sconce, client, mut inbox) = serve(&settings).await;
+    let task = |id: &str, tokens: usize| {
+        Task::new(sequence(tokens, json!({"stream": true}))).id(id).reply_to(&settings.replies)
+    };
+    client.publish_all(&settings.tasks, [task("short", 60), task("long", 10_000)]).await;
+    let mut running = std::collections::BTreeSet::new();
+    while running.len() < 2 {
+        running.insert(inbox.next().await.correlation_id);
+    }
+    sconce.signal(Signal::SIGTERM);
+    let reply = received(&mut inbox, 1).await.pop().expect("a reply");
+    assert_eq!((&*reply.correlation_id, reply.status_code()), ("short", 200));
+    assert_eq!(sconce.exit_code().await, 0);
+    assert_eq!(client.get(&settings.tasks).await.correlation_id, "long");
 }

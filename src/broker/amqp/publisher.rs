@@ -12,11 +12,11 @@ use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use super::admin::declare;
-use super::connect::Connector;
-use super::exchange::{Answer, Request};
+use super::admin::{connect, declare};
+use super::connect::{Connector, OpenConnection};
+use super::exchange::{Answer, Request, code};
 use super::sending::{REQUESTS, Sending};
-use super::topology::{Topology, retry_queue};
+use super::topology::{Topology, look, retry_queue};
 use crate::broker::{BrokerError, Delay, Publisher};
 use crate::protocol::Message;
 
@@ -36,6 +36,11 @@ pub struct AmqpPublisher {
     restored: Mutex<Option<Instant>>,
     plain: Line,
     foreign: Line,
+    /// A connection that only looks at queues, opened when needed: an alarm blocks those that publish. Locked
+    /// during a look, so that there is one at a time.
+    looking: Mutex<Option<OpenConnection>>,
+    /// The broker has refused a look: it is not asked again.
+    may_not_look: AtomicBool,
 }
 
 /// Handle of the task that owns a connection.
@@ -63,7 +68,9 @@ impl AmqpPublisher {
         let connector = Arc::new(connector);
         let plain = Line::start(connector.clone(), Some(large));
         let restored = Mutex::default();
-        Self { connector, topology, restored, plain, foreign: Line::start(foreign, None) }
+        let (looking, may_not_look) = (Mutex::default(), AtomicBool::new(false));
+        let foreign = Line::start(foreign, None);
+        Self { connector, topology, restored, plain, foreign, looking, may_not_look }
     }
 }
 
@@ -130,9 +137,40 @@ impl Publisher for AmqpPublisher {
         })
     }
 
+    fn exists<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<bool>> {
+        let look = async move {
+            let mut looking = self.looking.lock().await;
+            if self.may_not_look.load(Ordering::Relaxed) {
+                return None;
+            }
+            if !looking.as_ref().is_some_and(|connection| connection.status().connected()) {
+                *looking = Some(connect(&self.connector).await.ok()?.0);
+            }
+            match look(looking.as_ref()?, queue).await {
+                Ok(_) => Some(true),
+                Err(error) => match code(&error) {
+                    Some(404) => Some(false),
+                    // An exclusive queue of another connection.
+                    Some(405) => Some(true),
+                    // RabbitMQ 4.3 asks for the permission `configure`.
+                    Some(403) => {
+                        self.may_not_look.store(true, Ordering::Relaxed);
+                        None
+                    }
+                    _ => None,
+                },
+            }
+        };
+        let limit = self.connector.settings.connect_timeout;
+        Box::pin(async move { timeout(limit, look).await.ok().flatten() })
+    }
+
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
             tokio::join!(self.plain.close(), self.foreign.close());
+            if let Some(connection) = self.looking.lock().await.take() {
+                let _ = connection.close(200, "done".into()).await;
+            }
         })
     }
 }

@@ -21,6 +21,8 @@ pub(in crate::commands) struct Answer<'a> {
     pub(in crate::commands) batch: Option<Batch>,
     /// Tokens, where the body states them.
     pub(super) tokens: Option<u64>,
+    /// Those of generated text among them.
+    pub(super) generated: Option<u64>,
 }
 
 /// A forward pass.
@@ -45,6 +47,7 @@ struct Body {
 #[derive(Deserialize)]
 struct Usage {
     total_tokens: Option<u64>,
+    completion_tokens: Option<u64>,
 }
 
 impl<'a> Answer<'a> {
@@ -57,6 +60,7 @@ impl<'a> Answer<'a> {
         let tokens = number(headers, "batch_tokens");
         let status_code = headers.get("status_code").and_then(Value::as_i64);
         let body = (status_code == Some(SUCCEEDED)).then(|| serde_json::from_slice::<Body>(&reply.body).ok());
+        let usage = body.flatten().and_then(|body| body.usage);
         Self {
             status_code,
             worker: text("worker"),
@@ -64,7 +68,8 @@ impl<'a> Answer<'a> {
             model: text("model").unwrap_or_default(),
             stages,
             batch: inputs.zip(tokens).map(|(inputs, tokens)| Batch { inputs, tokens }),
-            tokens: body.flatten().and_then(|body| body.usage?.total_tokens),
+            tokens: usage.as_ref().and_then(|usage| usage.total_tokens),
+            generated: usage.and_then(|usage| usage.completion_tokens),
         }
     }
 

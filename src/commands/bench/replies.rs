@@ -18,6 +18,8 @@ pub(in crate::commands) struct OfReplies {
     pub(in crate::commands) inputs: u64,
     /// None where no reply states any.
     pub(in crate::commands) tokens: Option<u64>,
+    /// Tokens of generated text; none where no reply states any.
+    pub(in crate::commands) generated: Option<u64>,
     workers: BTreeMap<String, Worker>,
 }
 
@@ -46,6 +48,9 @@ impl OfReplies {
         }
         if let Some(tokens) = answer.tokens {
             *self.tokens.get_or_insert(0) += tokens;
+        }
+        if let Some(generated) = answer.generated {
+            *self.generated.get_or_insert(0) += generated;
         }
         let Some(name) = answer.worker else { return };
         if !self.workers.contains_key(name) {

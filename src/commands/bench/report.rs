@@ -59,6 +59,8 @@ pub(super) struct Measured {
     pub(super) tasks_per_second: f64,
     pub(super) inputs_per_second: f64,
     pub(super) tokens_per_second: Option<f64>,
+    /// Tokens of answers.
+    pub(super) generated_tokens_per_second: Option<f64>,
     pub(super) latency_ms: Option<Summary>,
     pub(super) queue_ms: Option<Summary>,
     pub(super) prepare_ms: Option<Summary>,
@@ -100,6 +102,9 @@ impl fmt::Display for Report {
         write!(f, ", {:.1} inputs/s", measured.inputs_per_second)?;
         if let Some(tokens) = measured.tokens_per_second {
             write!(f, ", {tokens:.0} tokens/s")?;
+        }
+        if let Some(tokens) = measured.generated_tokens_per_second {
+            write!(f, ", {tokens:.0} of answers")?;
         }
         writeln!(f, " in {:.2} s", measured.seconds)?;
         f.write_str(&times(measured))?;
@@ -192,6 +197,7 @@ mod tests {
                 tasks_per_second: 45.0,
                 inputs_per_second: 45.0,
                 tokens_per_second: None,
+                generated_tokens_per_second: None,
                 latency_ms: Some(summary),
                 queue_ms: Some(summary),
                 prepare_ms: Some(summary),

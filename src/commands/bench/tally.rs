@@ -123,6 +123,10 @@ impl Tally {
             tasks_per_second: self.of_replies.a_second(self.of_replies.succeeded),
             inputs_per_second: self.of_replies.a_second(self.of_replies.inputs),
             tokens_per_second: self.of_replies.tokens.map(|count| self.of_replies.a_second(count)),
+            generated_tokens_per_second: self
+                .of_replies
+                .generated
+                .map(|count| self.of_replies.a_second(count)),
             latency_ms: Summary::of(latency_ms),
             queue_ms,
             prepare_ms,

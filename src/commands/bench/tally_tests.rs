@@ -19,12 +19,22 @@ fn good(worker: &str) -> Answer<'_> {
         stages: Some([1.0, 2.0, 3.0, 10.0]),
         batch: Some(Batch { inputs: 2.0, tokens: 20.0 }),
         tokens: Some(10),
+        generated: None,
     }
 }
 
 fn bad(status_code: Option<i64>) -> Answer<'static> {
     let (device, model) = ("cpu", "m");
-    Answer { status_code, worker: None, device, model, stages: None, batch: None, tokens: None }
+    Answer {
+        status_code,
+        worker: None,
+        device,
+        model,
+        stages: None,
+        batch: None,
+        tokens: None,
+        generated: None,
+    }
 }
 
 /// A tally of `tasks` after `warmup`, each due at 10 ms times its number.

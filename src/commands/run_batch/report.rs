@@ -83,6 +83,7 @@ impl Tally {
             lines_per_second: replies.a_second(self.answered),
             inputs_per_second: replies.a_second(replies.inputs),
             tokens_per_second: replies.tokens.map(|tokens| replies.a_second(tokens)),
+            generated_tokens_per_second: replies.generated.map(|tokens| replies.a_second(tokens)),
             batch: (passes > 0.0).then(|| Batch {
                 passes: passes.round() as u64,
                 mean_inputs: rounded(inputs / passes),
@@ -112,6 +113,8 @@ pub(super) struct Report {
     lines_per_second: f64,
     inputs_per_second: f64,
     tokens_per_second: Option<f64>,
+    /// Tokens of answers.
+    generated_tokens_per_second: Option<f64>,
     batch: Option<Batch>,
     workers: Vec<WorkerShare>,
     device_busy_percent: Option<f64>,

@@ -25,10 +25,39 @@ pub use exponentials::{exponentials, largest};
 pub use feed_forward::{FeedForward, Up};
 pub use product::{Group, Matrix, Numbers, Panels, Words, multiply_rows};
 
+use std::sync::OnceLock;
+
 use candle_core::{CpuStorage, DType, Layout, Result, Tensor, bail};
 use pulp::{Arch, WithSimd};
 
-/// Runs a kernel compiled for this CPU's vector units: AVX-512, AVX2, NEON, or none.
+use crate::config::CpuFeatures;
+
+/// The vector units that kernels use. Set once, before the first kernel runs; then only read.
+static ARCH: OnceLock<Arch> = OnceLock::new();
+
+/// Has all kernels of this process use these vector units. Call it before any kernel.
+///
+/// # Errors
+/// What this CPU lacks.
+pub fn use_features(features: CpuFeatures) -> std::result::Result<(), String> {
+    let arch = match features {
+        CpuFeatures::Auto => return Ok(()),
+        CpuFeatures::None => Some(Arch::Scalar),
+        #[cfg(target_arch = "x86_64")]
+        CpuFeatures::Avx2 => pulp::x86::V3::try_new().map(Arch::V3),
+        #[cfg(target_arch = "x86_64")]
+        CpuFeatures::Avx512 => pulp::x86::V4::try_new().map(Arch::V4),
+        #[cfg(not(target_arch = "x86_64"))]
+        CpuFeatures::Avx2 | CpuFeatures::Avx512 => None,
+    };
+    let name = CpuFeatures::ALL.iter().find(|(known, _)| *known == features).map_or("", |(_, name)| *name);
+    let arch = arch.ok_or_else(|| format!("cpu_features = {name:?}: this CPU lacks them"))?;
+    // Where it is set already, it is to the same: a process has one worker.
+    let _ = ARCH.set(arch);
+    Ok(())
+}
+
+/// Runs a kernel compiled for this CPU's vector units (AVX-512, AVX2, NEON, or none), or for those that were set.
 fn dispatch<K: WithSimd>(kernel: K) -> K::Output {
     #[cfg(test)]
     match testing::LANES.get() {
@@ -36,7 +65,7 @@ fn dispatch<K: WithSimd>(kernel: K) -> K::Output {
         Some(16) => return kernel.with_simd(pulp::Scalar512b),
         _ => {}
     }
-    Arch::new().dispatch(kernel)
+    ARCH.get_or_init(Arch::new).dispatch(kernel)
 }
 
 /// The values of a tensor, if it is f32 on a CPU: the kernels here are written for that.

@@ -184,6 +184,7 @@ impl Observer for DeviceReport {
 
     fn mark_idle(&self) {
         self.reporter.mark_idle();
+        self.counters.count(|stats| stats.now.kv_reserved = 0);
     }
 
     fn tell_idle(&self) {
@@ -194,7 +195,12 @@ impl Observer for DeviceReport {
         passed(&self.traces, pass);
         if pass.fault.is_none() {
             let (inputs, tokens) = (pass.pass.size, pass.pass.tokens);
-            self.counters.count(|stats| stats.batch(inputs, tokens, pass.took.as_secs_f64()));
+            self.counters.count(|stats| {
+                stats.batch(inputs, tokens, pass.took.as_secs_f64());
+                if let Some((reserved, most)) = pass.reserved {
+                    (stats.now.kv_reserved, stats.now.kv_tokens) = (reserved as u64, most as u64);
+                }
+            });
         }
     }
 }

@@ -28,7 +28,7 @@ use crate::config::Retry;
 use crate::protocol::control::CrashRecord;
 use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths, without_producer_headers};
 use crate::protocol::reply::reply;
-use crate::protocol::stats::{Stage, Stats};
+use crate::protocol::stats::{Generated, SECONDS, Stage, Stats};
 use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, WorkerInfo};
 use crate::shutdown::{Phase, Stop};
 
@@ -272,6 +272,7 @@ impl Settlement {
                 (status, code)
             }
         };
+        let generated = body.as_ref().ok().and_then(|body| body.generated.clone());
         let began = Instant::now();
         self.reply(accepted, body, (timings, parked)).await?;
         self.counters.count(|stats| {
@@ -284,6 +285,17 @@ impl Settlement {
             if timings.batch_size > 0 {
                 stats.took(Stage::Wait, seconds(timings.wait_us));
                 stats.took(Stage::Compute, seconds(timings.compute_us));
+            }
+            if let Some(first) = timings.first_token_us {
+                stats.first_token.observe(&SECONDS, seconds(first));
+            }
+            if let Some(Generated { user, answers, tokens }) = generated {
+                stats.used(&user, tokens);
+                let later = tokens.answer.saturating_sub(answers);
+                if later > 0 {
+                    let each = seconds(timings.answer_us) * answers as f64 / later as f64;
+                    stats.output_token.observe(&SECONDS, each);
+                }
             }
         });
         Ok(())

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::broker::Delay;
 use crate::config::Retry;
+use crate::protocol::admin::CANCEL;
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::{Body, TaskError, TaskErrorKind};
 
@@ -78,7 +79,12 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
             Disposition::DeadLetter(Reason::Attempts, TaskError::new(TaskErrorKind::Internal, words))
         }
         Outcome::UnknownControl(kind) => {
-            let words = format!("type {kind:?} is no control message that this version knows");
+            let mut words = format!("type {kind:?} is no control message that this version knows");
+            if kind == CANCEL {
+                words = format!(
+                    "{kind} is published to the exchange admin.control_exchange, not to a task queue"
+                );
+            }
             let error = TaskError::new(TaskErrorKind::Undecodable, words).at("type");
             Disposition::DeadLetter(Reason::UnknownControl, error)
         }

@@ -229,6 +229,11 @@ impl Publisher for Memory {
         })
     }
 
+    fn exists<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<bool>> {
+        let is_gone = matches!(self.lock().queues.get(queue), Some(Does::Answer(Published::Unroutable)));
+        Box::pin(ready(Some(!is_gone)))
+    }
+
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(ready(()))
     }

@@ -67,6 +67,7 @@ impl Rig {
             reporter: Reporter::start_here(lines.clone()),
             crashes: CrashRecords::default(),
             settings: LiveSettings::default(),
+            cancellations: cancellations(),
             traces: Traces::default(),
         };
         let (memory, stop, counters) = (Memory::default(), Stop::default(), Arc::new(Counters::default()));

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::broker::Published;
+use crate::protocol::control::Cancellation;
 use crate::worker::tests::memory::Does;
 
 /// A sequence of `max_tokens` tokens, whose steps take 10 ms.
@@ -188,6 +189,89 @@ async fn a_prompt_that_never_fits_is_refused_and_no_more_messages_are_held_than_
         let reply = rig.memory.publishes("mine", 1).await.remove(0);
         assert_eq!(status(&reply), 400);
         assert!(body(&reply)["error"]["message"].as_str().unwrap().contains("holds 50"), "{reply:?}");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_requester_ends_its_own_task_and_an_operator_any() {
+    here(async {
+        let rig = Rig::start("script?sequences=3", |_| ());
+        let tasks = ["a", "b", "c"].map(|id| generate(id, "mine", 1_000, false));
+        rig.memory.deliver(
+            tasks.into_iter().chain([generate("a", "other", 50, false), generate("d", "mine", 9, false)]),
+        );
+        rig.computes("c").await;
+        let of = |correlation_id: &str, reply_to: &str| Cancellation {
+            correlation_id: Some(correlation_id.into()),
+            reply_to: Some(reply_to.into()),
+            ..Cancellation::default()
+        };
+        let begun = tokio::time::Instant::now();
+        for cancellation in [
+            of("a", "mine"),
+            of("b", "elsewhere"),
+            Cancellation { task: Some("c".into()), ..Cancellation::default() },
+        ] {
+            rig.control.cancellations.send(cancellation).unwrap();
+        }
+        let replies = rig.memory.publishes("mine", 3).await;
+        assert!(begun.elapsed() < Duration::from_millis(300), "{:?}", begun.elapsed());
+        let found =
+            replies.iter().map(|reply| (reply.properties.correlation_id.as_deref().unwrap(), status(reply)));
+        assert_eq!(found.collect::<Vec<_>>(), [("a", 499), ("c", 499), ("d", 200)], "and d has the room");
+        assert_eq!(
+            status(&rig.memory.publishes("other", 1).await[0]),
+            200,
+            "the same id, of another requester"
+        );
+        let (_, events) = rig.finish().await;
+        assert!(
+            events
+                .iter()
+                .any(|event| matches!(event, Event::Stats(stats) if stats.of_status("cancelled") == 2))
+        );
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_requester_that_asks_for_no_parts_is_missed_too() {
+    here(async {
+        let rig = Rig::start("script", |_| ());
+        rig.memory
+            .deliver([generate("left", "left", 100_000 / 200, false), generate("a", "mine", 900, false)]);
+        rig.computes("a").await;
+        rig.memory.queue("left", Does::Answer(Published::Unroutable));
+        let begun = tokio::time::Instant::now();
+        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
+        assert!(begun.elapsed() < Duration::from_millis(5_200), "{:?}", begun.elapsed());
+        assert_eq!((rig.memory.published(DEAD), rig.memory.published("left")), (vec![], vec![]));
+        rig.memory.settles(2).await;
+        assert_eq!(status(&rig.memory.published("mine")[0]), 200);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_that_the_broker_would_take_back_is_refused_once_the_pace_is_known() {
+    here(async {
+        let model = "script?sequences=2&context=100000&tokens=200000";
+        let rig =
+            Rig::start(model, |assignment| assignment.broker.consumer_timeout = Duration::from_secs(60));
+        // 50 s, while nothing is known of the pace: after three quarters of the time it is put off.
+        rig.memory.deliver([generate("first", "mine", 5_000, false)]);
+        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
+        assert_eq!(rig.memory.published("tasks, later").len(), 1);
+        rig.memory
+            .deliver([generate("again", "mine", 5_000, false), generate("short", "mine", 1_000, false)]);
+        let replies = rig.memory.publishes("mine", 2).await;
+        assert_eq!((status(&replies[0]), status(&replies[1])), (413, 200));
+        let message = body(&replies[0])["error"]["message"].to_string();
+        assert!(
+            message.contains("consumer_timeout") && message.contains("a task may take 22 s"),
+            "{message}"
+        );
     })
     .await;
 }

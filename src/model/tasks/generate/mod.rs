@@ -31,6 +31,7 @@ use crate::model::{
     SizedInput, TaskError,
 };
 use crate::protocol::generate::{Api, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id};
+use crate::protocol::stats::{Generated, TokenCounts};
 
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
@@ -136,6 +137,7 @@ pub struct GenerateContext {
     seed: u64,
     stream: bool,
     include_usage: bool,
+    user: String,
     /// Tokens of the prompts, and of what was told in parts.
     usage: Usage,
     /// Answers whose end was not told in parts.
@@ -211,6 +213,7 @@ impl Processor for GenerateProcessor {
             seed,
             stream: request.stream,
             include_usage: request.include_usage,
+            user: request.user.clone().unwrap_or_default(),
             usage: Usage { prompt_tokens, ..Usage::default() },
             answering: inputs.len(),
             echoed,
@@ -253,7 +256,7 @@ impl Processor for GenerateProcessor {
     }
 
     fn finish(&self, context: GenerateContext, answers: Vec<Answer>) -> Result<Body, TaskError> {
-        let GenerateContext { api, id, created, echoed, seed, usage, .. } = context;
+        let GenerateContext { api, id, created, echoed, seed, user, usage, .. } = context;
         let usage = Usage {
             prompt_tokens: usage.prompt_tokens,
             completion_tokens: answers.iter().map(|answer| answer.tokens).sum(),
@@ -266,8 +269,12 @@ impl Processor for GenerateProcessor {
         });
         let choices: Vec<Choice> = choices.collect();
         let body = Reply { api, id: &id, created, model: self.names.own() }.whole(&choices, usage)?;
-        // Two's complement, as a seed can be asked for.
-        Ok(Body::json(body).header("seed", seed.cast_signed()))
+        let Usage { prompt_tokens, completion_tokens, cached_tokens } = usage;
+        let [prompt, cached, answer] = [prompt_tokens, cached_tokens, completion_tokens].map(|it| it as u64);
+        let tokens = TokenCounts { prompt, cached, answer };
+        let generated = Some(Generated { user, answers: choices.len() as u64, tokens });
+        // The seed is written in two's complement, as a request may have it.
+        Ok(Body { generated, ..Body::json(body).header("seed", seed.cast_signed()) })
     }
 }
 
