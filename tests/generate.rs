@@ -11,6 +11,7 @@ use sconce::model::nets::decoder::config::DecoderConfig;
 use sconce::model::nets::decoder::{Decoder, Weights};
 use sconce::model::ops::causal::Span;
 use sconce::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
+use sconce::model::ops::{RowNumbers, multiplies_bytes};
 use sconce::model::tasks::generate::{self, Answer, GenerateProcessor, Piece, Prompt, TextGenerator};
 use sconce::model::{
     Advance, Device, Generate, LoadSpec, Preprocessed, Processor, Row, SizedInput, Slot, TaskError,
@@ -219,7 +220,7 @@ fn logits_of_real_quantised_weights_are_those_of_the_same_numbers_in_f32() {
 #[test]
 fn greedy_text_is_that_of_the_reference_library() {
     for (name, path) in TINY.map(|name| (name, fixture(name))).into_iter().chain([("smollm2", smollm2())]) {
-        let mut model = load(&path, json!({}));
+        let mut model = load(&path, json!({"activations": "f32"}));
         for prompt in expected(name)["prompts"].as_array().expect("a list") {
             let count = prompt["greedy"].as_array().expect("a list").len();
             let body =
@@ -232,7 +233,7 @@ fn greedy_text_is_that_of_the_reference_library() {
 
 #[test]
 fn a_conversation_is_answered_as_by_the_reference_library() {
-    let mut model = load(&smollm2(), json!({}));
+    let mut model = load(&smollm2(), json!({"activations": "f32"}));
     for chat in expected("smollm2")["chats"].as_array().expect("a list") {
         let body = json!({"messages": chat["messages"], "max_tokens": 64, "temperature": 0});
         let ours = reply(&mut model, CHAT, &body);
@@ -266,7 +267,7 @@ fn mixed(processor: &GenerateProcessor) -> Vec<SizedInput<Prompt>> {
 
 #[test]
 fn a_sequence_is_the_same_to_the_bit_alone_together_late_cut_and_with_reused_beginnings() {
-    for options in [json!({}), json!({"kv_numbers": "bf16"})] {
+    for options in [json!({}), json!({"kv_numbers": "bf16", "activations": "f32"})] {
         let (processor, _) = load(&smollm2(), options.clone());
         let fresh = || load(&smollm2(), options.clone()).1;
         let prompts = mixed(&processor);
@@ -313,9 +314,17 @@ fn the_perplexity_of_a_real_text_is_that_of_the_reference_library() {
     let ids = numbers(&expected["ids"]);
     let gguf = Gguf::read(&smollm2()).expect("a GGUF file");
     let config = DecoderConfig::of_gguf(&gguf).expect("metadata");
-    let mut decoder = Decoder::load(&Weights::of_gguf(gguf, &config), &config, 1_024)
-        .unwrap_or_else(|error| panic!("{error}"));
-    for (numbers, most) in [(KvNumbers::F32, 1e-4), (KvNumbers::Bf16, 0.005)] {
+    let mut weights = Weights::of_gguf(gguf, &config);
+    let mut kinds = vec![
+        (RowNumbers::F32, KvNumbers::F32, 1e-4),
+        (RowNumbers::F32, KvNumbers::Bf16, 0.005),
+        (RowNumbers::Int16, KvNumbers::F32, 1e-4),
+        (RowNumbers::Int8, KvNumbers::F32, 0.005),
+    ];
+    kinds.retain(|(rows, ..)| multiplies_bytes() || *rows == RowNumbers::F32);
+    for (rows, numbers, most) in kinds {
+        weights.multiply_rows_as(rows);
+        let mut decoder = Decoder::load(&weights, &config, 1_024).unwrap_or_else(|error| panic!("{error}"));
         let (layers, heads, width) = (config.layers, config.kv_heads, config.head_width);
         let blocks: Vec<u32> = (0..ids.len().div_ceil(BLOCK) as u32).collect();
         let mut kv = KvBlocks::new(KvShape { layers, heads, width, numbers }, blocks.len()).expect("memory");
@@ -331,7 +340,7 @@ fn the_perplexity_of_a_real_text_is_that_of_the_reference_library() {
         let ours = total / wanted.len() as f64;
         let right = expected["nll"].as_f64().expect("a number");
         let off = (ours - right).exp() - 1.0;
-        assert!(off.abs() < most, "{numbers:?}: perplexity is off by {:.4} %", off * 100.0);
+        assert!(off.abs() < most, "{rows:?}, {numbers:?}: perplexity is off by {:.4} %", off * 100.0);
     }
 }
 

@@ -1,4 +1,4 @@
-"""The Celery application that reranking and images are compared with: one request a task, a model for each worker
+"""The Celery application that reranking, images and text are compared with: one request a task, a model for each worker
 process, one thread each, late acks, results as JSON through RabbitMQ (`rpc://`)."""
 
 import os
@@ -29,6 +29,11 @@ def load(**_):
             return model.predict(pairs, batch_size=32, show_progress_bar=False).tolist()
 
         _compute = scores
+    elif os.environ["KIND"] == "text":
+        from .transformers_model import Generator
+
+        generator = Generator(os.environ["MODEL"], 1)
+        _compute = lambda body: generator.texts([body["prompt"]], body["max_tokens"])  # noqa: E731
     else:
         from .images_client import classifier
 
@@ -38,6 +43,6 @@ def load(**_):
 
 @app.task
 def compute(body):
-    """The numbers of one request."""
+    """The answer to one request."""
     return _compute(body)
 

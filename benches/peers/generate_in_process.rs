@@ -38,7 +38,9 @@ fn main() -> anyhow::Result<()> {
         generate::load(&LoadSpec { options, ..LoadSpec::new(model.as_str()) }, &Device::Cpu)?;
     let mut prompted = Vec::new();
     for line in fs::read_to_string(prompts)?.lines() {
-        let message = Message { body: line.to_owned().into(), ..Message::default() };
+        let mut message = Message { body: line.to_owned().into(), ..Message::default() };
+        let url = if line.contains("\"messages\"") { "/v1/chat/completions" } else { "/v1/completions" };
+        message.properties.headers.insert("url".to_owned(), url.into());
         let inputs = processor.preprocess(&message).map_err(|error| anyhow!("{error}"))?.1;
         prompted.extend(inputs);
     }

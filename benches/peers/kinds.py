@@ -158,11 +158,16 @@ def write(found, cores, rounds):
     lines += ["pixels as JPEG; decoding and resizing are within all figures. Requests of 20 documents, of 35 tokens each"]
     lines += ["on average; weights of MiniLM with a head of random numbers."]
     table = "\n".join(lines)
-    text = page.PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    page.PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    replace(page.PAGE, (BEGIN, END), table)
     print(table)
+
+
+def replace(file, marks, table):
+    """Writes a table between two marks of a page."""
+    begin, finish = marks
+    before, rest = file.read_text(encoding="utf-8").split(begin)
+    _, after = rest.split(finish)
+    file.write_text(f"{before}{begin}\n{table}\n{finish}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -222,9 +222,9 @@ async fn a_requester_ends_its_own_task_and_an_operator_any_by_its_id() {
             .with_reply_to(settings.replies.as_str().into())
     };
     let exchange = settings.control();
-    publish_to(&client, (&exchange, "cancel"), cancel("control.cancel", "b"), "").await;
+    publish_to(&client, (exchange, "cancel"), cancel("control.cancel", "b"), "").await;
     // What only an operator may is not done for a requester's key.
-    publish_to(&client, (&exchange, "cancel"), cancel("", "x"), r#"{"command": "shutdown"}"#).await;
+    publish_to(&client, (exchange, "cancel"), cancel("", "x"), r#"{"command": "shutdown"}"#).await;
     let by_operator = Sconce::run(&settings, &["ctl", "cancel", "a", "--expect", "1"]).exit_code().await;
     assert_eq!(by_operator, 0);
     let (mut ended, mut refused) = (Vec::new(), 0);

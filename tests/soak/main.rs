@@ -17,6 +17,7 @@ mod plan;
 mod producers;
 mod readers;
 mod report;
+mod texts;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -105,6 +106,15 @@ async fn a_storm_of_faults_loses_no_task_and_repeats_none_that_was_not_in_flight
         reader.abort();
     }
     judge(&storm, outcome, &order);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_storm_of_faults_over_a_pool_that_generates_changes_no_word() {
+    let Order { seconds, seed, .. } = order();
+    let time = Duration::from_secs(seconds / 4);
+    let texts = texts::storm(seed, time).await;
+    eprintln!("soak of texts: seed {seed}, {} s: {texts:?}", time.as_secs());
+    assert!(texts.answered > texts.faults && texts.faults > 2, "{texts:?}");
 }
 
 /// A reply queue that confirms nothing, once it is suspended, and one that is full.

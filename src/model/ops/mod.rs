@@ -23,7 +23,7 @@ pub use convolution::{Clamp, Convolution, Filters, Padding, max_pool, mean_pool}
 pub use distances::{Bias, Distances, Rotary};
 pub use exponentials::{exponentials, largest};
 pub use feed_forward::{FeedForward, Up};
-pub use product::{Group, Matrix, Numbers, Panels, Words, multiply_rows};
+pub use product::{Group, Matrix, Numbers, Panels, RowNumbers, Words, multiply_rows, multiply_together};
 
 use std::sync::OnceLock;
 
@@ -55,6 +55,16 @@ pub fn use_features(features: CpuFeatures) -> std::result::Result<(), String> {
     // Where it is set already, it is to the same: a process has one worker.
     let _ = ARCH.set(arch);
     Ok(())
+}
+
+/// Whether rows may become whole numbers before they are multiplied ([`Matrix::with_rows_as`]): the CPU has
+/// AVX512-VNNI, and may use it.
+pub fn multiplies_bytes() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let can = matches!(ARCH.get_or_init(Arch::new), Arch::V4(_)) && product::multiplies_bytes();
+    #[cfg(not(target_arch = "x86_64"))]
+    let can = false;
+    can
 }
 
 /// Runs a kernel compiled for this CPU's vector units (AVX-512, AVX2, NEON, or none), or for those that were set.

@@ -4,6 +4,8 @@
 //! The inner loop keeps a tile of results in registers: two registers wide, and as many rows high as there are
 //! registers for.
 
+#[cfg(target_arch = "x86_64")]
+mod bytes;
 mod few;
 mod layout;
 mod lines;
@@ -18,8 +20,10 @@ use rayon::prelude::*;
 
 use super::activation::Activation;
 use super::dispatch;
+#[cfg(target_arch = "x86_64")]
+pub use bytes::is_available as multiplies_bytes;
 pub use layout::{Panels, Rows};
-pub use matrix::{Group, Matrix, Words};
+pub use matrix::{Group, Matrix, RowNumbers, Words, multiply_together};
 pub use numbers::Numbers;
 use size::Tile;
 pub use size::{COLUMNS, RUN};

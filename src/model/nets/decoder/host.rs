@@ -7,7 +7,7 @@ use super::config::DecoderConfig;
 use crate::model::LoadError;
 use crate::model::ops::causal::{Span, attend};
 use crate::model::ops::kv::KvBlocks;
-use crate::model::ops::{Matrix, Rotary, gate, norm_by_squares};
+use crate::model::ops::{Matrix, Rotary, gate, multiply_together, norm_by_squares};
 
 /// The weights of a decoder.
 pub struct Decoder {
@@ -121,6 +121,15 @@ impl Decoder {
         spans: &[Span<'_>],
         wanted: &[usize],
     ) -> Vec<f32> {
+        if rayon::current_num_threads() == 1 {
+            return self.step(kv, ids, spans, wanted);
+        }
+        // On one of the threads that share the products: handing each product over to them, and waiting asleep for its
+        // end, would take longer than most products.
+        rayon::scope(|_| self.step(kv, ids, spans, wanted))
+    }
+
+    fn step(&mut self, kv: &mut KvBlocks, ids: &[u32], spans: &[Span<'_>], wanted: &[usize]) -> Vec<f32> {
         if ids.is_empty() {
             return Vec::new();
         }
@@ -157,13 +166,13 @@ impl Decoder {
         let rows = x.len() / hidden;
         normed.resize(x.len(), 0.0);
         norm_by_squares(x, &layer.norm, eps, normed);
-        for (part, matrix) in layer.qkv.iter().enumerate() {
-            qkv[part].resize(rows * matrix.width(), 0.0);
-            matrix.multiply(normed, &mut qkv[part]);
-            if let Some(biases) = &layer.biases {
-                for row in qkv[part].chunks_exact_mut(matrix.width()) {
-                    row.iter_mut().zip(&biases[part]).for_each(|(x, bias)| *x += bias);
-                }
+        for (part, matrix) in qkv.iter_mut().zip(&layer.qkv) {
+            part.resize(rows * matrix.width(), 0.0);
+        }
+        multiply_together(layer.qkv.each_ref(), normed, qkv.each_mut().map(Vec::as_mut_slice));
+        for (part, biases) in qkv.iter_mut().zip(layer.biases.iter().flatten()) {
+            for row in part.chunks_exact_mut(biases.len()) {
+                row.iter_mut().zip(biases).for_each(|(x, bias)| *x += bias);
             }
         }
         if let Some(norms) = &layer.head_norms {
@@ -203,8 +212,7 @@ impl Decoder {
         norm_by_squares(x, &layer.inner_norm, eps, normed);
         gates.resize(rows * inner, 0.0);
         up.resize(rows * inner, 0.0);
-        layer.gate.multiply(normed, gates);
-        layer.up.multiply(normed, up);
+        multiply_together([&layer.gate, &layer.up], normed, [gates, up]);
         gate(gates, up);
         layer.down.multiply(gates, half);
         x.iter_mut().zip(half).for_each(|(x, half)| *x += *half);

@@ -15,7 +15,7 @@ use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
 use crate::model::load::laid_out::LaidOut;
 use crate::model::load::weights::Weights as Tensors;
-use crate::model::ops::Matrix;
+use crate::model::ops::{Matrix, RowNumbers};
 
 /// A decoder's tensors by their names in its files.
 pub struct Weights {
@@ -23,6 +23,8 @@ pub struct Weights {
     family: Family,
     /// Matrices that were laid out before.
     laid_out: Option<LaidOut>,
+    /// What rows become before they are multiplied with matrices of whole numbers.
+    rows: RowNumbers,
 }
 
 enum Files {
@@ -87,17 +89,27 @@ impl Weights {
     pub fn of_files(files: &ModelFiles, config: &DecoderConfig) -> Result<Self, LoadError> {
         let paths: Vec<PathBuf> = files.weights()?;
         let tensors = Tensors::read(&paths, ("model", "embed_tokens.weight"), &Device::Cpu, DType::F32)?;
-        Ok(Self { files: Files::Safetensors(tensors), family: config.family, laid_out: None })
+        Ok(Self {
+            files: Files::Safetensors(tensors),
+            family: config.family,
+            laid_out: None,
+            rows: RowNumbers::F32,
+        })
     }
 
     /// The tensors of a GGUF file.
     pub fn of_gguf(gguf: Gguf, config: &DecoderConfig) -> Self {
-        Self { files: Files::Gguf(gguf), family: config.family, laid_out: None }
+        Self { files: Files::Gguf(gguf), family: config.family, laid_out: None, rows: RowNumbers::F32 }
     }
 
     /// Takes matrices from this file, as far as it has them.
     pub fn take_from(&mut self, laid_out: LaidOut) {
         self.laid_out = Some(laid_out);
+    }
+
+    /// Has rows become such numbers before they are multiplied ([`Matrix::with_rows_as`]).
+    pub fn multiply_rows_as(&mut self, rows: RowNumbers) {
+        self.rows = rows;
     }
 
     fn layer(&self, index: usize, part: &str) -> String {
@@ -160,14 +172,14 @@ impl Weights {
         [depth, width]: [usize; 2],
         row: impl Fn(usize) -> usize,
     ) -> Result<Matrix, LoadError> {
-        if let Some(known) = self.laid_out.as_ref().and_then(|file| file.matrix(name, [depth, width])) {
-            return Ok(known);
-        }
-        match &self.files {
-            Files::Safetensors(tensors) if name == HEAD => tensors.matrix_of(name, [depth, width]),
-            Files::Safetensors(tensors) => tensors.matrix(name, [depth, width]),
-            Files::Gguf(gguf) => gguf.matrix(name, [depth, width], row),
-        }
+        let known = self.laid_out.as_ref().and_then(|file| file.matrix(name, [depth, width]));
+        let matrix = match (known, &self.files) {
+            (Some(known), _) => known,
+            (None, Files::Safetensors(tensors)) if name == HEAD => tensors.matrix_of(name, [depth, width])?,
+            (None, Files::Safetensors(tensors)) => tensors.matrix(name, [depth, width])?,
+            (None, Files::Gguf(gguf)) => gguf.matrix(name, [depth, width], row)?,
+        };
+        Ok(matrix.with_rows_as(self.rows))
     }
 
     /// The words' vectors `[hidden, vocabulary]`.

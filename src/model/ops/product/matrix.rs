@@ -14,7 +14,10 @@ use rayon::prelude::*;
 
 use super::super::dispatch;
 use super::super::kv::upper;
+#[cfg(target_arch = "x86_64")]
+use super::bytes::ByteRows;
 use super::few::{Few, MOST_ROWS, Unpack, multiply_few};
+use super::in_parallel;
 use super::layout::{Panels, Rows};
 use super::numbers::{Numbers, PANEL};
 
@@ -29,12 +32,36 @@ pub struct Group {
     pub q: [u8; 32],
 }
 
+/// What rows become before they are multiplied with a matrix of whole numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RowNumbers {
+    /// They stay as they are.
+    #[default]
+    F32,
+    /// Whole numbers of 15 bits, with a scale for each 32: nearly as exact as f32, and faster.
+    Int16,
+    /// Whole numbers of 8 bits, with a scale for each 32: the fastest.
+    Int8,
+}
+
+impl RowNumbers {
+    /// The bytes of a number; none for those that are not whole.
+    fn parts(self) -> Option<usize> {
+        match self {
+            Self::F32 => None,
+            Self::Int16 => Some(2),
+            Self::Int8 => Some(1),
+        }
+    }
+}
+
 /// The right matrix of a product, `[depth, width]`.
 pub struct Matrix {
     numbers: Numbers,
     depth: usize,
     width: usize,
     words: Words,
+    rows: RowNumbers,
 }
 
 /// The laid-out numbers: `[width rounded up / PANEL, groups of the depth, words of a group, PANEL]`. Of a group
@@ -116,13 +143,24 @@ impl Matrix {
             let column = row / (groups * words) * PANEL + lane;
             if column < width { word(column, row / words % groups, row % words) } else { 0 }
         });
-        Self { numbers, depth, width, words: Words::Own(laid.collect()) }
+        Self { numbers, depth, width, words: Words::Own(laid.collect()), rows: RowNumbers::F32 }
     }
 
     /// A matrix whose words were laid out before. None: it has another number of words.
     pub fn of_words(numbers: Numbers, [depth, width]: [usize; 2], words: Words) -> Option<Self> {
         let count = width.div_ceil(PANEL) * (depth / numbers.group()) * numbers.words() * PANEL;
-        (words.get().len() == count).then_some(Self { numbers, depth, width, words })
+        let whole = words.get().len() == count;
+        whole.then_some(Self { numbers, depth, width, words, rows: RowNumbers::F32 })
+    }
+
+    /// From now on rows become such numbers before they are multiplied. No effect on a matrix whose own numbers are
+    /// not whole. For whole numbers the CPU must be one that [`multiplies_bytes`](super::super::multiplies_bytes).
+    #[must_use]
+    pub fn with_rows_as(mut self, rows: RowNumbers) -> Self {
+        if self.numbers.is_scaled() && self.depth.is_multiple_of(32) {
+            self.rows = rows;
+        }
+        self
     }
 
     /// The laid-out words.
@@ -163,58 +201,22 @@ impl Matrix {
 
     /// `out` `[rows, width]` ← `rows` `[rows, depth]` times this matrix.
     pub fn multiply(&self, rows: &[f32], out: &mut [f32]) {
-        let count = rows.len() / self.depth;
-        if count == 0 {
-            return;
-        }
-        let threads = rayon::current_num_threads();
-        let panels = self.width.div_ceil(PANEL);
-        if count > MANY {
-            // Each thread unpacks every panel once, for its share of the rows.
-            let share = count.div_ceil(threads).max(MANY / 2);
-            let blocks = rows.chunks(share * self.depth).zip(out.chunks_mut(share * self.width));
-            if threads == 1 {
-                blocks.for_each(|(rows, out)| self.multiply_many(rows, out));
+        multiply_together([self], rows, [out]);
+    }
+
+    /// Many rows: each thread takes a share of them.
+    fn multiply_many(&self, rows: &[f32], out: &mut [f32]) {
+        let share = (rows.len() / self.depth).div_ceil(rayon::current_num_threads()).max(MANY / 2);
+        let blocks = rows.chunks(share * self.depth).zip(out.chunks_mut(share * self.width));
+        in_parallel(blocks, |(rows, out)| {
+            if self.rows != RowNumbers::F32 {
+                let laid = Laid::of(self, rows);
+                laid.multiply(self, 0..self.width.div_ceil(PANEL), out, self.width);
+                laid.give_back();
             } else {
-                blocks
-                    .collect::<Vec<_>>()
-                    .into_par_iter()
-                    .for_each(|(rows, out)| self.multiply_many(rows, out));
+                self.multiply_unpacked(rows, out);
             }
-        } else if threads == 1 || self.words.get().len() * count < WORTH_SHARING {
-            self.multiply_panels(rows, 0..panels, out, self.width);
-        } else {
-            self.multiply_in_parallel(rows, out, threads);
-        }
-    }
-
-    /// Few rows: each thread computes some of the columns.
-    fn multiply_in_parallel(&self, rows: &[f32], out: &mut [f32], threads: usize) {
-        let share = self.width.div_ceil(PANEL).div_ceil(threads);
-        let shares: Vec<(Range<usize>, Vec<f32>)> = (0..threads)
-            .into_par_iter()
-            .map(|thread| {
-                let end = ((thread + 1) * share).min(self.width.div_ceil(PANEL));
-                let panels = (thread * share).min(end)..end;
-                let columns = panels.start * PANEL..(panels.end * PANEL).min(self.width);
-                let mut own = vec![0.0; rows.len() / self.depth * columns.len()];
-                if !columns.is_empty() {
-                    self.multiply_panels(rows, panels, &mut own, columns.len());
-                }
-                (columns, own)
-            })
-            .collect();
-        for (columns, own) in shares.iter().filter(|(columns, _)| !columns.is_empty()) {
-            for (out, own) in out.chunks_exact_mut(self.width).zip(own.chunks_exact(columns.len())) {
-                out[columns.clone()].copy_from_slice(own);
-            }
-        }
-    }
-
-    /// The columns of some panels, to `out` `[rows, stride]`.
-    fn multiply_panels(&self, rows: &[f32], panels: Range<usize>, out: &mut [f32], stride: usize) {
-        let (numbers, depth) = (self.numbers, self.depth);
-        multiply_few(Few { numbers, depth, rows, panels: self.panels(panels), out, stride });
+        });
     }
 
     /// The words of some panels.
@@ -224,8 +226,8 @@ impl Matrix {
         &words[panels.start * each..panels.end * each]
     }
 
-    /// Many rows: each panel is unpacked to f32 once, and multiplied with tiles of rows.
-    fn multiply_many(&self, rows: &[f32], out: &mut [f32]) {
+    /// Each panel is unpacked to f32 once, and multiplied with tiles of rows.
+    fn multiply_unpacked(&self, rows: &[f32], out: &mut [f32]) {
         let mut scratch = SCRATCH.take();
         let Scratch { rows: laid, panels, columns, out: part } = &mut scratch;
         laid.lay(rows, self.depth);
@@ -244,8 +246,118 @@ impl Matrix {
     }
 }
 
-/// Words times rows from which on several threads are faster than one: some 30 µs of work.
-const WORTH_SHARING: usize = 1 << 19;
+/// `outs` `[rows, width]` ← `rows` `[rows, depth]` times each of the matrices, which have one depth. Several products
+/// together are shared among threads at once.
+pub fn multiply_together<const N: usize>(matrices: [&Matrix; N], rows: &[f32], outs: [&mut [f32]; N]) {
+    let [first, ..] = matrices[..] else { return };
+    let count = rows.len() / first.depth;
+    if count > MANY {
+        matrices.into_iter().zip(outs).for_each(|(matrix, out)| matrix.multiply_many(rows, out));
+    } else if count > 0 {
+        let alike = |matrix: &&Matrix| (matrix.rows, matrix.numbers) == (first.rows, first.numbers);
+        if matrices.iter().all(alike) {
+            multiply_few_together(&matrices, rows, outs);
+        } else {
+            matrices
+                .into_iter()
+                .zip(outs)
+                .for_each(|(matrix, out)| multiply_few_together(&[matrix], rows, [out]));
+        }
+    }
+}
+
+/// Few rows: each thread computes some of the columns, of one matrix or of several.
+fn multiply_few_together<const N: usize>(matrices: &[&Matrix; N], rows: &[f32], outs: [&mut [f32]; N]) {
+    let count = rows.len() / matrices[0].depth;
+    let laid = Laid::of(matrices[0], rows);
+    let threads = rayon::current_num_threads();
+    let words: usize = matrices.iter().map(|matrix| matrix.words.get().len()).sum();
+    if threads == 1 || words * count < WORTH_SHARING {
+        for (matrix, out) in matrices.iter().zip(outs) {
+            laid.multiply(matrix, 0..matrix.width.div_ceil(PANEL), out, matrix.width);
+        }
+        return laid.give_back();
+    }
+    let all: Vec<(usize, usize)> = matrices
+        .iter()
+        .enumerate()
+        .flat_map(|(index, matrix)| (0..matrix.width.div_ceil(PANEL)).map(move |panel| (index, panel)))
+        .collect();
+    // Of each thread: the matrix, its columns, and what is computed.
+    type Part = (usize, Range<usize>, Vec<f32>);
+    let parts: Vec<Vec<Part>> = all
+        .par_chunks(all.len().div_ceil(threads))
+        .map(|share| {
+            let of_matrix = share.chunk_by(|(one, _), (other, _)| one == other);
+            let compute = |panels: &[(usize, usize)]| {
+                let ((index, first), last) = (panels[0], panels[panels.len() - 1].1);
+                let matrix = matrices[index];
+                let columns = first * PANEL..((last + 1) * PANEL).min(matrix.width);
+                let mut own = vec![0.0; count * columns.len()];
+                laid.multiply(matrix, first..last + 1, &mut own, columns.len());
+                (index, columns, own)
+            };
+            of_matrix.map(compute).collect()
+        })
+        .collect();
+    for (index, columns, own) in parts.iter().flatten() {
+        let out = outs[*index].chunks_exact_mut(matrices[*index].width);
+        for (out, own) in out.zip(own.chunks_exact(columns.len())) {
+            out[columns.clone()].copy_from_slice(own);
+        }
+    }
+    laid.give_back();
+}
+
+/// Rows, as they are multiplied with matrices of one kind.
+enum Laid<'a> {
+    Plain(&'a [f32]),
+    #[cfg(target_arch = "x86_64")]
+    Bytes(ByteRows),
+}
+
+#[cfg(target_arch = "x86_64")]
+thread_local! {
+    /// Reused by the next product: new memory costs a page fault every 4 KiB.
+    static BYTE_ROWS: RefCell<ByteRows> = RefCell::default();
+}
+
+impl<'a> Laid<'a> {
+    fn of(matrix: &Matrix, rows: &'a [f32]) -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(parts) = matrix.rows.parts() {
+            let mut laid = BYTE_ROWS.take();
+            laid.lay(rows, matrix.depth, matrix.numbers, parts);
+            return Self::Bytes(laid);
+        }
+        let _ = matrix;
+        Self::Plain(rows)
+    }
+
+    /// The columns of some panels, to `out` `[rows, stride]`.
+    fn multiply(&self, matrix: &Matrix, panels: Range<usize>, out: &mut [f32], stride: usize) {
+        let panels = matrix.panels(panels);
+        match self {
+            Self::Plain(rows) => {
+                let (numbers, depth) = (matrix.numbers, matrix.depth);
+                multiply_few(Few { numbers, depth, rows, panels, out, stride });
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Bytes(laid) => laid.multiply(panels, out, stride),
+        }
+    }
+
+    /// Gives back memory for the next product.
+    fn give_back(self) {
+        #[cfg(target_arch = "x86_64")]
+        if let Self::Bytes(laid) = self {
+            BYTE_ROWS.set(laid);
+        }
+    }
+}
+
+/// Words times rows from which on several threads are faster than one: some 5 µs of work.
+const WORTH_SHARING: usize = 1 << 15;
 /// Above so many rows, unpacking a panel costs less than reading its numbers once for each tile of rows.
 const MANY: usize = 2 * MOST_ROWS;
 
@@ -338,6 +450,86 @@ mod tests {
                 }
             }
         });
+    }
+
+    /// Matrices of whole numbers, with what rows may become and the largest number of that.
+    fn whole() -> impl Iterator<Item = (Numbers, (RowNumbers, f32))> {
+        let rows = [(RowNumbers::Int8, 127.0), (RowNumbers::Int16, 127.0 * 128.0)];
+        [Numbers::Bits4, Numbers::Bits8, Numbers::Bits8By16]
+            .into_iter()
+            .flat_map(move |it| rows.map(|kind| (it, kind)))
+    }
+
+    /// What `ByteRows` makes of a row: whole numbers, times their scales.
+    fn rounded(row: &[f32], largest: f32) -> Vec<f64> {
+        let groups = row.chunks(32).flat_map(|group| {
+            let most = group.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
+            let by = if most > 0.0 { largest / most } else { 0.0 };
+            group.iter().map(move |x| f64::from((x * by).round_ties_even()) * f64::from(most / largest))
+        });
+        groups.collect()
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn rounded_rows_give_the_products_of_what_they_were_rounded_to() {
+        if !crate::model::ops::multiplies_bytes() {
+            return;
+        }
+        for (numbers, (kind, largest)) in whole() {
+            for (rows, width) in [(1, 70), (3, 64), (5, 1), (16, 130), (21, 70), (50, 70)] {
+                let (made, right) = matrix(numbers, [96, width]);
+                let made = made.with_rows_as(kind);
+                let mut x = flat(&[rows, 96], 7);
+                // A group of zeros, and one of a few large numbers.
+                x[..32].fill(0.0);
+                x[33] = 1e4;
+                let mut out = vec![f32::NAN; rows * width];
+                made.multiply(&x, &mut out);
+                for (at, ours) in out.iter().enumerate() {
+                    let row = rounded(&x[at / width * 96..][..96], largest);
+                    let column = &right[at % width * 96..][..96];
+                    let products = row.iter().zip(column).map(|(a, b)| a * f64::from(*b));
+                    let size: f64 = products.clone().map(f64::abs).sum();
+                    let off = (f64::from(*ours) - products.sum::<f64>()).abs();
+                    assert!(off < 1e-5 * size.max(1.0), "{numbers:?}, {rows} rows, {at}: {ours}, {off}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn a_rounded_row_gives_the_same_bits_among_any_others_and_what_is_not_finite_stays_so() {
+        if !crate::model::ops::multiplies_bytes() {
+            return;
+        }
+        for (numbers, (kind, _)) in whole() {
+            let (made, other) = (matrix(numbers, [96, 2_000]).0, matrix(numbers, [96, 70]).0);
+            let (made, other) = (made.with_rows_as(kind), other.with_rows_as(kind));
+            let x = flat(&[70, 96], 9);
+            let with = |threads: usize, rows: Range<usize>| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                let (mut out, mut beside) =
+                    (vec![f32::NAN; rows.len() * 2_000], vec![f32::NAN; rows.len() * 70]);
+                let x = &x[rows.start * 96..rows.end * 96];
+                pool.install(|| multiply_together([&made, &other], x, [&mut out, &mut beside]));
+                (out, beside)
+            };
+            let (together, beside) = with(1, 0..70);
+            for (threads, rows) in [(1, 0..1), (2, 0..1), (3, 3..8), (2, 7..20), (2, 30..63), (2, 0..70)] {
+                let (ours, others) = with(threads, rows.clone());
+                assert_eq!(ours, together[rows.start * 2_000..rows.end * 2_000], "{numbers:?} {rows:?}");
+                assert_eq!(others, beside[rows.start * 70..rows.end * 70], "{numbers:?} {rows:?}");
+            }
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut x = x[..96].to_vec();
+                x[40] = bad;
+                let mut out = vec![0.0; 70];
+                other.multiply(&x, &mut out);
+                assert!(out.iter().all(|y| y.is_nan()), "{bad}");
+            }
+        }
     }
 
     #[test]

@@ -57,7 +57,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
         )));
     }
     let files = ModelFiles::locate(&spec.source)?;
-    let (config, vocabulary, weights) = if let Some(path) = files.gguf() {
+    let (config, vocabulary, mut weights) = if let Some(path) = files.gguf() {
         let gguf = Gguf::read(&path)?;
         let config = DecoderConfig::of_gguf(&gguf)?;
         let vocabulary = Vocabulary::of_gguf(&gguf, config.vocabulary)?;
@@ -70,6 +70,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
         (config, vocabulary, weights)
     };
     let options = Options::read(spec, config.context)?;
+    weights.multiply_rows_as(options.activations);
     let decoder = decoder(&files, weights, &config, options.context)?;
     let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = config;
     let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };

@@ -3,6 +3,7 @@
 use serde::Deserialize;
 
 use crate::model::ops::kv::KvNumbers;
+use crate::model::ops::{RowNumbers, multiplies_bytes};
 use crate::model::{LoadError, LoadSpec, Value};
 
 /// Tokens of a sequence where the settings do not say; less if the model has less.
@@ -27,6 +28,8 @@ pub struct Options {
     pub kv_numbers: KvNumbers,
     /// Keys the random numbers of tasks without a seed of their own, with the task's id.
     pub seed: u64,
+    /// What the numbers between layers become before they are multiplied with weights of whole numbers.
+    pub activations: RowNumbers,
     /// Whether a prompt that is too long loses its beginning; else it is refused.
     pub truncate_prompts: bool,
 }
@@ -40,6 +43,8 @@ struct Written {
     #[serde(default)]
     kv_numbers: KvName,
     #[serde(default)]
+    activations: Activations,
+    #[serde(default)]
     seed: u64,
     #[serde(default)]
     truncate_prompts: bool,
@@ -51,6 +56,18 @@ enum KvName {
     #[default]
     F32,
     Bf16,
+}
+
+/// What the numbers between layers are when they are multiplied with weights of whole numbers.
+#[derive(Clone, Copy, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Activations {
+    /// 16 bits where the CPU multiplies whole numbers, else 32.
+    #[default]
+    Auto,
+    F32,
+    Int16,
+    Int8,
 }
 
 impl Options {
@@ -66,7 +83,19 @@ impl Options {
         let written = Value::Object(spec.options.clone().into_iter().collect());
         let written: Written = serde_json::from_value(written).map_err(|error| refused(error.to_string()))?;
         let context = written.context.unwrap_or(CONTEXT.min(model_context));
+        let activations = match written.activations {
+            Activations::Auto if multiplies_bytes() => RowNumbers::Int16,
+            Activations::Auto | Activations::F32 => RowNumbers::F32,
+            Activations::Int16 => RowNumbers::Int16,
+            Activations::Int8 => RowNumbers::Int8,
+        };
+        if activations != RowNumbers::F32 && !multiplies_bytes() {
+            let words =
+                "activations of whole numbers: this CPU lacks AVX512-VNNI, or pool.cpu_features forbids it";
+            return Err(refused(words.to_owned()));
+        }
         let options = Self {
+            activations,
             context,
             sequences: written.sequences.unwrap_or(SEQUENCES),
             kv_tokens: written.kv_tokens.unwrap_or(CONTEXTS * context),

@@ -1,0 +1,131 @@
+//! A pool that generates text, under the faults that reach it: workers and launchers are killed, connections are
+//! cut. Each text must be answered with the same words as without any fault, and none
+//! may become a dead letter.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use tokio::task::block_in_place;
+
+use super::plan::Dice;
+use crate::support::client::{Client, Task};
+use crate::support::proxy::Proxy;
+use crate::support::rabbit::Rabbit;
+use crate::support::sconce::{Sconce, Settings, signal};
+use crate::support::wait::until;
+
+/// Different requests; each is asked again and again.
+const REQUESTS: usize = 12;
+/// Tasks that are open at once: more than two workers run.
+const OPEN: usize = 24;
+/// From one fault to the next.
+const FAULT_EVERY: Duration = Duration::from_secs(5);
+
+/// A drawn text of some hundred tokens, which takes a tiny model about a second beside others.
+fn request(number: usize) -> Value {
+    json!({"prompt": format!("text {number}"), "max_tokens": 120 + 10 * number, "temperature": 0.9, "seed": number,
+           "ignore_eos": true, "stream": number.is_multiple_of(3)})
+}
+
+/// What came of one storm.
+#[derive(Debug, Default)]
+pub struct Texts {
+    pub answered: usize,
+    pub repeated: usize,
+    pub faults: usize,
+}
+
+struct Producer {
+    client: Client,
+    queue: String,
+    /// Open tasks, with the number of their request.
+    open: BTreeMap<String, usize>,
+    published: usize,
+}
+
+impl Producer {
+    async fn publish(&mut self, upto: usize) {
+        while self.open.len() < upto {
+            let number = self.published % REQUESTS;
+            let id = format!("t{}", self.published);
+            self.published += 1;
+            let task = Task::new(request(number)).id(&*id).header("url", "/v1/completions");
+            self.client.publish(&self.queue, task).await;
+            self.open.insert(id, number);
+        }
+    }
+}
+
+/// Kills one worker or all, or their launcher, which is started again, or cuts all connections.
+fn strike(drawn: u64, sconce: &mut Sconce, proxy: &Proxy, settings: &Settings) {
+    match drawn {
+        0 => proxy.cut(),
+        1 => {
+            sconce.signal(Signal::SIGKILL);
+            *sconce = Sconce::launch(settings);
+        }
+        2 => sconce.workers().iter().for_each(|worker| signal(*worker, Signal::SIGKILL)),
+        _ => {
+            if let Some(worker) = sconce.workers().first() {
+                signal(*worker, Signal::SIGKILL);
+            }
+        }
+    }
+}
+
+/// Publishes texts for so long, with a fault every five seconds; then waits until all are answered.
+pub async fn storm(seed: u64, time: Duration) -> Texts {
+    let rabbit = block_in_place(Rabbit::private);
+    let proxy = Proxy::before(rabbit.address()).await;
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/generate-llama");
+    let settings = Settings::echo(proxy.url())
+        .set("pool[0].model", model.display())
+        .set("pool[0].devices", "cpu,cpu")
+        .set("broker.heartbeat", "2s")
+        .set("launcher.restart_delay", "100ms")
+        .set("launcher.restart_delay_max", "1s")
+        .set("launcher.max_quick_failures", 1_000);
+    let mut sconce = Sconce::launched(&settings).await;
+    // The broker's own address: what is tried is the service, not the test's connection.
+    let client = Client::connect(&rabbit.url()).await;
+    let mut inbox = client.inbox(&settings.replies).await;
+    let queue = settings.tasks.clone();
+    let mut producer = Producer { client, queue, open: BTreeMap::new(), published: 0 };
+    let (mut texts, mut right) = (Texts::default(), BTreeMap::<usize, String>::new());
+    let (mut dice, begun) = (Dice::new(seed), Instant::now());
+    let mut next_fault = begun + FAULT_EVERY;
+    while begun.elapsed() < time || !producer.open.is_empty() {
+        if begun.elapsed() < time {
+            producer.publish(OPEN).await;
+        }
+        if Instant::now() >= next_fault && begun.elapsed() < time {
+            next_fault += FAULT_EVERY;
+            texts.faults += 1;
+            strike(dice.below(4), &mut sconce, &proxy, &settings);
+        }
+        let reply = inbox.next().await;
+        if reply.kind == "reply.part" {
+            continue;
+        }
+        let Some(number) = producer.open.remove(&reply.correlation_id) else {
+            texts.repeated += 1;
+            continue;
+        };
+        assert_eq!(reply.status_code(), 200, "{reply:?}");
+        let text = reply.body["choices"][0]["text"].as_str().expect("a text").to_owned();
+        let known = right.entry(number).or_insert_with(|| text.clone());
+        assert_eq!(text, *known, "request {number}: the same text each time");
+        texts.answered += 1;
+    }
+    until("no task is left", || async {
+        producer.client.look(&producer.queue).await.filter(|(ready, _)| *ready == 0)
+    })
+    .await;
+    assert_eq!(producer.client.look(&settings.dead).await.expect("a queue").0, 0, "none is blamed");
+    assert_eq!(right.len(), REQUESTS);
+    assert_eq!(sconce.stop().await, 0);
+    texts
+}
