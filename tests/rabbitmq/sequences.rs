@@ -20,6 +20,9 @@ fn settings() -> Settings {
     Settings::echo(Rabbit::shared().url()).set("pool[0].model", "script?faults")
 }
 
+/// Where 10,000 tokens have room, which take 200 s.
+const LONG: &str = "script?sequences=2&context=20000&tokens=80000";
+
 /// A sequence of so many tokens, whose steps take 20 ms.
 fn sequence(max_tokens: usize, more: Value) -> Value {
     let mut script = json!({"prompt": 4, "max_tokens": max_tokens, "step_ms": 20});
@@ -205,9 +208,8 @@ async fn publish_to(client: &Client, (exchange, key): (&str, &str), properties: 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_requester_ends_its_own_task_and_an_operator_any_by_its_id() {
-    let settings = settings().controlled().set("pool[0].devices", "cpu,cpu");
+    let settings = settings().set("pool[0].model", LONG).controlled().set("pool[0].devices", "cpu,cpu");
     let (_sconce, client, mut inbox) = serve(&settings).await;
-    // 200 s each.
     let long =
         |id: &str| Task::new(sequence(10_000, json!({"stream": true}))).id(id).reply_to(&settings.replies);
     client.publish_all(&settings.tasks, ["a", "b", "c"].map(long)).await;
@@ -263,9 +265,8 @@ async fn ask_directly(channel: &lapin::Channel, queue: &str, body: &Value) -> la
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requesters_who_left_and_asked_for_no_parts_are_missed_also_over_direct_reply_to() {
-    let settings = settings().set("pool[0].model", "script?sequences=2");
+    let settings = settings().set("pool[0].model", LONG);
     let (sconce, client, mut inbox) = serve(&settings).await;
-    // 200 s each.
     let long = sequence(10_000, json!({}));
     let own = Client::connect(&Rabbit::shared().url()).await;
     let named = own.private_inbox().await;
@@ -285,7 +286,10 @@ async fn requesters_who_left_and_asked_for_no_parts_are_missed_also_over_direct_
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_signal_lets_sequences_finish_where_the_pool_says_so_and_hands_back_what_takes_too_long() {
-    let settings = settings().set("pool[0].drain", "finish").set("launcher.shutdown_grace", "6s");
+    let settings = settings()
+        .set("pool[0].model", LONG)
+        .set("pool[0].drain", "finish")
+        .set("launcher.shutdown_grace", "6s");
     let (mut sconce, client, mut inbox) = serve(&settings).await;
     let task = |id: &str, tokens: usize| {
         Task::new(sequence(tokens, json!({"stream": true}))).id(id).reply_to(&settings.replies)
