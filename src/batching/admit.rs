@@ -4,8 +4,8 @@
 //! - A sequence is admitted when a slot is free and all tokens of its prompt and its longest answer can be
 //!   reserved. So no sequence runs out of room half way.
 //! - Sequences are admitted strictly in order, so that small ones never starve a large one. The order is the
-//!   time of arrival; one level of priority counts as [`AGEING`] of waiting, and each sequence of the same
-//!   requester that waits already as [`TURN`] the other way.
+//!   time of arrival; one level of priority counts as [`AGEING`] of waiting. Each sequence counts as come at least
+//!   [`TURN`] after the one before it of the same requester, unless nothing waits.
 //! - A step first has a row (1 token) for each sequence whose prompt is fed, then chunks of prompts in the
 //!   order of admission, within the step's tokens. No more sequences run than a step has tokens, so that every
 //!   prompt makes progress.
@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 
 /// The waiting time that one level of priority is worth.
 pub const AGEING: Duration = Duration::from_secs(5);
-/// How much later a sequence counts than the one before it of the same requester and priority, while that one
-/// waits: a requester of a hundred sequences lets others in between.
+/// How much later a sequence counts than the one before it of the same requester and priority: a requester of a
+/// hundred sequences lets others in between.
 pub const TURN: Duration = Duration::from_secs(1);
 
 /// The scheduler's bounds.
@@ -84,7 +84,7 @@ pub struct Scheduler<K> {
     /// The limits as they were set, before memory failures reduced them.
     asked: Limits,
     waiting: BTreeMap<Order, (K, Request)>,
-    /// The place of each requester's last sequence, by priority; those in the past are dropped.
+    /// The place of each requester's last sequence, by priority, as long as it makes a difference to the next.
     last: HashMap<(u64, u8), Instant>,
     /// Indexed by slot.
     running: Vec<Option<Running<K>>>,
@@ -136,10 +136,10 @@ impl<K: Copy + PartialEq> Scheduler<K> {
     /// Enqueues a sequence. The caller must refuse one that needs more tokens than may be reserved: it would
     /// never run, and would block those after it.
     pub fn enqueue(&mut self, key: K, request: Request, now: Instant) {
-        let mut at = now + AGEING * u32::from(u8::MAX - request.priority);
-        if self.waiting.is_empty() {
-            self.last.clear();
-        }
+        let turn_of = |priority: u8| now + AGEING * u32::from(u8::MAX - priority);
+        let mut at = turn_of(request.priority);
+        let is_empty = self.waiting.is_empty();
+        self.last.retain(|(_, priority), last| !is_empty && *last + TURN > turn_of(*priority));
         let of = (request.requester, request.priority);
         if let Some(last) = self.last.get(&of) {
             at = at.max(*last + TURN);

@@ -116,7 +116,7 @@ impl<R: Processor> Queue<R> for Sequences<R> {
 
     /// As if its sequences ran in rounds of as many as run at once, beside others that fill the step.
     fn estimate(&self, inputs: &[SizedInput<R::Input>]) -> Option<Duration> {
-        let rounds = inputs.len().div_ceil(self.capacity.sequences);
+        let rounds = inputs.len().div_ceil(self.capacity.sequences.max(1));
         let longest = inputs.iter().map(|input| input.answer_tokens + 1).max()?;
         let steps = u64::try_from(rounds * longest).ok()?;
         Some(Duration::from_micros(self.step_us.load(Ordering::Relaxed).saturating_mul(steps)))

@@ -15,8 +15,8 @@ const MOST: usize = 8;
 /// The same for the few that a token has.
 const FEW: usize = 4;
 
-/// Products of numbers from which on several threads are faster than one: some 30 µs of work.
-const WORTH_SHARING: usize = 1 << 20;
+/// Products of numbers from which on several threads are faster than one: some 5 µs of work.
+const WORTH_SHARING: usize = 1 << 18;
 
 /// Some tokens of a sequence that follow each other.
 #[derive(Clone, Copy, Debug)]

@@ -112,26 +112,33 @@ impl Decoder {
         all
     }
 
-    /// The numbers of the next token, `[wanted, vocabulary]`, after the rows `wanted`. `ids` are the tokens of all
-    /// `spans`, in their order; their keys and values are put into `kv`. Ids are in the vocabulary.
+    /// The numbers of the next token, `[wanted, vocabulary]`, after the rows `wanted`, to `logits`. `ids` are the tokens
+    /// of all `spans`, in their order; their keys and values are put into `kv`. Ids are in the vocabulary.
     pub fn forward(
         &mut self,
         kv: &mut KvBlocks,
-        ids: &[u32],
-        spans: &[Span<'_>],
+        (ids, spans): (&[u32], &[Span<'_>]),
         wanted: &[usize],
-    ) -> Vec<f32> {
+        logits: &mut Vec<f32>,
+    ) {
         if rayon::current_num_threads() == 1 {
-            return self.step(kv, ids, spans, wanted);
+            return self.step(kv, (ids, spans), wanted, logits);
         }
         // On one of the threads that share the products: handing each product over to them, and waiting asleep for its
         // end, would take longer than most products.
-        rayon::scope(|_| self.step(kv, ids, spans, wanted))
+        rayon::scope(|_| self.step(kv, (ids, spans), wanted, logits));
     }
 
-    fn step(&mut self, kv: &mut KvBlocks, ids: &[u32], spans: &[Span<'_>], wanted: &[usize]) -> Vec<f32> {
+    fn step(
+        &mut self,
+        kv: &mut KvBlocks,
+        (ids, spans): (&[u32], &[Span<'_>]),
+        wanted: &[usize],
+        logits: &mut Vec<f32>,
+    ) {
+        logits.resize(wanted.len() * self.config.vocabulary, 0.0);
         if ids.is_empty() {
-            return Vec::new();
+            return;
         }
         let DecoderConfig { hidden, .. } = self.config;
         let mut buffers = std::mem::take(&mut self.buffers);
@@ -147,10 +154,8 @@ impl Decoder {
         wanted.iter().for_each(|row| last.extend_from_slice(&buffers.x[row * hidden..][..hidden]));
         let mut normed = vec![0.0; last.len()];
         norm_by_squares(&last, &self.norm, self.config.eps, &mut normed);
-        let mut logits = vec![0.0; wanted.len() * self.config.vocabulary];
-        self.head.as_ref().unwrap_or(&self.words).multiply(&normed, &mut logits);
+        self.head.as_ref().unwrap_or(&self.words).multiply(&normed, logits);
         self.buffers = buffers;
-        logits
     }
 
     /// x += attention(norm(x))·O.

@@ -74,6 +74,8 @@ pub struct TextGenerator {
     texts: TokenTexts,
     ends: BTreeSet<u32>,
     open: BTreeMap<Slot, Sequence>,
+    /// Reused by the next step.
+    logits: Vec<f32>,
 }
 
 struct Sequence {
@@ -118,7 +120,8 @@ impl TextGenerator {
         let count = capacity.tokens.div_ceil(BLOCK) + capacity.sequences;
         let kv = KvBlocks::new(shape, count)?;
         let blocks = Blocks::new(u32::try_from(count).map_err(io::Error::other)?);
-        Ok(Self { decoder, kv, blocks, capacity, texts, ends, open: BTreeMap::new() })
+        let (open, logits) = (BTreeMap::new(), Vec::new());
+        Ok(Self { decoder, kv, blocks, capacity, texts, ends, open, logits })
     }
 
     /// What a row feeds: tokens of the prompt that are neither computed nor reused, or the answer's last token.
@@ -270,15 +273,18 @@ impl Generate for TextGenerator {
                 wanted.push(ids.len() - 1);
             }
         }
-        let mut logits = self.decoder.forward(&mut self.kv, &ids, &spans, &wanted);
-        let width = logits.len() / wanted.len().max(1);
-        let mut logits = logits.chunks_exact_mut(width.max(1));
+        let mut all = std::mem::take(&mut self.logits);
+        self.decoder.forward(&mut self.kv, (&ids, &spans), &wanted, &mut all);
+        let width = all.len() / wanted.len().max(1);
+        let mut logits = all.chunks_exact_mut(width.max(1));
         let advance = |feed: Result<Feed, TaskError>| {
             let feed = feed?;
             let own = if feed.is_last { logits.next() } else { None };
             self.advance(&feed, own.unwrap_or_default())
         };
-        Ok(feeds.into_iter().map(advance).collect())
+        let advances = feeds.into_iter().map(advance).collect();
+        self.logits = all;
+        Ok(advances)
     }
 
     fn close(&mut self, slot: Slot) {
