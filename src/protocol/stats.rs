@@ -160,7 +160,7 @@ pub struct Generated {
 
 /// The most users whose tokens are counted apart; those of all others are counted as [`OTHERS`].
 const USERS: usize = 100;
-/// The user that stands for those beyond [`USERS`].
+/// The user that stands for all who are not counted apart.
 pub const OTHERS: &str = "(others)";
 /// Bytes of a user's name that are kept.
 const USER_BYTES: usize = 64;
