@@ -9,6 +9,7 @@ use libfuzzer_sys::fuzz_target;
 use sconce::model::echo::{self, ECHO_WITH_FAULTS, EchoProcessor};
 use sconce::model::script::{self, SCRIPT, ScriptProcessor};
 use sconce::model::tasks::embed::{self, EmbeddingProcessor};
+use sconce::model::tasks::generate::{self, GenerateProcessor};
 use sconce::model::tasks::image::{self, ImageProcessor};
 use sconce::model::tasks::labels::{self, LabelProcessor};
 use sconce::model::tasks::pairs::{self, PairProcessor};
@@ -31,6 +32,8 @@ static SCRIPTS: LazyLock<ScriptProcessor> =
     LazyLock::new(|| script::load(&spec(SCRIPT), &Device::Cpu).expect("scripts").0);
 static EMBEDDINGS: LazyLock<EmbeddingProcessor> =
     LazyLock::new(|| embed::load(&fixture("tiny-bert-cls"), &Device::Cpu).expect("a model of the tests").0);
+static TEXTS: LazyLock<GenerateProcessor> =
+    LazyLock::new(|| generate::load(&fixture("generate-llama"), &Device::Cpu).expect("a model of the tests").0);
 static PAIRS: LazyLock<PairProcessor> =
     LazyLock::new(|| pairs::load(&fixture("score-bert"), &Device::Cpu).expect("a model of the tests").0);
 static LABELS: LazyLock<LabelProcessor> =
@@ -63,6 +66,7 @@ fuzz_target!(|data: &[u8]| {
     check_processor(&*ECHOES, &message);
     check_processor(&*SCRIPTS, &message);
     check_processor(&*EMBEDDINGS, &message);
+    check_processor(&*TEXTS, &message);
     check_processor(&*PAIRS, &message);
     check_processor(&*LABELS, &message);
     check_processor(&*IMAGES, &message);
