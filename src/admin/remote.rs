@@ -100,13 +100,13 @@ impl Place {
             );
         }
         let of_requester = Request::of_requester(&delivery.message.properties);
+        if target == Target::Cancel && of_requester.is_none() {
+            return Some(self.refusal(format!("the key {key:?} takes messages of the type {CANCEL} alone")));
+        }
         let request: Request = match of_requester.map_or_else(|| serde_json::from_slice(body), Ok) {
             Ok(request) => request,
             Err(error) => return Some(self.refusal(shorten(&format!("not a request: {error}"), 500))),
         };
-        if target == Target::Cancel && delivery.message.properties.kind.as_deref() != Some(CANCEL) {
-            return Some(self.refusal(format!("the key {key:?} takes messages of the type {CANCEL} alone")));
-        }
         if request.only_asks() {
             tracing::debug!(key, ?request, "remote control");
         } else {

@@ -121,8 +121,8 @@ section! {
         /// them.
         dtype: Dtype = "f32", read::choice(&Dtype::ALL);
         /// The vector units that CPU workers compute with: "auto" (the best that the CPU has), "avx512", "avx2" or
-        /// "none". With the same value on all hosts, results in f32 are the same to the bit on all of them. A CPU
-        /// that lacks them is an error.
+        /// "none". With the same value but "auto" on all hosts, results in f32 are the same to the bit on all of
+        /// them. A CPU that lacks them is an error.
         cpu_features: CpuFeatures = "auto", read::choice(&CpuFeatures::ALL);
         /// A GPU takes no work if it multiplies more slowly than this share of what its multiprocessors and
         /// clock allow in f32, for example because its clock stays low. The share is divided by the launcher's

@@ -13,8 +13,6 @@ use std::arch::x86_64::{
     _mm512_slli_epi32, _mm512_srai_epi32, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
 };
 
-use pulp::bytemuck;
-
 use super::numbers::{Numbers, PANEL};
 
 /// Numbers in a register.
@@ -370,7 +368,7 @@ fn store(numbers: __m512) -> [f32; LANES] {
 #[expect(unsafe_code, reason = "no safe interface has the instruction")]
 fn fetch_ahead(lines: &[[u32; LANES]]) {
     for line in lines {
-        let ahead = bytemuck::bytes_of(line).as_ptr().cast::<i8>().wrapping_add(4096);
+        let ahead = line.as_ptr().cast::<i8>().wrapping_add(4096);
         // SAFETY: it has no effect but on time, whatever the address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead) };
     }

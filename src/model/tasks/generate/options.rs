@@ -83,16 +83,17 @@ impl Options {
         let written = Value::Object(spec.options.clone().into_iter().collect());
         let written: Written = serde_json::from_value(written).map_err(|error| refused(error.to_string()))?;
         let context = written.context.unwrap_or(CONTEXT.min(model_context));
-        let activations = match written.activations {
-            Activations::Auto if multiplies_bytes() => RowNumbers::Int16,
-            Activations::Auto | Activations::F32 => RowNumbers::F32,
-            Activations::Int16 => RowNumbers::Int16,
-            Activations::Int8 => RowNumbers::Int8,
+        let (activations, name) = match written.activations {
+            Activations::Auto if multiplies_bytes() => (RowNumbers::Int16, "auto"),
+            Activations::Auto => (RowNumbers::F32, "auto"),
+            Activations::F32 => (RowNumbers::F32, "f32"),
+            Activations::Int16 => (RowNumbers::Int16, "int16"),
+            Activations::Int8 => (RowNumbers::Int8, "int8"),
         };
         if activations != RowNumbers::F32 && !multiplies_bytes() {
-            let words =
-                "activations of whole numbers: this CPU lacks AVX512-VNNI, or pool.cpu_features forbids it";
-            return Err(refused(words.to_owned()));
+            return Err(refused(format!(
+                "activations = {name:?}: this CPU lacks AVX512-VNNI, or pool.cpu_features forbids it"
+            )));
         }
         let options = Self {
             activations,
