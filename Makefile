@@ -45,6 +45,7 @@ test: ## install what tests need (RabbitMQ), then lint and test everything
 	$(CARGO) build --locked --manifest-path examples/Cargo.toml --target-dir target
 	$(CARGO) test --locked
 	scripts/check-openai target/debug/sconce
+	scripts/check-python target/debug/sconce
 
 soak: SECONDS = 3600
 soak: ## an hour of faults, every task and reply counted: make soak SECONDS=600 SEED=7 RATE=40

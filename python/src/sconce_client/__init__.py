@@ -1,0 +1,71 @@
+"""Client of sconce: model inference behind RabbitMQ.
+
+`Client` is over pika (`pip install "sconce-client[pika]"`), `AsyncClient` over aio-pika (`…[aio-pika]`). Both
+have the same methods. With numpy installed, vectors are arrays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._reply import Classified, Label, Part, Ranked, Reply, Vector
+from .errors import (
+    BadReply,
+    BadRequest,
+    Cancelled,
+    ClientClosed,
+    ConnectionFailed,
+    Expired,
+    Failed,
+    NoSuchQueue,
+    NotAccepted,
+    NotServed,
+    OutOfMemory,
+    SconceError,
+    TaskError,
+    TaskTimeout,
+    TooLarge,
+)
+
+if TYPE_CHECKING:
+    from .aio import AsyncClient, AsyncStream
+    from .sync import Client, Stream
+
+_WHERE = {"Client": "sync", "Stream": "sync", "AsyncClient": "aio", "AsyncStream": "aio"}
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "BadReply",
+    "BadRequest",
+    "Cancelled",
+    "Classified",
+    "Client",
+    "ClientClosed",
+    "ConnectionFailed",
+    "Expired",
+    "Failed",
+    "Label",
+    "NoSuchQueue",
+    "NotAccepted",
+    "NotServed",
+    "OutOfMemory",
+    "Part",
+    "Ranked",
+    "Reply",
+    "SconceError",
+    "Stream",
+    "TaskError",
+    "TaskTimeout",
+    "TooLarge",
+    "Vector",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily, because each client needs a library that the user of the other one may not have.
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_WHERE[name]}", __name__), name)

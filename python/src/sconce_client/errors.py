@@ -1,0 +1,113 @@
+"""What can go wrong: one class for each `status_code` of a reply, and those of the client itself."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._reply import Reply
+
+
+class SconceError(Exception):
+    """The base of all errors of this package."""
+
+
+class ConnectionFailed(SconceError, ConnectionError):
+    """The broker cannot be reached, or refuses this client."""
+
+
+class ClientClosed(SconceError):
+    """The client was closed before the reply came, or before the task was given to it."""
+
+
+class NoSuchQueue(SconceError):
+    """The broker returned the task, because its queue does not exist. `queue` is the queue's name."""
+
+    def __init__(self, queue: str) -> None:
+        super().__init__(f"no such queue: {queue!r}. Is the pool running? This client never declares the task queue")
+        self.queue = queue
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.queue,)
+
+
+class NotAccepted(SconceError):
+    """The broker did not confirm the task: its queue is full, or the task is larger than the broker takes."""
+
+
+class TaskTimeout(SconceError, TimeoutError):
+    """No reply came in time. The task may have been dropped, or may still be computed."""
+
+
+class BadReply(SconceError):
+    """A reply that is not one of sconce's."""
+
+
+class TaskError(SconceError):
+    """A reply with an error. `status_code` says which, `param` names the field at fault, `reply` is all of it."""
+
+    status_code = 0
+
+    def __init__(self, reply: Reply) -> None:
+        try:
+            error = json.loads(reply.body)["error"]
+        except (ValueError, TypeError, LookupError):
+            error = {}
+        if not isinstance(error, dict):
+            error = {"message": error}
+        super().__init__(f"{reply.status_code} {reply.status}: {error.get('message') or 'no message'}")
+        self.reply = reply
+        self.status_code = reply.status_code
+        self.message = str(error.get("message") or "")
+        self.type: str | None = error.get("type")
+        self.param: str | None = error.get("param")
+        self.code: str | None = error.get("code")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # multiprocessing and Celery carry exceptions to another process.
+        return type(self), (self.reply,)
+
+
+class BadRequest(TaskError):
+    """400: the body is wrong; `param` names the field."""
+
+
+class NotServed(TaskError):
+    """404: the pool serves another model, or another path."""
+
+
+class Expired(TaskError, TaskTimeout):
+    """408: the deadline had passed before a worker computed the task."""
+
+
+class TooLarge(TaskError):
+    """413: the task, its answer, or the time that it would take is over a limit."""
+
+
+class Cancelled(TaskError):
+    """499: on request, or because nobody was there to read the reply."""
+
+
+class Failed(TaskError):
+    """500: the model failed on this task at each attempt."""
+
+
+class OutOfMemory(TaskError):
+    """507: the device had no memory for this task at each attempt."""
+
+
+BY_STATUS_CODE: dict[int, type[TaskError]] = {
+    400: BadRequest,
+    404: NotServed,
+    408: Expired,
+    413: TooLarge,
+    499: Cancelled,
+    500: Failed,
+    507: OutOfMemory,
+}
+
+
+def of_reply(reply: Reply) -> TaskError:
+    """The error of a reply whose status is not `succeeded`."""
+    return BY_STATUS_CODE.get(reply.status_code, TaskError)(reply)

@@ -1,0 +1,522 @@
+"""The client for threads, over pika."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue as queues
+import random
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Callable, TypeVar
+
+import pika
+import pika.spec
+from pika.adapters.select_connection import IOLoop
+from pika.channel import Channel
+from pika.exceptions import AMQPError
+
+from . import _reply, _task, errors
+from ._reply import Classified, Label, Part, Ranked, Reply, Runs, Vector
+from ._task import Body, Call, Defaults, Messages, Prompt, Task, TaskOptions, Texts
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+LOG = logging.getLogger("sconce_client")
+LONGEST_DELAY = 30.0
+HANG_UP_WITHIN = 5.0
+T = TypeVar("T")
+
+
+class Client(Defaults):
+    """Publishes tasks and waits for their replies. Threads may share it; processes may not (make it after a fork).
+
+    One thread of its own holds the connection and its heartbeats. After a lost connection it connects again and
+    publishes what has no reply yet, so a task may be computed twice; second replies are dropped.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        queue: str = _task.QUEUE,
+        timeout: float | None = 120.0,
+        max_in_flight: int = 128,
+        reply_queue: str | None = None,
+        control_exchange: str | None = _task.CONTROL_EXCHANGE,
+        connect_timeout: float = 15.0,
+    ) -> None:
+        """Connects. Raises ConnectionFailed.
+
+        url: the broker's address, or several with commas; else `AMQP_URL` of the environment, else the local broker.
+        queue: the pool's task queue, unless a call names another.
+        timeout: seconds for each task, unless a call says otherwise; the broker drops the task after them too.
+        max_in_flight: tasks without a reply. At so many, a call that publishes waits.
+        reply_queue: a queue that you have declared for this client alone. It keeps replies over a lost connection, and
+            only unconfirmed tasks are published again. Else: an exclusive queue.
+        control_exchange: where to cancel tasks (`admin.control_exchange`), or None.
+        """
+        self._queue, self._timeout = queue, timeout
+        self._link = _Link(_task.urls(url), reply_queue, control_exchange, max_in_flight, connect_timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection. What has no reply yet is cancelled, and fails with ClientClosed."""
+        self._link.close()
+
+    def embed(self, texts: Iterable[str], *, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any) -> list[Vector]:
+        """One vector for each text, in order: arrays of float32, or lists of floats without numpy.
+
+        `more` are further fields of the body, such as `model`, `dimensions` and `prompt_name`. A time-out is for each
+        task, not for all of them.
+        """
+        return self._gather(_task.embed(self, texts, rows_per_task, more))
+
+    def rerank(self, query: str, documents: Sequence[str], *, top_n: int | None = None, **more: Any) -> list[Ranked]:
+        """The documents by how well they answer the query, best first. Scores are between 0 and 1."""
+        return self._gather(_task.rerank(self, query, documents, {**more, "top_n": top_n}))
+
+    def score(self, text_1: Texts, text_2: Texts, **more: Any) -> list[float]:
+        """A score for each pair: of one text with one or many, or of two lists of the same length."""
+        return self._gather(_task.score(self, text_1, text_2, more))
+
+    def classify(
+        self, texts: Iterable[str], *, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any
+    ) -> list[Classified]:
+        """The best label of each text, in order, with the probabilities of all labels."""
+        return self._gather(_task.classify(self, texts, rows_per_task, more))
+
+    def classify_image(
+        self, image: bytes, content_type: str | None = None, *, top_k: int | None = None, **more: Any
+    ) -> list[Label]:
+        """What is on a picture, likeliest first. The image is a JPEG, PNG or WebP file."""
+        return self._gather(_task.classify_image(self, image, content_type, {**more, "top_k": top_k}))
+
+    def complete(self, prompt: Prompt, **more: Any) -> Reply:
+        """Continues a text. `more` are OpenAI's fields, such as `max_tokens`. `.text` is the text."""
+        return self._call(_task.complete(self, prompt, more))
+
+    def chat(self, messages: Messages, **more: Any) -> Reply:
+        """Answers a chat. `more` are OpenAI's fields, such as `max_tokens`. `.text` is the answer."""
+        return self._call(_task.chat(self, messages, more))
+
+    def stream_complete(self, prompt: Prompt, **more: Any) -> Stream:
+        """As `complete`, in parts."""
+        return Stream(self._link, _task.complete(self, prompt, {**more, "stream": True}))
+
+    def stream_chat(self, messages: Messages, **more: Any) -> Stream:
+        """As `chat`, in parts."""
+        return Stream(self._link, _task.chat(self, messages, {**more, "stream": True}))
+
+    def stream(self, body: Mapping[str, Any], **options: Unpack[TaskOptions]) -> Stream:
+        """Any task that is answered in parts."""
+        return Stream(self._link, self._task({**body, "stream": True}, **options))
+
+    def request(self, body: Body, **options: Unpack[TaskOptions]) -> Reply:
+        """Any task: a dict, sent as JSON, or the bytes of a file with its `content_type`.
+
+        Waits for the reply. Raises a TaskError by its `status_code`, TaskTimeout, NoSuchQueue or NotAccepted.
+        """
+        return self._call(self._task(body, **options))
+
+    def submit(self, body: Body, **options: Unpack[TaskOptions]) -> Future[Reply]:
+        """As `request`, but gives a future. Cancelling it cancels the task.
+
+        Waits itself only while `max_in_flight` tasks are on their way.
+        """
+        return self._link.submit(self._task(body, **options))
+
+    def cancel(self, correlation_id: str) -> None:
+        """Asks the workers to end a task of this client. It then fails with Cancelled, if one of them holds it.
+
+        To forget a task at once, cancel its future instead.
+        """
+        self._link.cancel(correlation_id)
+
+    def _call(self, task: Task) -> Reply:
+        future = self._link.submit(task)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def _gather(self, call: Call[T]) -> T:
+        futures: list[Future[Reply]] = []
+        checked = 0
+        try:
+            for task in call.tasks:
+                futures.append(self._link.submit(task))
+                # So that an early error ends the call early.
+                while checked < len(futures) and futures[checked].done():
+                    futures[checked].result()
+                    checked += 1
+            return call.gather([future.result() for future in futures])
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+class Stream:
+    """The parts of a reply, in order, to be iterated once; then `result` gives the whole reply.
+
+    Breaking off the iteration, or leaving a `with`, cancels the task. A part with `restarted` begins the text anew.
+    """
+
+    def __init__(self, link: _Link, task: Task) -> None:
+        self._parts: queues.SimpleQueue[Part | None] = queues.SimpleQueue()
+        self._future = link.submit(task, self._parts.put)
+        self._future.add_done_callback(lambda _: self._parts.put(None))
+
+    def __iter__(self) -> Iterator[Part]:
+        try:
+            yield from iter(self._parts.get, None)
+            self._parts.put(None)
+            self._future.result()
+        finally:
+            self.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the task, if it has not ended; its reply is then not to be had."""
+        self._future.cancel()
+
+    def result(self) -> Reply:
+        """Waits for the whole reply. Raises its error, or concurrent.futures.CancelledError."""
+        return self._future.result()
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A task without a reply."""
+
+    task: Task
+    on_part: Callable[[Part], None] | None
+    future: Future[Reply] = field(default_factory=Future)
+    runs: Runs = field(default_factory=Runs)
+    timer: Any = None
+    session: int = 0
+    """The connection that it was published on last, counted from 1."""
+    reply_to: str = ""
+    confirmed: bool = False
+    unconfirmed: int = 0
+    """How often it was published since the broker confirmed it."""
+
+    def settle(self, result: Reply | Exception) -> None:
+        """Ends the future. On the thread of the link alone: only the user's `cancel` can come in between."""
+        if self.future.done() or not self.future.set_running_or_notify_cancel():
+            return
+        if isinstance(result, Exception):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
+
+
+class _Link:
+    """The connection, and all tasks that wait. Its thread runs all methods but `submit`, `cancel` and `close`."""
+
+    def __init__(
+        self,
+        urls: list[str],
+        reply_queue: str | None,
+        control_exchange: str | None,
+        max_in_flight: int,
+        connect_timeout: float,
+    ) -> None:
+        self._parameters = [pika.URLParameters(url) for url in urls]
+        self._named_queue, self._control, self._most = reply_queue, control_exchange, max_in_flight
+        self._waiting: dict[str, _Waiting] = {}
+        self._room = threading.Condition()
+        self._closing = self._ended = False
+        self._process = os.getpid()
+
+        self._loop = IOLoop()
+        self._connection: pika.SelectConnection | None = None
+        self._channel: Channel | None = None
+        self._reply_to = ""
+        self._session = self._attempts = self._tag = 0
+        self._tags: dict[int, _Waiting] = {}
+        self._to_cancel: list[_Waiting] = []
+        self._why: BaseException | None = None
+        """Why the last connection ended."""
+        self._channel_why: BaseException | None = None
+        self._connected: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="sconce-client", daemon=True)
+        self._thread.start()
+        try:
+            self._connected.result(connect_timeout)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, FutureTimeout):
+                raise errors.ConnectionFailed(f"no connection within {connect_timeout} s") from None
+            raise
+
+    def submit(self, task: Task, on_part: Callable[[Part], None] | None = None) -> Future[Reply]:
+        """Publishes a task, once there is room for it."""
+        if os.getpid() != self._process:
+            raise errors.SconceError("this client was made before a fork: make one in each process")
+        waiting = _Waiting(task, on_part)
+        with self._room:
+            # A callback of a future may submit another task; were it to wait here, nothing would ever come.
+            while len(self._waiting) >= self._most and not self._closing and not self._is_mine():
+                if not self._room.wait(task.remaining()):
+                    raise errors.TaskTimeout(f"{self._most} tasks were on their way for {task.timeout} s")
+            if self._closing:
+                raise errors.ClientClosed("the client is closed")
+            if task.correlation_id in self._waiting:
+                raise ValueError(f"a task with the correlation_id {task.correlation_id!r} is on its way")
+            self._waiting[task.correlation_id] = waiting
+        waiting.future.add_done_callback(lambda _: self._forget(waiting))
+        self._soon(partial(self._begin, waiting))
+        return waiting.future
+
+    def cancel(self, correlation_id: str) -> None:
+        """Asks for the end of a task; it goes on waiting for the reply."""
+        with self._room:
+            waiting = self._waiting.get(correlation_id)
+        if waiting is not None:
+            self._soon(partial(self._ask_to_cancel, waiting))
+
+    def close(self) -> None:
+        """Ends all, and the thread."""
+        with self._room:
+            begins, self._closing = not self._closing, True
+            self._room.notify_all()
+        if begins:
+            self._soon(self._shut)
+        if not self._is_mine() and os.getpid() == self._process:
+            self._thread.join()
+
+    def _is_mine(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _soon(self, callback: Callable[[], object]) -> None:
+        with self._room:
+            if not self._ended:
+                self._loop.add_callback_threadsafe(callback)
+
+    def _forget(self, waiting: _Waiting) -> None:
+        with self._room:
+            self._waiting.pop(waiting.task.correlation_id, None)
+            self._room.notify()
+        self._soon(partial(self._forgotten, waiting))
+
+    def _forgotten(self, waiting: _Waiting) -> None:
+        if waiting.timer is not None:
+            self._loop.remove_timeout(waiting.timer)
+            waiting.timer = None
+        if waiting.future.cancelled():
+            waiting.future.set_running_or_notify_cancel()
+            self._ask_to_cancel(waiting)
+
+    def _run(self) -> None:
+        try:
+            self._loop.add_callback_threadsafe(self._connect)
+            self._loop.start()
+        except Exception as error:
+            LOG.exception("the connection's thread has failed")
+            self._why = error
+        finally:
+            with self._room:
+                self._closing = self._ended = True
+                self._room.notify_all()
+                left = list(self._waiting.values())
+            if not self._connected.done():
+                self._connected.set_exception(errors.ConnectionFailed(f"no connection: {self._why!r}"))
+            for waiting in left:
+                waiting.settle(errors.ClientClosed(f"the client is closed, and no reply came: {self._why!r}"))
+            self._loop.close()
+
+    # Connecting: open, channel, confirms, reply queue, consumer, ready.
+
+    def _connect(self) -> None:
+        if self._closing:
+            return
+        parameters = self._parameters[self._attempts % len(self._parameters)]
+        self._attempts += 1
+        try:
+            self._connection = pika.SelectConnection(
+                parameters, self._on_open, self._on_lost, self._on_lost, custom_ioloop=self._loop
+            )
+        except (AMQPError, OSError) as error:
+            self._on_lost(None, error)
+
+    def _on_open(self, connection: pika.SelectConnection) -> None:
+        connection.channel(on_open_callback=self._on_channel)
+
+    def _on_channel(self, channel: Channel) -> None:
+        channel.add_on_close_callback(self._on_channel_closed)
+        channel.add_on_cancel_callback(lambda _: channel.close())
+        channel.add_on_return_callback(self._on_return)
+        channel.confirm_delivery(self._on_confirm, callback=lambda _: self._on_confirming(channel))
+
+    def _on_confirming(self, channel: Channel) -> None:
+        if self._named_queue:
+            self._consume(channel, self._named_queue)
+        else:
+            channel.queue_declare("", exclusive=True, callback=lambda frame: self._consume(channel, frame.method.queue))
+
+    def _consume(self, channel: Channel, queue: str) -> None:
+        ready = partial(self._on_ready, channel, queue)
+        channel.basic_consume(queue, self._on_message, not self._named_queue, True, callback=lambda _: ready())
+
+    def _on_ready(self, channel: Channel, queue: str) -> None:
+        self._channel, self._reply_to = channel, queue
+        self._session += 1
+        self._attempts = self._tag = 0
+        if not self._connected.done():
+            self._connected.set_result(None)
+        with self._room:
+            waiting = list(self._waiting.values())
+        for one in waiting:
+            self._publish(one)
+
+    def _on_channel_closed(self, channel: Channel, reason: Exception) -> None:
+        self._channel, self._channel_why = None, reason
+        if self._connection is not None and self._connection.is_open:
+            self._connection.close()
+
+    def _on_lost(self, _: pika.SelectConnection | None, reason: BaseException) -> None:
+        # A channel that the broker has closed says more than the connection, which was then closed here.
+        self._why, self._channel_why = self._channel_why or reason, None
+        self._channel, self._connection = None, None
+        self._tags.clear()
+        if self._closing:
+            self._loop.stop()
+        elif not self._connected.done() and self._attempts >= len(self._parameters):
+            self._connected.set_exception(errors.ConnectionFailed(f"no connection: {self._why!r}"))
+        else:
+            delay = min(LONGEST_DELAY, 0.1 * 2.0 ** min(self._attempts, 10)) * random.uniform(0.5, 1.0)
+            LOG.warning("lost the broker (%r); connecting again in %.1f s", self._why, delay)
+            self._loop.call_later(delay, self._connect)
+
+    # Tasks and replies.
+
+    def _begin(self, waiting: _Waiting) -> None:
+        remaining = waiting.task.remaining()
+        if remaining is not None and not waiting.future.done():
+            waiting.timer = self._loop.call_later(remaining, partial(self._expire, waiting))
+        self._publish(waiting)
+
+    def _expire(self, waiting: _Waiting) -> None:
+        waiting.timer = None
+        away = "" if self._channel is not None else f" (the broker is away: {self._why!r})"
+        task = waiting.task
+        waiting.settle(errors.TaskTimeout(f"no reply from the queue {task.queue!r} within {task.timeout} s{away}"))
+        self._ask_to_cancel(waiting)
+
+    def _publish(self, waiting: _Waiting) -> None:
+        has_reply_queue = waiting.confirmed and self._named_queue is not None
+        if self._channel is None or not self._channel.is_open or has_reply_queue or waiting.future.done():
+            return
+        if waiting.session == self._session:  # it is published already
+            return
+        task = waiting.task
+        if waiting.unconfirmed >= _task.PUBLISHED_AT_MOST:
+            waiting.settle(errors.NotAccepted(f"published {waiting.unconfirmed} times, never confirmed: {self._why!r}"))
+            return
+        expiration = task.expires_in_ms()
+        properties = pika.BasicProperties(
+            expiration=None if expiration is None else str(expiration), **task.properties(self._reply_to)
+        )
+        waiting.session, waiting.reply_to, waiting.confirmed = self._session, self._reply_to, False
+        try:
+            self._channel.basic_publish("", task.queue, task.body, properties, mandatory=True)
+        except Exception as error:  # noqa: BLE001 - what AMQP cannot encode, such as a priority of 1000
+            waiting.settle(error)
+            return
+        waiting.unconfirmed += 1
+        self._tag += 1
+        self._tags[self._tag] = waiting
+
+    def _on_confirm(self, frame: Any) -> None:
+        last = frame.method.delivery_tag
+        for tag in [tag for tag in self._tags if tag <= last] if frame.method.multiple else [last]:
+            waiting = self._tags.pop(tag, None)
+            if waiting is None:
+                continue
+            waiting.confirmed, waiting.unconfirmed = True, 0
+            if isinstance(frame.method, pika.spec.Basic.Nack):
+                waiting.settle(errors.NotAccepted(f"the queue {waiting.task.queue!r} does not take the task"))
+
+    def _on_return(self, _: Channel, __: Any, properties: pika.BasicProperties, ___: bytes) -> None:
+        waiting = self._waiting.get(properties.correlation_id or "")
+        if waiting is not None:
+            waiting.settle(errors.NoSuchQueue(waiting.task.queue))
+
+    def _on_message(self, channel: Channel, method: Any, properties: pika.BasicProperties, body: bytes) -> None:
+        if self._named_queue:
+            channel.basic_ack(method.delivery_tag)
+        waiting = self._waiting.get(properties.correlation_id or "")
+        if waiting is None:  # a second reply, or one that came too late
+            return
+        headers = properties.headers or {}
+        try:
+            if properties.type != _task.PART:
+                waiting.settle(_reply.reply(body, properties.content_type, waiting.task.correlation_id, headers))
+            elif waiting.on_part is not None:
+                part = waiting.runs.part(headers, body)
+                if part is not None:
+                    waiting.on_part(part)
+        except (errors.SconceError, ValueError, TypeError) as error:
+            waiting.settle(error)
+
+    # Cancelling and closing.
+
+    def _ask_to_cancel(self, waiting: _Waiting) -> None:
+        if waiting.reply_to and self._control:
+            self._to_cancel.append(waiting)
+            if len(self._to_cancel) == 1:
+                self._loop.call_later(0, self._send_cancellations)
+
+    def _send_cancellations(self, then: Callable[[], object] = lambda: None) -> None:
+        these, self._to_cancel = self._to_cancel, []
+        connection, exchange = self._connection, self._control
+        if not these or connection is None or not connection.is_open or exchange is None:
+            then()
+            return
+
+        def publish(channel: Channel) -> None:
+            for waiting in these:
+                properties = pika.BasicProperties(
+                    type=_task.CANCEL, correlation_id=waiting.task.correlation_id, reply_to=waiting.reply_to
+                )
+                channel.basic_publish(exchange, "cancel", b"", properties)
+            channel.close()
+
+        # On a channel of its own, which the broker closes where the exchange does not exist.
+        connection.channel(on_open_callback=publish).add_on_close_callback(lambda *_: then())
+
+    def _shut(self) -> None:
+        with self._room:
+            left = list(self._waiting.values())
+        for waiting in left:
+            self._ask_to_cancel(waiting)
+            waiting.settle(errors.ClientClosed("the client was closed before the reply came"))
+        self._loop.call_later(HANG_UP_WITHIN, self._loop.stop)
+        self._send_cancellations(self._hang_up)
+
+    def _hang_up(self) -> None:
+        if self._connection is not None and self._connection.is_open:
+            self._connection.close()
+        else:
+            self._loop.stop()

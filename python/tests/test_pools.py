@@ -1,0 +1,245 @@
+"""What the clients do over real workers."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy
+import pika
+import pytest
+from conftest import POOLS, ROOT, Broker, Sconce, until
+from openai.types import Completion, CreateEmbeddingResponse
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from sconce_client import AsyncClient, BadRequest, Cancelled, Client, NotServed, Reply, TaskError, TaskTimeout
+
+WORDS = ["wax", "a candle", "sconce", "the light on the wall", "river", "a cat sat", "queues", "ten thousand tasks"]
+TEXTS = [f"{word} and {number}" for number in range(7) for word in WORDS]
+CHAT = [{"role": "user", "content": "Say hello."}]
+PHOTOS = ROOT / "examples/images"
+
+
+def cosines(one: Any, other: Any) -> Any:
+    first, second = numpy.asarray(one), numpy.asarray(other)
+    return (first * second).sum(axis=1) / numpy.linalg.norm(first, axis=1) / numpy.linalg.norm(second, axis=1)
+
+
+def test_vectors_stand_in_the_order_of_the_texts(client: Any) -> None:
+    pool = client.with_options(queue="embed")
+    vectors = pool.embed(TEXTS, rows_per_task=5)
+    assert len(vectors) == len(TEXTS)
+    assert {(vector.dtype, vector.shape) for vector in vectors} == {(numpy.dtype("float32"), (384,))}
+    body = client.request({"input": TEXTS}, queue="embed", url="/v1/embeddings").json()
+    assert cosines(vectors, [item["embedding"] for item in body["data"]]).min() > 0.9999
+    # No two texts are that alike: another order would show.
+    assert cosines(vectors[:-1], vectors[1:]).max() < 0.99
+
+
+def test_both_clients_get_the_same_vectors(connect: Callable[..., Any], broker: Broker, sconce: Sconce) -> None:
+    mine = connect(queue="embed").embed(TEXTS, rows_per_task=4)
+    with Client(broker.url, queue="embed") as other:
+        theirs = other.embed(iter(TEXTS), rows_per_task=len(TEXTS))
+    numpy.testing.assert_allclose(numpy.stack(mine), numpy.stack(theirs), atol=1e-5)
+    assert connect(queue="embed").embed([]) == []
+
+
+def test_an_early_error_ends_a_long_call(connect: Callable[..., Any], sconce: Sconce) -> None:
+    def texts() -> Any:
+        for _ in range(100_000):
+            yield ""  # an empty text is fine; the field is not
+        raise AssertionError("all texts were taken")
+
+    with pytest.raises(BadRequest) as caught:
+        connect(queue="embed", max_in_flight=4).embed(texts(), rows_per_task=1, dimensions=0)
+    assert caught.value.param == "dimensions"
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "kind", "param"),
+    [
+        ({"input": [1.5]}, {}, BadRequest, "input[0]"),
+        ({"input": "a", "dimension": 3}, {}, BadRequest, "dimension"),
+        ({"input": "a", "model": "another"}, {}, NotServed, "model"),
+        ({"input": "a"}, {"url": "/v1/nowhere"}, NotServed, "url"),
+        (b"{", {}, BadRequest, None),
+        (b"RIFF", {"content_type": "audio/wav"}, BadRequest, "content_type"),
+    ],
+)
+def test_bad_tasks(client: Any, body: Any, options: dict[str, Any], kind: type[TaskError], param: str | None) -> None:
+    with pytest.raises(kind) as caught:
+        client.request(body, queue="embed", **options)
+    error = caught.value
+    assert (error.param, error.status_code, error.reply.status) == (param, kind_code(kind), "rejected")
+    assert error.message in str(error) and error.message
+
+
+def kind_code(kind: type[TaskError]) -> int:
+    return {BadRequest: 400, NotServed: 404}[kind]
+
+
+def test_options_are_no_fields(client: Any) -> None:
+    with pytest.raises(TypeError, match="with_options"):
+        client.chat(CHAT, timeout=3)
+    with pytest.raises(ValueError, match="sentinel"):
+        client.request(b" null")
+
+
+def test_rerank_score_classify(client: Any) -> None:
+    rerank, classify = (client.with_options(queue=queue) for queue in ("rerank", "classify"))
+    ranked = rerank.rerank("a query", WORDS, top_n=3)
+    scores = rerank.score("a query", WORDS)
+    best = sorted(range(len(WORDS)), key=lambda index: -scores[index])[:3]
+    assert [one.index for one in ranked] == best
+    assert [one.score for one in ranked] == pytest.approx([scores[index] for index in best], abs=1e-6)
+
+    found = classify.classify(TEXTS, rows_per_task=5)
+    assert len(found) == len(TEXTS)
+    for one in found:
+        assert sum(one.probs) == pytest.approx(1, abs=1e-5) and len(one.probs) == 3
+        assert one.label == ["negative", "neutral", "positive"][one.probs.index(max(one.probs))]
+
+
+@pytest.mark.parametrize(
+    ("name", "label"), [("cat.jpg", "cat"), ("coffee.webp", "espresso"), ("rocket.png", "missile")]
+)
+def test_images(client: Any, name: str, label: str) -> None:
+    labels = client.with_options(queue="images").classify_image((PHOTOS / name).read_bytes(), top_k=3)
+    assert len(labels) == 3 and any(label in one.label for one in labels), labels
+    assert labels == sorted(labels, key=lambda one: -one.score)
+
+
+def test_text_in_parts(client: Any) -> None:
+    text = client.with_options(queue="text")
+    whole = text.chat(CHAT, max_tokens=24, temperature=0)
+    stream = text.stream_chat(CHAT, max_tokens=24, temperature=0)
+    parts = list(stream)
+    assert len(parts) > 2 and [part.seq for part in parts] == sorted(part.seq for part in parts)
+    assert len({part.stream_id for part in parts}) == 1 and not any(part.restarted for part in parts)
+    assert "".join(part.text for part in parts) == whole.text == stream.result().text != ""
+    assert text.complete("The sun", max_tokens=5, seed=1).text == text_in_parts(text, "The sun", max_tokens=5, seed=1)
+
+
+def text_in_parts(client: Any, prompt: str, **more: Any) -> str:
+    return "".join(part.text for part in client.stream_complete(prompt, **more))
+
+
+def test_the_openai_package_reads_the_bodies(client: Any) -> None:
+    text = client.with_options(queue="text")
+    embeddings = client.request({"input": ["a", "b"]}, queue="embed").json()
+    assert len(CreateEmbeddingResponse.model_validate(embeddings, strict=True).data) == 2
+    Completion.model_validate_json(text.complete("The", max_tokens=2).body, strict=True)
+    ChatCompletion.model_validate_json(text.chat(CHAT, max_tokens=2).body, strict=True)
+    for part in text.stream_chat(CHAT, max_tokens=4, stream_options={"include_usage": True}):
+        ChatCompletionChunk.model_validate(part.chunk)
+
+
+LONG = {"prompt": 1, "max_tokens": 900, "step_ms": 20}
+
+
+def test_breaking_off_cancels(client: Any, sconce: Sconce) -> None:
+    for part in client.stream(LONG, queue="script"):
+        if part.seq == 2:
+            break
+    sconce.cancels_one()
+
+
+def test_a_cancelled_future_cancels(client: Any, sconce: Sconce) -> None:
+    sconce.runs(0)
+    future = client.submit(LONG, queue="script")
+    sconce.runs(1)
+    assert future.cancel()
+    sconce.cancels_one()
+
+
+def test_cancelling_by_correlation_id(client: Any, sconce: Sconce) -> None:
+    sconce.runs(0)
+    future = client.submit(LONG, queue="script", correlation_id="mine")
+    sconce.runs(1)
+    client.cancel("mine")
+    with pytest.raises(Cancelled) as caught:
+        future.result()
+    assert caught.value.status_code == 499
+    sconce.cancels_one()
+
+
+def test_a_time_out_cancels(client: Any, sconce: Sconce) -> None:
+    with pytest.raises(TaskTimeout, match="within 1 s"):
+        # The worker's own deadline is later: it would end the task too.
+        client.request(LONG, queue="script", timeout=1, expiration=60)
+    sconce.cancels_one()
+
+
+def test_without_a_control_exchange(connect: Callable[..., Any], sconce: Sconce) -> None:
+    client = connect(control_exchange="nothing.of.this.name", queue="echo")
+    with pytest.raises(TaskTimeout):
+        client.request({"sleep_ms": 1500}, timeout=0.3)
+    # The broker has closed the cancellation's channel, and not the other one.
+    assert client.request({"after": 1}).json()["input"] == {"after": 1}
+
+
+def submit_while_cut(client: Any, broker: Broker) -> list[Future[Reply]]:
+    """Tasks of which some are on their way when the broker closes all connections, those of the workers too."""
+    cutting = threading.Thread(target=broker.ctl, args=("close_all_connections", "cut by a test"))
+    cutting.start()
+    futures: list[Future[Reply]] = []
+    while cutting.is_alive() or len(futures) < 100:
+        futures.append(client.submit({"number": len(futures), "sleep_ms": 5}))
+        until("there is room", lambda: sum(not future.done() for future in futures) < 30)
+    return futures
+
+
+def test_a_connection_that_is_cut(
+    connect: Callable[..., Any], broker: Broker, sconce: Sconce, caplog: pytest.LogCaptureFixture
+) -> None:
+    futures = submit_while_cut(connect(queue="echo"), broker)
+    assert [future.result(60).json()["input"]["number"] for future in futures] == list(range(len(futures)))
+    assert "lost the broker" in caplog.text
+
+
+def test_a_named_reply_queue_outlives_the_connection(
+    connect: Callable[..., Any], broker: Broker, sconce: Sconce, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
+        connection.channel().queue_declare("mine", durable=True)
+    futures = submit_while_cut(connect(queue="echo", reply_queue="mine"), broker)
+    assert [future.result(60).json()["input"]["number"] for future in futures] == list(range(len(futures)))
+    assert "lost the broker" in caplog.text
+    # Those of other tests are there: what they published before the cut went to a queue that was gone.
+    with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
+        dead = connection.channel().consume("echo.dead", auto_ack=True, inactivity_timeout=0.5)
+        for _, properties, _ in dead:
+            if properties is None:
+                break
+            assert properties.reply_to != "mine"
+
+
+def test_a_broker_that_is_away(
+    connect: Callable[..., Any], broker: Broker, sconce: Sconce, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = connect(queue="echo")
+    broker.ctl("stop_app")
+    try:
+        future = client.submit({"number": 1})
+        with pytest.raises(TaskTimeout, match="the broker is away"):
+            client.request({"number": 2}, timeout=0.5)
+        until("it tries again and again", lambda: caplog.text.count("lost the broker") > 2)
+    finally:
+        broker.ctl("start_app")
+    assert future.result(60).json()["input"] == {"number": 1}
+
+
+def test_heartbeats_go_on_while_a_task_takes_long(
+    connect: Callable[..., Any], broker: Broker, sconce: Sconce, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Without heartbeats the broker cuts the connection after three seconds.
+    client = connect(f"{broker.url}?heartbeat=1", queue="echo")
+    assert client.request({"sleep_ms": 4500}).json()["input"] == {"sleep_ms": 4500}
+    assert "lost the broker" not in caplog.text
+
+
+def test_there_are_models_for_all_pools() -> None:
+    assert all(Path(model).exists() for model in POOLS.values() if isinstance(model, Path))
+    assert AsyncClient.embed.__doc__ == Client.embed.__doc__
