@@ -87,6 +87,9 @@ section! {
         name: String = "embed", read::name;
         /// Queue that tasks come from.
         task_queue: String = "sconce.tasks", read::task_queue;
+        /// A second queue of tasks, for large jobs (`sconce submit --background`): a worker computes them where its
+        /// batches have room left, and after a minute of waiting like any other. "": none.
+        background_queue: Option<String> = "", read::optional_queue;
         /// Queue for replies to tasks without `reply_to`; with "" these get no reply. On a cluster a classic
         /// queue is lost with its node, and replies are then dead-lettered: sconce makes a quorum queue.
         reply_queue: Option<String> = "sconce.replies", read::optional_queue;
@@ -116,9 +119,10 @@ section! {
         /// Compute threads of a CPU worker; of a GPU's worker, those that prepare tasks and as many that write
         /// replies, 8 at most. "auto": the cores divided among the workers.
         threads: Option<usize> = "auto", read::unless("auto", read::whole(PROCESSES));
-        /// The number format of weights and products: "f32", "bf16" or "f16". In f32 results equal the
-        /// published model's to 1e-5. The others take half the memory and are for GPUs: a CPU is slower with
-        /// them.
+        /// The number format of weights and products: "f32", "bf16", "f16" or "int8". In f32 results equal the
+        /// published model's to 1e-5. bf16 and f16 take half the memory, int8 a third. On CPUs bf16 and int8 are
+        /// of the matrices of linear layers alone, and f16 is slow. int8 is for CPUs only, and faster where
+        /// they have AVX512-VNNI (docs/performance.md).
         dtype: Dtype = "f32", read::choice(&Dtype::ALL);
         /// The vector units that CPU workers compute with: "auto" (the best that the CPU has), "avx512", "avx2" or
         /// "none". With the same value but "auto" on all hosts, results in f32 are the same to the bit on all of
@@ -337,11 +341,14 @@ pub enum Dtype {
     Bf16,
     /// 16 bits with 11 bits of precision.
     F16,
+    /// 8 bits, with a scale and an offset for each 32 numbers.
+    Int8,
 }
 
 impl Dtype {
     /// All, with their names in settings.
-    pub const ALL: [(Self, &str); 3] = [(Self::F32, "f32"), (Self::Bf16, "bf16"), (Self::F16, "f16")];
+    pub const ALL: [(Self, &str); 4] =
+        [(Self::F32, "f32"), (Self::Bf16, "bf16"), (Self::F16, "f16"), (Self::Int8, "int8")];
 
     /// Its name in settings.
     pub fn name(self) -> &'static str {
@@ -438,15 +445,25 @@ fn refuse_repeats(report: &mut Report, pools: &[Pool], key: &str, of: impl Fn(&P
 }
 
 fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {
+    let tasks =
+        [("task_queue", Some(&pool.task_queue)), ("background_queue", pool.background_queue.as_ref())];
     for (key, other) in
         [("reply_queue", pool.reply_queue.as_ref()), ("dead_letter_queue", Some(&pool.dead_letter_queue))]
     {
-        if other == Some(&pool.task_queue) {
-            let (path, origin) = (reader.path_of("task_queue"), reader.origin_of("task_queue"));
+        for (of_tasks, queue) in tasks.iter().filter(|(_, queue)| queue.is_some() && *queue == other) {
+            let (path, origin) = (reader.path_of(of_tasks), reader.origin_of(of_tasks));
             let expected =
                 format!("a queue other than {path} ({origin}): its messages would come back as tasks");
-            reader.refuse(key, pool.task_queue.as_str(), expected);
+            reader.refuse(key, queue.map_or("", String::as_str), expected);
         }
+    }
+    if pool.background_queue.as_ref() == Some(&pool.task_queue) {
+        let (path, origin) = (reader.path_of("task_queue"), reader.origin_of("task_queue"));
+        reader.refuse(
+            "background_queue",
+            pool.task_queue.as_str(),
+            format!("a queue other than {path} ({origin})"),
+        );
     }
     let (inputs, by) = (pool.batch.max_requests, reader.origin_of("batch.max_requests"));
     // The user did not choose the default ceiling: with a smaller prefetch, the worker's batches end at the

@@ -29,7 +29,11 @@ pub fn weights_size(spec: &LoadSpec) -> Option<u64> {
         None => files.weights().ok()?,
     };
     let bytes: u64 = paths.iter().filter_map(|path| path.metadata().ok()).map(|file| file.len()).sum();
-    Some(if spec.dtype == Dtype::F32 { bytes } else { bytes / 2 })
+    Some(match spec.dtype {
+        Dtype::F32 => bytes,
+        Dtype::Bf16 | Dtype::F16 => bytes / 2,
+        Dtype::Int8 => bytes / 3,
+    })
 }
 
 /// The files of one model.

@@ -15,7 +15,21 @@ use safetensors::SafeTensors;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::model::LoadError;
-use crate::model::ops::Matrix;
+use crate::model::ops::{Matrix, Numbers};
+
+/// In which numbers a network computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Precision {
+    /// The type of its tensors.
+    pub tensors: DType,
+    /// What the matrices of linear layers are kept as where tensors are f32 on a CPU.
+    pub matrices: Numbers,
+}
+
+impl Precision {
+    /// 32 bits throughout.
+    pub const F32: Self = Self { tensors: DType::F32, matrices: Numbers::F32 };
+}
 
 /// All tensors of a model.
 pub struct Weights {
@@ -24,10 +38,11 @@ pub struct Weights {
     prefix: String,
     device: Device,
     dtype: DType,
+    numbers: Numbers,
 }
 
 impl Weights {
-    /// Reads safetensors files, for tensors on `device` as `dtype`. Names may begin with `{base}.` if the files
+    /// Reads safetensors files, for tensors on `device` in this precision. Names may begin with `{base}.` if the files
     /// were saved from a model with a head; `words` is the name of a tensor that shows it.
     ///
     /// # Errors
@@ -36,14 +51,14 @@ impl Weights {
         paths: &[PathBuf],
         (base, words): (&str, &str),
         device: &Device,
-        dtype: DType,
+        Precision { tensors: dtype, matrices: numbers }: Precision,
     ) -> Result<Self, LoadError> {
         let shards = paths.iter().map(|path| Shard::read(path)).collect::<Result<Vec<_>, _>>()?;
         let prefix = format!("{base}.");
         let words = format!("{prefix}{words}");
         let prefixed = shards.iter().any(|shard| shard.metadata.info(&words).is_some());
         let prefix = if prefixed { prefix } else { String::new() };
-        Ok(Self { shards, prefix, device: device.clone(), dtype })
+        Ok(Self { shards, prefix, device: device.clone(), dtype, numbers })
     }
 
     /// The tensor `name`; its shape must be `shape`.
@@ -102,6 +117,11 @@ impl Weights {
     /// The device fails.
     pub fn tensor_of(&self, numbers: Vec<f32>, shape: &[usize]) -> candle_core::Result<Tensor> {
         Tensor::from_vec(numbers, shape, &self.device)?.to_dtype(self.dtype)
+    }
+
+    /// What the matrices of linear layers are to be kept as where their tensors are f32 on a CPU.
+    pub fn numbers(&self) -> Numbers {
+        self.numbers
     }
 
     /// The device that tensors are created on.

@@ -6,14 +6,39 @@ mod fitness;
 pub mod image;
 pub mod text;
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 
-use super::Dtype;
+use self::fitness::is_to_be_compared;
+use super::load::weights::Precision;
+use super::ops::Numbers;
+use super::{Dtype, LoadError, LoadSpec};
 
-fn candle_dtype(dtype: Dtype) -> DType {
-    match dtype {
+/// The precision in which a network of linear layers computes on a device: on a CPU all but the matrices stays in f32.
+///
+/// # Errors
+/// [`LoadError::Unsupported`] for a precision that the device does not have.
+fn precision(spec: &LoadSpec, device: &Device) -> Result<Precision, LoadError> {
+    let on_cpu = |matrices| Precision { matrices, ..Precision::F32 };
+    match spec.dtype {
+        Dtype::Bf16 if device.is_cpu() => Ok(on_cpu(Numbers::Bf16)),
+        Dtype::Int8 if device.is_cpu() => Ok(on_cpu(Numbers::Bits8)),
+        _ => uniform(spec),
+    }
+}
+
+/// The precision in which a network computes all of whose numbers have one type.
+///
+/// # Errors
+/// [`LoadError::Unsupported`] for a precision that only the matrices of linear layers can have.
+fn uniform(spec: &LoadSpec) -> Result<Precision, LoadError> {
+    let tensors = match spec.dtype {
         Dtype::F32 => DType::F32,
         Dtype::Bf16 => DType::BF16,
         Dtype::F16 => DType::F16,
-    }
+        Dtype::Int8 => {
+            let reason = "dtype is \"int8\", which is for the linear layers of texts and of ViT on a CPU";
+            return Err(LoadError::Unsupported { model: spec.source.clone(), reason: reason.to_owned() });
+        }
+    };
+    Ok(Precision { tensors, ..Precision::F32 })
 }

@@ -150,53 +150,54 @@ impl WithSimd for Gate<'_> {
     }
 }
 
+/// `rows` `[count, width]` ← activation(rows + `bias` `[width]`).
+pub fn activate(rows: &mut [f32], bias: &[f32], activation: Activation) {
+    dispatch(Rows { rows, bias, activation });
+}
+
+struct Rows<'a> {
+    rows: &'a mut [f32],
+    bias: &'a [f32],
+    activation: Activation,
+}
+
+impl WithSimd for Rows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { rows, bias, activation } = self;
+        match activation {
+            Activation::Gelu => each::<S, Gelu>(simd, rows, bias),
+            Activation::GeluTanh => each::<S, GeluTanh>(simd, rows, bias),
+            Activation::Relu => each::<S, Relu>(simd, rows, bias),
+            Activation::Silu => each::<S, Silu>(simd, rows, bias),
+            Activation::Identity => each::<S, Identity>(simd, rows, bias),
+        }
+    }
+}
+
+#[inline(always)]
+fn each<S: Simd, F: Lanes>(simd: S, rows: &mut [f32], bias: &[f32]) {
+    let (bias_head, bias_tail) = S::as_simd_f32s(bias);
+    for row in rows.chunks_exact_mut(bias.len()) {
+        let (head, tail) = S::as_mut_simd_f32s(row);
+        for (x, b) in head.iter_mut().zip(bias_head) {
+            *x = F::apply(simd, simd.add_f32s(*x, *b));
+        }
+        if !tail.is_empty() {
+            let x = simd.add_f32s(simd.partial_load_f32s(tail), simd.partial_load_f32s(bias_tail));
+            simd.partial_store_f32s(tail, F::apply(simd, x));
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use candle_core::Device;
 
     use super::super::testing::{difference, noise, on_every_cpu};
     use super::*;
-
-    fn activate(rows: &mut [f32], bias: &[f32], activation: Activation) {
-        dispatch(Rows { rows, bias, activation });
-    }
-
-    struct Rows<'a> {
-        rows: &'a mut [f32],
-        bias: &'a [f32],
-        activation: Activation,
-    }
-
-    impl WithSimd for Rows<'_> {
-        type Output = ();
-
-        #[inline(always)]
-        fn with_simd<S: Simd>(self, simd: S) {
-            let Self { rows, bias, activation } = self;
-            match activation {
-                Activation::Gelu => each::<S, Gelu>(simd, rows, bias),
-                Activation::GeluTanh => each::<S, GeluTanh>(simd, rows, bias),
-                Activation::Relu => each::<S, Relu>(simd, rows, bias),
-                Activation::Silu => each::<S, Silu>(simd, rows, bias),
-                Activation::Identity => each::<S, Identity>(simd, rows, bias),
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn each<S: Simd, F: Lanes>(simd: S, rows: &mut [f32], bias: &[f32]) {
-        let (bias_head, bias_tail) = S::as_simd_f32s(bias);
-        for row in rows.chunks_exact_mut(bias.len()) {
-            let (head, tail) = S::as_mut_simd_f32s(row);
-            for (x, b) in head.iter_mut().zip(bias_head) {
-                *x = F::apply(simd, simd.add_f32s(*x, *b));
-            }
-            if !tail.is_empty() {
-                let x = simd.add_f32s(simd.partial_load_f32s(tail), simd.partial_load_f32s(bias_tail));
-                simd.partial_store_f32s(tail, F::apply(simd, x));
-            }
-        }
-    }
 
     const ALL: [Activation; 5] =
         [Activation::Gelu, Activation::GeluTanh, Activation::Relu, Activation::Silu, Activation::Identity];

@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor};
 
 use super::add_norm::After;
 use super::distances::Distances;
-use super::host_values;
+use super::{Numbers, host_values};
 
 mod composed;
 mod packed;
@@ -44,6 +44,8 @@ pub struct Published {
     pub heads: usize,
     /// What is known of the distance between two tokens. With rotated keys, the keys' bias must be 0.
     pub distances: Distances,
+    /// What the matrices are kept as where they are f32 on a CPU.
+    pub numbers: Numbers,
 }
 
 impl SelfAttention {
@@ -52,7 +54,7 @@ impl SelfAttention {
     /// # Errors
     /// Shapes or types do not match, or a device fails.
     pub fn new(published: Published, mut after: After) -> Result<Self> {
-        let Published { qkv: [q, k, v], out, heads, distances } = published;
+        let Published { qkv: [q, k, v], out, heads, distances, numbers } = published;
         let matrices = [&q.0, &k.0, &v.0];
         let biases = [&q.1, &k.1, &v.1];
         let weights = if let Some(out) = host_values(&out)? {
@@ -60,7 +62,7 @@ impl SelfAttention {
             let [q, k, v] = [host(matrices[0])?, host(matrices[1])?, host(matrices[2])?];
             let (q_bias, v_bias) = (host(biases[0])?, host(biases[2])?);
             after = after.with_bias_raised(&packed::through(&out, &v_bias))?;
-            Weights::Packed(Packed::new([q, k, v], q_bias, &out, heads))
+            Weights::Packed(Packed::new([q, k, v], q_bias, &out, (heads, numbers))?)
         } else {
             #[cfg(feature = "cuda")]
             if distances.are_unknown()
@@ -153,11 +155,12 @@ mod tests {
         let part = |seed| (noise(&[hidden, hidden], range, seed), noise(&[hidden], 0.5, seed + 10));
         let part = |seed| (part(seed).0.unwrap(), part(seed).1.unwrap());
         let out = noise(&[hidden, hidden], 0.2, 4).unwrap();
-        Published { qkv: [part(1), part(2), part(3)], out, heads, distances: Distances::default() }
+        let distances = Distances::default();
+        Published { qkv: [part(1), part(2), part(3)], out, heads, distances, numbers: Numbers::F32 }
     }
 
     fn plain(published: Published, after: After) -> SelfAttention {
-        let Published { qkv: [q, k, v], out, heads, distances } = published;
+        let Published { qkv: [q, k, v], out, heads, distances, .. } = published;
         let qkv = Tensor::cat(&[q.0, k.0, v.0], 0).unwrap().t().unwrap().contiguous().unwrap();
         let qkv_bias = Tensor::cat(&[q.1, k.1, v.1], 0).unwrap();
         let out = out.t().unwrap().contiguous().unwrap();

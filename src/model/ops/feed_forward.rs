@@ -7,9 +7,9 @@ use std::cell::RefCell;
 
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor};
 
-use super::activation::{Activation, bias_activation};
+use super::activation::{Activation, activate, bias_activation};
 use super::add_norm::After;
-use super::product::{Panels, RUN, Rows, by_blocks};
+use super::product::{Matrix, Numbers, Panels, RUN, Rows, by_blocks, narrow};
 use super::{host_values, rows_of};
 
 /// One feed-forward half.
@@ -23,6 +23,8 @@ pub struct FeedForward {
 enum Weights {
     /// f32 on a CPU.
     Packed { up: Panels, up_bias: Vec<f32>, gate: Option<Panels>, down: Panels },
+    /// 16 bits or 8 on a CPU.
+    Narrow { up: Matrix, up_bias: Vec<f32>, gate: Option<Matrix>, down: Matrix },
     /// `[hidden, inner]`, `[inner]`, `[hidden, inner]`, `[inner, hidden]`.
     Plain { up: Tensor, up_bias: Tensor, gate: Option<Tensor>, down: Tensor },
 }
@@ -35,6 +37,8 @@ pub struct Up {
     pub bias: Tensor,
     /// G.
     pub gate: Option<Tensor>,
+    /// What U, G and D are kept as where they are f32 on a CPU.
+    pub numbers: Numbers,
 }
 
 impl FeedForward {
@@ -43,15 +47,21 @@ impl FeedForward {
     /// # Errors
     /// The device fails.
     pub fn new(published: Up, down: &Tensor, after: After, activation: Activation) -> Result<Self> {
-        let Up { matrix: up, bias: up_bias, gate } = published;
+        let Up { matrix: up, bias: up_bias, gate, numbers } = published;
         let weights = match (host_values(&up)?, host_values(&up_bias)?, host_values(down)?) {
             (Some(up), Some(mut up_bias), Some(down)) => {
-                let hidden = up.len() / up_bias.len();
-                let down = Panels::new(&down, up_bias.len());
-                up_bias.resize(up_bias.len().next_multiple_of(RUN), 0.0);
-                let gate = gate.map(|gate| gate.flatten_all()?.to_vec1()).transpose()?;
-                let gate = gate.map(|gate: Vec<f32>| Panels::new(&gate, hidden));
-                Weights::Packed { up: Panels::new(&up, hidden), up_bias, gate, down }
+                let (hidden, inner) = (up.len() / up_bias.len(), up_bias.len());
+                let gate: Option<Vec<f32>> = gate.map(|gate| gate.flatten_all()?.to_vec1()).transpose()?;
+                if numbers == Numbers::F32 {
+                    up_bias.resize(inner.next_multiple_of(RUN), 0.0);
+                    let gate = gate.map(|gate| Panels::new(&gate, hidden));
+                    let (up, down) = (Panels::new(&up, hidden), Panels::new(&down, inner));
+                    Weights::Packed { up, up_bias, gate, down }
+                } else {
+                    let gate = gate.map(|gate| narrow(&gate, hidden, numbers)).transpose()?;
+                    let (up, down) = (narrow(&up, hidden, numbers)?, narrow(&down, inner, numbers)?);
+                    Weights::Narrow { up, up_bias, gate, down }
+                }
             }
             _ => {
                 let columns = |matrix: &Tensor| matrix.t()?.contiguous();
@@ -72,6 +82,12 @@ impl FeedForward {
                 let Self { activation, ref after, .. } = *self;
                 let gate = gate.as_ref();
                 x.inplace_op1(&Fused { up, up_bias, gate, down, activation, after })?;
+                Ok(x)
+            }
+            Weights::Narrow { up, up_bias, gate, down } => {
+                let Self { activation, ref after, .. } = *self;
+                let gate = gate.as_ref();
+                x.inplace_op1(&Narrow { up, up_bias, gate, down, activation, after })?;
                 Ok(x)
             }
             Weights::Plain { up, up_bias, gate, down } => {
@@ -137,6 +153,47 @@ impl InplaceOp1 for Fused<'_> {
     }
 }
 
+struct Narrow<'a> {
+    up: &'a Matrix,
+    up_bias: &'a [f32],
+    gate: Option<&'a Matrix>,
+    down: &'a Matrix,
+    activation: Activation,
+    after: &'a After,
+}
+
+thread_local! {
+    /// As `SCRATCH`: the numbers between the two products, those of the gate, and the result.
+    static BETWEEN: RefCell<[Vec<f32>; 3]> = RefCell::default();
+}
+
+impl InplaceOp1 for Narrow<'_> {
+    fn name(&self) -> &'static str {
+        "feed-forward"
+    }
+
+    fn cpu_fwd(&self, x: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        let (hidden, width) = (self.up.depth(), self.up.width());
+        by_blocks(rows_of(x, layout, hidden)?, hidden, |_, x| {
+            let [mut inner, mut gates, mut out] = BETWEEN.take();
+            let count = x.len() / hidden * width;
+            inner.resize(count, 0.0);
+            self.up.multiply_alone(x, &mut inner);
+            activate(&mut inner, self.up_bias, self.activation);
+            if let Some(gate) = self.gate {
+                gates.resize(count, 0.0);
+                gate.multiply_alone(x, &mut gates);
+                inner.iter_mut().zip(&gates).for_each(|(x, gate)| *x *= gate);
+            }
+            out.resize(x.len(), 0.0);
+            self.down.multiply_alone(&inner, &mut out);
+            self.after.end_rows(x, &out);
+            BETWEEN.set([inner, gates, out]);
+        });
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::testing::{difference, noise, norm_params, on_every_cpu};
@@ -172,7 +229,7 @@ mod tests {
                     activation,
                     after: after(),
                 };
-                let published = Up { matrix: up.clone(), bias, gate: gate.cloned() };
+                let published = Up { matrix: up.clone(), bias, gate: gate.cloned(), numbers: Numbers::F32 };
                 let fused = FeedForward::new(published, &down, after(), activation).unwrap();
                 assert!(matches!(fused.weights, Weights::Packed { .. }));
                 let x = noise(&[rows, hidden], 1.0, 7).unwrap();
@@ -187,7 +244,8 @@ mod tests {
     fn rows_of_another_width_are_refused() {
         let matrix = noise(&[16, 16], 1.0, 1).unwrap();
         let norm = After::Norm(norm_params(16, 3).unwrap());
-        let published = Up { matrix: matrix.clone(), bias: noise(&[16], 1.0, 2).unwrap(), gate: None };
+        let (bias, numbers) = (noise(&[16], 1.0, 2).unwrap(), Numbers::F32);
+        let published = Up { matrix: matrix.clone(), bias, gate: None, numbers };
         let half = FeedForward::new(published, &matrix, norm, Activation::Relu).unwrap();
         let error = half.forward(noise(&[3, 17], 1.0, 2).unwrap()).unwrap_err().to_string();
         assert!(error.contains("rows of 16 numbers") && error.contains("[3, 17]"), "{error}");

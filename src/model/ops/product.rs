@@ -8,6 +8,7 @@
 mod bytes;
 mod few;
 mod layout;
+mod linear;
 mod lines;
 mod matrix;
 mod numbers;
@@ -23,6 +24,7 @@ use super::dispatch;
 #[cfg(target_arch = "x86_64")]
 pub use bytes::is_available as multiplies_bytes;
 pub use layout::{Panels, Rows};
+pub use linear::{Linear, narrow};
 pub use matrix::{Group, Matrix, RowNumbers, Words, multiply_together};
 pub use numbers::Numbers;
 use size::Tile;

@@ -7,14 +7,14 @@ pub use host::Decoder;
 
 use std::path::PathBuf;
 
-use candle_core::{DType, Device};
+use candle_core::Device;
 
 use self::config::{DecoderConfig, Family};
 use crate::model::LoadError;
 use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
 use crate::model::load::laid_out::LaidOut;
-use crate::model::load::weights::Weights as Tensors;
+use crate::model::load::weights::{Precision, Weights as Tensors};
 use crate::model::ops::{Matrix, RowNumbers};
 
 /// A decoder's tensors by their names in its files.
@@ -88,7 +88,7 @@ impl Weights {
     /// [`LoadError::File`] for a file that is missing or broken.
     pub fn of_files(files: &ModelFiles, config: &DecoderConfig) -> Result<Self, LoadError> {
         let paths: Vec<PathBuf> = files.weights()?;
-        let tensors = Tensors::read(&paths, ("model", "embed_tokens.weight"), &Device::Cpu, DType::F32)?;
+        let tensors = Tensors::read(&paths, ("model", "embed_tokens.weight"), &Device::Cpu, Precision::F32)?;
         Ok(Self {
             files: Files::Safetensors(tensors),
             family: config.family,

@@ -11,14 +11,15 @@ use serde::Deserialize;
 
 use super::fitness;
 use crate::model::load::ModelFiles;
-use crate::model::load::weights::Weights;
+use crate::model::load::weights::{Precision, Weights};
 use crate::model::ops::{Clamp, Convolution, Filters, Padding, Panels, multiply_rows};
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device};
 
 type Loaded<T> = Result<T, LoadError>;
 
 /// The architectures, as `model_type` names them.
-pub const ARCHITECTURES: [&str; 3] = ["efficientnet_lite", "resnet", "vit"];
+pub const ARCHITECTURES: [&str; 3] = ["efficientnet_lite", "resnet", VIT];
+const VIT: &str = "vit";
 
 /// A network for images on one device.
 pub struct ImageNetwork {
@@ -72,10 +73,14 @@ impl ImageNetwork {
         side: Sides,
         labels: usize,
     ) -> Loaded<Self> {
-        let dtype = super::candle_dtype(spec.dtype);
-        let mut network = Self::on(device, dtype, (files, spec), side, labels)?;
-        if fitness::is_to_be_compared(device, dtype) {
-            let mut reference = Self::on(&Device::Cpu, DType::F32, (files, spec), side, labels)?;
+        let Kind { model_type } = files.required_json("config.json")?;
+        // Of ViT, the linear layers take nearly all the time and memory; of the others, convolutions.
+        let precision =
+            if model_type == VIT { super::precision(spec, device)? } else { super::uniform(spec)? };
+        let mut network = Self::on((device, precision), (files, spec), &model_type, side, labels)?;
+        if fitness::is_to_be_compared(device, spec.dtype) {
+            let on = (&Device::Cpu, Precision::F32);
+            let mut reference = Self::on(on, (files, spec), &model_type, side, labels)?;
             let known = side.known();
             let numbers = |network: &mut Self| {
                 let output = network.forward(&[&known]).map_err(|error| fitness::failed(spec, &error))?;
@@ -88,17 +93,16 @@ impl ImageNetwork {
     }
 
     fn on(
-        device: &Device,
-        dtype: DType,
+        (device, precision): (&Device, Precision),
         (files, spec): (&ModelFiles, &LoadSpec),
+        model_type: &str,
         side: Sides,
         labels: usize,
     ) -> Loaded<Self> {
         let paths = files.weights()?;
-        let Kind { model_type } = files.required_json("config.json")?;
-        let read = |base, shown| Weights::read(&paths, (base, shown), device, dtype);
+        let read = |base, shown| Weights::read(&paths, (base, shown), device, precision);
         let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
-        let (body, weights, [name, bias], width): (Box<dyn Body>, _, _, _) = match model_type.as_str() {
+        let (body, weights, [name, bias], width): (Box<dyn Body>, _, _, _) = match model_type {
             "efficientnet_lite" => {
                 let weights = read("efficientnet", "_conv_stem.weight")?;
                 let (body, width) = efficientnet::Lite::load(&weights, &files.required_json("config.json")?)?;
@@ -111,7 +115,7 @@ impl ImageNetwork {
                     resnet::ResNet::load(&weights, &config).map_err(|error| error.or(refused))?;
                 (Box::new(body), weights, ["classifier.1.weight", "classifier.1.bias"], width)
             }
-            "vit" => {
+            VIT => {
                 let weights = read("vit", "embeddings.cls_token")?;
                 let config = files.required_json("config.json")?;
                 let (body, width) =
@@ -127,7 +131,7 @@ impl ImageNetwork {
             weights: Panels::new(&weights.values(name, &[labels, width])?, width),
             bias: weights.values(bias, &[labels])?,
         };
-        Ok(Self { body, labels, device: device.clone(), dtype, side })
+        Ok(Self { body, labels, device: device.clone(), dtype: precision.tensors, side })
     }
 }
 

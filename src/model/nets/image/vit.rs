@@ -119,12 +119,12 @@ impl Reader<'_> {
         };
         let (out, up, down) = ("attention.output.dense", "intermediate.dense", "output.dense");
         let qkv = [part("query")?, part("key")?, part("value")?];
-        let published =
-            Published { qkv, out: matrix(out, hidden, hidden)?, heads, distances: Distances::default() };
+        let (distances, numbers) = (Distances::default(), self.weights.numbers());
+        let published = Published { qkv, out: matrix(out, hidden, hidden)?, heads, distances, numbers };
         let after =
             |name: &str| Ok::<_, NetError>(self.weights.checked(name, After::bias(&bias(name, hidden)?))?);
         let attention = SelfAttention::new(published, after(out)?);
-        let first = Up { matrix: matrix(up, hidden, inner)?, bias: bias(up, inner)?, gate: None };
+        let first = Up { matrix: matrix(up, hidden, inner)?, bias: bias(up, inner)?, gate: None, numbers };
         let feed_forward =
             FeedForward::new(first, &matrix(down, inner, hidden)?, after(down)?, self.activation);
         Ok(Block {

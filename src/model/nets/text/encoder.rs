@@ -183,7 +183,7 @@ impl Reader<'_> {
 
     fn layer(&self, index: usize, distances: Distances) -> Loaded<Block> {
         let NetworkConfig { hidden, inner, heads, activation, family, .. } = *self.config;
-        let names = names(family);
+        let (names, numbers) = (names(family), self.weights.numbers());
         let named = |name: &str| format!("{}.{index}.{name}", names.layer);
         let qkv = match names.qkv {
             Qkv::Apart(names) => {
@@ -224,8 +224,8 @@ impl Reader<'_> {
         } else {
             (None, [After::Norm(out_norm()?), After::Norm(down_norm)])
         };
-        let attention = SelfAttention::new(Published { qkv, out, heads, distances }, after_out);
-        let up = Up { matrix: up, bias: up_bias, gate };
+        let attention = SelfAttention::new(Published { qkv, out, heads, distances, numbers }, after_out);
+        let up = Up { matrix: up, bias: up_bias, gate, numbers };
         let feed_forward = FeedForward::new(up, &down, after_down, activation);
         Ok(Block {
             before,

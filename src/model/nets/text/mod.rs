@@ -18,9 +18,7 @@ use self::encoder::Encoder;
 use self::head::Head;
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::load::weights::Weights;
-use crate::model::nets::candle_dtype;
-use crate::model::nets::fitness::is_to_be_compared;
+use crate::model::load::weights::{Precision, Weights};
 use crate::model::ops::pooling::{Mode, Pooling};
 use crate::model::{Forward, ForwardError, LoadError, LoadSpec, TaskError, device};
 
@@ -64,7 +62,7 @@ impl TextNetwork {
             }
         };
         let names = (config.family.base(), config.family.words());
-        let read = |device: &Device, dtype| Weights::read(&paths, names, device, dtype);
+        let read = |device: &Device, precision| Weights::read(&paths, names, device, precision);
         let on = |weights: &Weights| {
             Ok(Self {
                 encoder: Encoder::load(weights, config)?,
@@ -74,11 +72,10 @@ impl TextNetwork {
                 gpu: on_gpu::OnGpu::new(weights.device()).map_err(|error| spec.failed(error))?,
             })
         };
-        let dtype = candle_dtype(spec.dtype);
-        let weights = read(device, dtype)?;
+        let weights = read(device, super::precision(spec, device)?)?;
         let mut network = on(&weights)?;
-        if is_to_be_compared(device, dtype) {
-            let reference = on(&read(&Device::Cpu, DType::F32)?)?;
+        if super::is_to_be_compared(device, spec.dtype) {
+            let reference = on(&read(&Device::Cpu, Precision::F32)?)?;
             fitness::compare(&mut network, reference, tokenizer, spec)?;
         }
         let head = labels.map(|labels| Head::load(&weights, config, labels));

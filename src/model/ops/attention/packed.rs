@@ -12,7 +12,9 @@ use candle_core::{CpuStorage, InplaceOp1, Layout, Result, bail};
 
 use super::super::add_norm::After;
 use super::super::distances::{Distances, places};
-use super::super::product::{Panels, Rows, by_blocks, columns_of_this_cpu, in_parallel, multiply_rows};
+use super::super::product::{
+    Linear, Matrix, Numbers, Panels, Rows, by_blocks, columns_of_this_cpu, in_parallel, narrow,
+};
 use super::super::{dispatch, rows_of};
 use super::text::{Heads, Text};
 
@@ -22,20 +24,36 @@ const QUERIES: usize = 64;
 /// One layer's attention weights, laid out for a CPU.
 pub struct Packed {
     /// Queries, scaled by 1/√d, then values: `[hidden, hidden + heads·d_values]`.
-    qv: Panels,
+    qv: Linear,
     /// The queries' bias, scaled.
     q_bias: Vec<f32>,
-    /// Transposed, so that the product gives transposed keys: `[hidden, hidden]`.
-    k: Rows,
+    /// `[hidden, hidden]`.
+    k: Keys,
     /// `[heads·d_values, hidden]`.
-    out: Panels,
+    out: Linear,
     heads: Heads,
     hidden: usize,
 }
 
+/// The matrix of the keys.
+enum Keys {
+    /// f32, as the left matrix: the product gives transposed keys.
+    Left(Rows),
+    /// Fewer bits: keys are transposed after the product.
+    Right(Matrix),
+}
+
 impl Packed {
-    /// Takes the matrices as published, `[hidden, hidden]` each.
-    pub fn new([q, k, v]: [Vec<f32>; 3], q_bias: Vec<f32>, out: &[f32], heads: usize) -> Self {
+    /// Takes the matrices as published, `[hidden, hidden]` each, to be kept as `numbers`.
+    ///
+    /// # Errors
+    /// `hidden` is no multiple of the numbers in a group.
+    pub fn new(
+        [q, k, v]: [Vec<f32>; 3],
+        q_bias: Vec<f32>,
+        out: &[f32],
+        (heads, numbers): (usize, Numbers),
+    ) -> Result<Self> {
         let hidden = q_bias.len();
         let d = hidden / heads;
         let d_values = d.next_multiple_of(columns_of_this_cpu());
@@ -51,14 +69,17 @@ impl Packed {
             wide.extend_from_slice(head);
             wide.resize(wide.len() + d_values - d, 0.0);
         }
-        Self {
-            qv: Panels::new(&qv, hidden),
+        Ok(Self {
+            qv: Linear::new(&qv, hidden, numbers)?,
             q_bias: scaled(q_bias).collect(),
-            k: Rows::new(&k, hidden),
-            out: Panels::new(&wide, heads * d_values),
+            k: match numbers {
+                Numbers::F32 => Keys::Left(Rows::new(&k, hidden)),
+                _ => Keys::Right(narrow(&k, hidden, numbers)?),
+            },
+            out: Linear::new(&wide, heads * d_values, numbers)?,
             heads: Heads { count: heads, d, d_values },
             hidden,
-        }
+        })
     }
 
     /// The operation on a batch with texts of these lengths.
@@ -124,7 +145,7 @@ impl InplaceOp1 for Over<'_> {
         self.attend(&mut scratch, stride);
         let Scratch { seen, out, .. } = &mut scratch;
         out.resize(x.len(), 0.0);
-        multiply_rows(seen, &self.weights.out, out, |_, _| {});
+        self.weights.out.multiply(seen, out, |_, _| {});
         let out = &*out;
         by_blocks(x, hidden, |first, x| self.after.end_rows(x, &out[first * hidden..][..x.len()]));
         SCRATCH.set(scratch);
@@ -138,7 +159,7 @@ impl Over<'_> {
         let Packed { qv, q_bias, k, hidden, .. } = self.weights;
         let tokens = x.len() / hidden;
         scratch.qv.resize(tokens * qv.width(), 0.0);
-        multiply_rows(x, qv, &mut scratch.qv, |_, rows| {
+        qv.multiply(x, &mut scratch.qv, |_, rows| {
             for row in rows.chunks_exact_mut(qv.width()) {
                 row.iter_mut().zip(q_bias).for_each(|(x, b)| *x += b);
             }
@@ -146,9 +167,21 @@ impl Over<'_> {
         // The last block of a text's keys may extend past the text, and for the last text past the batch.
         let stride = tokens + columns_of_this_cpu();
         scratch.keys.resize(hidden * stride, 0.0);
-        scratch.x.lay(x, *hidden);
-        let right = &scratch.x;
-        by_blocks(&mut scratch.keys, stride, |first, keys| k.multiply(first, right, keys, stride));
+        match k {
+            Keys::Left(k) => {
+                scratch.x.lay(x, *hidden);
+                let right = &scratch.x;
+                by_blocks(&mut scratch.keys, stride, |first, keys| k.multiply(first, right, keys, stride));
+            }
+            Keys::Right(k) => {
+                scratch.out.resize(x.len(), 0.0);
+                k.multiply(x, &mut scratch.out);
+                let keys = &scratch.out;
+                by_blocks(&mut scratch.keys, stride, |first, to| {
+                    transpose(&keys[first..], *hidden, to, stride)
+                });
+            }
+        }
         stride
     }
 
@@ -186,6 +219,18 @@ impl Over<'_> {
             (rows, queries, out)
         });
         in_parallel(parts, |(rows, queries, out)| dispatch(text(rows).queries(queries, out)));
+    }
+}
+
+/// `to` `[columns, stride]` ← the first columns of `rows`, which are `width` apart. Some rows at a time, so that their
+/// lines stay in the near cache while column after column is read.
+fn transpose(rows: &[f32], width: usize, to: &mut [f32], stride: usize) {
+    const ROWS: usize = 16;
+    for (index, rows) in rows.chunks(ROWS * width).enumerate() {
+        for (column, to) in to.chunks_exact_mut(stride).enumerate() {
+            let from = rows.get(column..).unwrap_or_default().iter().step_by(width);
+            to[index * ROWS..].iter_mut().zip(from).for_each(|(to, x)| *to = *x);
+        }
     }
 }
 

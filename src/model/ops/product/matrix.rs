@@ -208,15 +208,17 @@ impl Matrix {
     fn multiply_many(&self, rows: &[f32], out: &mut [f32]) {
         let share = (rows.len() / self.depth).div_ceil(rayon::current_num_threads()).max(MANY / 2);
         let blocks = rows.chunks(share * self.depth).zip(out.chunks_mut(share * self.width));
-        in_parallel(blocks, |(rows, out)| {
-            if self.rows != RowNumbers::F32 {
-                let laid = Laid::of(self, rows);
-                laid.multiply(self, 0..self.width.div_ceil(PANEL), out, self.width);
-                laid.give_back();
-            } else {
-                self.multiply_unpacked(rows, out);
-            }
-        });
+        in_parallel(blocks, |(rows, out)| self.multiply_alone(rows, out));
+    }
+
+    /// As [`multiply`](Self::multiply), on this thread alone.
+    pub fn multiply_alone(&self, rows: &[f32], out: &mut [f32]) {
+        if self.rows == RowNumbers::F32 && rows.len() > MANY * self.depth {
+            return self.multiply_unpacked(rows, out);
+        }
+        let laid = Laid::of(self, rows);
+        laid.multiply(self, 0..self.width.div_ceil(PANEL), out, self.width);
+        laid.give_back();
     }
 
     /// The words of some panels.

@@ -39,6 +39,11 @@ impl Numbers {
         }
     }
 
+    /// The largest whole number.
+    pub(super) fn most(self) -> u8 {
+        if self == Self::Bits4 { 15 } else { 255 }
+    }
+
     pub(super) fn is_scaled(self) -> bool {
         matches!(self, Self::Bits4 | Self::Bits8 | Self::Bits8By16)
     }

@@ -1,0 +1,141 @@
+//! The weights of a linear layer on a CPU, in the numbers that they are to be kept in. Decides which layout and
+//! which product that means. Owns the weights.
+
+use candle_core::{Result, bail};
+
+use super::super::multiplies_bytes;
+use super::matrix::{Group, Matrix, RowNumbers};
+use super::numbers::Numbers;
+use super::{Panels, by_blocks, multiply_rows};
+
+/// The right matrix of a linear layer's product, `[depth, width]`.
+pub enum Linear {
+    /// f32.
+    Panels(Panels),
+    /// Fewer bits.
+    Narrow(Matrix),
+}
+
+impl Linear {
+    /// Lays out a matrix that is given by its columns, `[width, depth]`: linear layers are published so.
+    ///
+    /// # Errors
+    /// The columns cannot be cut into whole groups of `numbers`.
+    pub fn new(columns: &[f32], depth: usize, numbers: Numbers) -> Result<Self> {
+        match numbers {
+            Numbers::F32 => Ok(Self::Panels(Panels::new(columns, depth))),
+            _ => narrow(columns, depth, numbers).map(Self::Narrow),
+        }
+    }
+
+    /// The number of columns.
+    pub fn width(&self) -> usize {
+        match self {
+            Self::Panels(panels) => panels.width(),
+            Self::Narrow(matrix) => matrix.width(),
+        }
+    }
+
+    /// `out` `[count, width]` ← `rows` `[count, depth]` times this matrix, in blocks of rows. `then` gets each block
+    /// while it is in the cache, with the index of its first row.
+    pub fn multiply(&self, rows: &[f32], out: &mut [f32], then: impl Fn(usize, &mut [f32]) + Send + Sync) {
+        match self {
+            Self::Panels(panels) => multiply_rows(rows, panels, out, then),
+            Self::Narrow(matrix) => by_blocks(out, matrix.width(), |first, out| {
+                let (depth, count) = (matrix.depth(), out.len() / matrix.width());
+                matrix.multiply_alone(&rows[first * depth..][..count * depth], out);
+                then(first, out);
+            }),
+        }
+    }
+}
+
+/// Lays out a matrix that is given by its columns, `[width, depth]`, in 16 bits or 8. Where the CPU multiplies bytes,
+/// rows become 8 bits too before they are multiplied with 8.
+///
+/// # Errors
+/// The columns cannot be cut into whole groups of `numbers`.
+pub fn narrow(columns: &[f32], depth: usize, numbers: Numbers) -> Result<Matrix> {
+    let group = numbers.group();
+    if !depth.is_multiple_of(group) {
+        bail!("{numbers:?} needs a multiple of {group} numbers in each row, and there are {depth}");
+    }
+    Ok(match numbers {
+        Numbers::F32 => Matrix::of_f32(columns, depth),
+        Numbers::Bf16 => Matrix::of_bf16(columns, depth),
+        _ => {
+            let of = |column: usize, index: usize| {
+                quantised(&columns[column * depth + index * group..][..group], numbers.most())
+            };
+            let matrix = Matrix::of_groups(numbers, [depth, columns.len() / depth], of);
+            if multiplies_bytes() { matrix.with_rows_as(RowNumbers::Int8) } else { matrix }
+        }
+    })
+}
+
+/// A group of numbers as whole ones from 0 to `most`, to the nearest; the ends are exact.
+fn quantised(numbers: &[f32], most: u8) -> Group {
+    let low = numbers.iter().copied().fold(f32::INFINITY, f32::min);
+    let high = numbers.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let scale = (high - low) / f32::from(most);
+    let mut q = [0; 32];
+    if scale > 0.0 {
+        for (q, number) in q.iter_mut().zip(numbers) {
+            *q = ((number - low) / scale).round() as u8;
+        }
+    }
+    // What is not a number stays so, and is found out by the check of the outputs.
+    let offset = if numbers.iter().all(|number| number.is_finite()) { low } else { f32::NAN };
+    Group { scale, offset, q }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::testing::{noise, on_every_cpu};
+    use super::*;
+
+    fn flat(shape: &[usize], seed: u32) -> Vec<f32> {
+        noise(shape, 1.0, seed).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn every_kind_of_numbers_gives_the_plain_product_within_its_rounding_on_every_cpu() {
+        on_every_cpu(|| {
+            for (numbers, within) in [(Numbers::F32, 1e-6), (Numbers::Bf16, 3e-3), (Numbers::Bits8, 1e-2)] {
+                for (rows, width) in [(1, 7), (30, 64), (70, 130)] {
+                    let (x, columns) = (flat(&[rows, 96], 3), flat(&[width, 96], 4));
+                    let layer = Linear::new(&columns, 96, numbers).unwrap();
+                    let mut out = vec![f32::NAN; rows * width];
+                    layer.multiply(&x, &mut out, |_, block| block.iter_mut().for_each(|y| *y += 1.0));
+                    for (at, ours) in out.iter().enumerate() {
+                        let (row, column) = (&x[at / width * 96..][..96], &columns[at % width * 96..][..96]);
+                        let products = row.iter().zip(column).map(|(a, b)| f64::from(*a) * f64::from(*b));
+                        let size: f64 = products.clone().map(f64::abs).sum();
+                        let off = (f64::from(*ours) - 1.0 - products.sum::<f64>()).abs();
+                        assert!(off < within * size, "{numbers:?} {rows}×{width} {at}: {off} of {size}");
+                    }
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn a_group_keeps_its_ends_and_what_is_no_number() {
+        let numbers: Vec<f32> = (0..32).map(|n| n as f32 - 9.5).collect();
+        let Group { scale, offset, q } = quantised(&numbers, 255);
+        for (q, number) in q.iter().zip(&numbers) {
+            assert!((f32::from(*q) * scale + offset - number).abs() <= scale / 2.0 + 1e-6);
+        }
+        assert_eq!((q[0], q[31]), (0, 255));
+        assert_eq!(quantised(&[0.25; 32], 255), Group { scale: 0.0, offset: 0.25, q: [0; 32] });
+        for bad in [f32::NAN, f32::INFINITY] {
+            assert!(quantised(&[1.0, bad, 2.0], 255).offset.is_nan());
+        }
+    }
+
+    #[test]
+    fn rows_that_are_no_whole_groups_are_refused_with_numbers() {
+        let error = narrow(&[0.0; 80], 40, Numbers::Bits8).err().unwrap().to_string();
+        assert!(error.contains("multiple of 32") && error.contains("40"), "{error}");
+    }
+}
