@@ -21,7 +21,7 @@ fn batches(criterion: &mut Criterion) {
         group.bench_function(BenchmarkId::new("all_at_once", max_tokens), |bencher| {
             bencher.iter(|| {
                 let mut batcher = Batcher::new(policy, size);
-                inputs.iter().for_each(|input| batcher.push(vec![*input], now));
+                inputs.iter().for_each(|input| batcher.push(vec![*input], false, now));
                 while let Some(batch) = batcher.take(now, Device::Idle, false) {
                     black_box(batch);
                 }
@@ -31,7 +31,7 @@ fn batches(criterion: &mut Criterion) {
             bencher.iter(|| {
                 let mut batcher = Batcher::new(policy, size);
                 for input in &inputs {
-                    batcher.push(vec![*input], now);
+                    batcher.push(vec![*input], false, now);
                     black_box(batcher.take(now, Device::Busy, true));
                 }
             });

@@ -121,7 +121,7 @@ fn embed(
     for text in texts.iter().cycle() {
         let begun = Instant::now();
         let (_, inputs) = processor.preprocess(text).map_err(|error| anyhow!("{error}"))?;
-        batcher.push(inputs.into_iter().map(|sized| sized.input).collect(), begun);
+        batcher.push(inputs.into_iter().map(|sized| sized.input).collect(), false, begun);
         done.preparing += begun.elapsed();
         let Some(batch) = batcher.take(begun, batching::Device::Busy, true) else { continue };
         let begun = Instant::now();

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// The waiting time that one level of priority is worth.
 pub const AGEING: Duration = Duration::from_secs(5);
+/// How much later a background sequence counts than it came.
+pub const BACKGROUND: Duration = Duration::from_secs(60);
 /// How much later a sequence counts than the one before it of the same requester and priority: a requester of a
 /// hundred sequences lets others in between.
 pub const TURN: Duration = Duration::from_secs(1);
@@ -41,6 +43,8 @@ pub struct Request {
     pub priority: u8,
     /// Who wants it.
     pub requester: u64,
+    /// It runs where others leave room, until it has waited long.
+    pub background: bool,
     /// It runs only with other isolated sequences.
     pub isolated: bool,
 }
@@ -84,8 +88,9 @@ pub struct Scheduler<K> {
     /// The limits as they were set, before memory failures reduced them.
     asked: Limits,
     waiting: BTreeMap<Order, (K, Request)>,
-    /// The place of each requester's last sequence, by priority, as long as it makes a difference to the next.
-    last: HashMap<(u64, u8), Instant>,
+    /// The place of each requester's last sequence, by priority and background, as long as it makes a difference to the
+    /// next.
+    last: HashMap<(u64, u8, bool), Instant>,
     /// Indexed by slot.
     running: Vec<Option<Running<K>>>,
     reserved: usize,
@@ -136,11 +141,16 @@ impl<K: Copy + PartialEq> Scheduler<K> {
     /// Enqueues a sequence. The caller must refuse one that needs more tokens than may be reserved: it would
     /// never run, and would block those after it.
     pub fn enqueue(&mut self, key: K, request: Request, now: Instant) {
-        let turn_of = |priority: u8| now + AGEING * u32::from(u8::MAX - priority);
-        let mut at = turn_of(request.priority);
+        let turn_of = |priority: u8, background: bool| {
+            let later = if background { BACKGROUND } else { Duration::ZERO };
+            now + AGEING * u32::from(u8::MAX - priority) + later
+        };
+        let mut at = turn_of(request.priority, request.background);
         let is_empty = self.waiting.is_empty();
-        self.last.retain(|(_, priority), last| !is_empty && *last + TURN > turn_of(*priority));
-        let of = (request.requester, request.priority);
+        self.last.retain(|(_, priority, background), last| {
+            !is_empty && *last + TURN > turn_of(*priority, *background)
+        });
+        let of = (request.requester, request.priority, request.background);
         if let Some(last) = self.last.get(&of) {
             at = at.max(*last + TURN);
         }
@@ -182,16 +192,21 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         admitted
     }
 
-    /// When only isolated sequences may run and the next one finds no room: stops the ordinary sequence that
-    /// was admitted last. That one waits again at its old place, and begins anew.
-    pub fn preempt(&mut self) -> Option<(K, usize)> {
-        let (_, _, request) = self.next(true)?;
+    /// When the next sequence finds no room: stops the one that was admitted last of those that give way to it. That
+    /// one waits again at its old place, and begins anew. Ordinary sequences give way to isolated ones, when only those
+    /// may run; background sequences to others, unless they have waited long.
+    pub fn preempt(&mut self, isolated: bool) -> Option<(K, usize)> {
+        let (order, _, request) = self.next(isolated)?;
         if self.room_for(&request).is_some() {
             return None;
         }
-        let ordinary = self.running.iter().enumerate().filter_map(|(slot, it)| Some((slot, it.as_ref()?)));
-        let ordinary = ordinary.filter(|(_, running)| !running.request.isolated);
-        let (slot, _) = ordinary.max_by_key(|(_, running)| running.admitted)?;
+        let gives_way = |running: &Running<K>| match isolated {
+            true => !running.request.isolated,
+            false => running.request.background && !request.background && running.order > order,
+        };
+        let running = self.running.iter().enumerate().filter_map(|(slot, it)| Some((slot, it.as_ref()?)));
+        let giving_way = running.filter(|(_, running)| gives_way(running));
+        let (slot, _) = giving_way.max_by_key(|(_, running)| running.admitted)?;
         let Running { key, request, order, .. } = self.vacate(slot)?;
         self.waiting.insert(order, (key, request));
         Some((key, slot))
@@ -255,7 +270,7 @@ mod tests {
     const LIMITS: Limits = Limits { sequences: 4, reserved_tokens: 100, step_tokens: 16 };
 
     fn request(prompt: usize, answer: usize) -> Request {
-        Request { prompt, answer, priority: 0, requester: 0, isolated: false }
+        Request { prompt, answer, priority: 0, requester: 0, background: false, isolated: false }
     }
 
     /// Computes a step; sequences leave once their answers are full. Returns its rows.
@@ -366,6 +381,27 @@ mod tests {
     }
 
     #[test]
+    fn background_sequences_give_way_to_others_that_come_within_a_minute() {
+        let now = Instant::now();
+        let mut scheduler = Scheduler::new(LIMITS);
+        let mut given = BTreeMap::new();
+        for key in 0..3 {
+            scheduler.enqueue(key, Request { background: true, ..request(4, 26) }, now);
+        }
+        assert_eq!(step(&mut scheduler, &mut given, false).len(), 3);
+        assert_eq!(scheduler.preempt(false), None, "nobody waits");
+        scheduler.enqueue(9, request(4, 30), now + BACKGROUND / 2);
+        assert!(scheduler.admit(false).is_empty());
+        assert_eq!(scheduler.preempt(false), Some((2, 2)));
+        assert_eq!(scheduler.admit(false), [(9, 2)]);
+        assert_eq!(scheduler.preempt(false), None, "a background sequence waits, and gives way to nobody");
+        scheduler.enqueue(10, request(4, 30), now + 2 * BACKGROUND);
+        assert_eq!(scheduler.preempt(false), None, "those that run have waited longer");
+        scheduler.leave(9);
+        assert_eq!(scheduler.admit(false), [(2, 2)], "it begins anew, at its old place");
+    }
+
+    #[test]
     fn isolated_sequences_run_alone_and_the_youngest_others_make_room_for_them() {
         let now = Instant::now();
         let mut scheduler = Scheduler::new(LIMITS);
@@ -376,8 +412,8 @@ mod tests {
         assert_eq!(step(&mut scheduler, &mut given, false).len(), 3);
         scheduler.enqueue(9, Request { isolated: true, ..request(4, 30) }, now);
         assert!(scheduler.admit(true).is_empty());
-        assert_eq!(scheduler.preempt(), Some((2, 2)));
-        assert_eq!(scheduler.preempt(), None, "there is room now");
+        assert_eq!(scheduler.preempt(true), Some((2, 2)));
+        assert_eq!(scheduler.preempt(true), None, "there is room now");
         assert_eq!(scheduler.admit(true), [(9, 2)]);
         assert!(scheduler.rows(true).iter().all(|row| row.key == 9));
         assert_eq!(scheduler.leave(9), Some(2));
@@ -407,7 +443,8 @@ mod tests {
                     pending.next_if(|(_, (at, ..))| *at <= steps)
                 {
                     let requester = (prompt % 3) as u64;
-                    let request = Request { prompt, answer, priority, requester, isolated: false };
+                    let request =
+                        Request { prompt, answer, priority, requester, background: false, isolated: false };
                     if request.tokens() <= reserved_tokens {
                         scheduler.enqueue(key as u32, request, now);
                         if fate == 0 { cancelled.push((key as u32, steps + 3)) } else { expected.push((key as u32, answer.max(1))) }

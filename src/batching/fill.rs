@@ -1,9 +1,14 @@
 //! Decides when a batch of one-pass inputs is full or due, and whose inputs it takes: those of the waiting tasks
-//! in turn. Owns the waiting inputs.
+//! in turn, and behind them those of background tasks. Owns the waiting inputs.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 use std::vec::IntoIter;
+
+/// After so long a wait, a background task takes turns with the others: it is held, and its broker would take it back.
+const AGEING: Duration = Duration::from_secs(60);
+/// A batch of background inputs alone has this share of the most tokens: who comes meanwhile waits for it.
+const BACKGROUND_SHARE: usize = 4;
 
 /// The bounds of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +53,8 @@ pub struct Batcher<T> {
     size: fn(&T) -> usize,
     /// In the order of their turns: each batch takes one input of each task, then a second one of each.
     waiting: VecDeque<Task<T>>,
+    /// The same of background tasks.
+    background: VecDeque<Task<T>>,
     inputs: usize,
     tokens: usize,
 }
@@ -55,7 +62,8 @@ pub struct Batcher<T> {
 impl<T> Batcher<T> {
     /// A batcher without inputs. `size` gives the tokens of an input.
     pub fn new(policy: Policy, size: fn(&T) -> usize) -> Self {
-        Self { policy, size, waiting: VecDeque::new(), inputs: 0, tokens: 0 }
+        let (waiting, background) = (VecDeque::new(), VecDeque::new());
+        Self { policy, size, waiting, background, inputs: 0, tokens: 0 }
     }
 
     /// Limits further batches to `most` tokens.
@@ -70,23 +78,24 @@ impl<T> Batcher<T> {
 
     /// Whether no input waits.
     pub fn is_empty(&self) -> bool {
-        self.waiting.is_empty()
+        self.waiting.is_empty() && self.background.is_empty()
     }
 
-    /// Adds the inputs of a task, whose turn is after those of the tasks that wait.
-    pub fn push(&mut self, inputs: Vec<T>, now: Instant) {
+    /// Adds the inputs of a task, whose turn is after those of the tasks of its kind that wait.
+    pub fn push(&mut self, inputs: Vec<T>, background: bool, now: Instant) {
         if inputs.is_empty() {
             return;
         }
         self.inputs += inputs.len();
         self.tokens += inputs.iter().map(self.size).sum::<usize>();
-        self.waiting.push_back(Task { inputs: inputs.into_iter(), since: now });
+        let queue = if background { &mut self.background } else { &mut self.waiting };
+        queue.push_back(Task { inputs: inputs.into_iter(), since: now });
     }
 
     /// The next batch, if one is ready. `expecting`: further inputs are on their way, so an idle device may
     /// wait for them up to `max_delay`. Otherwise it does not wait.
     pub fn take(&mut self, now: Instant, device: Device, expecting: bool) -> Option<Batch<T>> {
-        self.is_ready(now, device, expecting).then(|| self.cut())
+        self.is_ready(now, device, expecting).then(|| self.cut(now))
     }
 
     /// Whether [`Batcher::take`] would give a batch.
@@ -100,54 +109,74 @@ impl<T> Batcher<T> {
 
     /// When the task that has waited longest will have waited for `max_delay`.
     pub fn due(&self) -> Option<Instant> {
-        self.waiting.iter().map(|task| task.since).min().map(|oldest| oldest + self.policy.max_delay)
+        self.waiting
+            .iter()
+            .chain(&self.background)
+            .map(|task| task.since)
+            .min()
+            .map(|oldest| oldest + self.policy.max_delay)
     }
 
     fn is_full(&self) -> bool {
-        self.tokens >= self.policy.max_tokens || self.inputs >= self.policy.max_requests
+        let most = self.most_tokens();
+        self.tokens >= most || self.inputs >= self.policy.max_requests
     }
 
-    fn cut(&mut self) -> Batch<T> {
-        let Shares { of_tasks, tokens, next } = self.shares();
-        let mut batch = Batch { inputs: Vec::with_capacity(of_tasks.iter().sum()), tokens };
-        for (task, share) in self.waiting.iter_mut().zip(of_tasks) {
-            batch.inputs.extend(task.inputs.by_ref().take(share));
+    /// The most tokens of the next batch.
+    fn most_tokens(&self) -> usize {
+        let Policy { max_tokens, .. } = self.policy;
+        if self.waiting.is_empty() { max_tokens.div_ceil(BACKGROUND_SHARE) } else { max_tokens }
+    }
+
+    fn cut(&mut self, now: Instant) -> Batch<T> {
+        while let Some(task) = self.background.pop_front_if(|task| task.since + AGEING <= now) {
+            self.waiting.push_back(task);
+        }
+        let most = self.most_tokens();
+        let mut batch = Batch { inputs: Vec::new(), tokens: 0 };
+        for queue in [&mut self.waiting, &mut self.background] {
+            let limits = Policy { max_tokens: most, ..self.policy };
+            let Shares { of_tasks, tokens, next } = shares(queue, self.size, &batch, limits);
+            for (task, share) in queue.iter_mut().zip(of_tasks) {
+                batch.inputs.extend(task.inputs.by_ref().take(share));
+            }
+            batch.tokens = tokens;
+            queue.rotate_left(next);
+            queue.retain(|task| !task.inputs.as_slice().is_empty());
         }
         self.inputs -= batch.inputs.len();
-        self.tokens -= tokens;
-        self.waiting.rotate_left(next);
-        self.waiting.retain(|task| !task.inputs.as_slice().is_empty());
+        self.tokens -= batch.tokens;
         batch
     }
+}
 
-    /// How many inputs of each task go into the next batch (`nobody-waits-for-a-giant`): one of each task in
-    /// turn, until one does not fit. The first input goes in any case.
-    fn shares(&self) -> Shares {
-        let Policy { max_tokens, max_requests, .. } = self.policy;
-        let mut shares = Shares { of_tasks: Vec::new(), tokens: 0, next: 0 };
-        let mut inputs = 0;
-        for round in 0.. {
-            let before = inputs;
-            for (index, task) in self.waiting.iter().enumerate() {
-                let Some(input) = task.inputs.as_slice().get(round) else { continue };
-                let size = (self.size)(input);
-                if inputs > 0 && (inputs >= max_requests || shares.tokens + size > max_tokens) {
-                    shares.next = index;
-                    return shares;
-                }
-                inputs += 1;
-                shares.tokens += size;
-                match shares.of_tasks.get_mut(index) {
-                    Some(share) => *share += 1,
-                    None => shares.of_tasks.push(1),
-                }
+/// How many inputs of each task go into a batch (`nobody-waits-for-a-giant`), beside those that it has: one of each
+/// task in turn, until one does not fit. The first input goes in any case.
+fn shares<T>(tasks: &VecDeque<Task<T>>, size: fn(&T) -> usize, batch: &Batch<T>, policy: Policy) -> Shares {
+    let Policy { max_tokens, max_requests, .. } = policy;
+    let mut shares = Shares { of_tasks: Vec::new(), tokens: batch.tokens, next: 0 };
+    let mut inputs = batch.inputs.len();
+    for round in 0.. {
+        let before = inputs;
+        for (index, task) in tasks.iter().enumerate() {
+            let Some(input) = task.inputs.as_slice().get(round) else { continue };
+            let size = size(input);
+            if inputs > 0 && (inputs >= max_requests || shares.tokens + size > max_tokens) {
+                shares.next = index;
+                return shares;
             }
-            if inputs == before {
-                break;
+            inputs += 1;
+            shares.tokens += size;
+            match shares.of_tasks.get_mut(index) {
+                Some(share) => *share += 1,
+                None => shares.of_tasks.push(1),
             }
         }
-        shares
+        if inputs == before {
+            break;
+        }
     }
+    shares
 }
 
 /// What the next batch takes.
@@ -185,7 +214,7 @@ mod tests {
     #[test]
     fn a_limit_holds_for_what_waits_already() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
-        (0..6).for_each(|input| batcher.push(vec![(input, 10)], now));
+        (0..6).for_each(|input| batcher.push(vec![(input, 10)], false, now));
         batcher.limit_tokens(20);
         let sizes = all(&mut batcher, now);
         assert!(sizes.len() == 3 && sizes.iter().all(|batch| batch.tokens == 20), "{sizes:?}");
@@ -194,7 +223,7 @@ mod tests {
     #[test]
     fn an_idle_device_takes_a_lone_input_at_once_when_nothing_is_on_its_way() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
-        batcher.push(vec![(1, 10)], now);
+        batcher.push(vec![(1, 10)], false, now);
         assert_eq!(batcher.take(now, Device::Idle, false), Some(Batch { inputs: vec![(1, 10)], tokens: 10 }));
         assert!(batcher.is_empty());
     }
@@ -202,9 +231,9 @@ mod tests {
     #[test]
     fn an_idle_device_waits_for_inputs_on_their_way_but_not_beyond_max_delay() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
-        batcher.push(vec![(1, 10)], now);
+        batcher.push(vec![(1, 10)], false, now);
         assert_eq!(batcher.take(now, Device::Idle, true), None);
-        batcher.push(vec![(2, 10)], now + DELAY / 2);
+        batcher.push(vec![(2, 10)], false, now + DELAY / 2);
         assert_eq!(batcher.due(), Some(now + DELAY), "the delay counts from the first input");
         assert_eq!(names(&batcher.take(now + DELAY, Device::Idle, true).unwrap()), [1, 2]);
     }
@@ -212,9 +241,9 @@ mod tests {
     #[test]
     fn a_busy_device_is_given_full_batches_only() {
         let (mut batcher, now) = (batcher(100, 2), Instant::now());
-        batcher.push(vec![(1, 10)], now);
+        batcher.push(vec![(1, 10)], false, now);
         assert_eq!(batcher.take(now + DELAY * 9, Device::Busy, false), None);
-        batcher.push(vec![(2, 10)], now);
+        batcher.push(vec![(2, 10)], false, now);
         assert_eq!(names(&batcher.take(now, Device::Busy, false).unwrap()), [1, 2]);
     }
 
@@ -222,7 +251,7 @@ mod tests {
     fn an_input_over_the_token_limit_goes_alone_and_the_next_proceeds() {
         let (mut batcher, now) = (batcher(100, 8), Instant::now());
         for (input, tokens) in [(1, 50), (2, 500), (3, 50)] {
-            batcher.push(vec![(input, tokens)], now);
+            batcher.push(vec![(input, tokens)], false, now);
         }
         assert_eq!(all(&mut batcher, now).iter().map(names).collect::<Vec<_>>(), [[1], [2], [3]]);
     }
@@ -230,8 +259,8 @@ mod tests {
     #[test]
     fn a_batch_of_one_request_works() {
         let (mut batcher, now) = (batcher(100, 1), Instant::now());
-        batcher.push(vec![(1, 1)], now);
-        batcher.push(vec![(2, 1)], now);
+        batcher.push(vec![(1, 1)], false, now);
+        batcher.push(vec![(2, 1)], false, now);
         assert_eq!(names(&batcher.take(now, Device::Idle, true).unwrap()), [1]);
         assert_eq!(names(&batcher.take(now, Device::Idle, true).unwrap()), [2]);
     }
@@ -239,14 +268,46 @@ mod tests {
     #[test]
     fn a_task_of_many_inputs_shares_each_batch_with_the_others() {
         let (mut batcher, now) = (batcher(1_000, 4), Instant::now());
-        batcher.push((0..10).map(|input| (input, 1)).collect(), now);
+        batcher.push((0..10).map(|input| (input, 1)).collect(), false, now);
         for small in [100, 200] {
-            batcher.push(vec![(small, 1)], now);
+            batcher.push(vec![(small, 1)], false, now);
         }
         assert_eq!(names(&batcher.take(now, Device::Idle, false).unwrap()), [0, 1, 100, 200]);
-        batcher.push((300..303).map(|input| (input, 1)).collect(), now);
+        batcher.push((300..303).map(|input| (input, 1)).collect(), false, now);
         let left: Vec<_> = all(&mut batcher, now).iter().map(names).collect();
         assert_eq!(left, [vec![2, 3, 300, 301], vec![4, 5, 6, 302], vec![7, 8, 9]]);
+    }
+
+    #[test]
+    fn background_inputs_take_the_room_that_others_leave() {
+        let (mut batcher, now) = (batcher(40, 9), Instant::now());
+        (10..14).for_each(|input| batcher.push(vec![(input, 10)], true, now));
+        (0..3).for_each(|input| batcher.push(vec![(input, 10)], false, now));
+        assert_eq!(names(&batcher.take(now, Device::Idle, true).unwrap()), [0, 1, 2, 10]);
+        (3..8).for_each(|input| batcher.push(vec![(input, 10)], false, now));
+        assert_eq!(names(&batcher.take(now, Device::Idle, true).unwrap()), [3, 4, 5, 6]);
+        assert_eq!(names(&batcher.take(now, Device::Idle, false).unwrap()), [7, 11, 12, 13]);
+        assert!(batcher.is_empty());
+    }
+
+    #[test]
+    fn alone_they_go_in_smaller_batches_for_which_others_wait_less() {
+        let (mut batcher, now) = (batcher(40, 9), Instant::now());
+        (0..3).for_each(|input| batcher.push(vec![(input, 5)], true, now));
+        assert_eq!(names(&batcher.take(now, Device::Busy, true).unwrap()), [0, 1]);
+        assert_eq!(batcher.take(now, Device::Busy, true), None, "half of a smaller batch");
+        assert_eq!(names(&batcher.take(now, Device::Idle, false).unwrap()), [2]);
+    }
+
+    #[test]
+    fn after_a_minute_they_take_turns_with_the_others() {
+        let (mut batcher, now) = (batcher(20, 9), Instant::now());
+        batcher.push(vec![(10, 10), (11, 10)], true, now);
+        let later = now + AGEING;
+        (0..4).for_each(|input| batcher.push(vec![(input, 10)], false, later));
+        let sizes: Vec<_> = std::iter::from_fn(|| batcher.take(later, Device::Idle, false)).collect();
+        let order: Vec<_> = sizes.iter().map(names).collect();
+        assert_eq!(order, [[0, 1], [2, 3], [10, 11]], "behind those that came before its minute was over");
     }
 
     proptest! {
@@ -258,7 +319,7 @@ mod tests {
         ) {
             let (mut batcher, now) = (batcher(max_tokens, max_requests), Instant::now());
             for (task, sizes) in tasks.iter().enumerate() {
-                batcher.push(sizes.iter().enumerate().map(|(n, size)| (task * 100 + n, *size)).collect(), now);
+                batcher.push(sizes.iter().enumerate().map(|(n, size)| (task * 100 + n, *size)).collect(), false, now);
             }
             let mut left = vec![0; tasks.len()];
             while let Some(batch) = batcher.take(now, Device::Idle, false) {

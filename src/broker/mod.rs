@@ -7,6 +7,7 @@
 
 pub mod amqp;
 pub mod embedded;
+mod two_queues;
 
 use std::num::NonZeroU16;
 use std::sync::Arc;
@@ -16,13 +17,31 @@ use futures_util::future::BoxFuture;
 
 use crate::protocol::Message;
 
-/// Names one delivery, to settle it by. Tags of a session are ordered as it delivered.
+pub use two_queues::TwoQueues;
+
+/// Names one delivery, to settle it by. Tags of a session are ordered as it delivered; those of the background queue
+/// come after those of the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeliveryTag {
     /// Number of the session that delivered the message, counting from 1.
     pub session: u64,
     /// The broker's delivery tag, unique within the session.
     pub tag: u64,
+}
+
+impl DeliveryTag {
+    /// The bit that the numbers of the background consumer's sessions have.
+    pub const BACKGROUND: u64 = 1 << 63;
+
+    /// Whether the background queue delivered the message.
+    pub fn is_background(self) -> bool {
+        self.session & Self::BACKGROUND != 0
+    }
+
+    /// Whether the delivery is over when this session is: it is of this one, or of an earlier one of the same consumer.
+    pub fn is_over_with(self, session: u64) -> bool {
+        (self.session ^ session) & Self::BACKGROUND == 0 && self.session <= session
+    }
 }
 
 /// A message that the broker has delivered and that is not settled yet.
@@ -96,6 +115,8 @@ pub trait Acker: Send + Sync {
 pub struct BrokerSession {
     /// Receives deliveries.
     pub consumer: Box<dyn Consumer>,
+    /// Receives those of the background queue, if there is one.
+    pub background: Option<Box<dyn Consumer>>,
     /// Settles deliveries.
     pub acker: Arc<dyn Acker>,
     /// Publishes replies and other messages.
@@ -124,6 +145,20 @@ pub enum Published {
     Forbidden(String),
     /// The broker will never take this message (for example, it is too large), with its reason.
     Refused(String),
+}
+
+/// What there is of a queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Seen {
+    /// It does not exist.
+    Gone,
+    /// It is another connection's own.
+    Private,
+    /// It exists.
+    There {
+        /// Its consumers now, on all hosts.
+        consumers: u32,
+    },
 }
 
 /// The sending side; shared. Publishes again after a lost connection until the broker has answered.
@@ -164,8 +199,8 @@ pub trait Publisher: Send + Sync {
         Box::pin(std::future::ready(Ok(false)))
     }
 
-    /// Whether a queue exists; none where that cannot be seen now. Nothing is made.
-    fn exists<'a>(&'a self, _queue: &'a str) -> BoxFuture<'a, Option<bool>> {
+    /// What there is of a queue; none where that cannot be seen now. Nothing is made.
+    fn look<'a>(&'a self, _queue: &'a str) -> BoxFuture<'a, Option<Seen>> {
         Box::pin(std::future::ready(None))
     }
 

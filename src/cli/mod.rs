@@ -3,6 +3,7 @@
 mod bench;
 mod ctl;
 mod dead;
+mod submit;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,6 +17,7 @@ pub use bench::{Bench, BenchDevice, Texts};
 pub use ctl::Top;
 pub use ctl::{Ctl, CtlOrder, Healthcheck};
 pub use dead::{Dead, DeadFilters, DeadList, DeadPurge, DeadRequeue, DeadShow, DeadSource, DeadWhich};
+pub use submit::Submit;
 
 /// GPU inference behind a message queue: one process per device, fed by RabbitMQ.
 #[derive(Debug, Parser)]
@@ -94,6 +96,9 @@ Lines are OpenAI's batch format: {\"custom_id\", \"method\": \"POST\", \"url\": 
 Responses come in the order of the requests, errors on lines of their own. Interrupted, the same
 command resumes behind the last finished line.")]
     RunBatch(RunBatch),
+    /// Answer files of tasks by a running pool, on all hosts
+    #[command(after_help = submit::EXAMPLES)]
+    Submit(Submit),
     /// Validate the settings and print the effective ones, each with its origin
     #[command(after_help = "Examples:
   sconce check-config

@@ -1,8 +1,9 @@
-//! A client of a task queue, shared by `publish`, `bench` and `run-batch`: publishes tasks with confirms and
+//! A client of a task queue, shared by `publish`, `bench`, `run-batch` and `submit`: publishes tasks with confirms and
 //! gathers their replies by `correlation_id`, each once. Owns the connection and the tasks under way, which are
 //! bounded. Knows no worker and no model.
 
 mod gather;
+mod resend;
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -13,12 +14,15 @@ use futures_util::future::join_all;
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt as _, Stream, StreamExt as _};
 use tokio::sync::watch;
-use tokio::time::Instant;
+use tokio::time::{Instant, MissedTickBehavior};
 
 use self::gather::Gather;
-use crate::broker::amqp::{AmqpPublisher, Connector, Subscription, Topology, declare, subscribe};
+use self::resend::{Late, Resends};
+use crate::broker::amqp::{
+    AmqpPublisher, Connector, Subscription, Topology, declare, declare_job, subscribe,
+};
 use crate::broker::{
-    Acker, BrokerError, BrokerSession, Consumer, Delivery, DeliveryTag, Event, Published, Publisher,
+    Acker, BrokerError, BrokerSession, Consumer, Delivery, DeliveryTag, Event, Published, Publisher, Seen,
 };
 use crate::config::Broker;
 use crate::protocol::message::URL;
@@ -29,6 +33,10 @@ use crate::protocol::{Headers, JSON, Message, Properties};
 const PIPELINED: usize = 2_048;
 /// Most replies that are read and acked together.
 const BURST: usize = 512;
+/// How often a job looks whether workers consume, and which replies are late.
+const LOOK: Duration = Duration::from_secs(2);
+/// Wait before a task is offered again that a full queue did not take.
+const REFUSED: Duration = Duration::from_secs(1);
 
 /// A task to publish, with the caller's data.
 pub(crate) struct Task<M> {
@@ -57,6 +65,8 @@ impl Request {
     }
 }
 
+pub(crate) use self::resend::Resend;
+
 pub(crate) struct Bounds {
     /// Tasks published and not yet given to the sink.
     pub(crate) under_way: usize,
@@ -64,6 +74,8 @@ pub(crate) struct Bounds {
     pub(crate) timeout: Option<Duration>,
     /// Whether the sink gets replies in the order of the tasks; otherwise as they come.
     pub(crate) in_order: bool,
+    /// When tasks are published again; none: never.
+    pub(crate) resend: Option<Resend>,
 }
 
 /// Receives the events of a run. Numbers count the tasks of a run.
@@ -75,7 +87,7 @@ pub(crate) trait Sink<M, E> {
     fn confirmed(&mut self, _number: u64) {}
 
     /// A task's reply came at this time; called once per task. The reply is none where nothing was published,
-    /// or no replies are expected.
+    /// where no replies are expected, and where the task was given up ([`Resend`]).
     ///
     /// # Errors
     /// Ends the run.
@@ -91,6 +103,12 @@ pub(crate) trait Sink<M, E> {
 
     /// This number of replies came a second time.
     fn duplicates(&mut self, _count: usize) {}
+
+    /// This number of tasks is published again.
+    fn resent(&mut self, _count: usize) {}
+
+    /// Whether workers consume from the task queue; told from time to time where tasks may be published again.
+    fn consumed(&mut self, _is_consumed: bool) {}
 }
 
 /// Why a run ended before its tasks were answered.
@@ -119,6 +137,8 @@ pub(crate) struct Client {
 struct Replies {
     /// The `reply_to` of tasks.
     queue: String,
+    /// The queue outlives its connection: a lost session loses no reply.
+    is_durable: bool,
     consumer: Box<dyn Consumer>,
     acker: Arc<dyn Acker>,
     /// Read and not acked yet. Bound: [`BURST`].
@@ -149,10 +169,35 @@ impl Client {
         Ok(Self { publisher, task_queue: task_queue.into(), replies })
     }
 
+    /// Connects to RabbitMQ for a job, whose replies come to a durable queue of its own. The broker deletes that
+    /// queue when nobody has consumed from it for as long as `keep`.
+    ///
+    /// # Errors
+    /// No broker could be reached, it refuses, or the task queue does not exist.
+    pub(crate) async fn for_job(
+        broker: &Broker,
+        name: &str,
+        task_queue: &str,
+        (replies, keep): (&str, Duration),
+        prefetch: u16,
+    ) -> Result<Self, ClientError> {
+        let connector = || Connector::new(broker.clone(), name);
+        // Before the first task is published, whose reply would find no queue.
+        declare_job(&connector(), task_queue, (replies, keep)).await?;
+        let subscription = Subscription::Job { queue: replies.to_owned(), keep };
+        let (consumer, acker) = subscribe(connector(), subscription, prefetch);
+        let (consumer, acker) = (Box::new(consumer), Arc::new(acker));
+        let replies =
+            Replies { queue: replies.to_owned(), is_durable: true, consumer, acker, taken: Vec::new() };
+        let publisher = Arc::new(AmqpPublisher::new(connector()));
+        Ok(Self { publisher, task_queue: task_queue.into(), replies: Some(replies) })
+    }
+
     /// A client over a session that consumes the queue of replies.
     pub(crate) fn over(session: BrokerSession, task_queue: &str, replies: &str) -> Self {
-        let BrokerSession { consumer, acker, publisher } = session;
-        let replies = Some(Replies { queue: replies.to_owned(), consumer, acker, taken: Vec::new() });
+        let BrokerSession { consumer, acker, publisher, .. } = session;
+        let (queue, taken) = (replies.to_owned(), Vec::new());
+        let replies = Some(Replies { queue, is_durable: false, consumer, acker, taken });
         Self { publisher, task_queue: task_queue.into(), replies }
     }
 
@@ -182,8 +227,15 @@ impl Client {
         let mut under_way = FuturesUnordered::new();
         let mut gather = Gather::new(first, bounds.in_order);
         let mut heard = Instant::now();
+        let mut resends = bounds.resend.map(|resend| Resends::new(resend, heard));
+        let mut look = tokio::time::interval(LOOK);
+        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut looking = FuturesUnordered::new();
         loop {
             while let Some((number, meta, reply, at)) = gather.next() {
+                if let Some(resends) = &mut resends {
+                    resends.answered(number, at);
+                }
                 sink.answered(number, meta, reply, at)?;
             }
             // Only now, and not in an arm of the `select!` below, whose future may be dropped half done.
@@ -209,7 +261,7 @@ impl Client {
                     gather.take(deliveries, heard, sink)?;
                 }
                 task = tasks.next(), if !all_taken
-                    && gather.held() < bounds.under_way
+                    && resends.as_ref().map_or(gather.held() < bounds.under_way, |it| it.has_room(bounds.under_way))
                     && under_way.len() < PIPELINED =>
                 {
                     let Some(task) = task else {
@@ -225,8 +277,37 @@ impl Client {
                         continue;
                     };
                     let queue = request.queue.clone().unwrap_or_else(|| task_queue.clone());
-                    let message = message(number, request, reply_to.clone());
-                    under_way.push(sent(&**publisher, queue, number, message));
+                    let message = Arc::new(message(number, request, reply_to.clone()));
+                    if let Some(resends) = &mut resends {
+                        resends.begin(number, queue.clone(), message.clone(), Instant::now());
+                    }
+                    under_way.push(sent(&**publisher, queue, number, message, resends.is_some()));
+                }
+                _ = look.tick(), if resends.is_some() && looking.is_empty() => {
+                    looking.push(publisher.look(task_queue));
+                }
+                Some(seen) = looking.next() => {
+                    let Some(resends) = &mut resends else { continue };
+                    // Where looking is not allowed, workers may be there.
+                    let consumed = match seen {
+                        Some(Seen::There { consumers }) => consumers > 0,
+                        Some(Seen::Gone) => false,
+                        Some(Seen::Private) | None => publisher.takes_messages(),
+                    };
+                    let now = Instant::now();
+                    resends.consumed(consumed, now);
+                    sink.consumed(consumed);
+                    let (mut again, late) = (0, resends.late(now));
+                    for late in late {
+                        match late {
+                            Late::Again(number, queue, message) => {
+                                again += 1;
+                                under_way.push(sent(&**publisher, queue, number, message, true));
+                            }
+                            Late::GivenUp(number) => _ = gather.answer(number, None, now),
+                        }
+                    }
+                    sink.resent(again);
                 }
                 () = tokio::time::sleep_until(late.unwrap_or(heard)), if late.is_some() && replies.is_some() => {
                     return Err(gather.late(bounds.timeout.unwrap_or_default()).into());
@@ -259,20 +340,28 @@ impl Replies {
             event = consumer.next() => return Err(event.err().unwrap_or_else(|| failed("no reply queue")).into()),
         };
         let queue = queue.ok_or_else(|| failed("the reply queue has no name"))?;
-        Ok(Self { queue, consumer: Box::new(consumer), acker: Arc::new(acker), taken: Vec::new() })
+        let (consumer, acker) = (Box::new(consumer), Arc::new(acker));
+        Ok(Self { queue, is_durable: false, consumer, acker, taken: Vec::new() })
     }
 }
 
 /// All deliveries that have come, at least one; None: the session is over. Without replies it never returns.
 /// Safe to cancel: deliveries that were read are returned at once.
 async fn burst(replies: Option<&mut Replies>) -> Result<Option<Vec<Delivery>>, ClientError> {
-    let Some(Replies { consumer, taken, .. }) = replies else { return std::future::pending().await };
+    let Some(Replies { consumer, taken, is_durable, .. }) = replies else {
+        return std::future::pending().await;
+    };
     let mut deliveries = Vec::new();
     let mut event = Some(consumer.next().await?);
     while let Some(came) = event {
-        let Event::Delivery(delivery) = came else { return Ok(None) };
-        taken.push(delivery.delivery_tag);
-        deliveries.push(*delivery);
+        match came {
+            Event::Delivery(delivery) => {
+                taken.push(delivery.delivery_tag);
+                deliveries.push(*delivery);
+            }
+            Event::Lost { .. } if *is_durable => {}
+            Event::Lost { .. } | Event::End => return Ok(None),
+        }
         event = if deliveries.len() < BURST { consumer.next().now_or_never().transpose()? } else { None };
     }
     Ok(Some(deliveries))
@@ -335,9 +424,18 @@ async fn sent(
     publisher: &dyn Publisher,
     queue: Arc<str>,
     number: u64,
-    message: Message,
+    message: Arc<Message>,
+    patient: bool,
 ) -> Result<u64, ClientError> {
-    publish(publisher, &queue, message).await.map(|()| number)
+    loop {
+        let published = publisher.publish(&queue, message.clone()).await?;
+        if patient && published == Published::Nacked {
+            // A full queue has room again later.
+            tokio::time::sleep(REFUSED).await;
+            continue;
+        }
+        return accepted(published, &queue).map(|()| number);
+    }
 }
 
 /// Publishes a message, and waits for its confirm.
@@ -349,9 +447,13 @@ pub(crate) async fn publish(
     queue: &str,
     message: Message,
 ) -> Result<(), ClientError> {
+    accepted(publisher.publish(queue, message.into()).await?, queue)
+}
+
+fn accepted(published: Published, queue: &str) -> Result<(), ClientError> {
     let refused =
         |reason: String| Err(BrokerError::Refused { broker: format!("queue {queue:?}"), reason }.into());
-    match publisher.publish(queue, message.into()).await? {
+    match published {
         Published::Confirmed => Ok(()),
         Published::Unroutable => refused("it does not exist: no worker has run yet".into()),
         Published::Nacked => refused("a negative confirm; is it full?".into()),

@@ -141,13 +141,14 @@ async fn run(count: u64, twice: &[u64], deaf_from: u64, in_order: bool) -> (Coun
     let (replies, incoming) = mpsc::channel(1_000);
     let broker = Broker { replies, twice: twice.iter().copied().collect(), deaf_from };
     let session = BrokerSession {
+        background: None,
         consumer: Box::new(Incoming { replies: incoming, tag: 0 }),
         acker: Arc::new(SlowAcker),
         publisher: Arc::new(broker),
     };
     let request = || Request::new(String::new(), None, Bytes::new());
     let tasks = stream::iter((0..count).map(|meta| Ok(Task { meta, request: Some(request()) })));
-    let bounds = Bounds { under_way: 3, timeout: Some(Duration::from_secs(60)), in_order };
+    let bounds = Bounds { under_way: 3, timeout: Some(Duration::from_secs(60)), in_order, resend: None };
     let mut counts = Counts::default();
     let ended = Client::over(session, "tasks", "replies").run(0, tasks, &bounds, &mut counts).await;
     (counts, ended)

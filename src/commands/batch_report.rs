@@ -1,4 +1,4 @@
-//! The report of `run-batch --json`: rates, batches, and which devices answered. Owns the sums.
+//! The report of `run-batch --json` and `submit --json`: rates, batches, and which devices answered. Owns the sums.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -41,19 +41,19 @@ impl Default for Tally {
 }
 
 impl Tally {
-    /// Counts the reply to a line with this many inputs.
-    pub(super) fn count(&mut self, inputs: usize, answer: &Answer<'_>) {
-        self.count_at(self.made.elapsed(), inputs, answer);
+    /// Counts the reply to so many lines with so many inputs in all.
+    pub(super) fn count(&mut self, (lines, inputs): (u64, usize), answer: &Answer<'_>) {
+        self.count_at(self.made.elapsed(), (lines, inputs), answer);
     }
 
-    fn count_at(&mut self, at: Duration, inputs: usize, answer: &Answer<'_>) {
-        self.answered += 1;
+    fn count_at(&mut self, at: Duration, (lines, inputs): (u64, usize), answer: &Answer<'_>) {
+        self.answered += lines;
         // All stages except the wait in the queue, which includes the workers' start for the first lines.
         let in_hand = answer.stages.map_or(0.0, |[_, prepare, wait, compute]| prepare + wait + compute);
         let taken = at.saturating_sub(Duration::from_secs_f64(in_hand / 1e3));
         self.began = Some(self.began.map_or(taken, |before| before.min(taken)));
         self.replies.count(inputs, at, answer);
-        *self.devices.entry(answer.device.to_owned()).or_default() += 1;
+        *self.devices.entry(answer.device.to_owned()).or_default() += lines;
         if self.model.is_empty() {
             self.model = answer.model.to_owned();
         }
@@ -156,7 +156,7 @@ mod tests {
         let mut tally = Tally::default();
         let ms = Duration::from_millis;
         for (at, device) in [(ms(9_300), "a"), (ms(9_300), "a"), (ms(9_400), "b"), (ms(9_500), "a")] {
-            tally.count_at(at, 1, &Answer::of(&reply(device)));
+            tally.count_at(at, (1, 1), &Answer::of(&reply(device)));
         }
         let report = serde_json::to_value(tally.report("embed", 1)).unwrap();
         assert_eq!((&report["seconds"], &report["tokens_per_second"]), (&0.5.into(), &80.0.into()));

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use futures_util::future::BoxFuture;
 
 use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, Topology, subscribe};
-use crate::broker::{BrokerError, BrokerSession, embedded};
+use crate::broker::{Acker, BrokerError, BrokerSession, Consumer, TwoQueues, embedded};
 use crate::config::{Assignment, Broker, Pool};
 
 /// Opens a worker's session with its task queue.
@@ -20,22 +20,28 @@ pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<BrokerSessio
             return embedded::connect(Path::new(path), pool.task_queue.clone(), prefetch).await;
         }
         let topology = topology(broker, pool);
-        let subscription = Subscription::Tasks { queue: pool.task_queue.clone(), topology: topology.clone() };
         let name = format!("sconce {worker}");
         let refusals =
             if assignment.broker_reached { RefusalPolicy::Reached } else { RefusalPolicy::Service };
-        let consuming = Connector::new(broker.clone(), &name).with_refusals(refusals);
-        let (consumer, acker) = subscribe(consuming, subscription, prefetch);
+        let tasks = |queue: &str, background: bool| {
+            let (queue, topology) = (queue.to_owned(), topology.clone());
+            let name = if background { format!("{name} (background)") } else { name.clone() };
+            let consuming = Connector::new(broker.clone(), name).with_refusals(refusals);
+            subscribe(consuming, Subscription::Tasks { queue, topology, background }, prefetch)
+        };
+        let (consumer, acker) = tasks(&pool.task_queue, false);
+        let background = pool.background_queue.as_ref().map(|queue| tasks(queue, true));
+        let mut acker: Arc<dyn Acker> = Arc::new(acker);
+        let background = background.map(|(consumer, of_background)| {
+            acker = Arc::new(TwoQueues { main: acker.clone(), background: Arc::new(of_background) });
+            Box::new(consumer) as Box<dyn Consumer>
+        });
         // This connects only with the first message, after the consumer has a session.
         let publishing = Connector::new(broker.clone(), format!("{name} (publisher)"));
         let publishing = publishing.with_refusals(RefusalPolicy::Reached);
         let large = usize::try_from(pool.large_reply).unwrap_or(usize::MAX);
-        let publisher = AmqpPublisher::for_pool(publishing, large, topology);
-        Ok(BrokerSession {
-            consumer: Box::new(consumer),
-            acker: Arc::new(acker),
-            publisher: Arc::new(publisher),
-        })
+        let publisher = Arc::new(AmqpPublisher::for_pool(publishing, large, topology.clone()));
+        Ok(BrokerSession { consumer: Box::new(consumer), background, acker, publisher })
     })
 }
 
@@ -48,6 +54,7 @@ fn socket(broker: &Broker) -> Option<&str> {
 pub(super) fn topology(broker: &Broker, pool: &Pool) -> Option<Topology> {
     broker.declare.then(|| Topology {
         task_queue: pool.task_queue.clone(),
+        background_queue: pool.background_queue.clone(),
         reply_queue: pool.reply_queue.clone(),
         dead_letter_queue: pool.dead_letter_queue.clone(),
         delivery_limit: broker.delivery_limit,

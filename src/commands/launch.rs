@@ -124,8 +124,12 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
             || Connector::new(settings.broker.clone(), &name).with_refusals(RefusalPolicy::Service);
         let (consumer, acker) = subscribe(connector(), subscription, REQUESTS);
         let publisher = Arc::new(AmqpPublisher::new(connector()));
-        let broker_session =
-            BrokerSession { consumer: Box::new(consumer), acker: Arc::new(acker), publisher };
+        let broker_session = BrokerSession {
+            consumer: Box::new(consumer),
+            background: None,
+            acker: Arc::new(acker),
+            publisher,
+        };
         // Tried again also after a refusal: its cause may pass, and the workers go on meanwhile.
         match admin::control(broker_session, place).await {
             Err(error @ BrokerError::Refused { .. }) => {

@@ -1,6 +1,7 @@
 //! One file or folder for each command, and what several of them share.
 
 pub mod batch_file;
+mod batch_report;
 mod bench;
 mod bench_device;
 mod broker_session;
@@ -16,6 +17,7 @@ mod registry;
 mod requests;
 mod run_batch;
 mod stop;
+mod submit;
 #[cfg(feature = "top")]
 mod top;
 mod worker;
@@ -58,6 +60,7 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
         Command::Top(arguments) => top::run(&arguments),
         Command::Healthcheck(arguments) => healthcheck::run(&arguments),
         Command::RunBatch(arguments) => run_batch::run(&arguments, registry),
+        Command::Submit(arguments) => submit::run(&arguments),
         Command::CheckConfig(arguments) => check_config::run(&arguments, registry),
         Command::Devices(arguments) => devices::run(&arguments, registry),
     }

@@ -56,7 +56,8 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
                 }
             })
         });
-        let bounds = Bounds { under_way: WINDOW, timeout: Some(arguments.timeout), in_order: true };
+        let bounds =
+            Bounds { under_way: WINDOW, timeout: Some(arguments.timeout), in_order: true, resend: None };
         let ended = client.run(0, tasks, &bounds, &mut output).await;
         output.bar.finish_and_clear();
         client.close().await;

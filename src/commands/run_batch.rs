@@ -4,7 +4,6 @@
 //! There are two runtimes: the launcher's has one thread, the main one, to which workers are tied; the queue
 //! and both files use the other.
 
-mod report;
 mod show;
 
 use std::collections::HashMap;
@@ -23,9 +22,9 @@ use serde::Deserialize;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use self::report::Tally;
 use self::show::Show;
 use super::batch_file::{CountedInput, InputLine, MAX_LINE, MadeBy, ResumePoint, claim};
+use super::batch_report::Tally;
 use super::bench::{Answer, inputs_of};
 use super::{Registry, load, pool_named, progress, start_logging};
 use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
@@ -57,7 +56,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     if point.done == total {
         return nothing_left(arguments, &names, total);
     }
-    let input = point.open_input(&arguments.input)?;
+    let input = point.open_input(std::slice::from_ref(&arguments.input))?;
 
     let folder = std::env::temp_dir().join(format!("sconce-{}", uuid::Uuid::new_v4().simple()));
     let socket = folder.join("queue");
@@ -180,7 +179,7 @@ fn files(arguments: &RunBatch, pools: &[(Pool, Option<String>)]) -> anyhow::Resu
     // Opened before the output is made, so that a wrong name leaves no file.
     File::open(input).with_context(|| input.display().to_string())?;
     let mut claimed = claim(output)?;
-    let point = ResumePoint::find(input, output)?;
+    let point = ResumePoint::find(std::slice::from_ref(input), output)?;
     let made_by = MadeBy::new(pools, point.input.clone());
     let unknown = made_by.continue_output(output, point.done)?;
     if unknown > 0 {
@@ -365,7 +364,7 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
         let written = match (line, reply) {
             (Line::Request { custom_id, inputs }, Some(reply)) => {
                 if let Some(tally) = &mut output.tally {
-                    tally.count(inputs, &Answer::of(&reply));
+                    tally.count((1, inputs), &Answer::of(&reply));
                 }
                 let Message { properties, body } = reply;
                 let status = properties.headers.get("status_code").and_then(|code| code.as_i64());
@@ -417,7 +416,7 @@ impl Run {
         let stopped = self.stop.clone();
         let tasks = stream::iter(tasks(&mut input, self.answering, counts_inputs))
             .take_until(async move { stopped.reached(Phase::Returning).await });
-        let bounds = Bounds { under_way: WINDOW, timeout: None, in_order: true };
+        let bounds = Bounds { under_way: WINDOW, timeout: None, in_order: true, resend: None };
         client.run(first, tasks, &bounds, &mut self.output).await?;
         if self.stop.phase() >= Phase::Returning {
             return Ok(());

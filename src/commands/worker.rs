@@ -2,7 +2,7 @@
 
 use std::io::{self, BufRead, Read};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
 use nix::sys::prctl::set_pdeathsig;
@@ -14,7 +14,7 @@ use super::{broker_session, load, pool_named, start_logging, with_environment};
 use crate::cli::Worker;
 use crate::config::Assignment;
 use crate::launcher::Host;
-use crate::protocol::control::{Command, Event, MAX_LINE, decode};
+use crate::protocol::control::{Command, Event, MAX_LINE, decode, job_queue};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::traces::{self, Traces};
 use crate::telemetry::{self, Format};
@@ -49,7 +49,8 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let reporter = Reporter::start(io::stdout())?;
     let traces = tracer(&assignment);
     let cancellations = worker::cancellations();
-    let control = Control { reporter: reporter.clone(), crashes, settings, cancellations, traces };
+    let withdrawn = worker::Withdrawn::default();
+    let control = Control { reporter: reporter.clone(), crashes, settings, cancellations, withdrawn, traces };
     let starter = registry.starter(&assignment.pool);
     let work = async move {
         listen(stop.clone(), patience)?;
@@ -186,7 +187,12 @@ fn obey(command: Command, stop: &Stop, control: &Control) {
             Err(problem) => tracing::warn!(filter, problem, "not a log filter"),
         },
         // Nobody receives it where there is no session, and so no task.
-        Command::Cancel(cancellation) => drop(control.cancellations.send(cancellation)),
+        Command::Cancel(cancellation) => {
+            if let Some(job) = &cancellation.job {
+                control.withdrawn.add(job_queue(job), Instant::now());
+            }
+            drop(control.cancellations.send(cancellation));
+        }
         Command::Start { .. } => tracing::warn!("already started"),
     }
 }

@@ -319,6 +319,7 @@ where
                 answer: item.answer_tokens,
                 priority: item.task().priority,
                 requester: item.task().requester,
+                background: item.task().background,
                 isolated,
             };
             self.last += 1;
@@ -362,7 +363,7 @@ where
     /// # Errors
     /// The device has failed.
     fn admit(&mut self, isolated: bool) -> Result<(), String> {
-        while isolated && let Some((key, slot)) = self.scheduler.preempt() {
+        while let Some((key, slot)) = self.scheduler.preempt(isolated) {
             self.network.close(Slot(slot));
             if let Some(sequence) = self.sequences.get_mut(&key) {
                 sequence.slot = None;

@@ -157,7 +157,8 @@ impl<R: Processor> Queue<R> for Waiting<R> {
         let now = now();
         self.change(|state| {
             let batcher = if isolated { &mut state.isolated } else { &mut state.ordinary };
-            batcher.push(items, now);
+            let background = items.first().is_some_and(|item| item.task().background);
+            batcher.push(items, background, now);
         });
     }
 

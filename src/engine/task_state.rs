@@ -20,6 +20,8 @@ pub struct TaskState {
     pub deadline: Option<Instant>,
     /// The broker's priority.
     pub priority: u8,
+    /// It only fills batches, until it has waited long.
+    pub background: bool,
     /// Who wants the answer, as a hash of its `reply_to`.
     pub requester: u64,
     /// Reference to the task's span, for the spans of its batches; none if it is not recorded.
@@ -39,6 +41,7 @@ impl TaskState {
             name,
             deadline,
             priority: 0,
+            background: false,
             requester: 0,
             link: None,
             stage: AtomicU8::new(ENQUEUED),

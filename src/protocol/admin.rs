@@ -54,7 +54,7 @@ impl Request {
     pub fn of_requester(properties: &Properties) -> Option<Self> {
         let Properties { kind, correlation_id, reply_to, .. } = properties;
         let (correlation_id, reply_to) = (correlation_id.clone(), reply_to.clone());
-        let cancel = || Self::Cancel(Cancellation { task: None, correlation_id, reply_to });
+        let cancel = || Self::Cancel(Cancellation { correlation_id, reply_to, ..Cancellation::default() });
         (kind.as_deref() == Some(CANCEL)).then(cancel)
     }
 }

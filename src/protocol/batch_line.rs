@@ -148,12 +148,21 @@ pub fn response_line(
 /// Writes the output line of input line `number` (counting from 1) that was not a request. It ends with a
 /// newline and contains no other.
 pub fn error_line(number: usize, invalid: &InvalidLine) -> Vec<u8> {
+    failed_line(number, "invalid_line", invalid)
+}
+
+/// The same of a line whose request got no reply.
+pub fn unanswered_line(number: usize, missed: &InvalidLine) -> Vec<u8> {
+    failed_line(number, "no_reply", missed)
+}
+
+fn failed_line(number: usize, code: &'static str, invalid: &InvalidLine) -> Vec<u8> {
     let message = format!("line {number}: {}", invalid.problem);
     let line = OutputLine {
         id: format!("batch_req_line_{number}"),
         custom_id: invalid.custom_id.as_deref(),
         response: None,
-        error: Some(LineError { code: "invalid_line", message }),
+        error: Some(LineError { code, message }),
     };
     // Only numbers and strings, so writing cannot fail.
     write(&line).unwrap_or_default()

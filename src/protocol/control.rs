@@ -84,7 +84,12 @@ impl BatchChange {
     }
 }
 
-/// Which tasks are cancelled: those with an id, or those that a requester published.
+/// The reply queue of a job, which each run of `sconce submit` is.
+pub fn job_queue(job: &str) -> String {
+    format!("sconce.job.{job}")
+}
+
+/// Which tasks are cancelled: those with an id, those that a requester published, or those of a job.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Cancellation {
@@ -94,23 +99,26 @@ pub struct Cancellation {
     pub correlation_id: Option<String>,
     /// The task's `reply_to`; together with `correlation_id`, so that nobody cancels another's task by chance.
     pub reply_to: Option<String>,
+    /// The job's id; also those of its tasks that are still in the queue.
+    pub job: Option<String>,
 }
 
 impl Cancellation {
     /// What is wrong with it.
     pub fn problem(&self) -> Option<&'static str> {
-        match (&self.task, &self.correlation_id) {
-            (Some(_), None) if self.reply_to.is_none() => None,
-            (None, Some(_)) => None,
-            _ => Some("cancel needs \"task\", or \"correlation_id\" with the task's \"reply_to\""),
+        match (&self.task, &self.correlation_id, &self.job) {
+            (Some(_), None, None) | (None, None, Some(_)) if self.reply_to.is_none() => None,
+            (None, Some(_), None) => None,
+            _ => Some("cancel needs \"task\", \"job\", or \"correlation_id\" with the task's \"reply_to\""),
         }
     }
 
     /// Whether it is for this task.
     pub fn means(&self, task: &Task) -> bool {
-        match &self.task {
-            Some(id) => task.id == *id,
-            None => {
+        match (&self.task, &self.job) {
+            (Some(id), _) => task.id == *id,
+            (None, Some(job)) => task.reply_to() == Some(&job_queue(job)),
+            (None, None) => {
                 task.message.properties.correlation_id == self.correlation_id
                     && task.reply_to() == self.reply_to.as_deref()
             }

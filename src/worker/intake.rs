@@ -16,7 +16,7 @@ use super::live_settings::LiveSettings;
 use super::report::Traced;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
-use crate::broker::{Consumer, Delivery, DeliveryTag, Event};
+use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{Cancellation, TaskName};
 use crate::protocol::task::sentinel_is_expired;
@@ -58,10 +58,14 @@ impl InFlight {
     }
 }
 
-/// Takes deliveries from one consumer until it ends.
+/// The consumers of the task queue and of the background queue. None: there is no background queue.
+type Consumers<'a> = [Option<&'a mut Box<dyn Consumer>>; 2];
+
+/// Takes deliveries from the consumers until they end.
 pub(super) struct Intake<'a> {
     shared: Arc<Shared>,
-    consumer: &'a mut dyn Consumer,
+    /// None: it has ended.
+    consumers: Consumers<'a>,
     stop: Stop,
     settings: LiveSettings,
     cancellations: broadcast::Receiver<Cancellation>,
@@ -73,16 +77,30 @@ pub(super) struct Intake<'a> {
     phase: Phase,
 }
 
+/// The next event, with the index of its consumer. Without consumers it never returns. Safe to cancel: a consumer's is.
+async fn next_of(consumers: &mut Consumers<'_>) -> (usize, Result<Event, BrokerError>) {
+    let [main, background] = consumers;
+    let next = async |consumer: &mut Option<&mut Box<dyn Consumer>>| match consumer {
+        Some(consumer) => consumer.next().await,
+        None => std::future::pending().await,
+    };
+    tokio::select! {
+        biased;
+        event = next(main) => (0, event),
+        event = next(background) => (1, event),
+    }
+}
+
 impl<'a> Intake<'a> {
     pub(super) fn new(
         shared: Arc<Shared>,
-        consumer: &'a mut dyn Consumer,
+        consumers: Consumers<'a>,
         (stop, settings): (Stop, LiveSettings),
         cancellations: broadcast::Receiver<Cancellation>,
     ) -> Self {
         Self {
             shared,
-            consumer,
+            consumers,
             stop,
             settings,
             cancellations,
@@ -111,15 +129,14 @@ impl<'a> Intake<'a> {
     }
 
     async fn work(mut self, fault: &mut mpsc::Receiver<WorkerError>) -> Result<SessionEnd, WorkerError> {
-        let mut more = true;
-        while more || !self.runs.is_empty() {
+        while self.consumers.iter().any(Option::is_some) || !self.runs.is_empty() {
             let held = self.in_flight.len() as u64;
             self.shared.settlement.counters.count(|stats| stats.now.held = held);
             tokio::select! {
-                event = self.consumer.next(), if more => match event? {
+                (queue, event) = next_of(&mut self.consumers) => match event? {
                     Event::Delivery(delivery) => self.take(*delivery).await,
                     Event::Lost { session } => self.forget(session)?,
-                    Event::End => more = false,
+                    Event::End => self.consumers[queue] = None,
                 },
                 Some(ended) = self.runs.join_next() => self.on_exit(ended)?,
                 error = fault.recv() => {
@@ -166,9 +183,12 @@ impl<'a> Intake<'a> {
         if count > 0 {
             self.shared.settlement.counters.count(|stats| stats.redelivered += 1);
         }
-        if let Some(prefetch) = self.shared.prefetch.came(delivery.message.body.len()) {
+        let queue = usize::from(delivery_tag.is_background());
+        if let Some(prefetch) = self.shared.prefetch[queue].came(delivery.message.body.len()) {
             self.shared.settlement.stalled.set_prefetch(prefetch.get());
-            self.consumer.set_prefetch(prefetch).await;
+            if let Some(consumer) = &mut self.consumers[queue] {
+                consumer.set_prefetch(prefetch).await;
+            }
         }
         match classify(delivery.message, now, made_id) {
             Incoming::Task(task) => self.begin(Accepted::new(task, delivery_tag, redeliveries)),
@@ -185,8 +205,12 @@ impl<'a> Intake<'a> {
         let left = accepted.deadline.map(|at| at.duration_since(SystemTime::now()).unwrap_or_default());
         let mut state = TaskState::new(TaskName::of(&accepted.task), left.map(|left| instant() + left));
         state.priority = accepted.task.message.properties.priority.unwrap_or_default();
+        state.background = delivery_tag.is_background();
         state.requester = BuildHasherDefault::<DefaultHasher>::default().hash_one(accepted.task.reply_to());
         state.link = accepted.traced.link();
+        if self.shared.withdrawn.has(accepted.task.reply_to(), instant()) {
+            state.cancel();
+        }
         let (state, task) = (Arc::new(state), accepted.task.clone());
         // Counted from here: the first of several tasks that arrive together waits for the others.
         let expected = Expected::new(&self.shared.engine);
@@ -210,7 +234,7 @@ impl<'a> Intake<'a> {
             return;
         }
         tracing::info!(unsettled = self.in_flight.len(), "sentinel received; finishing what came before it");
-        self.consumer.cancel().await;
+        self.take_no_more().await;
         self.sentinel = Some(delivery_tag);
         self.phase = Phase::Finishing;
         self.stop.advance(Phase::Finishing, "sentinel");
@@ -232,14 +256,20 @@ impl<'a> Intake<'a> {
     async fn finish(&mut self, cause: &str) {
         tracing::info!(cause, unsettled = self.in_flight.len(), "taking no more; finishing what was taken");
         self.phase = Phase::Finishing;
-        self.consumer.cancel().await;
+        self.take_no_more().await;
+    }
+
+    async fn take_no_more(&mut self) {
+        for consumer in self.consumers.iter_mut().flatten() {
+            consumer.cancel().await;
+        }
     }
 
     /// Hands back the tasks that are not committed, then the sentinel if there is one. Both go back in delivery
     /// order, which some queues keep. Later deliveries come after them.
     async fn hand_back(&mut self) {
         self.phase = Phase::Returning;
-        self.consumer.cancel().await;
+        self.take_no_more().await;
         let mut withdrawn: Vec<DeliveryTag> = Vec::new();
         for (delivery_tag, task) in &self.in_flight {
             if task.withdraw() {
@@ -276,8 +306,9 @@ impl<'a> Intake<'a> {
     /// The session is over, so the broker has everything it delivered again: drops these tasks, including those
     /// whose reply waits for a connection.
     fn forget(&mut self, session: u64) -> Result<(), WorkerError> {
-        self.shared.settlement.lost.store(session, Ordering::Release);
-        let of_session = |delivery_tag: &DeliveryTag| delivery_tag.session <= session;
+        let queue = usize::from(session & DeliveryTag::BACKGROUND != 0);
+        self.shared.settlement.lost[queue].store(session, Ordering::Release);
+        let of_session = |delivery_tag: &DeliveryTag| delivery_tag.is_over_with(session);
         for (delivery_tag, task) in &self.in_flight {
             if of_session(delivery_tag) {
                 task.withdraw();

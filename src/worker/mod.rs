@@ -10,6 +10,7 @@
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
 //! | `cpu_pool` | which CPU work runs on threads of its own |
 //! | `settle/` | publish → confirm → ack; what becomes of a task's message |
+//! | `withdrawn` | which jobs' tasks are not wanted any more |
 //! | `live_settings` | which settings can be changed while it runs |
 //! | `report/` | control lines, counters, spans |
 
@@ -24,6 +25,7 @@ mod settle;
 mod task_run;
 #[cfg(test)]
 mod tests;
+mod withdrawn;
 
 use std::io;
 use std::sync::Arc;
@@ -50,6 +52,7 @@ pub use intake::Ended;
 pub use isolation::CrashRecords;
 pub use live_settings::LiveSettings;
 pub use report::Reporter;
+pub use withdrawn::Withdrawn;
 
 /// Sequences held beyond those that run, so that one joins as soon as another leaves.
 const SPARE_SEQUENCES: usize = 4;
@@ -108,6 +111,8 @@ pub struct Control {
     pub settings: LiveSettings,
     /// Tasks that are not wanted any more. Written by the reader of the launcher's commands, read by the intake.
     pub cancellations: broadcast::Sender<Cancellation>,
+    /// Jobs that are not wanted any more.
+    pub withdrawn: Withdrawn,
     /// Spans of tasks and batches. The caller sends the last spans once the worker has ended.
     pub traces: Traces,
 }

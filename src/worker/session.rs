@@ -17,7 +17,7 @@ use super::settle::{Queues, Settlement, Stalled, Waits};
 use super::task_run::Shared;
 use super::{Control, WorkerError, live_settings};
 use crate::batching::Policy;
-use crate::broker::BrokerSession;
+use crate::broker::{BrokerSession, DeliveryTag};
 use crate::config::Assignment;
 use crate::engine::Engine;
 use crate::protocol::WorkerInfo;
@@ -57,7 +57,8 @@ impl Worker {
             tokio::spawn(follow(self.control.settings.batch(), shared.prefetch.clone(), self.limits()));
         let settings = self.control.settings.clone();
         let cancellations = self.control.cancellations.subscribe();
-        let intake = Intake::new(shared, &mut *link.consumer, (stop.clone(), settings), cancellations);
+        let consumers = [Some(&mut link.consumer), link.background.as_mut()];
+        let intake = Intake::new(shared, consumers, (stop.clone(), settings), cancellations);
         let ended = intake.run(fault).await;
         for helper in [connection, follower] {
             helper.abort();
@@ -65,7 +66,12 @@ impl Worker {
         if !matches!(ended, Ok(SessionEnd::Worker(Ended::Aborted))) {
             // After the close the broker has the unsettled tasks again; it reads the acks sent before.
             let publisher = tokio::time::timeout(FAREWELL, link.publisher.close());
-            let _ = tokio::join!(publisher, link.consumer.close());
+            let background = async {
+                if let Some(consumer) = &mut link.background {
+                    consumer.close().await;
+                }
+            };
+            let _ = tokio::join!(publisher, link.consumer.close(), background);
         }
         self.counters.count(|stats| (stats.now.held, stats.now.connected) = (0, false));
         ended
@@ -88,7 +94,7 @@ impl Worker {
             stalled: Stalled::new(self.assignment.first_prefetch(), pool.prefetch_bytes),
             counters: self.counters.clone(),
             stop: stop.clone(),
-            lost: AtomicU64::new(0),
+            lost: [0, DeliveryTag::BACKGROUND].map(AtomicU64::new),
         };
         Shared {
             engine: self.engine.clone(),
@@ -97,7 +103,8 @@ impl Worker {
             settlement,
             isolation: self.isolation.clone(),
             crashes: self.control.crashes.clone(),
-            prefetch: self.live_prefetch(),
+            withdrawn: self.control.withdrawn.clone(),
+            prefetch: [self.live_prefetch(), self.live_prefetch()],
             traces: self.control.traces.clone(),
             max_body: pool.max_body,
             max_deliveries: self.assignment.broker.delivery_limit.into(),
@@ -135,11 +142,11 @@ impl Worker {
 /// Updates the prefetch when the bounds of batches change: too few messages could never fill a larger batch.
 async fn follow(
     mut changes: watch::Receiver<BatchChange>,
-    prefetch: Live,
+    prefetch: [Live; 2],
     limits: impl Fn(BatchChange) -> Limits + Send,
 ) {
     while changes.changed().await.is_ok() {
         let overrides = *changes.borrow_and_update();
-        prefetch.limit(limits(overrides));
+        prefetch.iter().for_each(|prefetch| prefetch.limit(limits(overrides)));
     }
 }

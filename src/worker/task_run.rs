@@ -8,11 +8,12 @@ use std::time::{Duration, Instant, SystemTime};
 
 use tokio::time::timeout;
 
-use super::WorkerError;
 use super::cpu_pool::CpuPool;
 use super::isolation::{CrashRecords, Isolation, suspicion};
 use super::prefetch::Live;
 use super::settle::{Accepted, Outcome, Parts, Settlement};
+use super::{Withdrawn, WorkerError};
+use crate::broker::Seen;
 use crate::engine::{Computed, Engine, Expect, Job, JobEvent, TaskState, now};
 use crate::model::Route;
 use crate::protocol::reply::micros;
@@ -36,7 +37,9 @@ pub(super) struct Shared {
     pub(super) settlement: Settlement,
     pub(super) isolation: Arc<Isolation>,
     pub(super) crashes: CrashRecords,
-    pub(super) prefetch: Live,
+    pub(super) withdrawn: Withdrawn,
+    /// Of the task queue and of the background queue.
+    pub(super) prefetch: [Live; 2],
     pub(super) traces: Traces,
     pub(super) max_body: u64,
     /// The most deliveries of a task, if the broker counts them. The broker's own limit is one higher and only
@@ -194,7 +197,7 @@ impl Run<'_> {
         let mut job = self.beside_others(preprocessing).await.map_err(internal)??;
         timings.prepare_us = micros(began.elapsed());
         self.check_time(job.estimate())?;
-        shared.prefetch.prepared(job.inputs(), job.tokens());
+        shared.prefetch[usize::from(state.background)].prepared(job.inputs(), job.tokens());
         let enqueued = now();
         job.enqueue(state.clone(), isolated);
         // Only now: an engine that waits for this task must find it in its queue.
@@ -300,7 +303,7 @@ impl Run<'_> {
         let Some(queue) = queue else { return pending().await };
         loop {
             tokio::time::sleep(LOOK).await;
-            if publisher.exists(queue).await == Some(false) {
+            if publisher.look(queue).await == Some(Seen::Gone) {
                 return;
             }
         }

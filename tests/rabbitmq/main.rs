@@ -41,6 +41,7 @@ mod settling;
 mod shutdown;
 mod silent;
 mod strict;
+mod submit;
 mod threads;
 mod tls;
 mod tracing;

@@ -73,7 +73,7 @@ impl Common {
     async fn open(&self, queue: &str, prefetch: u16) -> Link {
         let proxy = Proxy::before(self.rabbit.address()).await;
         let way = || connector(proxy.url());
-        let tasks = Subscription::Tasks { queue: queue.to_owned(), topology: None };
+        let tasks = Subscription::Tasks { queue: queue.to_owned(), topology: None, background: false };
         let (consumer, acker) = subscribe(way(), tasks, prefetch);
         let publisher = AmqpPublisher::new(way());
         let before = self.latest.lock().expect("the latest").replace(proxy);
@@ -109,6 +109,7 @@ impl Rig for DeclaredRig {
         let task_queue = fresh_name();
         let dead_letter_queue = format!("{task_queue}.dead");
         let topology = Topology {
+            background_queue: None,
             task_queue,
             reply_queue: None,
             dead_letter_queue,

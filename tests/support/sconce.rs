@@ -72,6 +72,12 @@ impl Settings {
         self
     }
 
+    /// Run by a script, which runs the program.
+    pub fn by_script(mut self, script: PathBuf) -> Self {
+        self.program = script;
+        self
+    }
+
     /// With remote control, over an exchange of its own. Without it a launcher has no connection.
     pub fn controlled(mut self) -> Self {
         self.control = format!("{}.control", self.name);

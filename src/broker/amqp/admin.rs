@@ -1,9 +1,11 @@
 //! Single requests of the command line: each on its own connection, each address tried once.
 
+use std::time::Duration;
+
 use lapin::{Connection, Error};
 
 use super::connect::{Connector, OpenConnection, Refusal, words};
-use super::topology::{Topology, look};
+use super::topology::{Topology, look, make_replies};
 use crate::broker::BrokerError;
 
 /// Makes the missing queues.
@@ -13,6 +15,25 @@ use crate::broker::BrokerError;
 pub async fn declare(connector: &Connector, topology: &Topology) -> Result<(), BrokerError> {
     let (connection, broker) = connect(connector).await?;
     topology.declare(&connection).await.map_err(|error| refused(broker, &error))?;
+    let _ = connection.close(200, "done".into()).await;
+    Ok(())
+}
+
+/// Makes the queue of a job's replies, if the job's task queue exists.
+///
+/// # Errors
+/// As [`declare`]; a task queue that does not exist is refused.
+pub async fn declare_job(
+    connector: &Connector,
+    task_queue: &str,
+    (replies, keep): (&str, Duration),
+) -> Result<(), BrokerError> {
+    let (connection, broker) = connect(connector).await?;
+    let made = async {
+        look(&connection, task_queue).await?;
+        make_replies(&connection, replies, keep).await
+    };
+    made.await.map_err(|error| refused(broker, &error))?;
     let _ = connection.close(200, "done".into()).await;
     Ok(())
 }

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use super::acker::{AmqpAcker, Current, Open};
 use super::connect::{Connector, FAREWELL, Failure, ReconnectPolicy, Refusal, words};
 use super::session::{Session, Subscription, cancel, delivery_from};
-use crate::broker::{BrokerError, Consumer, Event};
+use crate::broker::{BrokerError, Consumer, DeliveryTag, Event};
 
 /// Events that may wait in the channel to the consumer's owner.
 const EVENTS: usize = 260;
@@ -142,7 +142,8 @@ impl Supervisor {
     async fn run(mut self) {
         let mut reconnect = ReconnectPolicy::default();
         let mut one_by_one = false;
-        let mut sessions = 0;
+        let is_background = matches!(self.subscription, Subscription::Tasks { background: true, .. });
+        let mut sessions = if is_background { DeliveryTag::BACKGROUND } else { 0 };
         loop {
             let prefetch = if one_by_one { 1 } else { *self.prefetch.borrow_and_update() };
             let opened = tokio::select! {

@@ -19,7 +19,7 @@ mod session;
 mod topology;
 
 pub use acker::AmqpAcker;
-pub use admin::{consumers_of, declare};
+pub use admin::{consumers_of, declare, declare_job};
 pub use connect::{Connector, RefusalPolicy};
 pub use consumer::{AmqpConsumer, subscribe};
 pub use control::ControlClient;

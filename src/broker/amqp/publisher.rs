@@ -17,7 +17,7 @@ use super::connect::{Connector, OpenConnection};
 use super::exchange::{Answer, Request, code};
 use super::sending::{REQUESTS, Sending};
 use super::topology::{Topology, look, retry_queue};
-use crate::broker::{BrokerError, Delay, Publisher};
+use crate::broker::{BrokerError, Delay, Publisher, Seen};
 use crate::protocol::Message;
 
 /// How long queues that were just made are assumed to exist.
@@ -137,7 +137,7 @@ impl Publisher for AmqpPublisher {
         })
     }
 
-    fn exists<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<bool>> {
+    fn look<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<Seen>> {
         let look = async move {
             let mut looking = self.looking.lock().await;
             if self.may_not_look.load(Ordering::Relaxed) {
@@ -147,11 +147,11 @@ impl Publisher for AmqpPublisher {
                 *looking = Some(connect(&self.connector).await.ok()?.0);
             }
             match look(looking.as_ref()?, queue).await {
-                Ok(_) => Some(true),
+                Ok(queue) => Some(Seen::There { consumers: queue.consumer_count() }),
                 Err(error) => match code(&error) {
-                    Some(404) => Some(false),
+                    Some(404) => Some(Seen::Gone),
                     // An exclusive queue of another connection.
-                    Some(405) => Some(true),
+                    Some(405) => Some(Seen::Private),
                     // RabbitMQ 4.3 asks for the permission `configure`.
                     Some(403) => {
                         self.may_not_look.store(true, Ordering::Relaxed);

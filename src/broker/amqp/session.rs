@@ -13,7 +13,7 @@ use tokio::sync::watch;
 
 use super::connect::{Connector, FAREWELL, Failure, OpenConnection, Refusal, words};
 use super::convert::{properties_from, short};
-use super::topology::Topology;
+use super::topology::{Topology, make_replies};
 use crate::broker::{Delivery, DeliveryTag};
 use crate::protocol::Message;
 
@@ -28,6 +28,16 @@ pub enum Subscription {
         queue: String,
         /// The queues to make where they are missing; none: make nothing.
         topology: Option<Topology>,
+        /// It is the pool's background queue.
+        background: bool,
+    },
+    /// The durable queue of a job's replies, which is made. The broker deletes it when nobody has consumed from it
+    /// for as long as `keep`.
+    Job {
+        /// The queue's name.
+        queue: String,
+        /// How long it is kept without a consumer.
+        keep: Duration,
     },
     /// A private queue, which the broker names and deletes with the connection. Its name is sent here once per
     /// session. Unsettled messages are lost with the session.
@@ -92,10 +102,14 @@ impl Session {
     ) -> Result<Self, Error> {
         let channel = connection.create_channel().await?;
         let queue = match subscription {
-            Subscription::Tasks { queue, topology } => {
+            Subscription::Tasks { queue, topology, .. } => {
                 if let Some(topology) = topology {
                     topology.declare(&connection).await?;
                 }
+                queue.clone()
+            }
+            Subscription::Job { queue, keep } => {
+                make_replies(&connection, queue, *keep).await?;
                 queue.clone()
             }
             Subscription::Private(told) => {

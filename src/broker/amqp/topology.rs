@@ -15,6 +15,8 @@ use super::exchange::code;
 pub struct Topology {
     /// The queue that tasks come from.
     pub task_queue: String,
+    /// The queue of tasks that only fill batches.
+    pub background_queue: Option<String>,
     /// The queue for replies to tasks that name none.
     pub reply_queue: Option<String>,
     /// The queue for messages that cannot be worked on.
@@ -47,12 +49,15 @@ impl Topology {
             // unroutable.
             make(connection, queue, with_high_limit()).await?;
         }
-        if !exists(connection, &self.task_queue).await? {
+        for queue in [Some(&self.task_queue), self.background_queue.as_ref()].into_iter().flatten() {
+            if exists(connection, queue).await? {
+                continue;
+            }
             let mut arguments = quorum();
             let limit = i64::from(self.delivery_limit);
             arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(limit));
             arguments.insert("x-dead-letter-exchange".into(), text(&self.backstop(connection).await?));
-            make(connection, &self.task_queue, arguments).await?;
+            make(connection, queue, arguments).await?;
         }
         for ceiling in &self.retry_ceilings {
             let queue = retry_queue(&self.task_queue, *ceiling);
@@ -123,6 +128,18 @@ fn with_high_limit() -> FieldTable {
     let mut arguments = quorum();
     arguments.insert("x-delivery-limit".into(), AMQPValue::LongLongInt(HIGH_LIMIT as i64));
     arguments
+}
+
+/// Makes the queue of a job's replies.
+pub(super) async fn make_replies(connection: &Connection, queue: &str, keep: Duration) -> Result<(), Error> {
+    if exists(connection, queue).await? {
+        return Ok(());
+    }
+    // On several nodes, as a pool's reply queue: without it, replies would be unroutable, and their tasks dead letters.
+    let mut arguments = with_high_limit();
+    let keep = i64::try_from(keep.as_millis()).unwrap_or(i64::MAX);
+    arguments.insert("x-expires".into(), AMQPValue::LongLongInt(keep));
+    make(connection, queue, arguments).await
 }
 
 /// Whether an existing queue has the arguments that we give to a dead-letter queue. AMQP has no command to read

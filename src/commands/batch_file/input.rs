@@ -1,10 +1,10 @@
 //! The input of a run: its digest, its requests, only those counted when the run began, and afterwards a check
-//! that the file has not changed. Owns the read position. Never decides what a line is, never writes a file.
+//! that the files have not changed. Owns the read position. Never decides what a line is, never writes a file.
 
 use std::fmt;
 use std::fs::File;
 use std::io::{self, BufReader, Read};
-use std::path::Path;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
@@ -45,18 +45,63 @@ impl<R: Read> Read for Hashing<R> {
     }
 }
 
+/// The bytes of several files, one after the other. A last line without its newline gets one.
+#[derive(Debug)]
+struct Files {
+    paths: std::vec::IntoIter<PathBuf>,
+    open: Option<File>,
+    /// The last byte read is no newline.
+    is_within_line: bool,
+}
+
+impl Files {
+    fn open(paths: &[PathBuf]) -> io::Result<Self> {
+        let mut paths = paths.to_vec().into_iter();
+        let open = paths.next().map(open).transpose()?;
+        Ok(Self { paths, open, is_within_line: false })
+    }
+}
+
+impl Read for Files {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while let (Some(file), false) = (&mut self.open, buffer.is_empty()) {
+            let read = file.read(buffer)?;
+            if read > 0 {
+                self.is_within_line = buffer[read - 1] != b'\n';
+                return Ok(read);
+            }
+            // The last file stays open: it may grow.
+            let Some(next) = self.paths.next() else { break };
+            self.open = Some(open(next)?);
+            if std::mem::take(&mut self.is_within_line) {
+                buffer[0] = b'\n';
+                return Ok(1);
+            }
+        }
+        Ok(0)
+    }
+}
+
+fn open(path: PathBuf) -> io::Result<File> {
+    let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+    File::open(&path).map_err(named)
+}
+
 /// The lines of an input, whose bytes are hashed as they are read.
 #[derive(Debug)]
 pub(super) struct HashedLines {
-    lines: InputLines<BufReader<Hashing<File>>>,
+    lines: InputLines<BufReader<Hashing<Files>>>,
     /// Number of lines read or skipped.
     read: usize,
 }
 
 impl HashedLines {
-    /// Opens the file after its first `done` non-blank lines.
-    pub fn open(path: &Path, done: usize) -> io::Result<Self> {
-        let reader = Hashing { reader: File::open(path)?, bytes: 0, sha256: Sha256::new() };
+    /// Opens the files after their first `done` non-blank lines.
+    ///
+    /// # Errors
+    /// The file system's, with the file's name.
+    pub fn open(paths: &[PathBuf], done: usize) -> io::Result<Self> {
+        let reader = Hashing { reader: Files::open(paths)?, bytes: 0, sha256: Sha256::new() };
         Ok(Self { lines: InputLines::after(BufReader::new(reader), done)?, read: done })
     }
 
@@ -86,8 +131,8 @@ pub struct CountedInput {
 
 impl CountedInput {
     /// Opens the `counted` input after its first `done` lines.
-    pub(super) fn open(path: &Path, done: usize, counted: InputDigest) -> io::Result<Self> {
-        Ok(Self { lines: HashedLines::open(path, done)?, counted })
+    pub(super) fn open(paths: &[PathBuf], done: usize, counted: InputDigest) -> io::Result<Self> {
+        Ok(Self { lines: HashedLines::open(paths, done)?, counted })
     }
 
     /// How the file has changed since it was counted, in words. Call it when all lines are read and answered, so
@@ -137,13 +182,13 @@ mod tests {
         }
 
         fn digest(&self) -> InputDigest {
-            let mut lines = HashedLines::open(&self.path, 0).unwrap();
+            let mut lines = HashedLines::open(std::slice::from_ref(&self.path), 0).unwrap();
             lines.by_ref().for_each(|line| assert!(line.is_ok()));
             lines.digest()
         }
 
         fn open(&self, done: usize, counted: &InputDigest) -> CountedInput {
-            CountedInput::open(&self.path, done, counted.clone()).unwrap()
+            CountedInput::open(std::slice::from_ref(&self.path), done, counted.clone()).unwrap()
         }
     }
 
@@ -166,6 +211,20 @@ mod tests {
         let mut behind = long.open(15_000, &counted);
         assert_eq!(texts(&mut behind).len(), 5_000);
         assert_eq!(behind.changed().unwrap(), None);
+    }
+
+    #[test]
+    fn files_follow_each_other_as_if_they_were_one() {
+        let [one, two, three] = ["a\nb", "", "c\n"].map(Input::new);
+        let paths = [&one, &two, &three].map(|input| input.path.clone());
+        let mut lines = HashedLines::open(&paths, 1).unwrap();
+        let read: Vec<_> = lines.by_ref().map(|line| line.unwrap()).collect();
+        let shown: Vec<_> = read.iter().map(|line| (line.number, line.bytes.as_deref().unwrap())).collect();
+        assert_eq!(shown, [(2, &b"b"[..]), (3, b"c")]);
+        assert_eq!(lines.digest(), Input::new("a\nb\nc\n").digest());
+        let missing = three.path.with_file_name("missing.jsonl");
+        let error = HashedLines::open(&[missing.clone()], 0).unwrap_err().to_string();
+        assert!(error.contains(missing.to_str().unwrap()), "{error}");
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::input::InputDigest;
@@ -63,7 +64,7 @@ impl MadeBy {
         let path = beside(output);
         let earlier = if done > 0 { Self::read(&path, output)? } else { None };
         let Some(earlier) = earlier else {
-            self.write(&path).with_context(|| path.display().to_string())?;
+            write_record(&path, &self).with_context(|| path.display().to_string())?;
             return Ok(done);
         };
         if let Some((then, now)) = earlier.differences(&self) {
@@ -98,14 +99,10 @@ impl MadeBy {
 
     /// Reads the record; none where there is no file.
     fn read(path: &Path, output: &Path) -> anyhow::Result<Option<Self>> {
-        let bytes = match fs::read(path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error).with_context(|| path.display().to_string()),
-        };
-        let problem = match serde_json::from_slice::<Self>(&bytes) {
-            Ok(made) if made.format == FORMAT => return Ok(Some(made)),
-            Ok(made) => format!("its format is {}, this program reads {FORMAT}", made.format),
+        let problem = match read_record::<Self>(path) {
+            Ok(None) => return Ok(None),
+            Ok(Some(made)) if made.format == FORMAT => return Ok(Some(made)),
+            Ok(Some(made)) => format!("its format is {}, this program reads {FORMAT}", made.format),
             Err(error) => error.to_string(),
         };
         let (path, output) = (path.display(), output.display());
@@ -113,16 +110,31 @@ impl MadeBy {
             "{path} does not say what made {output}: {problem}; give another output file, or remove these two"
         )
     }
+}
 
-    /// Writes under another name and renames, so that a reader finds the whole file or none.
-    fn write(&self, path: &Path) -> io::Result<()> {
-        let unfinished = with_suffix(path, ".new");
-        let mut file = File::create(&unfinished)?;
-        file.write_all(&serde_json::to_vec_pretty(self)?)?;
-        file.write_all(b"\n")?;
-        file.sync_all()?;
-        fs::rename(&unfinished, path)
+/// Reads a record; none where there is no file.
+///
+/// # Errors
+/// The file system's, and what is wrong with the content.
+pub(in crate::commands) fn read_record<T: DeserializeOwned>(path: &Path) -> anyhow::Result<Option<T>> {
+    match fs::read(path) {
+        Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes)?)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error.into()),
     }
+}
+
+/// Writes a record under another name and renames it, so that a reader finds the whole file or none.
+///
+/// # Errors
+/// The file system's.
+pub(in crate::commands) fn write_record(path: &Path, record: &impl Serialize) -> io::Result<()> {
+    let unfinished = with_suffix(path, ".new");
+    let mut file = File::create(&unfinished)?;
+    file.write_all(&serde_json::to_vec_pretty(record)?)?;
+    file.write_all(b"\n")?;
+    file.sync_all()?;
+    fs::rename(&unfinished, path)
 }
 
 impl MadeInPool {
@@ -158,7 +170,7 @@ impl MadeInPool {
 }
 
 /// The path of the record of an output.
-fn beside(output: &Path) -> PathBuf {
+pub(in crate::commands) fn beside(output: &Path) -> PathBuf {
     with_suffix(output, ".run.json")
 }
 

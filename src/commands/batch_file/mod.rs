@@ -7,7 +7,8 @@ mod lines;
 mod made_by;
 mod resume;
 
-pub use input::CountedInput;
-pub use lines::{InputLine, MAX_LINE};
+pub use input::{CountedInput, InputDigest};
+pub use lines::{InputLine, InputLines, MAX_LINE};
 pub use made_by::MadeBy;
+pub(super) use made_by::{beside, read_record, write_record};
 pub use resume::{ResumePoint, claim};

@@ -5,7 +5,7 @@
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 
@@ -42,8 +42,8 @@ pub fn claim(output: &Path) -> anyhow::Result<File> {
 impl ResumePoint {
     /// Compares the output written so far, if any, with the input. Changes neither. An error is for the operator,
     /// who has to name other files.
-    pub fn find(input: &Path, output: &Path) -> anyhow::Result<Self> {
-        let mut requests = HashedLines::open(input, 0).with_context(|| input.display().to_string())?;
+    pub fn find(input: &[PathBuf], output: &Path) -> anyhow::Result<Self> {
+        let mut requests = HashedLines::open(input, 0)?;
         let mut answers = match File::open(output) {
             Ok(file) => Some(Answers::new(BufReader::new(file))),
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -56,7 +56,7 @@ impl ResumePoint {
         };
         let mut answer = next_answer()?;
         for request in &mut requests {
-            let request = request.with_context(|| input.display().to_string())?;
+            let request = request.context("the input")?;
             total += 1;
             let Some(Answer { custom_id, end }) = answer else { continue };
             same(total, custom_id, &request)?;
@@ -76,9 +76,8 @@ impl ResumePoint {
     }
 
     /// Opens the input after the requests that are done.
-    pub fn open_input(&self, input: &Path) -> anyhow::Result<CountedInput> {
-        let opened = CountedInput::open(input, self.done, self.input.clone());
-        opened.with_context(|| input.display().to_string())
+    pub fn open_input(&self, input: &[PathBuf]) -> anyhow::Result<CountedInput> {
+        Ok(CountedInput::open(input, self.done, self.input.clone())?)
     }
 }
 
@@ -145,7 +144,7 @@ fn same(output_line: usize, answered: Option<String>, request: &InputLine) -> an
 #[cfg(test)]
 mod tests {
     use std::io::Write;
-    use std::path::PathBuf;
+    use std::slice;
 
     use super::super::lines::InputLines;
     use super::*;
@@ -195,10 +194,10 @@ mod tests {
     }
 
     fn run(files: &Files) -> ResumePoint {
-        let point = ResumePoint::find(&files.input, &files.output).unwrap();
+        let point = ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap();
         let mut output = claim(&files.output).unwrap();
         point.cut(&mut output, &files.output).unwrap();
-        for line in point.open_input(&files.input).unwrap() {
+        for line in point.open_input(slice::from_ref(&files.input)).unwrap() {
             output.write_all(&answer(&line.unwrap())).unwrap();
         }
         point
@@ -250,7 +249,8 @@ mod tests {
         let whole = String::from_utf8(whole_output()).unwrap();
         let broken = whole.replacen("\n", "\nbroken\n", 1);
         let files = files(INPUT, Some(broken.as_bytes()));
-        let error = format!("{:#}", ResumePoint::find(&files.input, &files.output).unwrap_err());
+        let error =
+            format!("{:#}", ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap_err());
         assert!(error.contains("line 2 of the output is not"), "{error}");
         assert_eq!(std::fs::read(&files.output).unwrap(), broken.as_bytes());
     }
@@ -259,7 +259,8 @@ mod tests {
     fn a_file_that_is_no_batch_output_is_an_error_and_left_alone() {
         for other in ["my notes", "my notes\n", "{\"a\":1}\n", INPUT] {
             let files = files(INPUT, Some(other.as_bytes()));
-            let error = format!("{:#}", ResumePoint::find(&files.input, &files.output).unwrap_err());
+            let error =
+                format!("{:#}", ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap_err());
             assert!(error.contains("line 1 of the output is not"), "{error}");
         }
     }
@@ -268,7 +269,7 @@ mod tests {
     fn the_output_of_another_input_is_an_error_that_names_both_lines_and_ids() {
         let other = INPUT.replace("\"b\"", "\"z\"");
         let files = files(&other, Some(&whole_output()));
-        let error = ResumePoint::find(&files.input, &files.output).unwrap_err().to_string();
+        let error = ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap_err().to_string();
         let expected = "line 2 of the output answers \"b\", line 3 of the input asks \"z\"";
         assert!(error.starts_with(expected), "{error}");
     }
@@ -277,7 +278,7 @@ mod tests {
     fn an_output_longer_than_its_input_is_an_error() {
         let first = INPUT.lines().next().unwrap();
         let files = files(first, Some(&whole_output()));
-        let error = ResumePoint::find(&files.input, &files.output).unwrap_err().to_string();
+        let error = ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap_err().to_string();
         assert!(error.contains("more lines than the input has requests (1)"), "{error}");
     }
 
@@ -285,7 +286,7 @@ mod tests {
     fn a_missing_input_is_an_error_that_names_it() {
         let files = files(INPUT, None);
         let missing = files.input.with_file_name("missing.jsonl");
-        let error = ResumePoint::find(&missing, &files.output).unwrap_err().to_string();
+        let error = ResumePoint::find(&[missing], &files.output).unwrap_err().to_string();
         assert!(error.contains("missing.jsonl"), "{error}");
         assert!(!files.output.exists());
     }
@@ -294,7 +295,7 @@ mod tests {
     fn what_is_written_goes_behind_what_was_kept() {
         let whole = whole_output();
         let files = files(INPUT, Some(&whole[..whole.len() - 3]));
-        let point = ResumePoint::find(&files.input, &files.output).unwrap();
+        let point = ResumePoint::find(slice::from_ref(&files.input), &files.output).unwrap();
         let mut file = claim(&files.output).unwrap();
         point.cut(&mut file, &files.output).unwrap();
         file.write_all(b"next\n").unwrap();

@@ -59,7 +59,7 @@ pub(super) async fn drive(
         Pace::Open(arrivals) => (usize::MAX, Some(arrivals)),
     };
     let tasks = tasks(bodies.take(plan.total()), arrivals, start, timeout);
-    let bounds = Bounds { under_way, timeout: Some(timeout), in_order: false };
+    let bounds = Bounds { under_way, timeout: Some(timeout), in_order: false, resend: None };
     let mut counts = Counts { tally: Tally::new(plan.warmup, plan.tasks), start, bar };
     let unanswered = match client.run(0, tasks, &bounds, &mut counts).await {
         Ok(()) => None,

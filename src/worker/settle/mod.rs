@@ -59,9 +59,9 @@ pub(super) struct Settlement {
     pub(super) stalled: Stalled,
     pub(super) counters: Arc<Counters>,
     pub(super) stop: Stop,
-    /// The number of the latest session that is over. Written by the intake, read before a reply is published:
-    /// the task will be delivered again, and should be answered only once.
-    pub(super) lost: AtomicU64,
+    /// The numbers of the latest sessions that are over, of the task queue and of the background queue. Written by the
+    /// intake, read before a reply is published: the task will be delivered again, and should be answered only once.
+    pub(super) lost: [AtomicU64; 2],
 }
 
 /// The pool's queues, and the queues that no reply may go to.
@@ -146,7 +146,9 @@ impl Settlement {
         outcome: Outcome,
         timings: &Timings,
     ) -> Result<(), WorkerError> {
-        if self.lost.load(Ordering::Acquire) >= accepted.delivery.session {
+        if self.lost[usize::from(accepted.delivery.is_background())].load(Ordering::Acquire)
+            >= accepted.delivery.session
+        {
             return Ok(());
         }
         let tries = Tries {

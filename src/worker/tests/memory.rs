@@ -11,6 +11,7 @@ use tokio::sync::{Notify, mpsc};
 
 use crate::broker::{
     Acker, BrokerError, BrokerSession, Consumer, Delay, Delivery, DeliveryTag, Event, Published, Publisher,
+    Seen,
 };
 use crate::protocol::Message;
 
@@ -133,7 +134,8 @@ impl Memory {
         state.deliveries = Some(deliveries);
         drop(state);
         let consumer = Box::new(Session { memory: self.clone(), events });
-        BrokerSession { consumer, acker: Arc::new(self.clone()), publisher: Arc::new(self.clone()) }
+        let (acker, publisher) = (Arc::new(self.clone()), Arc::new(self.clone()));
+        BrokerSession { consumer, background: None, acker, publisher }
     }
 
     fn settle(&self, settled: Settled) -> BoxFuture<'_, bool> {
@@ -229,9 +231,9 @@ impl Publisher for Memory {
         })
     }
 
-    fn exists<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<bool>> {
+    fn look<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<Seen>> {
         let is_gone = matches!(self.lock().queues.get(queue), Some(Does::Answer(Published::Unroutable)));
-        Box::pin(ready(Some(!is_gone)))
+        Box::pin(ready(Some(if is_gone { Seen::Gone } else { Seen::There { consumers: 0 } })))
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

@@ -64,6 +64,7 @@ impl Rig {
         change(&mut assignment);
         let lines = Lines::default();
         let control = Control {
+            withdrawn: Withdrawn::default(),
             reporter: Reporter::start_here(lines.clone()),
             crashes: CrashRecords::default(),
             settings: LiveSettings::default(),

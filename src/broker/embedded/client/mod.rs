@@ -55,7 +55,7 @@ pub async fn connect(path: &Path, queue: String, prefetch: NonZeroU16) -> Result
         consumer_closed: CancellationToken::new(),
     });
     let consumer = SocketConsumer::subscribe(wire.clone(), incoming, (queue, prefetch)).await?;
-    Ok(BrokerSession { consumer: Box::new(consumer), acker: wire.clone(), publisher: wire })
+    Ok(BrokerSession { consumer: Box::new(consumer), background: None, acker: wire.clone(), publisher: wire })
 }
 
 fn unreached(at: &str, why: &str) -> BrokerError {

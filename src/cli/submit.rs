@@ -1,0 +1,56 @@
+//! The grammar of `sconce submit`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::{Settings, duration};
+
+pub(super) const EXAMPLES: &str = "Examples:
+  sconce submit -i rows.jsonl -o answers.jsonl             through the only pool's queue
+  sconce submit -i a.jsonl -i b.jsonl -o answers.jsonl --pool embed --rows-per-task 32 --background
+  produce-rows | sconce submit -i - -o answers.jsonl       not resumed: standard input cannot be read again
+  sconce submit --cancel 3f6c1a2b9d04                       withdraw what a job has published
+
+Lines are OpenAI's batch format, as for `run-batch`; the workers are those of a running pool, on all hosts. Answers come
+in the order of the rows, errors on lines of their own. Interrupted, the same command resumes behind the last finished
+line. Ctrl-C waits for what is under way, at most for --grace; a second one leaves at once.";
+
+/// `sconce submit`.
+#[derive(Debug, Args)]
+pub struct Submit {
+    /// Where settings come from.
+    #[command(flatten)]
+    pub settings: Settings,
+    /// Requests, one JSON object per line; may be repeated; `-` is stdin
+    #[arg(long, short, value_name = "FILE", required_unless_present = "cancel")]
+    pub input: Vec<PathBuf>,
+    /// Responses; an existing file is resumed
+    #[arg(long, short, value_name = "FILE", required_unless_present = "cancel")]
+    pub output: Option<PathBuf>,
+    /// The pool that answers; may be left out when there is only one
+    #[arg(long)]
+    pub pool: Option<String>,
+    /// Publish to the pool's background queue, whose tasks only fill batches that others leave room in
+    #[arg(long)]
+    pub background: bool,
+    /// Rows of embeddings or of text classification that share a task, if they ask alike
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=512))]
+    pub rows_per_task: u16,
+    /// Publish a task again that has no reply for this long, while workers consume
+    #[arg(long, value_name = "DURATION", default_value = "15m", value_parser = duration)]
+    pub reply_timeout: Duration,
+    /// How often to publish a task before its rows become error lines
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    pub attempts: u32,
+    /// How long Ctrl-C waits for what is under way
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = duration)]
+    pub grace: Duration,
+    /// Print progress as JSON lines, each 5 s, and at the end a report as `run-batch` does
+    #[arg(long)]
+    pub json: bool,
+    /// Withdraw a job: workers answer its tasks with 499, those in the queue as they come
+    #[arg(long, value_name = "JOB", conflicts_with_all = ["input", "output"])]
+    pub cancel: Option<String>,
+}

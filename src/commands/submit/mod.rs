@@ -1,0 +1,182 @@
+//! `sconce submit`: publishes a file's rows to a running pool, and writes the answers in the order of the rows. Each
+//! run is a job with a reply queue of its own, which outlives this process for a while, so that answers to a client
+//! that died are no dead letters. Nothing but the output says what is done: a run continues behind its last line.
+
+mod job;
+mod ordered;
+mod read;
+mod record;
+mod rows;
+
+use std::cell::RefCell;
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context as _, anyhow, bail};
+
+use self::job::{Job, Sink};
+use self::ordered::Ordered;
+use self::record::Record;
+use super::batch_file::{ResumePoint, claim};
+use super::{ctl, load, pool_named, start_logging};
+use crate::cli::Submit;
+use crate::client::{Bounds, Client, Resend};
+use crate::config::{Pool, Settings};
+use crate::protocol::admin::{Request, Target};
+use crate::protocol::control::{Cancellation, job_queue};
+use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
+use crate::telemetry::QUIET;
+
+/// The most tasks under way.
+const WINDOW: usize = 4_096;
+/// Replies that the broker sends before they are acked.
+const PREFETCH: u16 = 512;
+/// How long the broker keeps the replies of a job whose client is gone.
+const KEEP: Duration = Duration::from_secs(24 * 60 * 60);
+/// Time between two reports of progress.
+const PROGRESS: Duration = Duration::from_secs(5);
+/// How long `--cancel` waits for launchers.
+const CANCELLING: Duration = Duration::from_secs(3);
+
+pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
+    let settings = load(&arguments.settings, &[])?.settings;
+    start_logging(Some(QUIET));
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+    if let Some(job) = &arguments.cancel {
+        return runtime.block_on(cancel(&settings, job));
+    }
+    let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
+    let queue = queue_of(pool, arguments.background).context(Exit::Usage)?;
+    let output = arguments.output.as_deref().context("--output is missing").context(Exit::Usage)?;
+    let (file, point) = files(arguments, output, queue).context(Exit::Usage)?;
+    let (done, total) = point.as_ref().map_or((0, None), |point| (point.done, Some(point.input.lines)));
+    if total == Some(done) {
+        writeln!(io::stderr(), "all {done} rows are answered already")?;
+        return Ok(Exit::Done);
+    }
+    let ordered = Ordered::new(file, output, done as u64);
+    let job = Job::new(ordered, total, arguments);
+    let exit = runtime.block_on(drive(arguments, &settings, (queue, &pool.name), point, &job));
+    // The thread that reads standard input may wait there for ever.
+    runtime.shutdown_background();
+    exit
+}
+
+/// The queue that rows are published to.
+fn queue_of(pool: &Pool, background: bool) -> anyhow::Result<&str> {
+    if !background {
+        return Ok(&pool.task_queue);
+    }
+    let queue = pool.background_queue.as_deref();
+    queue.with_context(|| format!("pool {:?} has no background_queue in the settings", pool.name))
+}
+
+/// Opens and locks the output, and finds where to continue; none where the input can only be read once.
+fn files(arguments: &Submit, output: &Path, queue: &str) -> anyhow::Result<(File, Option<ResumePoint>)> {
+    let inputs = &arguments.input;
+    if output == Path::new("-") || output.metadata().is_ok_and(|it| !it.is_file()) {
+        bail!("--output {} is no file: an interrupted run could not continue it", output.display());
+    }
+    for input in inputs.iter().filter(|input| *input != Path::new("-")) {
+        // Before the output is made, so that a wrong name leaves no file.
+        File::open(input).with_context(|| input.display().to_string())?;
+    }
+    let is_file = |path: &Path| path != Path::new("-") && path.metadata().is_ok_and(|it| it.is_file());
+    let mut claimed = claim(output)?;
+    if inputs.iter().all(|input| is_file(input)) {
+        let point = ResumePoint::find(inputs, output)?;
+        let input = Some(point.input.clone());
+        Record { queue: queue.to_owned(), input }.continue_output(output, point.done)?;
+        point.cut(&mut claimed, output)?;
+        return Ok((claimed, Some(point)));
+    }
+    if inputs.len() > 1 {
+        bail!("an input that is no file, such as standard input or a pipe, must be the only one");
+    }
+    if claimed.metadata()?.len() > 0 {
+        let output = output.display();
+        bail!(
+            "{output} has lines already, and an input that is no file cannot be read again to continue them"
+        );
+    }
+    Record { queue: queue.to_owned(), input: None }.continue_output(output, 0)?;
+    Ok((claimed, None))
+}
+
+/// Publishes the rows and writes the answers.
+async fn drive(
+    arguments: &Submit,
+    settings: &Settings,
+    (queue, pool): (&str, &str),
+    point: Option<ResumePoint>,
+    job: &RefCell<Job>,
+) -> anyhow::Result<Exit> {
+    let stop = Stop::default();
+    listen(stop.clone(), Patience::SecondAborts)?;
+    let (replies, id) = {
+        let job = job.borrow();
+        (job_queue(job.id()), job.id().to_owned())
+    };
+    let name = format!("sconce submit {id}");
+    let mut client = Client::for_job(&settings.broker, &name, queue, (&replies, KEEP), PREFETCH).await?;
+    let says = || io::stderr();
+    writeln!(says(), "job {id}, through {queue}")?;
+    let mut units = read::read(&arguments.input, point, arguments.rows_per_task.into())?;
+    let stopped = stop.clone();
+    let tasks = futures_util::StreamExt::take_until(job::tasks(job, &mut units), async move {
+        stopped.reached(Phase::Returning).await;
+    });
+    let resend = Resend { after: arguments.reply_timeout, attempts: arguments.attempts };
+    let bounds = Bounds { under_way: WINDOW, timeout: None, in_order: false, resend: Some(resend) };
+    let mut sink = Sink(job);
+    let ended = tokio::select! {
+        ended = client.run(0, tasks, &bounds, &mut sink) => ended,
+        () = left(&stop, arguments.grace) => Ok(()),
+        error = progress(job, arguments.json) => Err(error),
+    };
+    client.close().await;
+    let mut job = job.borrow_mut();
+    job.conclude(pool, queue, ended)
+}
+
+/// Returns when the run is not to wait any longer for what is under way.
+async fn left(stop: &Stop, grace: Duration) {
+    stop.reached(Phase::Returning).await;
+    tokio::select! {
+        () = tokio::time::sleep(grace) => {}
+        () = stop.reached(Phase::Aborting) => {}
+    }
+}
+
+/// Shows how the job stands, from time to time. Returns only an error of the output.
+async fn progress(job: &RefCell<Job>, json: bool) -> anyhow::Error {
+    let mut tick = tokio::time::interval(PROGRESS);
+    tick.tick().await;
+    loop {
+        tick.tick().await;
+        if json && let Err(error) = job.borrow_mut().print_progress() {
+            return error;
+        }
+    }
+}
+
+/// Withdraws a job.
+async fn cancel(settings: &Settings, job: &str) -> anyhow::Result<Exit> {
+    let mut lines = ctl::open(settings).await?;
+    let of_job = Cancellation { job: Some(job.to_owned()), ..Cancellation::default() };
+    let (target, request) = (Target::All, Request::Cancel(of_job));
+    let until = tokio::time::Instant::now() + CANCELLING;
+    let answers = ctl::gather(&mut lines, (&target, &request), until, None).await;
+    lines.close().await;
+    let launchers = answers?.len();
+    if launchers == 0 {
+        return Err(anyhow!("no launcher has answered within {CANCELLING:?}").context(Exit::No));
+    }
+    writeln!(
+        io::stdout(),
+        "told {launchers} launchers: for an hour, their workers answer tasks of job {job} with 499"
+    )?;
+    Ok(Exit::Done)
+}

@@ -1,0 +1,127 @@
+//! Reads the rows on a thread of its own, because an input may block for any time between two lines, and gathers those
+//! that share a task. Owns the read position.
+
+use std::fs::File;
+use std::io::{self, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tokio::sync::mpsc;
+
+use super::rows::{Packed, Packer};
+use crate::commands::batch_file::{CountedInput, InputLine, InputLines, MAX_LINE, ResumePoint};
+use crate::protocol::batch_line::{self, InvalidLine};
+
+/// Lines read ahead of publishing.
+const READ_AHEAD: usize = 64;
+/// How long rows wait for others to share their task, where the input is slow.
+const GATHERING: Duration = Duration::from_millis(100);
+
+/// What is to be answered.
+#[derive(Debug)]
+pub(super) enum Unit {
+    Task(Packed),
+    /// Not a request: its output line is known.
+    Invalid {
+        number: u64,
+        line: Vec<u8>,
+    },
+}
+
+type Line = anyhow::Result<InputLine>;
+
+/// The rows of the input behind those that are done, as tasks with at most so many rows each. With a point to continue
+/// at, the last item is an error if the input has changed meanwhile.
+pub(super) fn read(
+    inputs: &[PathBuf],
+    point: Option<ResumePoint>,
+    rows_per_task: usize,
+) -> anyhow::Result<mpsc::Receiver<anyhow::Result<Unit>>> {
+    // Written by the thread, read by the task below.
+    let (read, lines) = mpsc::channel(READ_AHEAD);
+    let first = point.as_ref().map_or(0, |point| point.done as u64);
+    let source: Box<dyn FnOnce(&mpsc::Sender<Line>) + Send> = match point {
+        Some(point) => {
+            let input = point.open_input(inputs)?;
+            Box::new(move |read| counted(input, read))
+        }
+        None => {
+            let name = inputs.first().map_or(Path::new("-"), PathBuf::as_path);
+            let reader: Box<dyn Read + Send> = match name == Path::new("-") {
+                true => Box::new(io::stdin()),
+                false => Box::new(File::open(name)?),
+            };
+            Box::new(move |read| {
+                let lines = InputLines::new(BufReader::new(reader)).map(|line| line.context("the input"));
+                passed_on(lines, read);
+            })
+        }
+    };
+    thread::Builder::new().name("input".into()).spawn(move || source(&read))?;
+    // Written by the task, read by the client.
+    let (packed, units) = mpsc::channel(READ_AHEAD);
+    tokio::spawn(pack(lines, packed, Packer::new(rows_per_task), first));
+    Ok(units)
+}
+
+fn counted(mut input: CountedInput, read: &mpsc::Sender<Line>) {
+    if passed_on(input.by_ref().map(|line| line.context("the input")), read) {
+        let changed = match input.changed() {
+            Ok(changed) => changed.map(anyhow::Error::msg),
+            Err(error) => Some(anyhow::Error::from(error).context("the input")),
+        };
+        if let Some(changed) = changed {
+            let _ = read.blocking_send(Err(changed.context(crate::shutdown::Exit::Usage)));
+        }
+    }
+}
+
+/// False: nobody reads them any more.
+fn passed_on(mut lines: impl Iterator<Item = Line>, read: &mpsc::Sender<Line>) -> bool {
+    lines.all(|line| read.blocking_send(line).is_ok())
+}
+
+async fn pack(
+    mut lines: mpsc::Receiver<Line>,
+    packed: mpsc::Sender<anyhow::Result<Unit>>,
+    mut packer: Packer,
+    first: u64,
+) {
+    let mut number = first;
+    loop {
+        let line = tokio::time::timeout(GATHERING, lines.recv()).await;
+        let (units, is_over) = match line {
+            Err(_) => (packer.flush().map(Unit::Task).map(Ok).into_iter().collect(), false),
+            Ok(None) => (packer.flush().map(Unit::Task).map(Ok).into_iter().collect(), true),
+            Ok(Some(line)) => {
+                let units = line.map(|line| units_of(line, number, &mut packer));
+                number += 1;
+                match units {
+                    Ok(units) => (units.into_iter().map(Ok).collect::<Vec<_>>(), false),
+                    Err(error) => (vec![Err(error)], true),
+                }
+            }
+        };
+        for unit in units {
+            if packed.send(unit).await.is_err() {
+                return;
+            }
+        }
+        if is_over {
+            return;
+        }
+    }
+}
+
+fn units_of(line: InputLine, number: u64, packer: &mut Packer) -> Vec<Unit> {
+    let request = match &line.bytes {
+        Some(bytes) => batch_line::parse(bytes),
+        None => Err(InvalidLine { custom_id: None, problem: format!("longer than {MAX_LINE} bytes") }),
+    };
+    match request {
+        Ok(request) => packer.take(number, line.number, request).into_iter().map(Unit::Task).collect(),
+        Err(invalid) => vec![Unit::Invalid { number, line: batch_line::error_line(line.number, &invalid) }],
+    }
+}

@@ -1,0 +1,87 @@
+//! Records in `OUTPUT.run.json` what an output answers and which queue answered it, and decides whether a run may
+//! continue the output. Owns that file; the caller holds the output's lock, so there is one writer.
+
+use std::path::Path;
+
+use anyhow::{Context as _, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::commands::batch_file::{InputDigest, beside, read_record, write_record};
+
+/// What an output answers, and who answered.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Record {
+    /// The queue that the rows were published to.
+    pub(super) queue: String,
+    /// None: standard input, which cannot be read again.
+    pub(super) input: Option<InputDigest>,
+}
+
+impl Record {
+    /// Compares this run with the one that wrote the `done` whole lines of the output, and records this one.
+    ///
+    /// # Errors
+    /// It may not continue the output: the operator has to name another one. Then nothing is changed.
+    pub(super) fn continue_output(&self, output: &Path, done: usize) -> anyhow::Result<()> {
+        let path = beside(output);
+        let shown = path.display();
+        let earlier: Option<Self> = if done > 0 {
+            let how = "give another output file, or remove it and the output";
+            read_record(&path).with_context(|| format!("{shown} is of another kind of run: {how}"))?
+        } else {
+            None
+        };
+        let Some(earlier) = earlier else {
+            return write_record(&path, self).with_context(|| shown.to_string());
+        };
+        let input = |record: &Self| {
+            record
+                .input
+                .as_ref()
+                .map_or("standard input".to_owned(), |digest| format!("an input of {digest}"))
+        };
+        if (&earlier.input, &earlier.queue) != (&self.input, &self.queue) || self.input.is_none() {
+            bail!(
+                "the output was made from {} through {:?}; this run has {} and {:?}: give another output file, or \
+                 remove {} and {shown}",
+                input(&earlier),
+                earlier.queue,
+                input(self),
+                self.queue,
+                output.display()
+            );
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record() -> Record {
+        let input = InputDigest { lines: 3, bytes: 90, sha256: "0123456789abcdef".repeat(4) };
+        Record { queue: "sconce.tasks".into(), input: Some(input) }
+    }
+
+    #[test]
+    fn an_output_is_continued_with_the_same_input_through_the_same_queue_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let output = folder.path().join("out.jsonl");
+        let error = |record: &Record, done| record.continue_output(&output, done).unwrap_err().to_string();
+        record().continue_output(&output, 0).unwrap();
+        record().continue_output(&output, 2).unwrap();
+        let other = Record { queue: "other".into(), ..record() };
+        let said = error(&other, 2);
+        assert!(
+            said.contains("through \"sconce.tasks\"; this run has") && said.contains("\"other\""),
+            "{said}"
+        );
+        let stdin = Record { input: None, ..record() };
+        assert!(error(&stdin, 1).contains("this run has standard input"));
+        other.continue_output(&output, 0).unwrap();
+        assert!(error(&record(), 1).contains("through \"other\""), "a new output is recorded anew");
+        std::fs::write(beside(&output), r#"{"format":2,"pools":[]}"#).unwrap();
+        assert!(error(&record(), 1).contains("of another kind of run"));
+    }
+}

@@ -1,0 +1,266 @@
+//! From lines to tasks, and from replies to output lines. Decides which lines share a task, and how its reply is
+//! divided among them. Pure.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, bail};
+use bytes::Bytes;
+use serde_json::value::{RawValue, to_raw_value};
+
+use crate::commands::bench::inputs_of;
+use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
+
+/// The endpoints whose requests can share a task: `input` is a list, and the reply's `data` has an item for each.
+const SHARED: [&str; 2] = ["/v1/embeddings", "/classify"];
+
+/// A line that is answered by a task.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Row {
+    /// Its number in the output, from 0.
+    pub(super) number: u64,
+    pub(super) custom_id: String,
+    /// Its number in the input, from 1.
+    pub(super) line: usize,
+    /// How many inputs it has.
+    pub(super) inputs: usize,
+    /// Its own request, to be asked alone if one of the others spoils the task; none where it is alone.
+    body: Option<Bytes>,
+}
+
+/// A task with the rows that it answers.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Packed {
+    pub(super) rows: Vec<Row>,
+    pub(super) url: String,
+    pub(super) body: Bytes,
+}
+
+type Fields = BTreeMap<String, Box<RawValue>>;
+
+/// A row that may share a task with others.
+struct Shareable {
+    row: Row,
+    inputs: Vec<Box<RawValue>>,
+    /// All but the input: rows with the same share a task.
+    rest: String,
+}
+
+/// Gathers rows that share a task; at most so many.
+pub(super) struct Packer {
+    most: usize,
+    url: String,
+    open: Vec<Shareable>,
+}
+
+impl Packer {
+    pub(super) fn new(most: usize) -> Self {
+        Self { most, url: String::new(), open: Vec::new() }
+    }
+
+    /// Takes the next line; gives the tasks that are complete now.
+    pub(super) fn take(&mut self, number: u64, line: usize, request: BatchRequest) -> Vec<Packed> {
+        let BatchRequest { custom_id, url, body } = request;
+        let row = Row { number, custom_id, line, inputs: 1, body: None };
+        let inputs = if self.most > 1 && SHARED.contains(&url.as_str()) { shareable(&body) } else { None };
+        let Some((inputs, rest)) = inputs else {
+            let row = Row { inputs: inputs_of(&body), ..row };
+            return self.flush().into_iter().chain([Packed { rows: vec![row], url, body }]).collect();
+        };
+        let fits = self.open.first().is_none_or(|first| self.url == url && first.rest == rest);
+        let mut complete: Vec<Packed> = if fits { None } else { self.flush() }.into_iter().collect();
+        self.url = url;
+        let row = Row { inputs: inputs.len(), body: Some(body), ..row };
+        self.open.push(Shareable { row, inputs, rest });
+        if self.open.len() == self.most {
+            complete.extend(self.flush());
+        }
+        complete
+    }
+
+    /// The task of the rows that are gathered so far.
+    pub(super) fn flush(&mut self) -> Option<Packed> {
+        let open = std::mem::take(&mut self.open);
+        let url = std::mem::take(&mut self.url);
+        let Shareable { rest, .. } = open.first()?;
+        // `{…}` with the input behind.
+        let mut body = rest.strip_suffix('}').unwrap_or(rest).to_owned();
+        body.push_str(if body.len() > 1 { ",\"input\":[" } else { "\"input\":[" });
+        for (index, input) in open.iter().flat_map(|row| &row.inputs).enumerate() {
+            if index > 0 {
+                body.push(',');
+            }
+            body.push_str(input.get());
+        }
+        body.push_str("]}");
+        let rows = open.into_iter().map(|row| row.row).collect();
+        Some(Packed { rows, url, body: body.into() })
+    }
+}
+
+/// The inputs of a request and its other fields; none unless its input is a text or a list of texts.
+fn shareable(body: &[u8]) -> Option<(Vec<Box<RawValue>>, String)> {
+    let mut fields: Fields = serde_json::from_slice(body).ok()?;
+    let input = fields.remove("input")?;
+    let is_text = |value: &RawValue| value.get().starts_with('"');
+    let inputs = if is_text(&input) { vec![input] } else { serde_json::from_str(input.get()).ok()? };
+    let all_are = !inputs.is_empty() && inputs.iter().all(|input| is_text(input));
+    Some((inputs, serde_json::to_string(&fields).ok()?)).filter(|_| all_are)
+}
+
+impl Packed {
+    /// Each row as a task of its own.
+    pub(super) fn apart(self) -> Vec<Self> {
+        let Self { rows, url, body } = self;
+        let alone = |mut row: Row| {
+            let body = row.body.take().unwrap_or_else(|| body.clone());
+            Self { rows: vec![row], url: url.clone(), body }
+        };
+        rows.into_iter().map(alone).collect()
+    }
+}
+
+/// The output lines of the rows of a task that was answered so, in their order.
+///
+/// # Errors
+/// The reply does not come from sconce.
+pub(super) fn lines_of(rows: &[Row], status: u16, id: &str, body: &[u8]) -> anyhow::Result<Vec<Vec<u8>>> {
+    if let [row] = rows {
+        let line = batch_line::response_line(&row.custom_id, status, id, body);
+        return Ok(vec![line.context("a reply's body is not JSON")?]);
+    }
+    let mut fields: Fields = serde_json::from_slice(body).context("a reply's body is not a JSON object")?;
+    let data = fields.remove("data").context("a reply has no data")?;
+    let data: Vec<Fields> = serde_json::from_str(data.get()).context("a reply's data")?;
+    let wanted: usize = rows.iter().map(|row| row.inputs).sum();
+    if data.len() != wanted {
+        bail!("a reply has {} items, and its task had {wanted} inputs", data.len());
+    }
+    let mut items = data.into_iter();
+    let mut lines = Vec::with_capacity(rows.len());
+    for (index, row) in rows.iter().enumerate() {
+        let mut own: Vec<Fields> = items.by_ref().take(row.inputs).collect();
+        for (index, item) in own.iter_mut().enumerate() {
+            item.insert("index".to_owned(), to_raw_value(&index)?);
+        }
+        fields.insert("data".to_owned(), to_raw_value(&own)?);
+        // What the task took is counted once.
+        if let (1, Some(usage)) = (index, fields.get_mut("usage")) {
+            let counts: BTreeMap<String, serde_json::Value> = serde_json::from_str(usage.get())?;
+            let none: BTreeMap<String, u64> = counts.into_keys().map(|name| (name, 0)).collect();
+            *usage = to_raw_value(&none)?;
+        }
+        let own_id = format!("{id}_{index}");
+        let body = serde_json::to_vec(&fields)?;
+        lines.push(batch_line::response_line(&row.custom_id, status, &own_id, &body)?);
+    }
+    Ok(lines)
+}
+
+/// The output line of a row that was published so often and never answered.
+pub(super) fn missed_line(row: &Row, attempts: u32) -> Vec<u8> {
+    let problem = format!("no reply, though it was published {attempts} times");
+    let missed = InvalidLine { custom_id: Some(row.custom_id.clone()), problem };
+    batch_line::unanswered_line(row.line, &missed)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn request(id: &str, url: &str, body: &Value) -> BatchRequest {
+        BatchRequest { custom_id: id.into(), url: url.into(), body: body.to_string().into() }
+    }
+
+    fn packed(most: usize, lines: &[(&str, Value)]) -> Vec<Packed> {
+        let mut packer = Packer::new(most);
+        let mut tasks = Vec::new();
+        for (index, (url, body)) in lines.iter().enumerate() {
+            tasks.extend(packer.take(index as u64, index + 1, request(&index.to_string(), url, body)));
+        }
+        tasks.extend(packer.flush());
+        tasks
+    }
+
+    fn shown(tasks: &[Packed]) -> Vec<(Vec<u64>, Value)> {
+        let shown = |task: &Packed| {
+            let numbers = task.rows.iter().map(|row| row.number).collect();
+            (numbers, serde_json::from_slice(&task.body).unwrap())
+        };
+        tasks.iter().map(shown).collect()
+    }
+
+    const EMBED: &str = "/v1/embeddings";
+
+    #[test]
+    fn rows_share_a_task_while_they_ask_alike_and_it_has_room() {
+        let lines = [
+            (EMBED, json!({"input": "a", "model": "m"})),
+            (EMBED, json!({"model": "m", "input": ["b", "c"]})),
+            (EMBED, json!({"input": "d", "model": "m"})),
+            (EMBED, json!({"input": "e", "model": "other"})),
+            (EMBED, json!({"input": [1, 2]})),
+            ("/v1/rerank", json!({"query": "q", "documents": ["f"]})),
+            (EMBED, json!({"input": "g"})),
+            (EMBED, json!({"input": "h"})),
+            ("/classify", json!({"input": "i"})),
+        ];
+        let expected = [
+            (vec![0, 1], json!({"input": ["a", "b", "c"], "model": "m"})),
+            (vec![2], json!({"input": ["d"], "model": "m"})),
+            (vec![3], json!({"input": ["e"], "model": "other"})),
+            (vec![4], json!({"input": [1, 2]})),
+            (vec![5], json!({"query": "q", "documents": ["f"]})),
+            (vec![6, 7], json!({"input": ["g", "h"]})),
+            (vec![8], json!({"input": ["i"]})),
+        ];
+        assert_eq!(shown(&packed(2, &lines)), expected);
+        let alone = packed(1, &lines);
+        assert_eq!(alone.len(), lines.len());
+        for (task, (_, body)) in alone.iter().zip(&lines) {
+            assert_eq!(task.body, body.to_string(), "byte for byte");
+        }
+    }
+
+    #[test]
+    fn each_row_gets_its_part_of_the_reply_numbered_anew_and_the_usage_once() {
+        let lines = [(EMBED, json!({"input": "a"})), (EMBED, json!({"input": ["b", "c"]}))];
+        let [task] = &packed(9, &lines)[..] else { panic!() };
+        let item = |index: usize| json!({"object": "embedding", "index": index, "embedding": [index, 0.5]});
+        let body = json!({
+            "object": "list", "model": "m", "data": [item(0), item(1), item(2)],
+            "usage": {"prompt_tokens": 9, "total_tokens": 9},
+        });
+        let lines = lines_of(&task.rows, 200, "r", body.to_string().as_bytes()).unwrap();
+        let lines: Vec<Value> = lines.iter().map(|line| serde_json::from_slice(line).unwrap()).collect();
+        let own = |row: usize| &lines[row]["response"]["body"];
+        assert_eq!(lines[1]["custom_id"], "1");
+        assert_eq!(own(0)["data"], json!([item(0)]));
+        let embedding =
+            |index: usize, of: usize| json!({"object": "embedding", "index": index, "embedding": [of, 0.5]});
+        assert_eq!(own(1)["data"], json!([embedding(0, 1), embedding(1, 2)]));
+        assert_eq!(own(0)["usage"]["total_tokens"], 9);
+        assert_eq!(own(1)["usage"], json!({"prompt_tokens": 0, "total_tokens": 0}));
+        assert_ne!(lines[0]["id"], lines[1]["id"]);
+        let short = json!({"data": [item(0)]}).to_string();
+        let error = lines_of(&task.rows, 200, "r", short.as_bytes()).unwrap_err().to_string();
+        assert_eq!(error, "a reply has 1 items, and its task had 3 inputs");
+    }
+
+    #[test]
+    fn apart_each_row_asks_what_its_line_asked() {
+        let lines = [(EMBED, json!({"input": "a"})), (EMBED, json!({"input": ["b"]}))];
+        let task = packed(9, &lines).remove(0);
+        let apart = task.apart();
+        assert_eq!(shown(&apart), [(vec![0], json!({"input": "a"})), (vec![1], json!({"input": ["b"]}))]);
+    }
+
+    #[test]
+    fn a_row_that_is_never_answered_gets_a_line_that_says_so() {
+        let row = Row { number: 4, custom_id: "x".into(), line: 7, inputs: 1, body: None };
+        let line: Value = serde_json::from_slice(&missed_line(&row, 3)).unwrap();
+        assert_eq!((&line["custom_id"], &line["error"]["code"]), (&"x".into(), &"no_reply".into()));
+        assert_eq!(line["error"]["message"], "line 7: no reply, though it was published 3 times");
+    }
+}

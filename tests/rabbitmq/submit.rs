@@ -1,0 +1,408 @@
+//! `sconce submit`: one large job over a running pool, whatever happens to the client, the broker or the workers.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use crate::support::client::{Client, Task};
+use crate::support::rabbit::Rabbit;
+use crate::support::sconce::{Sconce, Settings};
+use crate::support::wait::until;
+
+/// The files of a job.
+struct Files {
+    _folder: tempfile::TempDir,
+    input: PathBuf,
+    output: PathBuf,
+}
+
+impl Files {
+    fn new(rows: &[Value]) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
+        let lines: String = rows.iter().map(|row| format!("{row}\n")).collect();
+        fs::write(&input, lines).expect("an input");
+        Self { _folder: folder, input, output }
+    }
+
+    fn submit(&self, settings: &Settings, flags: &[&str]) -> Sconce {
+        let (input, output) = (self.input.to_str().expect("UTF-8"), self.output.to_str().expect("UTF-8"));
+        Sconce::run(settings, &[&["submit", "-i", input, "-o", output], flags].concat())
+    }
+
+    /// Runs a job to its end.
+    async fn done(&self, settings: &Settings, flags: &[&str]) {
+        let mut job = self.submit(settings, flags);
+        assert_eq!(job.exit_code().await, 0, "{}", job.log());
+    }
+
+    /// What the output says of each row: its id and what it answers.
+    fn answers(&self) -> Vec<(String, Value)> {
+        let lines = fs::read_to_string(&self.output).expect("an output");
+        lines.lines().map(|line| answer(&serde_json::from_str(line).expect("JSON"))).collect()
+    }
+
+    fn written(&self) -> usize {
+        fs::read(&self.output).map_or(0, |bytes| bytes.iter().filter(|byte| **byte == b'\n').count())
+    }
+}
+
+fn answer(line: &Value) -> (String, Value) {
+    let id = line["custom_id"].as_str().unwrap_or_default().to_owned();
+    let answer = if line["error"].is_null() { &line["response"]["body"] } else { &line["error"]["code"] };
+    (id, answer.clone())
+}
+
+fn row(number: usize, body: Value) -> Value {
+    json!({"custom_id": format!("row-{number}"), "method": "POST", "url": "/v1/embeddings", "body": body})
+}
+
+fn rows(count: usize) -> Vec<Value> {
+    (0..count).map(|number| row(number, json!({"input": format!("text {number}")}))).collect()
+}
+
+fn echoed(count: usize) -> Vec<(String, Value)> {
+    (0..count).map(|number| (format!("row-{number}"), json!(format!("text {number}")))).collect()
+}
+
+/// The answers of an echo pool, by what was said.
+fn inputs(answers: Vec<(String, Value)>) -> Vec<(String, Value)> {
+    answers.into_iter().map(|(id, body)| (id, body["input"].clone())).collect()
+}
+
+fn progress(job: &Sconce) -> Vec<Value> {
+    job.lines_from(0).iter().filter_map(|line| serde_json::from_str(line).ok()).collect()
+}
+
+async fn no_dead_letters(client: &Client, settings: &Settings) {
+    assert_eq!(client.look(&settings.dead).await.map(|(ready, _)| ready), Some(0), "dead letters");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_file_is_answered_in_its_order_and_resumed_behind_any_byte() {
+    let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].workers_per_device", 2);
+    let sconce = Sconce::launch(&settings);
+    sconce.consumes(2).await;
+    let files = Files::new(&rows(1_500));
+    let mut job = files.submit(&settings, &["--json"]);
+    assert_eq!(job.exit_code().await, 0, "{}", job.log());
+    assert_eq!(inputs(files.answers()), echoed(1_500));
+    let report = progress(&job).pop().expect("a report");
+    let count = |name: &str| report[name].as_u64().expect("a count");
+    assert_eq!((count("published"), count("written"), count("lines")), (1_500, 1_500, 1_500), "{report}");
+    assert_eq!((count("errors"), count("in_flight"), count("resent")), (0, 0, 0), "{report}");
+    assert_eq!(report["workers"].as_array().map(Vec::len), Some(2), "{report}");
+    let whole = fs::read(&files.output).expect("an output");
+    for keep in [0, 1, whole.len() / 3, whole.len() - 1] {
+        fs::write(&files.output, &whole[..keep]).expect("an output");
+        files.done(&settings, &[]).await;
+        assert_eq!(inputs(files.answers()), echoed(1_500), "cut at {keep}");
+    }
+    let mut again = files.submit(&settings, &[]);
+    assert_eq!(again.exit_code().await, 0);
+    again.wait_for_log("all 1500 rows are answered already").await;
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    no_dead_letters(&client, &settings).await;
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rows_that_share_tasks_are_answered_as_if_alone_and_a_bad_one_spoils_only_itself() {
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-bert-cls");
+    let settings = Settings::echo(Rabbit::shared().url())
+        .set("pool[0].model", model.display())
+        .set("pool[0].max_inputs", 8);
+    let sconce = Sconce::launched(&settings).await;
+    let texts = ["a cat", "rain", "the old river", "stone"];
+    let mut asked: Vec<Value> =
+        (0..40).map(|number| row(number, json!({"input": texts[number % texts.len()]}))).collect();
+    // Too many inputs for this pool, also alone; and no request at all.
+    asked[5] = row(5, json!({"input": vec!["a"; 9]}));
+    asked[11] = json!({"custom_id": "row-11"});
+    let (alone, shared) = (Files::new(&asked), Files::new(&asked));
+    alone.done(&settings, &[]).await;
+    shared.done(&settings, &["--rows-per-task", "7"]).await;
+    let (alone, shared) = (alone.answers(), shared.answers());
+    assert_eq!(alone.len(), 40);
+    for ((id, one), (_, other)) in alone.iter().zip(&shared) {
+        match id.as_str() {
+            "row-5" => assert!(one["error"]["message"].is_string() && one == other, "{one} {other}"),
+            "row-11" => assert_eq!((one.as_str(), one), (Some("invalid_line"), other)),
+            _ => {
+                let vector = |of: &Value| -> Vec<f64> {
+                    let numbers = of["data"][0]["embedding"].as_array().expect("a vector");
+                    numbers.iter().filter_map(Value::as_f64).collect()
+                };
+                let (one, other) = (vector(one), vector(other));
+                assert!(one.len() == other.len() && !one.is_empty());
+                assert!(one.iter().zip(&other).all(|(a, b)| (a - b).abs() < 1e-6), "{id}");
+            }
+        }
+    }
+    let tokens = |of: &[(String, Value)]| -> u64 {
+        of.iter().filter_map(|(_, body)| body["usage"]["total_tokens"].as_u64()).sum()
+    };
+    assert_eq!(tokens(&alone), tokens(&shared), "usage adds up");
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_late_row_holds_up_no_other_and_the_order_stays() {
+    let settings = Settings::echo(Rabbit::shared().url())
+        .set("pool[0].workers_per_device", 2)
+        .set("pool[0].batch.max_requests", 1)
+        .set("pool[0].prefetch", 1);
+    let sconce = Sconce::launch(&settings);
+    sconce.consumes(2).await;
+    let gate = sconce.gate();
+    let mut asked = rows(600);
+    asked[0]["body"]["hold"] = gate.name.as_str().into();
+    let files = Files::new(&asked);
+    let mut job = files.submit(&settings, &["--json"]);
+    gate.held().await;
+    until("the others are answered", || async {
+        progress(&job).pop().filter(|it| it["answered"] == 599 && it["written"] == 0)
+    })
+    .await;
+    assert_eq!(files.written(), 0);
+    gate.open();
+    assert_eq!(job.exit_code().await, 0, "{}", job.log());
+    assert_eq!(inputs(files.answers()), echoed(600));
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_client_leaves_no_dead_letters_and_goes_on() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let sconce = Sconce::launched(&settings).await;
+    let asked: Vec<Value> = (0..900)
+        .map(|number| row(number, json!({"input": format!("text {number}"), "sleep_ms": 1})))
+        .collect();
+    let files = Files::new(&asked);
+    for quarter in 1..4 {
+        let mut job = files.submit(&settings, &[]);
+        until("a part is written", || async { (files.written() >= quarter * 200).then_some(()) }).await;
+        job.signal(Signal::SIGKILL);
+        job.exit_code().await;
+    }
+    files.done(&settings, &[]).await;
+    assert_eq!(inputs(files.answers()), echoed(900));
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    client.ready_becomes(&settings.tasks, 0).await;
+    no_dead_letters(&client, &settings).await;
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_outlives_its_broker_its_workers_and_its_connections() {
+    let rabbit = Rabbit::private();
+    let settings = Settings::echo(rabbit.url())
+        .set("pool[0].workers_per_device", 2)
+        .set("pool[0].batch.max_requests", 2);
+    let sconce = Sconce::launch(&settings);
+    sconce.consumes(2).await;
+    let asked: Vec<Value> = (0..3_000)
+        .map(|number| row(number, json!({"input": format!("text {number}"), "sleep_ms": 10})))
+        .collect();
+    let files = Files::new(&asked);
+    let mut job = files.submit(&settings, &["--reply-timeout", "20s"]);
+    let reaches = async |count: usize| {
+        until(&format!("{count} rows are written"), || async { (files.written() >= count).then_some(()) })
+            .await;
+    };
+    reaches(100).await;
+    for worker in sconce.workers() {
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(worker as i32), Signal::SIGKILL);
+    }
+    reaches(300).await;
+    assert!(rabbit.cut("sconce submit") > 0);
+    reaches(600).await;
+    rabbit.kill();
+    rabbit.start();
+    assert_eq!(job.exit_code().await, 0, "{}", job.log());
+    assert_eq!(inputs(files.answers()), echoed(3_000));
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ctrl_c_leaves_after_its_grace_and_what_it_left_can_be_withdrawn() {
+    let settings = Settings::echo(Rabbit::shared().url())
+        .set("pool[0].batch.max_requests", 1)
+        .set("pool[0].prefetch", 4)
+        .controlled();
+    let sconce = Sconce::launched(&settings).await;
+    let gate = sconce.gate();
+    let mut asked = rows(50);
+    asked[20]["body"]["hold"] = gate.name.as_str().into();
+    let files = Files::new(&asked);
+    let mut job = files.submit(&settings, &["--grace", "1s"]);
+    gate.held().await;
+    until("the rows before it are written", || async { (files.written() == 20).then_some(()) }).await;
+    job.signal(Signal::SIGINT);
+    assert_eq!(job.exit_code().await, 84, "{}", job.log());
+    job.wait_for_log("stopped behind row 20").await;
+    let log = job.log();
+    let id = log.lines().find_map(|line| line.strip_prefix("job ")?.split_once(',').map(|it| it.0));
+    let id = id.expect("the job's id").to_owned();
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    let mut replies = client.inbox(&format!("sconce.job.{id}")).await;
+    let mut cancel = Sconce::run(&settings, &["submit", "--cancel", &id]);
+    assert_eq!(cancel.exit_code().await, 0, "{}", cancel.log());
+    gate.open();
+    let statuses: Vec<i64> = replies.take(30).await.iter().map(|reply| reply.status_code()).collect();
+    // The one on the device was cancelled too late, or in time.
+    assert!(statuses.iter().filter(|status| **status == 499).count() >= 29, "{statuses:?}");
+    // The next run is another job.
+    files.done(&settings, &[]).await;
+    assert_eq!(inputs(files.answers()), echoed(50));
+    no_dead_letters(&client, &settings).await;
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_that_is_withdrawn_under_its_client_ends_it_and_goes_on_with_the_next_run() {
+    let settings = Settings::echo(Rabbit::shared().url())
+        .set("pool[0].batch.max_requests", 1)
+        .set("pool[0].prefetch", 2)
+        .controlled();
+    let sconce = Sconce::launched(&settings).await;
+    let gate = sconce.gate();
+    let mut asked = rows(30);
+    asked[10]["body"]["hold"] = gate.name.as_str().into();
+    let files = Files::new(&asked);
+    let mut job = files.submit(&settings, &[]);
+    gate.held().await;
+    let log = job.log();
+    let id = log.lines().find_map(|line| line.strip_prefix("job ")?.split_once(',').map(|it| it.0));
+    let mut cancel = Sconce::run(&settings, &["submit", "--cancel", id.expect("the job's id")]);
+    assert_eq!(cancel.exit_code().await, 0, "{}", cancel.log());
+    gate.open();
+    assert_eq!(job.exit_code().await, 84, "{}", job.log());
+    assert!(job.log().contains("was withdrawn"), "{}", job.log());
+    files.done(&settings, &[]).await;
+    assert_eq!(inputs(files.answers()), echoed(30));
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reply_that_never_comes_is_asked_for_again_and_then_an_error_line() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    client.declare(&settings.tasks, &[]).await;
+    // Takes tasks and never answers, as a worker whose host is gone for the broker but not for the network.
+    let mut taken = client.inbox(&settings.tasks).await;
+    let files = Files::new(&rows(2));
+    let mut job = files.submit(&settings, &["--reply-timeout", "3s", "--attempts", "2", "--json"]);
+    assert_eq!(taken.take(4).await.len(), 4, "each of the two twice");
+    assert_eq!(job.exit_code().await, 0, "{}", job.log());
+    let expected = [0, 1].map(|number| (format!("row-{number}"), json!("no_reply")));
+    assert_eq!(files.answers(), expected);
+    let report = progress(&job).pop().expect("a report");
+    assert_eq!((&report["resent"], &report["errors"]), (&2.into(), &2.into()), "{report}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_workers_a_job_waits_and_no_attempt_is_spent() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    let sconce = Sconce::launched(&settings).await;
+    assert_eq!(sconce.stop().await, 0);
+    client.consumers_become(&settings.tasks, 0).await;
+    let files = Files::new(&rows(5));
+    let mut job = files.submit(&settings, &["--reply-timeout", "2s", "--attempts", "1", "--json"]);
+    until("it says that nobody consumes", || async {
+        progress(&job).pop().filter(|it| it["consumed"] == false)
+    })
+    .await;
+    client.ready_becomes(&settings.tasks, 5).await;
+    let sconce = Sconce::launched(&settings).await;
+    assert_eq!(job.exit_code().await, 0, "{}", job.log());
+    assert_eq!(inputs(files.answers()), echoed(5));
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn standard_input_and_several_files_are_read_and_what_cannot_be_continued_is_refused() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let files = Files::new(&rows(30));
+    let mut early = files.submit(&settings, &[]);
+    assert_ne!(early.exit_code().await, 0);
+    assert!(early.log().contains(&settings.tasks), "the queue is named: {}", early.log());
+    let sconce = Sconce::launched(&settings).await;
+    let output = files.output.to_str().expect("UTF-8");
+    fs::remove_file(&files.output).expect("an output");
+    let more = Files::new(&rows(40)[30..]);
+    files.done(&settings, &["-i", more.input.to_str().expect("UTF-8")]).await;
+    assert_eq!(inputs(files.answers()), echoed(40));
+    // Its standard input is empty.
+    let mut again = Sconce::run(&settings, &["submit", "-i", "-", "-o", output]);
+    assert_eq!(again.exit_code().await, 64, "{}", again.log());
+    assert!(again.log().contains("cannot be read again"), "{}", again.log());
+    fs::remove_file(&files.output).expect("an output");
+    let mut empty = Sconce::run(&settings, &["submit", "-i", "-", "-o", output]);
+    assert_eq!(empty.exit_code().await, 0, "{}", empty.log());
+    let mut pipe = Sconce::run(&settings, &["submit", "-i", output, "-o", "/dev/stdout"]);
+    assert_eq!(pipe.exit_code().await, 64, "{}", pipe.log());
+    let mut none = files.submit(&settings, &["--background"]);
+    assert_eq!(none.exit_code().await, 64, "{}", none.log());
+    assert!(none.log().contains("no background_queue"), "{}", none.log());
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_background_job_lets_others_pass_and_a_sentinel_stops_its_worker_too() {
+    let name = "background.of.a.job";
+    let settings = Settings::echo(Rabbit::shared().url())
+        .set("pool[0].background_queue", name)
+        .set("pool[0].batch.max_requests", 1)
+        .set("pool[0].prefetch", 8);
+    let sconce = Sconce::launch(&settings);
+    sconce.consumes(2).await;
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    let mut inbox = client.inbox(&settings.replies).await;
+    let gate = sconce.gate();
+    client.publish(&settings.tasks, Task::new(json!({"input": "first"})).held_at(&gate)).await;
+    gate.held().await;
+    let asked: Vec<Value> = (0..6)
+        .map(|number| row(number, json!({"input": format!("text {number}"), "sleep_ms": 300})))
+        .collect();
+    let files = Files::new(&asked);
+    let mut job = files.submit(&settings, &["--background"]);
+    client.ready_becomes(name, 0).await;
+    client.publish(&settings.tasks, Task::new(json!({"input": "second"}))).await;
+    client.ready_becomes(&settings.tasks, 0).await;
+    gate.open();
+    for expected in ["first", "second"] {
+        assert_eq!(inbox.next().await.body["input"], expected);
+    }
+    assert!(files.written() <= 2, "it came behind what had begun");
+    assert_eq!(job.exit_code().await, 0, "{}", job.log());
+    assert_eq!(inputs(files.answers()), echoed(6));
+    client.publish(&settings.tasks, Task::sentinel()).await;
+    let mut sconce = sconce;
+    assert_eq!(sconce.exit_code().await, 0, "{}", sconce.log());
+    client.consumers_become(name, 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_ends_the_job_with_its_name_and_the_same_command_goes_on() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let sconce = Sconce::launched(&settings).await;
+    let files = Files::new(&rows(400));
+    // 60 blocks of 512 bytes.
+    let limited = files.input.with_file_name("limited");
+    let program = env!("CARGO_BIN_EXE_sconce");
+    let script = format!("#!/bin/sh\ntrap '' XFSZ\nulimit -f 60\nexec {program} \"$@\"\n");
+    fs::write(&limited, script).expect("a script");
+    fs::set_permissions(&limited, fs::Permissions::from_mode(0o755)).expect("a script");
+    let mut job = files.submit(&settings.clone().by_script(limited), &[]);
+    assert_ne!(job.exit_code().await, 0, "{}", job.log());
+    assert!(job.log().contains("the output"), "{}", job.log());
+    assert!(files.written() < 400);
+    files.done(&settings, &[]).await;
+    assert_eq!(inputs(files.answers()), echoed(400));
+    assert_eq!(sconce.stop().await, 0);
+}
