@@ -8,8 +8,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use sconce::model::ops::{
-    Activation, After, Distances, FeedForward, NormParams, Panels, Published, SelfAttention, Up, add_norm,
-    multiply_rows,
+    Activation, After, Distances, FeedForward, NormParams, Numbers, Panels, Published, SelfAttention, Up,
+    add_norm, multiply_rows,
 };
 
 // As in the program: large outputs cost page faults with the system's allocator.
@@ -69,7 +69,7 @@ fn attention(criterion: &mut Criterion) {
     let part = || Result::Ok((noise(&[HIDDEN, HIDDEN])?, noise(&[HIDDEN])?));
     let published = || -> Result<Published> {
         let (qkv, out) = ([part()?, part()?, part()?], noise(&[HIDDEN, HIDDEN])?);
-        Ok(Published { qkv, out, heads: HEADS, distances: Distances::default() })
+        Ok(Published { qkv, out, heads: HEADS, distances: Distances::default(), numbers: Numbers::F32 })
     };
     let half = published().and_then(|it| SelfAttention::new(it, After::Norm(norm()?))).expect("weights");
     for length in [8, 32, 128, 512] {
@@ -88,7 +88,12 @@ fn feed_forward(criterion: &mut Criterion) {
     let x = noise(&[TOKENS, HIDDEN]).expect("tokens");
     for activation in [Activation::Gelu, Activation::GeluTanh, Activation::Relu] {
         let make = || {
-            let up = Up { matrix: noise(&[INNER, HIDDEN])?, bias: noise(&[INNER])?, gate: None };
+            let up = Up {
+                matrix: noise(&[INNER, HIDDEN])?,
+                bias: noise(&[INNER])?,
+                gate: None,
+                numbers: Numbers::F32,
+            };
             FeedForward::new(up, &noise(&[HIDDEN, INNER])?, After::Norm(norm()?), activation)
         };
         let half = make().expect("weights");

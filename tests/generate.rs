@@ -14,7 +14,7 @@ use sconce::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
 use sconce::model::ops::{RowNumbers, multiplies_bytes};
 use sconce::model::tasks::generate::{self, Answer, GenerateProcessor, Piece, Prompt, TextGenerator};
 use sconce::model::{
-    Advance, Device, Generate, LoadSpec, Preprocessed, Processor, Row, SizedInput, Slot, TaskError,
+    Advance, Device, Dtype, Generate, LoadSpec, Preprocessed, Processor, Row, SizedInput, Slot, TaskError,
 };
 use sconce::protocol::{Headers, Message, Properties, TaskErrorKind};
 use serde_json::{Value, json};
@@ -296,6 +296,70 @@ fn a_sequence_is_the_same_to_the_bit_alone_together_late_cut_and_with_reused_beg
         assert!(again[2].1.cached >= 64, "{} tokens were reused", again[2].1.cached);
         assert_eq!(again[4].1.cached, 0);
     }
+}
+
+/// What a GPU runs, on the CPU.
+fn by_candle(path: &Path, options: Value, dtype: Dtype) -> (GenerateProcessor, TextGenerator) {
+    let spec = LoadSpec { dtype, ..spec(path, options) };
+    generate::load_onto(&spec, &Device::Cpu).unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn by_candles_operations_texts_are_those_of_the_reference_library_together_cut_and_with_reused_beginnings() {
+    for (name, path) in TINY.map(|name| (name, fixture(name))).into_iter().chain([("smollm2", smollm2())]) {
+        let (processor, mut generator) = by_candle(&path, json!({"context": 256}), Dtype::F32);
+        let expected = expected(name);
+        let prompts = expected["prompts"].as_array().expect("a list");
+        let ask = |prompt: &Value| {
+            let count = prompt["greedy"].as_array().expect("a list").len();
+            let body =
+                json!({"prompt": prompt["ids"], "max_tokens": count, "temperature": 0, "ignore_eos": true});
+            inputs(&processor, COMPLETIONS, &body).remove(0)
+        };
+        let asked: Vec<SizedInput<Prompt>> = prompts.iter().map(ask).collect();
+        let longest = prompts.iter().map(|prompt| numbers(&prompt["ids"]).len()).max().unwrap_or_default();
+        let plans = [AT_ONCE, Plan { chunk: 1, apart: 0 }, Plan { chunk: 40, apart: 3 }];
+        // The real weights are large: once.
+        let plans = if name == "smollm2" { &plans[2..] } else { &plans[..] };
+        for (run_number, plan) in plans.iter().copied().enumerate() {
+            let answers = run(&mut generator, &asked, plan);
+            for ((_, answer), prompt) in answers.iter().zip(prompts) {
+                assert_eq!(answer.text, prompt["text_out"], "{name}, {}: {}", plan.chunk, prompt["text"]);
+            }
+            let cached: usize = answers.iter().map(|(_, answer)| answer.cached).sum();
+            assert_eq!(cached > 0, run_number > 0 && longest > BLOCK, "{name}");
+        }
+    }
+}
+
+#[test]
+fn by_candles_operations_a_sequence_is_nearly_the_same_in_any_company() {
+    let (processor, mut generator) = by_candle(&smollm2(), json!({"kv_tokens": 4096}), Dtype::F32);
+    let mut prompts = mixed(&processor);
+    prompts.truncate(5);
+    let alone: Vec<_> =
+        prompts.iter().flat_map(|it| run(&mut generator, std::slice::from_ref(it), AT_ONCE)).collect();
+    let together = run(&mut generator, &prompts, Plan { chunk: 50, apart: 1 });
+    let (mut same, mut all, mut most) = (0, 0, 0.0_f32);
+    for ((_, alone), (_, together)) in alone.iter().zip(&together) {
+        let scores = |answer: &Answer| answer.scores.clone().expect("they were asked for");
+        let (alone, together) = (scores(alone), scores(together));
+        all += alone.len();
+        for (a, b) in alone.iter().zip(&together).take_while(|(a, b)| a.bytes == b.bytes) {
+            same += 1;
+            most = most.max((a.logprob - b.logprob).abs());
+        }
+    }
+    assert!(most < 1e-3, "{most}");
+    // A token that is drawn among the least likely ones may be another, and what follows it is another text.
+    assert!(same * 10 > all * 8, "{same} of {all}");
+}
+
+#[test]
+fn what_makes_no_sense_on_a_gpu_is_refused_by_name() {
+    let spec = spec(&fixture("generate-llama"), json!({"activations": "int8"}));
+    let error = generate::load_onto(&spec, &Device::Cpu).err().map(|error| error.to_string());
+    assert!(error.is_some_and(|error| error.contains("activations = \"int8\" is for CPUs")));
 }
 
 #[test]

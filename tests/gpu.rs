@@ -238,6 +238,104 @@ fn pairs_get_the_scores_on_a_gpu_that_they_get_on_a_cpu() {
     assert!(off > 0.0, "computed by the same device");
 }
 
+/// What greedy answers to several prompts of different lengths are, and how likely each token is.
+struct Generated {
+    output: Output,
+    texts: Vec<String>,
+    logprobs: Vec<f64>,
+}
+
+fn generate(device: &str, settings: &[&str], variables: &[(&str, &str)]) -> Generated {
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/generate-llama");
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
+    let line = |(at, prompt): (usize, &String)| {
+        let body =
+            json!({"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": true, "logprobs": 1});
+        let line =
+            json!({"custom_id": at.to_string(), "method": "POST", "url": "/v1/completions", "body": body});
+        format!("{line}\n")
+    };
+    fs::write(&input, texts().iter().enumerate().map(line).collect::<String>()).unwrap();
+    let mut command = run_batch(&model, device, (&input, &output));
+    for setting in [&["launcher.max_quick_failures=1"], settings].concat() {
+        command.args(["--set", setting]);
+    }
+    let ran = command.envs(variables.iter().copied()).output().unwrap();
+    let lines = fs::read_to_string(&output).unwrap_or_default();
+    let mut answers: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    answers.sort_by_key(|answer| answer["custom_id"].as_str().unwrap().parse::<usize>().unwrap());
+    let choices = answers.iter().map(|answer| &answer["response"]["body"]["choices"][0]);
+    let choices: Vec<&Value> = choices.filter(|choice| choice["text"].is_string()).collect();
+    let numbers = |choice: &&Value| choice["logprobs"]["token_logprobs"].as_array().unwrap().clone();
+    Generated {
+        texts: choices.iter().map(|choice| choice["text"].as_str().unwrap().to_owned()).collect(),
+        logprobs: choices.iter().flat_map(numbers).map(|it| it.as_f64().unwrap()).collect(),
+        output: ran,
+    }
+}
+
+#[test]
+fn a_gpu_continues_several_texts_at_once_as_a_cpu_does() {
+    // Prompts are fed in chunks of at most this, beside the answers of others.
+    let small = ["pool[0].batch.max_tokens=48"];
+    let cpu = generate("cpu", &small, &[]);
+    assert_eq!(cpu.texts.len(), texts().len());
+    for (settings, within) in [
+        (&[][..], 1e-4),
+        (&["pool[0].options.kv_numbers=bf16"], 0.1),
+        (&["pool[0].dtype=f16"], 0.1),
+        (&["pool[0].dtype=bf16"], 0.5),
+    ] {
+        let gpu = generate("cuda:0", &[&small, settings].concat(), &[]);
+        assert_eq!(gpu.logprobs.len(), cpu.logprobs.len(), "{}", String::from_utf8_lossy(&gpu.output.stderr));
+        // Of texts that are the same: where one token differs, all later ones do.
+        let pairs = cpu.texts.iter().zip(&gpu.texts).enumerate().filter(|(_, (a, b))| a == b);
+        let same: Vec<usize> = pairs.map(|(at, _)| at).collect();
+        let at = |all: &Vec<f64>, text: usize| all[24 * text..24 * (text + 1)].to_vec();
+        let off = same.iter().flat_map(|text| {
+            let (a, b) = (at(&cpu.logprobs, *text), at(&gpu.logprobs, *text));
+            a.into_iter().zip(b).map(|(a, b)| (a - b).abs())
+        });
+        let off = off.fold(0.0, f64::max);
+        assert!(off > 0.0 && off < within, "{settings:?}: {off}, {} texts are the same", same.len());
+        // Random weights nearly tie more often than a model's.
+        let least = if settings.is_empty() { cpu.texts.len() } else { cpu.texts.len() / 4 };
+        assert!(same.len() >= least, "{settings:?}: {} texts are the same", same.len());
+    }
+}
+
+#[test]
+fn a_device_that_computes_a_decoder_wrongly_takes_no_work() {
+    for idle in ["softmax", "s_u32", "rope"] {
+        let ran = generate("cuda:0", &[], &[("EMULATED_IDLE", idle)]);
+        let said = String::from_utf8_lossy(&ran.output.stderr);
+        assert!(said.contains("it computes wrongly: of a known prompt of 40 tokens"), "{idle}: {said}");
+        assert!(ran.texts.is_empty() && !ran.output.status.success());
+    }
+}
+
+#[test]
+fn a_step_that_finds_no_memory_is_halved_and_no_text_is_lost() {
+    let cpu = generate("cpu", &[], &[]);
+    let halved = generate("cuda:0", &[], &[("EMULATED_MEMORY", "2000000")]);
+    let said = String::from_utf8_lossy(&halved.output.stderr);
+    assert!(said.contains("trying its halves") && said.contains("OUT_OF_MEMORY"), "{said}");
+    assert_eq!(halved.texts, cpu.texts);
+}
+
+#[test]
+fn keys_and_values_that_do_not_fit_on_the_gpu_are_named_with_their_bytes() {
+    let settings = ["pool[0].options.kv_tokens=100000"];
+    let ran = generate("cuda:0", &settings, &[("EMULATED_MEMORY", "8000000")]);
+    let said = String::from_utf8_lossy(&ran.output.stderr);
+    for words in ["keys and values of 100513 tokens need 51462656 bytes", "OUT_OF_MEMORY", "lower kv_tokens"]
+    {
+        assert!(said.contains(words), "{words:?} is not in {said}");
+    }
+    assert!(ran.texts.is_empty() && !ran.output.status.success());
+}
+
 #[test]
 fn a_batch_that_finds_no_memory_is_halved_and_nothing_is_lost() {
     let folder = model(64, 2);

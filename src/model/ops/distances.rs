@@ -130,17 +130,26 @@ impl Rotary {
         }
     }
 
+    /// The cosines and sines of these places, each `[places, half]`, in f32.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn tables(&self, places: &[usize], device: &Device) -> Result<[Tensor; 2]> {
+        let table = |part: fn(&(f32, f32)) -> f32| {
+            let numbers: Vec<f32> = places.iter().flat_map(|place| self.at(*place)).map(part).collect();
+            Tensor::from_vec(numbers, (places.len(), self.half), device)
+        };
+        Ok([table(|turn| turn.0)?, table(|turn| turn.1)?])
+    }
+
     /// The same by candle's operations, of `x` `[tokens, heads, d]`.
     ///
     /// # Errors
     /// Shapes or types do not match, or the device fails.
     pub fn rotated(&self, x: &Tensor, places: &[usize]) -> Result<Tensor> {
-        let shape = (places.len(), 1, self.half);
-        let table = |part: fn(&(f32, f32)) -> f32| {
-            let numbers: Vec<f32> = places.iter().flat_map(|place| self.at(*place)).map(part).collect();
-            Tensor::from_vec(numbers, shape, x.device())?.to_dtype(x.dtype())
-        };
-        let (cos, sin) = (table(|turn| turn.0)?, table(|turn| turn.1)?);
+        let [cos, sin] = self.tables(places, x.device())?;
+        let of_heads = |table: Tensor| table.unsqueeze(1)?.to_dtype(x.dtype());
+        let (cos, sin) = (of_heads(cos)?, of_heads(sin)?);
         let (a, b) = (x.narrow(2, 0, self.half)?, x.narrow(2, self.half, self.half)?);
         let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
         let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;

@@ -22,19 +22,58 @@ pub struct Decoder {
     buffers: Buffers,
 }
 
-struct Layer {
-    norm: Vec<f32>,
+/// The weights of a layer.
+pub(super) struct Layer {
+    pub norm: Vec<f32>,
     /// Of queries, keys and values.
-    qkv: [Matrix; 3],
+    pub qkv: [Matrix; 3],
     /// Their biases.
-    biases: Option<[Vec<f32>; 3]>,
+    pub biases: Option<[Vec<f32>; 3]>,
     /// The norms of each head of queries and of keys.
-    head_norms: Option<[Vec<f32>; 2]>,
-    out: Matrix,
-    inner_norm: Vec<f32>,
-    gate: Matrix,
-    up: Matrix,
-    down: Matrix,
+    pub head_norms: Option<[Vec<f32>; 2]>,
+    pub out: Matrix,
+    pub inner_norm: Vec<f32>,
+    pub gate: Matrix,
+    pub up: Matrix,
+    pub down: Matrix,
+}
+
+impl Layer {
+    /// Reads the layer number `index`.
+    ///
+    /// # Errors
+    /// As [`Decoder::load`].
+    pub fn load(weights: &Weights, config: &DecoderConfig, index: usize) -> Result<Self, LoadError> {
+        let DecoderConfig { hidden, inner, heads, kv_heads, head_width, .. } = *config;
+        let (wide, narrow) = (heads * head_width, kv_heads * head_width);
+        let linear = |part, shape| weights.matrix(index, part, shape);
+        let vector = |part, length| weights.vector(index, part, length);
+        let parts = weights.parts();
+        let biases = match parts.biases {
+            Some([q, k, v]) => Some([vector(q, wide)?, vector(k, narrow)?, vector(v, narrow)?]),
+            None => None,
+        };
+        let head_norms = match parts.head_norms {
+            Some([q, k]) => Some([vector(q, head_width)?, vector(k, head_width)?]),
+            None => None,
+        };
+        let [q, k, v] = parts.qkv;
+        Ok(Self {
+            norm: vector(parts.norm, hidden)?,
+            qkv: [
+                weights.rotated(index, q, [hidden, wide], heads)?,
+                weights.rotated(index, k, [hidden, narrow], kv_heads)?,
+                linear(v, [hidden, narrow])?,
+            ],
+            biases,
+            head_norms,
+            out: linear(parts.out, [wide, hidden])?,
+            inner_norm: vector(parts.inner_norm, hidden)?,
+            gate: linear(parts.gate, [hidden, inner])?,
+            up: linear(parts.up, [hidden, inner])?,
+            down: linear(parts.down, [inner, hidden])?,
+        })
+    }
 }
 
 #[derive(Default)]
@@ -54,37 +93,8 @@ impl Decoder {
     /// # Errors
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
     pub fn load(weights: &Weights, config: &DecoderConfig, context: usize) -> Result<Self, LoadError> {
-        let DecoderConfig { hidden, inner, heads, kv_heads, head_width, vocabulary, .. } = *config;
-        let (wide, narrow) = (heads * head_width, kv_heads * head_width);
-        let layer = |index: usize| {
-            let linear = |part, shape| weights.matrix(index, part, shape);
-            let vector = |part, length| weights.vector(index, part, length);
-            let parts = weights.parts();
-            let biases = match parts.biases {
-                Some([q, k, v]) => Some([vector(q, wide)?, vector(k, narrow)?, vector(v, narrow)?]),
-                None => None,
-            };
-            let head_norms = match parts.head_norms {
-                Some([q, k]) => Some([vector(q, head_width)?, vector(k, head_width)?]),
-                None => None,
-            };
-            let [q, k, v] = parts.qkv;
-            Ok::<_, LoadError>(Layer {
-                norm: vector(parts.norm, hidden)?,
-                qkv: [
-                    weights.rotated(index, q, [hidden, wide], heads)?,
-                    weights.rotated(index, k, [hidden, narrow], kv_heads)?,
-                    linear(v, [hidden, narrow])?,
-                ],
-                biases,
-                head_norms,
-                out: linear(parts.out, [wide, hidden])?,
-                inner_norm: vector(parts.inner_norm, hidden)?,
-                gate: linear(parts.gate, [hidden, inner])?,
-                up: linear(parts.up, [hidden, inner])?,
-                down: linear(parts.down, [inner, hidden])?,
-            })
-        };
+        let DecoderConfig { hidden, vocabulary, .. } = *config;
+        let layer = |index| Layer::load(weights, config, index);
         Ok(Self {
             words: weights.words([hidden, vocabulary])?,
             layers: (0..config.layers).map(layer).collect::<Result<_, _>>()?,

@@ -2,8 +2,10 @@
 
 pub mod config;
 mod host;
+mod on_device;
 
 pub use host::Decoder;
+pub use on_device::{DeviceDecoder, Held};
 
 use std::path::PathBuf;
 
@@ -15,7 +17,45 @@ use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
 use crate::model::load::laid_out::LaidOut;
 use crate::model::load::weights::{Precision, Weights as Tensors};
+use crate::model::ops::causal::Span;
+use crate::model::ops::kv::KvBlocks;
 use crate::model::ops::{Matrix, RowNumbers};
+
+/// A decoder with its sequences' keys and values.
+pub enum WithBlocks {
+    /// On the host, to the bit.
+    Host(Box<Decoder>, KvBlocks),
+    /// By Candle's operations.
+    Device(DeviceDecoder),
+}
+
+impl WithBlocks {
+    /// [`Decoder::forward`] or [`DeviceDecoder::forward`].
+    ///
+    /// # Errors
+    /// As the latter; the former has none.
+    pub fn forward(
+        &mut self,
+        step: (&[u32], &[Span<'_>]),
+        wanted: &[usize],
+        logits: &mut Vec<f32>,
+    ) -> candle_core::Result<()> {
+        match self {
+            Self::Host(decoder, kv) => {
+                decoder.forward(kv, step, wanted, logits);
+                Ok(())
+            }
+            Self::Device(decoder) => decoder.forward(step, wanted, logits),
+        }
+    }
+
+    /// Gives a block's memory back to the system. A device's memory stays for other sequences.
+    pub fn release(&mut self, block: u32) {
+        if let Self::Host(_, kv) = self {
+            kv.release(block);
+        }
+    }
+}
 
 /// A decoder's tensors by their names in its files.
 pub struct Weights {

@@ -15,7 +15,7 @@ use sha2::{Digest, Sha256};
 
 use self::grammar::{Constraint, Grammars};
 pub use self::network::{Answer, Piece, Prompt, TextGenerator};
-use self::options::Options;
+use self::options::{Computes, Options};
 use self::sampler::Seed;
 use super::names::ServedNames;
 use super::{MANY_TEXTS, prepared};
@@ -24,8 +24,8 @@ use crate::model::load::gguf::Gguf;
 use crate::model::load::laid_out::{self, LaidOut};
 use crate::model::load::vocabulary::Vocabulary;
 use crate::model::nets::decoder::config::DecoderConfig;
-use crate::model::nets::decoder::{Decoder, Weights};
-use crate::model::ops::kv::KvShape;
+use crate::model::nets::decoder::{Decoder, DeviceDecoder, Held, Weights, WithBlocks};
+use crate::model::ops::kv::{KvBlocks, KvShape};
 use crate::model::{
     Body, Capacity, Device, Dtype, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route,
     SizedInput, TaskError,
@@ -40,45 +40,88 @@ const COMPLETION_TOKENS: usize = 16;
 /// The same for conversations.
 const CHAT_TOKENS: usize = 512;
 
-/// Loads a model that generates text.
+/// Loads a model that generates text: onto a CPU with weights as in the file, onto a GPU by
+/// [`load_onto`].
 ///
 /// # Errors
 /// [`LoadError`] for a file that is missing or invalid, an option that is not known, and a device or precision
 /// that is not done.
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, TextGenerator), LoadError> {
-    let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
     if !device.is_cpu() {
-        return Err(refused("text is generated on CPUs only, so far".to_owned()));
+        return load_onto(spec, device);
     }
     if spec.dtype != Dtype::F32 {
         let name = spec.dtype.name();
-        return Err(refused(format!(
-            "dtype is {name:?}; weights are kept as in the file and computed in f32"
-        )));
+        return Err(LoadError::Unsupported {
+            model: spec.source.clone(),
+            reason: format!(
+                "dtype is {name:?}; on a CPU weights are kept as in the file and computed in f32"
+            ),
+        });
     }
-    let files = ModelFiles::locate(&spec.source)?;
-    let (config, vocabulary, mut weights) = if let Some(path) = files.gguf() {
-        let gguf = Gguf::read(&path)?;
-        let config = DecoderConfig::of_gguf(&gguf)?;
-        let vocabulary = Vocabulary::of_gguf(&gguf, config.vocabulary)?;
-        let weights = Weights::of_gguf(gguf, &config);
-        (config, vocabulary, weights)
-    } else {
+    let mut model = Model::read(spec)?;
+    let options = Options::read(spec, model.config.context, Computes::Host)?;
+    model.weights.multiply_rows_as(options.activations);
+    let decoder = decoder(&model.files, model.weights, &model.config, options.context)?;
+    let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = model.config;
+    let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };
+    let kv = KvBlocks::new(shape, TextGenerator::blocks(options.capacity()));
+    let kv = kv.map_err(|error| spec.failed(format!("keys and values: {error}")))?;
+    Ok(served((spec, options), &model.config, model.vocabulary, WithBlocks::Host(Box::new(decoder), kv)))
+}
+
+/// Loads the same onto any device, to be computed by Candle's operations with weights in the pool's `dtype`. On a CPU
+/// this is for tests.
+///
+/// # Errors
+/// As [`load`], [`LoadError::Device`] if the device has no memory for the weights or for the keys and values, and
+/// [`LoadError::Unfit`] if it computes wrongly.
+pub fn load_onto(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, TextGenerator), LoadError> {
+    let Model { config, vocabulary, weights, .. } = Model::read(spec)?;
+    let options = Options::read(spec, config.context, Computes::Candle)?;
+    let held = Held {
+        context: options.context,
+        blocks: TextGenerator::blocks(options.capacity()),
+        numbers: options.kv_numbers,
+    };
+    let decoder = DeviceDecoder::load((spec, device), &weights, &config, held)?;
+    decoder.prove(spec, &weights, options.kv_numbers)?;
+    Ok(served((spec, options), &config, vocabulary, WithBlocks::Device(decoder)))
+}
+
+/// What a model's files hold.
+struct Model {
+    files: ModelFiles,
+    config: DecoderConfig,
+    vocabulary: Vocabulary,
+    weights: Weights,
+}
+
+impl Model {
+    fn read(spec: &LoadSpec) -> Result<Self, LoadError> {
+        let files = ModelFiles::locate(&spec.source)?;
+        if let Some(path) = files.gguf() {
+            let gguf = Gguf::read(&path)?;
+            let config = DecoderConfig::of_gguf(&gguf)?;
+            let vocabulary = Vocabulary::of_gguf(&gguf, config.vocabulary)?;
+            let weights = Weights::of_gguf(gguf, &config);
+            return Ok(Self { files, config, vocabulary, weights });
+        }
         let config = DecoderConfig::read(&files, &spec.source)?;
         let vocabulary = Vocabulary::of_files(&files, config.vocabulary)?;
         let weights = Weights::of_files(&files, &config)?;
-        (config, vocabulary, weights)
-    };
-    let options = Options::read(spec, config.context)?;
-    weights.multiply_rows_as(options.activations);
-    let decoder = decoder(&files, weights, &config, options.context)?;
-    let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = config;
-    let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };
-    let capacity =
-        Capacity { sequences: options.sequences, tokens: options.kv_tokens, context: options.context };
+        Ok(Self { files, config, vocabulary, weights })
+    }
+}
+
+fn served(
+    (spec, options): (&LoadSpec, Options),
+    config: &DecoderConfig,
+    vocabulary: Vocabulary,
+    decoder: WithBlocks,
+) -> (GenerateProcessor, TextGenerator) {
     let known = (vocabulary.texts(), vocabulary.ends.clone());
-    let generator = TextGenerator::new(decoder, shape, capacity, known);
-    let generator = generator.map_err(|error| spec.failed(format!("keys and values: {error}")))?;
+    let generator = TextGenerator::new(decoder, options.capacity(), known);
     let processor = GenerateProcessor {
         vocabulary,
         names: ServedNames::new(spec),
@@ -87,7 +130,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
         options,
         grammars: OnceLock::new(),
     };
-    Ok((processor, generator))
+    (processor, generator)
 }
 
 /// Loads a decoder whose matrices are shared with the other workers of this host, if they can be.
@@ -378,6 +421,11 @@ fn unix_seconds() -> u64 {
 }
 
 impl Options {
+    /// What these options hold at once.
+    fn capacity(&self) -> Capacity {
+        Capacity { sequences: self.sequences, tokens: self.kv_tokens, context: self.context }
+    }
+
     /// The seed of a task that names none: the same for the same task of the same pool.
     fn seed_of(&self, properties: &Properties) -> u64 {
         let id = properties.message_id.as_ref().or(properties.correlation_id.as_ref());

@@ -2,7 +2,6 @@
 //! answer ends. A step changes a sequence only when its result is known (`Generate::step`).
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::sync::Arc;
 
 use super::blocks::{Blocks, Table};
@@ -10,9 +9,9 @@ use super::grammar::Constraint;
 use super::sampler::{Sampler, Seed, log_probabilities};
 use super::text::Text;
 use crate::model::load::vocabulary::TokenTexts;
-use crate::model::nets::decoder::Decoder;
+use crate::model::nets::decoder::WithBlocks;
 use crate::model::ops::causal::Span;
-use crate::model::ops::kv::{BLOCK, KvBlocks, KvShape};
+use crate::model::ops::kv::BLOCK;
 use crate::model::{Advance, Advances, Capacity, ForwardError, Generate, Row, Slot, TaskError};
 use crate::protocol::generate::{Finish, Sampling, TokenScore};
 
@@ -67,8 +66,7 @@ pub struct Answer {
 
 /// A decoder with its sequences.
 pub struct TextGenerator {
-    decoder: Decoder,
-    kv: KvBlocks,
+    decoder: WithBlocks,
     blocks: Blocks,
     capacity: Capacity,
     texts: TokenTexts,
@@ -106,22 +104,16 @@ struct Feed {
 }
 
 impl TextGenerator {
-    /// A generator that has computed nothing.
-    ///
-    /// # Errors
-    /// The system has no address space for the keys and values.
-    pub fn new(
-        decoder: Decoder,
-        shape: KvShape,
-        capacity: Capacity,
-        (texts, ends): (TokenTexts, BTreeSet<u32>),
-    ) -> io::Result<Self> {
-        // Each sequence's last block may be nearly empty.
-        let count = capacity.tokens.div_ceil(BLOCK) + capacity.sequences;
-        let kv = KvBlocks::new(shape, count)?;
-        let blocks = Blocks::new(u32::try_from(count).map_err(io::Error::other)?);
-        let (open, logits) = (BTreeMap::new(), Vec::new());
-        Ok(Self { decoder, kv, blocks, capacity, texts, ends, open, logits })
+    /// A generator that has computed nothing. The decoder has [`TextGenerator::blocks`] blocks.
+    pub fn new(decoder: WithBlocks, capacity: Capacity, (texts, ends): (TokenTexts, BTreeSet<u32>)) -> Self {
+        let blocks = Blocks::new(Self::blocks(capacity) as u32);
+        Self { decoder, blocks, capacity, texts, ends, open: BTreeMap::new(), logits: Vec::new() }
+    }
+
+    /// Blocks for so many tokens: each sequence's last block may be nearly empty. The options' bounds keep their number
+    /// within 32 bits.
+    pub fn blocks(capacity: Capacity) -> usize {
+        capacity.tokens.div_ceil(BLOCK) + capacity.sequences
     }
 
     /// What a row feeds: tokens of the prompt that are neither computed nor reused, or the answer's last token.
@@ -274,7 +266,8 @@ impl Generate for TextGenerator {
             }
         }
         let mut all = std::mem::take(&mut self.logits);
-        self.decoder.forward(&mut self.kv, (&ids, &spans), &wanted, &mut all);
+        let computed = self.decoder.forward((&ids, &spans), &wanted, &mut all);
+        computed.map_err(|error| ForwardError::from(&error))?;
         let width = all.len() / wanted.len().max(1);
         let mut logits = all.chunks_exact_mut(width.max(1));
         let advance = |feed: Result<Feed, TaskError>| {
@@ -290,7 +283,7 @@ impl Generate for TextGenerator {
     fn close(&mut self, slot: Slot) {
         if let Some(sequence) = self.open.remove(&slot) {
             for block in self.blocks.leave(sequence.table) {
-                self.kv.release(block);
+                self.decoder.release(block);
             }
         }
     }

@@ -70,12 +70,21 @@ enum Activations {
     Int8,
 }
 
+/// What computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Computes {
+    /// This program's own products, on a CPU.
+    Host,
+    /// Candle's operations, on any device.
+    Candle,
+}
+
 impl Options {
     /// Reads the pool's options for a model of this context.
     ///
     /// # Errors
-    /// [`LoadError::Unsupported`] naming an option that is not known or out of its bounds.
-    pub fn read(spec: &LoadSpec, model_context: usize) -> Result<Self, LoadError> {
+    /// [`LoadError::Unsupported`] naming an option that is not known, out of its bounds, or not for what computes.
+    pub fn read(spec: &LoadSpec, model_context: usize, computes: Computes) -> Result<Self, LoadError> {
         let refused = |reason: String| LoadError::Unsupported {
             model: spec.source.clone(),
             reason: format!("[pool.options]: {reason}"),
@@ -84,12 +93,18 @@ impl Options {
         let written: Written = serde_json::from_value(written).map_err(|error| refused(error.to_string()))?;
         let context = written.context.unwrap_or(CONTEXT.min(model_context));
         let (activations, name) = match written.activations {
+            Activations::Auto if computes == Computes::Candle => (RowNumbers::F32, "auto"),
             Activations::Auto if multiplies_bytes() => (RowNumbers::Int16, "auto"),
             Activations::Auto => (RowNumbers::F32, "auto"),
             Activations::F32 => (RowNumbers::F32, "f32"),
             Activations::Int16 => (RowNumbers::Int16, "int16"),
             Activations::Int8 => (RowNumbers::Int8, "int8"),
         };
+        if activations != RowNumbers::F32 && computes == Computes::Candle {
+            return Err(refused(format!(
+                "activations = {name:?} is for CPUs; a GPU computes with the weights' dtype"
+            )));
+        }
         if activations != RowNumbers::F32 && !multiplies_bytes() {
             return Err(refused(format!(
                 "activations = {name:?}: this CPU lacks AVX512-VNNI, or pool.cpu_features forbids it"
@@ -131,7 +146,7 @@ mod tests {
     fn read(options: Value) -> Result<Options, String> {
         let options = options.as_object().unwrap().clone().into_iter().collect();
         let spec = LoadSpec { options, ..LoadSpec::new("org/name") };
-        Options::read(&spec, 8_192).map_err(|error| error.to_string())
+        Options::read(&spec, 8_192, Computes::Host).map_err(|error| error.to_string())
     }
 
     #[test]
