@@ -15,8 +15,10 @@ use std::time::{Duration, Instant};
 
 /// The waiting time that one level of priority is worth.
 pub const AGEING: Duration = Duration::from_secs(5);
-/// How much later a background sequence counts than it came.
+/// How much later a background sequence counts than it came, at least.
 pub const BACKGROUND: Duration = Duration::from_secs(60);
+/// The same at most, however many of one requester wait: others come at last behind those that came long before.
+pub const BACKGROUND_AT_MOST: Duration = Duration::from_secs(120);
 /// How much later a sequence counts than the one before it of the same requester and priority: a requester of a
 /// hundred sequences lets others in between.
 pub const TURN: Duration = Duration::from_secs(1);
@@ -154,6 +156,9 @@ impl<K: Copy + PartialEq> Scheduler<K> {
         if let Some(last) = self.last.get(&of) {
             at = at.max(*last + TURN);
         }
+        if request.background {
+            at = at.min(turn_of(request.priority, true) + (BACKGROUND_AT_MOST - BACKGROUND));
+        }
         self.last.insert(of, at);
         self.arrivals += 1;
         self.waiting.insert((at, self.arrivals), (key, request));
@@ -205,8 +210,13 @@ impl<K: Copy + PartialEq> Scheduler<K> {
             false => running.request.background && !request.background && running.order > order,
         };
         let running = self.running.iter().enumerate().filter_map(|(slot, it)| Some((slot, it.as_ref()?)));
-        let giving_way = running.filter(|(_, running)| gives_way(running));
-        let (slot, _) = giving_way.max_by_key(|(_, running)| running.admitted)?;
+        let giving_way: Vec<_> = running.filter(|(_, running)| gives_way(running)).collect();
+        let freed: usize = giving_way.iter().map(|(_, running)| running.request.tokens()).sum();
+        if (self.reserved - freed).saturating_add(request.tokens()) > self.limits.reserved_tokens {
+            // Their work would be lost, and it would find no room all the same.
+            return None;
+        }
+        let (slot, _) = giving_way.into_iter().max_by_key(|(_, running)| running.admitted)?;
         let Running { key, request, order, .. } = self.vacate(slot)?;
         self.waiting.insert(order, (key, request));
         Some((key, slot))

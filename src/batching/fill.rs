@@ -7,7 +7,8 @@ use std::vec::IntoIter;
 
 /// After so long a wait, a background task takes turns with the others: it is held, and its broker would take it back.
 const AGEING: Duration = Duration::from_secs(60);
-/// A batch of background inputs alone has this share of the most tokens: who comes meanwhile waits for it.
+/// A batch of background inputs alone has at most a quarter of the most tokens, so that a task that comes while it is
+/// computed waits for a short one.
 const BACKGROUND_SHARE: usize = 4;
 
 /// The bounds of a batch.
@@ -129,8 +130,13 @@ impl<T> Batcher<T> {
     }
 
     fn cut(&mut self, now: Instant) -> Batch<T> {
-        while let Some(task) = self.background.pop_front_if(|task| task.since + AGEING <= now) {
-            self.waiting.push_back(task);
+        let is_old = |task: &Task<T>| task.since + AGEING <= now;
+        // Turns have mixed the ages.
+        if self.background.iter().any(is_old) {
+            let (old, young): (VecDeque<_>, _) =
+                std::mem::take(&mut self.background).into_iter().partition(is_old);
+            self.waiting.extend(old);
+            self.background = young;
         }
         let most = self.most_tokens();
         let mut batch = Batch { inputs: Vec::new(), tokens: 0 };

@@ -97,7 +97,7 @@ pub enum CtlOrder {
     },
     /// Change what launchers and workers log
     LogLevel {
-        /// As in SCONCE_LOG: debug, or sconce::worker=trace
+        /// As in SCONCE_LOG: debug, or sconce::worker=trace; `default` as at the start
         filter: String,
     },
     /// End a task that a worker holds; it is answered with 499

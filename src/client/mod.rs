@@ -104,6 +104,9 @@ pub(crate) trait Sink<M, E> {
     /// This number of replies came a second time.
     fn duplicates(&mut self, _count: usize) {}
 
+    /// The broker will never take this task, of a job. It is answered without a reply next.
+    fn refused(&mut self, _number: u64, _words: String) {}
+
     /// This number of tasks is published again.
     fn resent(&mut self, _count: usize) {}
 
@@ -249,8 +252,16 @@ impl Client {
             tokio::select! {
                 biased;
                 Some(published) = under_way.next() => {
-                    let number = published?;
+                    let (number, refused) = published?;
+                    if let Some(words) = refused {
+                        sink.refused(number, words);
+                        gather.answer(number, None, Instant::now());
+                        continue;
+                    }
                     sink.confirmed(number);
+                    if let Some(resends) = &mut resends {
+                        resends.confirmed(number, Instant::now());
+                    }
                     if replies.is_none() {
                         gather.answer(number, None, Instant::now());
                     }
@@ -279,7 +290,7 @@ impl Client {
                     let queue = request.queue.clone().unwrap_or_else(|| task_queue.clone());
                     let message = Arc::new(message(number, request, reply_to.clone()));
                     if let Some(resends) = &mut resends {
-                        resends.begin(number, queue.clone(), message.clone(), Instant::now());
+                        resends.begin(number, queue.clone(), message.clone());
                     }
                     under_way.push(sent(&**publisher, queue, number, message, resends.is_some()));
                 }
@@ -419,22 +430,22 @@ fn number_of(reply: &Message) -> Option<u64> {
     reply.properties.correlation_id.as_deref()?.parse().ok()
 }
 
-/// Publishes the task `number`, and returns the number once it is confirmed.
+/// Publishes the task `number`, and returns the number once it is confirmed; with the broker's words, if it will never
+/// take this task and the caller can go on without it.
 async fn sent(
     publisher: &dyn Publisher,
     queue: Arc<str>,
     number: u64,
     message: Arc<Message>,
     patient: bool,
-) -> Result<u64, ClientError> {
+) -> Result<(u64, Option<String>), ClientError> {
     loop {
-        let published = publisher.publish(&queue, message.clone()).await?;
-        if patient && published == Published::Nacked {
+        match publisher.publish(&queue, message.clone()).await? {
             // A full queue has room again later.
-            tokio::time::sleep(REFUSED).await;
-            continue;
+            Published::Nacked if patient => tokio::time::sleep(REFUSED).await,
+            Published::Refused(words) if patient => return Ok((number, Some(words))),
+            published => return accepted(published, &queue).map(|()| (number, None)),
         }
-        return accepted(published, &queue).map(|()| number);
     }
 }
 

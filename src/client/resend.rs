@@ -1,7 +1,7 @@
 //! Decides when a task whose reply does not come is published again, and when it is given up; and how many tasks may
 //! be under way. Pure: owns the messages of the tasks under way; times are passed in.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,10 +9,11 @@ use tokio::time::Instant;
 
 use crate::protocol::Message;
 
-/// When a task without a reply is published again.
+/// When a task without a reply is published again. A queue gives out its tasks in their order, so a task counts as late
+/// only if one that was published after it was answered long ago, or if no task at all is answered.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Resend {
-    /// Time without a reply, while workers consume.
+    /// How long ago that answer, or the last one, was; counted while workers consume.
     pub(crate) after: Duration,
     /// How often a task is published in all.
     pub(crate) attempts: u32,
@@ -42,14 +43,45 @@ pub(super) struct Resends {
     bytes: usize,
     clock: Clock,
     answered: Recently,
+    overtaken: Overtaken,
 }
 
 struct UnderWay {
     queue: Arc<str>,
     message: Arc<Message>,
-    /// On the clock, when it was published last.
-    since: Duration,
+    /// On the clock, when the broker took it last; none: it has not yet.
+    since: Option<Duration>,
     attempts: u32,
+}
+
+/// Which tasks were overtaken long ago. Times are the clock's.
+#[derive(Default)]
+struct Overtaken {
+    /// Answers: their times, and when the answered tasks had been taken by the broker. Bound: one for each second of
+    /// [`Resend::after`].
+    answers: VecDeque<(Duration, Duration)>,
+    /// The latest of these that was answered long ago.
+    upto: Duration,
+    /// The last answer.
+    last: Duration,
+}
+
+impl Overtaken {
+    fn answered(&mut self, since: Duration, now: Duration) {
+        self.last = now;
+        match self.answers.back_mut() {
+            Some((at, latest)) if at.as_secs() == now.as_secs() => *latest = since.max(*latest),
+            _ => self.answers.push_back((now, since)),
+        }
+    }
+
+    /// Whether a task that the broker took at `since` is late.
+    fn has(&mut self, since: Duration, now: Duration, after: Duration) -> bool {
+        while let Some((_, since)) = self.answers.pop_front_if(|(at, _)| *at + after <= now) {
+            self.upto = self.upto.max(since);
+        }
+        since < self.upto || now >= self.last.max(since) + after
+    }
 }
 
 /// Time that passes only while workers consume: a fleet that is down for an hour costs no task an attempt.
@@ -86,7 +118,8 @@ impl Resends {
     pub(super) fn new(policy: Resend, now: Instant) -> Self {
         let clock = Clock { passed: Duration::ZERO, from: Some(now) };
         let answered = Recently { began: now, counts: [0; 2] };
-        Self { policy, under_way: BTreeMap::new(), bytes: 0, clock, answered }
+        let overtaken = Overtaken::default();
+        Self { policy, under_way: BTreeMap::new(), bytes: 0, clock, answered, overtaken }
     }
 
     /// Whether one more task may be under way, of `most`.
@@ -96,10 +129,17 @@ impl Resends {
     }
 
     /// A task is published for the first time.
-    pub(super) fn begin(&mut self, number: u64, queue: Arc<str>, message: Arc<Message>, now: Instant) {
+    pub(super) fn begin(&mut self, number: u64, queue: Arc<str>, message: Arc<Message>) {
         self.bytes += message.body.len();
-        let since = self.clock.now(now);
-        self.under_way.insert(number, UnderWay { queue, message, since, attempts: 1 });
+        self.under_way.insert(number, UnderWay { queue, message, since: None, attempts: 1 });
+    }
+
+    /// The broker has taken a task.
+    pub(super) fn confirmed(&mut self, number: u64, now: Instant) {
+        let now = self.clock.now(now);
+        if let Some(task) = self.under_way.get_mut(&number) {
+            task.since = Some(now);
+        }
     }
 
     /// A task was answered, or given up.
@@ -107,6 +147,8 @@ impl Resends {
         if let Some(task) = self.under_way.remove(&number) {
             self.bytes -= task.message.body.len();
             self.answered.count(1, now);
+            let now = self.clock.now(now);
+            self.overtaken.answered(task.since.unwrap_or(now), now);
         }
     }
 
@@ -119,13 +161,17 @@ impl Resends {
     /// The tasks whose time is over.
     pub(super) fn late(&mut self, now: Instant) -> Vec<Late> {
         let (now, Resend { after, attempts }) = (self.clock.now(now), self.policy);
-        let late = self.under_way.iter_mut().filter(|(_, task)| now >= task.since + after);
+        let overtaken = &mut self.overtaken;
+        let late = self
+            .under_way
+            .iter_mut()
+            .filter(|(_, task)| task.since.is_some_and(|since| overtaken.has(since, now, after)));
         let decide = |(number, task): (&u64, &mut UnderWay)| {
             if task.attempts >= attempts {
                 return Late::GivenUp(*number);
             }
             task.attempts += 1;
-            task.since = now;
+            task.since = None;
             Late::Again(*number, task.queue.clone(), task.message.clone())
         };
         late.map(decide).collect()
@@ -137,6 +183,7 @@ mod tests {
     use super::*;
 
     const AFTER: Duration = Duration::from_secs(60);
+    const SECOND: Duration = Duration::from_secs(1);
 
     fn message(bytes: usize) -> Arc<Message> {
         Arc::new(Message { body: vec![0; bytes].into(), ..Message::default() })
@@ -146,25 +193,50 @@ mod tests {
         Resends::new(Resend { after: AFTER, attempts: 2 }, now)
     }
 
+    fn publish(resends: &mut Resends, number: u64, now: Instant) {
+        resends.begin(number, "q".into(), message(3));
+        resends.confirmed(number, now);
+    }
+
+    fn again(number: u64) -> Late {
+        Late::Again(number, "q".into(), message(3))
+    }
+
     #[test]
-    fn a_task_without_a_reply_is_published_again_and_then_given_up() {
+    fn a_task_that_was_overtaken_long_ago_is_published_again_and_then_given_up() {
         let now = Instant::now();
         let mut resends = resends(now);
-        for number in 0..2 {
-            resends.begin(number, "q".into(), message(3), now);
+        (0..3).for_each(|number| publish(&mut resends, number, now + SECOND * number as u32));
+        resends.answered(2, now + 3 * SECOND);
+        assert_eq!(resends.late(now + 3 * SECOND + AFTER - SECOND), []);
+        let late = now + 3 * SECOND + AFTER;
+        assert_eq!(resends.late(late), [again(0), again(1)]);
+        assert_eq!(resends.late(late + 9 * AFTER), [], "the broker has not taken them");
+        (0..2).for_each(|number| resends.confirmed(number, late));
+        assert_eq!(resends.late(late + AFTER - SECOND), []);
+        assert_eq!(resends.late(late + AFTER), [Late::GivenUp(0), Late::GivenUp(1)]);
+    }
+
+    #[test]
+    fn a_long_queue_whose_tasks_are_answered_in_their_order_is_not_late() {
+        let now = Instant::now();
+        let mut resends = resends(now);
+        (0..9).for_each(|number| publish(&mut resends, number, now));
+        for number in 0..8 {
+            let at = now + AFTER / 2 * (number as u32 + 1);
+            assert_eq!(resends.late(at), []);
+            resends.answered(number, at);
         }
-        resends.answered(0, now);
-        assert_eq!(resends.late(now + AFTER - Duration::from_secs(1)), []);
-        assert_eq!(resends.late(now + AFTER), [Late::Again(1, "q".into(), message(3))]);
-        assert_eq!(resends.late(now + AFTER), []);
-        assert_eq!(resends.late(now + 2 * AFTER), [Late::GivenUp(1)]);
+        let last = now + 4 * AFTER;
+        assert_eq!(resends.late(last + AFTER - SECOND), []);
+        assert_eq!(resends.late(last + AFTER), [again(8)], "nothing is answered any more");
     }
 
     #[test]
     fn time_without_workers_does_not_count() {
         let now = Instant::now();
         let mut resends = resends(now);
-        resends.begin(0, "q".into(), message(3), now);
+        publish(&mut resends, 0, now);
         resends.consumed(false, now + AFTER / 2);
         assert_eq!(resends.late(now + 100 * AFTER), []);
         resends.consumed(true, now + 100 * AFTER);
@@ -177,25 +249,25 @@ mod tests {
         let now = Instant::now();
         let mut resends = resends(now);
         let mut begun = 0;
-        let mut fill = |resends: &mut Resends, now| {
+        let mut fill = |resends: &mut Resends| {
             while resends.has_room(1_000) {
-                resends.begin(begun, "q".into(), message(1), now);
+                resends.begin(begun, "q".into(), message(1));
                 begun += 1;
             }
             resends.under_way.len()
         };
-        assert_eq!(fill(&mut resends, now), FEWEST);
+        assert_eq!(fill(&mut resends), FEWEST);
         (0..200).for_each(|number| resends.answered(number, now));
-        assert_eq!(fill(&mut resends, now), FEWEST);
+        assert_eq!(fill(&mut resends), FEWEST);
         (200..450).for_each(|number| resends.answered(number, now));
-        assert_eq!(fill(&mut resends, now), 450);
+        assert_eq!(fill(&mut resends), 450);
         (450..900).for_each(|number| resends.answered(number, now + SPAN));
-        assert_eq!(fill(&mut resends, now + SPAN), 900);
+        assert_eq!(fill(&mut resends), 900);
         (900..1_700).for_each(|number| resends.answered(number, now + SPAN));
-        assert_eq!(fill(&mut resends, now + SPAN), 1_000, "the bound");
+        assert_eq!(fill(&mut resends), 1_000, "the bound");
         (1_700..1_800).for_each(|number| resends.answered(number, now + 3 * SPAN));
-        assert_eq!(fill(&mut resends, now + 3 * SPAN), 900, "those are under way already");
-        resends.begin(9_999, "q".into(), message(BYTES), now);
+        assert_eq!(fill(&mut resends), 900, "those are under way already");
+        resends.begin(9_999, "q".into(), message(BYTES));
         assert!(!resends.has_room(usize::MAX));
     }
 }

@@ -65,6 +65,11 @@ impl Tally {
         }
     }
 
+    /// The tasks that each worker has answered.
+    pub(super) fn by_worker(&self) -> BTreeMap<String, u64> {
+        self.replies.shares().into_iter().map(|share| (share.worker, share.tasks)).collect()
+    }
+
     /// The report for this pool, with this many lines that hold an error.
     pub(super) fn report(&mut self, pool: &str, errors: u64) -> Report {
         self.replies.began = self.began.unwrap_or_default();

@@ -20,7 +20,7 @@ use crate::telemetry::QUIET;
 
 pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
-    start_logging(Some(QUIET));
+    start_logging(Some(QUIET))?;
     let target = arguments.target().map_err(|words| anyhow!(words).context(Exit::Usage))?;
     let request = arguments.order.request();
     if let Request::SetBatch(change) = &request

@@ -29,7 +29,7 @@ const RETRY: Duration = Duration::from_secs(60);
 /// Runs the service.
 pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Result<Exit> {
     let settings = load(arguments, &[])?.settings;
-    start_logging(None);
+    start_logging(None)?;
     let host = Host::here();
     let assignments = registry.plan(&settings, &host)?;
     let program = std::env::current_exe().context("cannot find this program's file")?;
@@ -52,7 +52,7 @@ async fn serve(
     let stop = Stop::default();
     listen(stop.clone(), Patience::SecondAborts)?;
     let mut hangups = Hangups::listen()?;
-    let raw_lines = (log_format(true) == Format::Json).then_some(telemetry::write_line as RawLines);
+    let raw_lines = (log_format(true)? == Format::Json).then_some(telemetry::write_line as RawLines);
     let launching = Launching::new((program, Some(program)), &settings.launcher, &stop, raw_lines);
     if let Some(address) = settings.admin.listen {
         #[cfg(feature = "http")]

@@ -26,7 +26,7 @@ use std::io::IsTerminal;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 
 use crate::cli::{self, Command};
 use crate::config::{self, ConfigError, Loaded, Pool};
@@ -45,7 +45,7 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
         Command::Launch(settings) => launch::run(&settings, registry),
         Command::Worker(arguments) => worker::run(&arguments, registry),
         Command::Guard => {
-            start_logging(None);
+            start_logging(None)?;
             guard_workers(std::io::stdin().lock())
                 .context("cannot ignore the signals that stop a service")?;
             Ok(Exit::Done)
@@ -97,22 +97,27 @@ fn pool_named<'a>(pools: &'a [Pool], name: Option<&str>) -> anyhow::Result<(usiz
 }
 
 /// Starts logging for a command that a person or a service manager runs.
-fn start_logging(unless_told: Option<&str>) {
+///
+/// # Errors
+/// SCONCE_LOG or SCONCE_LOG_FORMAT cannot be read.
+fn start_logging(unless_told: Option<&str>) -> anyhow::Result<()> {
     let filter = std::env::var("SCONCE_LOG").ok();
-    let format = log_format(unless_told.is_none());
-    if let Some(problem) = telemetry::start(filter.as_deref().or(unless_told), format) {
-        tracing::warn!(problem, "SCONCE_LOG cannot be read; the default is used");
-    }
+    let format = log_format(unless_told.is_none())?;
+    let refused = |problem: String| anyhow!("SCONCE_LOG: {problem}").context(Exit::Config);
+    telemetry::start(filter.as_deref().or(unless_told), format).map_err(refused)
 }
 
 /// The format of log lines: as in `SCONCE_LOG_FORMAT`; otherwise for a person, except for a service whose
 /// stderr goes to a log collector.
-fn log_format(is_service: bool) -> Format {
+fn log_format(is_service: bool) -> anyhow::Result<Format> {
     match std::env::var("SCONCE_LOG_FORMAT").as_deref() {
-        Ok("json") => Format::Json,
-        Ok("human") => Format::Human,
-        _ if is_service && !std::io::stderr().is_terminal() => Format::Json,
-        _ => Format::Human,
+        Ok("json") => Ok(Format::Json),
+        Ok("human") => Ok(Format::Human),
+        Err(_) | Ok("") if is_service && !std::io::stderr().is_terminal() => Ok(Format::Json),
+        Err(_) | Ok("") => Ok(Format::Human),
+        Ok(other) => {
+            Err(anyhow!("SCONCE_LOG_FORMAT is {other:?}; expected human or json").context(Exit::Config))
+        }
     }
 }
 

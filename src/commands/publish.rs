@@ -30,7 +30,7 @@ const READ_AHEAD: usize = 256;
 
 pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
-    start_logging(Some(QUIET));
+    start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let mut lines = read_ahead(requests(arguments).context(Exit::Usage)?)?;
     let total = match &arguments.input {

@@ -48,7 +48,7 @@ const REPLIES: &str = "replies";
 pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Exit> {
     let settings = settings(arguments)?;
     let names = settings.pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
-    start_logging(Some(QUIET));
+    start_logging(Some(QUIET))?;
     let digest = |pool: &Pool| Ok::<_, anyhow::Error>((pool.clone(), registry.weights(&pool.model)?));
     let pools = settings.pools.iter().map(digest).collect::<anyhow::Result<Vec<_>>>();
     let (output, point) = files(arguments, &pools.context(Exit::ModelFailed)?).context(Exit::Usage)?;

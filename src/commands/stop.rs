@@ -15,7 +15,7 @@ use crate::telemetry::QUIET;
 /// Publishes as many sentinels as workers are to stop.
 pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
-    start_logging(Some(QUIET));
+    start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     runtime.block_on(async {

@@ -33,12 +33,14 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let (crashes, settings) = (CrashRecords::default(), LiveSettings::default());
     let (assignment, patience) = match arguments.launched_by {
         Some(launcher) => {
-            telemetry::start(std::env::var("SCONCE_LOG").ok().as_deref(), Format::Json);
+            let filter = std::env::var("SCONCE_LOG").ok();
+            let started = telemetry::start(filter.as_deref(), Format::Json);
+            started.map_err(|problem| anyhow!("SCONCE_LOG: {problem}").context(Exit::Config))?;
             tie_to(launcher)?;
             (assigned(&crashes, &settings)?, Patience::Drain)
         }
         None => {
-            start_logging(None);
+            start_logging(None)?;
             (by_hand(arguments)?, Patience::SecondAborts)
         }
     };

@@ -300,7 +300,10 @@ impl Settings {
 
     /// Task and dead-letter queues of all pools: no reply may go there.
     pub fn reserved_queues(&self) -> Vec<String> {
-        let of_pool = |pool: &Pool| [pool.task_queue.clone(), pool.dead_letter_queue.clone()];
+        let of_pool = |pool: &Pool| {
+            let background = pool.background_queue.clone();
+            [pool.task_queue.clone(), pool.dead_letter_queue.clone()].into_iter().chain(background)
+        };
         let mut queues: Vec<String> = self.pools.iter().flat_map(of_pool).collect();
         queues.sort_unstable();
         queues.dedup();
@@ -427,6 +430,7 @@ fn pools(root: &mut Reader<'_>) -> Option<Vec<Pool>> {
     let pools: Vec<Pool> = pools.into_iter().collect::<Option<_>>()?;
     refuse_repeats(report, &pools, "name", |pool| &pool.name);
     refuse_repeats(report, &pools, "task_queue", |pool| &pool.task_queue);
+    refuse_shared_background(report, &pools);
     Some(pools)
 }
 
@@ -440,6 +444,24 @@ fn refuse_repeats(report: &mut Report, pools: &[Pool], key: &str, of: impl Fn(&P
             report.refuse(format!("pool[{index}].{key}"), of(pool).as_str(), expected);
         } else {
             seen.insert(of(pool), index);
+        }
+    }
+}
+
+/// A background queue is of one pool, and is no pool's task queue.
+fn refuse_shared_background(report: &mut Report, pools: &[Pool]) {
+    for (index, pool) in pools.iter().enumerate() {
+        let Some(queue) = &pool.background_queue else { continue };
+        let others =
+            pools.iter().enumerate().filter(|(other, _)| *other != index).find_map(|(other, pool)| {
+                let is_background = other < index && pool.background_queue.as_ref() == Some(queue);
+                let key = if is_background { "background_queue" } else { "task_queue" };
+                (is_background || pool.task_queue == *queue).then(|| format!("pool[{other}].{key}"))
+            });
+        if let Some(other) = others {
+            let origin = report.origin_of(&other);
+            let expected = format!("a queue of its own: {other} is the same ({origin})");
+            report.refuse(format!("pool[{index}].background_queue"), queue.as_str(), expected);
         }
     }
 }

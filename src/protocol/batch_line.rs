@@ -151,12 +151,8 @@ pub fn error_line(number: usize, invalid: &InvalidLine) -> Vec<u8> {
     failed_line(number, "invalid_line", invalid)
 }
 
-/// The same of a line whose request got no reply.
-pub fn unanswered_line(number: usize, missed: &InvalidLine) -> Vec<u8> {
-    failed_line(number, "no_reply", missed)
-}
-
-fn failed_line(number: usize, code: &'static str, invalid: &InvalidLine) -> Vec<u8> {
+/// The same of a line that failed for another reason, which `code` names.
+pub fn failed_line(number: usize, code: &'static str, invalid: &InvalidLine) -> Vec<u8> {
     let message = format!("line {number}: {}", invalid.problem);
     let line = OutputLine {
         id: format!("batch_req_line_{number}"),

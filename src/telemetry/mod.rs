@@ -56,13 +56,13 @@ pub enum Format {
     Json,
 }
 
-/// Installs the subscriber. `filter` as in `SCONCE_LOG` (`debug`, `sconce::worker=trace`). Returns what is
-/// wrong with the filter, for the caller to log.
-pub fn start(filter: Option<&str>, format: Format) -> Option<String> {
-    let (filter, problem) = match EnvFilter::try_new(filter.unwrap_or(DEFAULT_FILTER)) {
-        Ok(filter) => (filter, None),
-        Err(error) => (EnvFilter::new(DEFAULT_FILTER), Some(error.to_string())),
-    };
+/// Installs the subscriber. `filter` as in `SCONCE_LOG` (`debug`, `sconce::worker=trace`).
+///
+/// # Errors
+/// What is wrong with the filter; then nothing is installed.
+pub fn start(filter: Option<&str>, format: Format) -> Result<(), String> {
+    let written = filter.unwrap_or(DEFAULT_FILTER);
+    let filter = parsed(written)?;
     let (filter, handle) = reload::Layer::new(shown(filter));
     let lines =
         tracing_subscriber::fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
@@ -73,8 +73,45 @@ pub fn start(filter: Option<&str>, format: Format) -> Option<String> {
     // A second call, as in tests, changes nothing.
     if tracing_subscriber::registry().with(lines).try_init().is_ok() {
         let _ = FILTER.set(Box::new(move |filter| handle.reload(shown(filter)).is_ok()));
+        let _ = FIRST.set(written.to_owned());
     }
-    problem
+    Ok(())
+}
+
+/// A filter whose levels and targets exist. The library takes any word for a target, so that a mistyped level would
+/// show nothing at all.
+fn parsed(written: &str) -> Result<EnvFilter, String> {
+    const LEVELS: &str = "off, error, warn, info, debug or trace";
+    let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
+    for directive in written.split(',').map(str::trim).filter(|directive| !directive.is_empty()) {
+        let (target, level) = match directive.split_once('=') {
+            Some((target, level)) => (target, Some(level)),
+            None if is_level(directive) => continue,
+            None => (directive, None),
+        };
+        // Spans and their fields may hold any signs.
+        if directive.contains('[') {
+            continue;
+        }
+        if let Some(level) = level.filter(|level| !is_level(level)) {
+            return Err(format!("{directive:?}: {level:?} is no level; levels are {LEVELS}"));
+        }
+        if !is_known(target) {
+            return Err(format!(
+                "{directive:?}: {target:?} is neither a level ({LEVELS}) nor a target, such as sconce or \
+                 sconce::worker, that logs here"
+            ));
+        }
+    }
+    EnvFilter::try_new(written).map_err(|error| format!("{written:?}: {error}"))
+}
+
+/// Whether a part of this program logs under this target: sconce, a library, or a model of one's own.
+fn is_known(target: &str) -> bool {
+    let program = std::env::current_exe().ok();
+    let program = program.as_ref().and_then(|path| path.file_stem()?.to_str()).unwrap_or_default();
+    let own = ["sconce", &program.replace('-', "_")];
+    is_of(&own, target) || is_of(&NOT_SHOWN, target) || is_of(&WARNINGS_ONLY, target)
 }
 
 /// Writes a line that another process of ours has already formatted.
@@ -86,12 +123,17 @@ pub fn write_line(line: &str) {
 /// Replaces the filter. Set once, by [`start`].
 static FILTER: OnceLock<Box<dyn Fn(EnvFilter) -> bool + Send + Sync>> = OnceLock::new();
 
-/// Changes the log filter, spelled as in `SCONCE_LOG`.
+/// The filter that logging was started with.
+static FIRST: OnceLock<String> = OnceLock::new();
+
+/// Changes the log filter, spelled as in `SCONCE_LOG`; `default` is the one at the start.
 ///
 /// # Errors
 /// What is wrong with the filter; the one before stays.
 pub fn set_filter(filter: &str) -> Result<(), String> {
-    let parsed = EnvFilter::try_new(filter).map_err(|error| error.to_string())?;
+    let filter =
+        if filter == "default" { FIRST.get().map_or(DEFAULT_FILTER, String::as_str) } else { filter };
+    let parsed = parsed(filter)?;
     match FILTER.get() {
         Some(replace) if replace(parsed) => Ok(()),
         _ => Err("logging has not been started".to_owned()),
@@ -124,6 +166,30 @@ mod tests {
     use std::io::{Read, Seek};
 
     use super::*;
+
+    #[test]
+    fn a_mistyped_level_or_target_is_named_and_silences_nothing() {
+        for (written, named) in [
+            ("debgu", "\"debgu\" is neither a level"),
+            ("sconce=inof", "\"inof\" is no level"),
+            ("warn,scnoce=info", "\"scnoce\""),
+            ("sconcerto=info", "\"sconcerto\""),
+        ] {
+            let error = parsed(written).err().unwrap_or_default();
+            assert!(error.contains(named), "{written}: {error}");
+        }
+        for good in [
+            "",
+            "debug",
+            "warn,sconce=info",
+            "sconce::worker=trace",
+            "sconce",
+            "lapin=off",
+            "hyper_util=warn",
+        ] {
+            assert!(parsed(good).is_ok(), "{good}");
+        }
+    }
 
     #[test]
     fn lines_that_nobody_asked_for_are_not_even_looked_at() {

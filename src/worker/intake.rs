@@ -66,6 +66,8 @@ pub(super) struct Intake<'a> {
     shared: Arc<Shared>,
     /// None: it has ended.
     consumers: Consumers<'a>,
+    /// What the broker may send of each before it is settled.
+    prefetches: [u16; 2],
     stop: Stop,
     settings: LiveSettings,
     cancellations: broadcast::Receiver<Cancellation>,
@@ -94,11 +96,12 @@ async fn next_of(consumers: &mut Consumers<'_>) -> (usize, Result<Event, BrokerE
 impl<'a> Intake<'a> {
     pub(super) fn new(
         shared: Arc<Shared>,
-        consumers: Consumers<'a>,
+        (consumers, first_prefetch): (Consumers<'a>, u16),
         (stop, settings): (Stop, LiveSettings),
         cancellations: broadcast::Receiver<Cancellation>,
     ) -> Self {
         Self {
+            prefetches: [first_prefetch, if consumers[1].is_some() { first_prefetch } else { 0 }],
             shared,
             consumers,
             stop,
@@ -136,6 +139,10 @@ impl<'a> Intake<'a> {
                 (queue, event) = next_of(&mut self.consumers) => match event? {
                     Event::Delivery(delivery) => self.take(*delivery).await,
                     Event::Lost { session } => self.forget(session)?,
+                    Event::End if self.phase == Phase::Running && self.stop.phase() == Phase::Running => {
+                        let words = "the broker's deliveries ended without being asked to";
+                        return Err(WorkerError::Internal(words.into()));
+                    }
                     Event::End => self.consumers[queue] = None,
                 },
                 Some(ended) = self.runs.join_next() => self.on_exit(ended)?,
@@ -153,9 +160,6 @@ impl<'a> Intake<'a> {
                     self.hand_back().await;
                 }
             }
-        }
-        if self.stop.phase() == Phase::Running && self.phase == Phase::Running {
-            return Err(WorkerError::Internal("the broker's deliveries ended without being asked to".into()));
         }
         self.shared.settlement.acker.flush().await;
         if self.stop.phase() == Phase::Running {
@@ -185,7 +189,8 @@ impl<'a> Intake<'a> {
         }
         let queue = usize::from(delivery_tag.is_background());
         if let Some(prefetch) = self.shared.prefetch[queue].came(delivery.message.body.len()) {
-            self.shared.settlement.stalled.set_prefetch(prefetch.get());
+            self.prefetches[queue] = prefetch.get();
+            self.shared.settlement.stalled.set_prefetch(self.prefetches.iter().sum());
             if let Some(consumer) = &mut self.consumers[queue] {
                 consumer.set_prefetch(prefetch).await;
             }

@@ -58,6 +58,7 @@ impl Worker {
         let settings = self.control.settings.clone();
         let cancellations = self.control.cancellations.subscribe();
         let consumers = [Some(&mut link.consumer), link.background.as_mut()];
+        let consumers = (consumers, self.assignment.first_prefetch());
         let intake = Intake::new(shared, consumers, (stop.clone(), settings), cancellations);
         let ended = intake.run(fault).await;
         for helper in [connection, follower] {
@@ -131,7 +132,10 @@ impl Worker {
     fn limits(&self) -> impl Fn(BatchChange) -> Limits + Send + 'static {
         // With a GPU, the CPU preprocesses and answers one more batch meanwhile.
         let batches = self.engine.depth() + usize::from(self.assignment.device != "cpu");
-        let (policy, bytes) = (self.policy, self.assignment.pool.prefetch_bytes);
+        let pool = &self.assignment.pool;
+        // Each queue has a prefetch of its own.
+        let queues = 1 + u64::from(pool.background_queue.is_some());
+        let (policy, bytes) = (self.policy, pool.prefetch_bytes / queues);
         move |overrides| {
             let policy = live_settings::changed(policy, overrides);
             Limits { batches, tokens: policy.max_tokens, requests: policy.max_requests, bytes }

@@ -151,7 +151,7 @@ impl Shared {
             return Err(TaskError::new(TaskErrorKind::Undecodable, words).at("content_type"));
         }
         match properties.content_encoding.as_deref().map(str::to_ascii_lowercase).as_deref() {
-            None | Some("" | "utf-8" | "utf8" | "identity") => Ok(()),
+            None | Some("" | "utf-8" | "utf8" | "identity" | "binary") => Ok(()),
             Some(other) => {
                 let words = format!("content_encoding {:?} is not supported; send utf-8", shorten(other, 80));
                 Err(TaskError::new(TaskErrorKind::Undecodable, words).at("content_encoding"))

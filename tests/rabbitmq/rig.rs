@@ -62,7 +62,7 @@ impl Common {
     async fn start() -> Self {
         // Ours is the only process here whose log a broker test can show: SCONCE_LOG=debug.
         if let Ok(filter) = std::env::var("SCONCE_LOG") {
-            sconce::telemetry::start(Some(&filter), sconce::telemetry::Format::Human);
+            let _ = sconce::telemetry::start(Some(&filter), sconce::telemetry::Format::Human);
         }
         let rabbit = Rabbit::shared();
         let client = Client::connect(&rabbit.url()).await;

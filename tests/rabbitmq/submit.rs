@@ -1,6 +1,7 @@
 //! `sconce submit`: one large job over a running pool, whatever happens to the client, the broker or the workers.
 
 use std::fs;
+use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
@@ -8,7 +9,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::support::client::{Client, Task};
-use crate::support::rabbit::Rabbit;
+use crate::support::rabbit::{Conf, Rabbit};
 use crate::support::sconce::{Sconce, Settings};
 use crate::support::wait::until;
 
@@ -103,7 +104,7 @@ async fn a_file_is_answered_in_its_order_and_resumed_behind_any_byte() {
     }
     let mut again = files.submit(&settings, &[]);
     assert_eq!(again.exit_code().await, 0);
-    again.wait_for_log("all 1500 rows are answered already").await;
+    again.wait_for_log("0 of 1500 rows answered now, 1500 before").await;
     let client = Client::connect(&Rabbit::shared().url()).await;
     no_dead_letters(&client, &settings).await;
     assert_eq!(sconce.stop().await, 0);
@@ -349,6 +350,50 @@ async fn standard_input_and_several_files_are_read_and_what_cannot_be_continued_
     let mut none = files.submit(&settings, &["--background"]);
     assert_eq!(none.exit_code().await, 64, "{}", none.log());
     assert!(none.log().contains("no background_queue"), "{}", none.log());
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_fifo_is_read_once_and_ctrl_c_before_its_end_is_no_success() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let sconce = Sconce::launched(&settings).await;
+    let files = Files::new(&rows(30));
+    let fifo = files.input.with_file_name("fifo");
+    assert!(std::process::Command::new("mkfifo").arg(&fifo).status().expect("mkfifo").success());
+    let flags = ["submit", "-i", fifo.to_str().expect("UTF-8"), "-o", files.output.to_str().expect("UTF-8")];
+    let mut job = Sconce::run(&settings, &flags);
+    let lines = fs::read(&files.input).expect("rows");
+    // Opens when the job reads, and stays open.
+    let to = fifo.clone();
+    let mut writer =
+        tokio::task::spawn_blocking(move || fs::File::create(to).expect("a writer")).await.expect("it");
+    writer.write_all(&lines).expect("a reader");
+    until("what was written is answered", || async { (files.written() == 30).then_some(()) }).await;
+    job.signal(Signal::SIGINT);
+    assert_eq!(job.exit_code().await, 84, "{}", job.log());
+    drop(writer);
+    fs::remove_file(&files.output).expect("an output");
+    let mut job = Sconce::run(&settings, &flags);
+    tokio::task::spawn_blocking(move || fs::write(fifo, lines).expect("a reader")).await.expect("it");
+    assert_eq!(job.exit_code().await, 0, "{}", job.log());
+    assert_eq!(inputs(files.answers()), echoed(30));
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_row_that_the_broker_never_takes_is_an_error_line_and_the_others_are_answered() {
+    let rabbit = Rabbit::private_with(Conf::default().line("max_message_size", 100_000));
+    let settings = Settings::echo(rabbit.url());
+    let sconce = Sconce::launched(&settings).await;
+    let mut asked = rows(20);
+    asked[7]["body"]["input"] = "x".repeat(200_000).into();
+    let files = Files::new(&asked);
+    files.done(&settings, &[]).await;
+    let answers = files.answers();
+    assert_eq!(answers[7], ("row-7".to_owned(), json!("refused")));
+    let others =
+        |all: Vec<(String, Value)>| -> Vec<_> { all.into_iter().filter(|(id, _)| id != "row-7").collect() };
+    assert_eq!(inputs(others(answers)), others(echoed(20)));
     assert_eq!(sconce.stop().await, 0);
 }
 

@@ -12,6 +12,7 @@ mod support;
 
 mod faults;
 mod fleet;
+mod job;
 mod ledger;
 mod plan;
 mod producers;
@@ -115,6 +116,15 @@ async fn a_storm_of_faults_over_a_pool_that_generates_changes_no_word() {
     let texts = texts::storm(seed, time).await;
     eprintln!("soak of texts: seed {seed}, {} s: {texts:?}", time.as_secs());
     assert!(texts.answered > texts.faults && texts.faults > 2, "{texts:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_storm_of_faults_over_one_large_job_leaves_every_row_answered_in_its_place() {
+    let Order { seconds, seed, .. } = order();
+    let time = Duration::from_secs(seconds / 3);
+    let done = job::storm(seed, time).await;
+    eprintln!("soak of a job: seed {seed}, {} s: {done:?}", time.as_secs());
+    assert!(done.faults > 4 && done.runs > 1, "{done:?}");
 }
 
 /// A reply queue that confirms nothing, once it is suspended, and one that is full.

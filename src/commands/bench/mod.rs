@@ -37,7 +37,7 @@ const PREFETCH: u16 = 2_048;
 
 pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
     let settings = super::load(&arguments.settings, &[])?.settings;
-    start_logging(Some(QUIET));
+    start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let bodies = bodies(&arguments.texts).context(Exit::Usage)?;
     let plan = plan(arguments);

@@ -20,7 +20,7 @@ use crate::telemetry::QUIET;
 pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Exit> {
     let slot = slot(arguments, registry)?;
     with_environment(&environment(&slot))?;
-    start_logging(Some(QUIET));
+    start_logging(Some(QUIET))?;
     let tasks: Vec<Work> = bodies(&arguments.texts).context(Exit::Usage)?.take(arguments.tasks).collect();
     let measured = measure(&slot, &registry.starter(&slot.pool), &tasks, arguments.time)?;
     let report = Report::new(&slot, tasks.len(), measured);

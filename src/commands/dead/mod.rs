@@ -24,7 +24,7 @@ use crate::telemetry::QUIET;
 const SHOWN_BYTES: usize = 64 << 20;
 
 pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {
-    start_logging(Some(QUIET));
+    start_logging(Some(QUIET))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {
         match command {

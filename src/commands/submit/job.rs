@@ -2,7 +2,7 @@
 //! output.
 
 use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io::{self, Write as _};
 use std::task::{Context, Poll};
 
@@ -15,13 +15,13 @@ use tokio::time::Instant;
 
 use super::ordered::{MOST_WAITING, Ordered};
 use super::read::Unit;
-use super::rows::{Packed, lines_of, missed_line};
+use super::rows::{Packed, failed_line, lines_of};
 use crate::cli::Submit;
 use crate::client::{self, Request, Task};
 use crate::commands::batch_report::Tally;
 use crate::commands::bench::Answer;
 use crate::commands::progress;
-use crate::protocol::{Message, Properties};
+use crate::protocol::Message;
 use crate::shutdown::Exit;
 
 /// The `status_code` of a task that was withdrawn.
@@ -36,8 +36,14 @@ pub(super) struct Job {
     total: Option<usize>,
     attempts: u32,
     json: bool,
-    /// Rows whose task failed because of one of them, each to be asked alone. Bound: the tasks under way.
+    /// Rows whose task failed because of one of them, each to be asked alone. Bound: the rows under way.
     apart: VecDeque<Packed>,
+    /// Why the broker will never take a task, by the task's number; until it is answered.
+    refused: HashMap<u64, String>,
+    /// What ended the input before its time. Told when all that was read is answered.
+    input_failed: Option<anyhow::Error>,
+    /// All rows were read.
+    is_exhausted: bool,
     /// Tasks under way that may still be taken apart.
     shared: usize,
     published: u64,
@@ -75,6 +81,8 @@ struct Progress<'a> {
     rows_per_second: f64,
     /// Whether any worker consumes from the queue.
     consumed: bool,
+    /// Tasks that each worker has answered.
+    tasks_by_worker: BTreeMap<String, u64>,
 }
 
 impl Job {
@@ -89,6 +97,9 @@ impl Job {
             attempts: arguments.attempts,
             json: arguments.json,
             apart: VecDeque::new(),
+            refused: HashMap::new(),
+            input_failed: None,
+            is_exhausted: total.is_some_and(|total| total as u64 == before),
             shared: 0,
             published: 0,
             under_way: 0,
@@ -120,15 +131,36 @@ impl Job {
         if self.ordered.waiting() >= MOST_WAITING {
             return Poll::Pending;
         }
+        if self.input_failed.is_some() {
+            let is_answered = self.under_way == 0;
+            return if is_answered { Poll::Ready(self.input_failed.take().map(Err)) } else { Poll::Pending };
+        }
         match units.poll_recv(context) {
+            Poll::Ready(Some(Err(error))) => {
+                self.input_failed = Some(error);
+                self.next(units, context)
+            }
             Poll::Ready(None) if self.shared > 0 => Poll::Pending,
+            Poll::Ready(None) => {
+                self.is_exhausted = true;
+                Poll::Ready(None)
+            }
             Poll::Ready(Some(Ok(Unit::Task(packed)))) => {
                 self.published += packed.rows.len() as u64;
                 self.shared += usize::from(packed.rows.len() > 1);
                 Poll::Ready(Some(Ok(Unit::Task(packed))))
             }
-            other => other,
+            Poll::Ready(Some(Ok(invalid))) => Poll::Ready(Some(Ok(invalid))),
+            Poll::Pending => Poll::Pending,
         }
+    }
+
+    /// Each row of a task gets an error line.
+    fn fail(&mut self, packed: &Packed, code: &'static str, problem: &str) -> anyhow::Result<()> {
+        self.errors += packed.rows.len() as u64;
+        self.show();
+        let mut rows = packed.rows.iter();
+        rows.try_for_each(|row| self.put(row.number, failed_line(row, code, problem.to_owned())))
     }
 
     fn put(&mut self, number: u64, line: Vec<u8>) -> anyhow::Result<()> {
@@ -139,22 +171,28 @@ impl Job {
     }
 
     /// A task has its reply, or was given up.
-    fn answer(&mut self, packed: Packed, reply: Option<Message>) -> anyhow::Result<()> {
+    fn answer(&mut self, number: u64, packed: Packed, reply: Option<Message>) -> anyhow::Result<()> {
         self.under_way -= 1;
         let is_shared = packed.rows.len() > 1;
         self.shared -= usize::from(is_shared);
-        let Some(Message { properties, body }) = reply else {
-            self.errors += packed.rows.len() as u64;
-            self.show();
-            let missed = packed.rows.iter().map(|row| (row.number, missed_line(row, self.attempts)));
-            return missed
-                .collect::<Vec<_>>()
-                .into_iter()
-                .try_for_each(|(number, line)| self.put(number, line));
+        let refused = self.refused.remove(&number);
+        let Some(reply) = reply else {
+            return match refused {
+                Some(_) if is_shared => Ok(self.apart.extend(packed.apart())),
+                Some(words) => {
+                    self.fail(&packed, "refused", &format!("the broker refuses the task: {words}"))
+                }
+                None => {
+                    let problem = format!("no reply, though it was published {} times", self.attempts);
+                    self.fail(&packed, "no_reply", &problem)
+                }
+            };
         };
+        let Message { properties, body } = &reply;
         let status = properties.headers.get("status_code").and_then(|code| code.as_i64()).unwrap_or(500);
         if status == CANCELLED {
-            let error = anyhow!("job {} was withdrawn; the same command goes on from there", self.id);
+            let words = "was withdrawn, or one of its tasks cancelled; the same command goes on from there";
+            let error = anyhow!("job {} {words}", self.id);
             return Err(error.context(Exit::Aborted));
         }
         if status != 200 && is_shared {
@@ -162,19 +200,18 @@ impl Job {
             self.apart.extend(packed.apart());
             return Ok(());
         }
+        let id = properties.message_id.as_deref().unwrap_or_default();
+        let lines = match lines_of(&packed.rows, status as u16, id, body) {
+            Ok(lines) => lines,
+            // A model that answers otherwise cannot be asked for several rows at once.
+            Err(_) if is_shared => return Ok(self.apart.extend(packed.apart())),
+            Err(error) => return self.fail(&packed, "no_json", &format!("{error:#}")),
+        };
         if status != 200 {
             self.errors += 1;
             self.show();
         }
-        let id = properties.message_id.clone().unwrap_or_default();
-        let lines = match lines_of(&packed.rows, status as u16, &id, &body) {
-            Ok(lines) => lines,
-            // A model that answers otherwise cannot be asked for several rows at once.
-            Err(_) if is_shared => return Ok(self.apart.extend(packed.apart())),
-            Err(error) => return Err(error),
-        };
         let inputs = packed.rows.iter().map(|row| row.inputs).sum();
-        let reply = Message { properties: Properties { ..properties }, body };
         self.tally.count((packed.rows.len() as u64, inputs), &Answer::of(&reply));
         packed.rows.iter().zip(lines).try_for_each(|(row, line)| self.put(row.number, line))
     }
@@ -214,6 +251,7 @@ impl Job {
             duplicates: self.duplicates,
             rows_per_second: (rate * 10.0).round() / 10.0,
             consumed: self.is_consumed,
+            tasks_by_worker: self.tally.by_worker(),
         }
     }
 
@@ -229,7 +267,7 @@ impl Job {
     ) -> anyhow::Result<Exit> {
         self.bar.finish_and_clear();
         let written = self.ordered.written();
-        self.ordered.sync().context("the output")?;
+        let ended = ended.and(self.ordered.sync().context("the output"));
         if self.json {
             let report = serde_json::to_value(self.tally.report(pool, self.errors))?;
             let mut line = serde_json::to_value(self.progress(0.0))?;
@@ -245,7 +283,8 @@ impl Job {
         let (errors, before) = (self.errors, self.before);
         writeln!(says, "{now}{of} rows answered now, {before} before; {errors} with an error")?;
         ended?;
-        if self.under_way == 0 && self.total.is_none_or(|total| total as u64 == written) {
+        let is_answered = self.under_way == 0 && self.apart.is_empty() && self.ordered.waiting() == 0;
+        if self.is_exhausted && is_answered {
             return Ok(Exit::Done);
         }
         writeln!(says, "stopped behind row {written}{of}; the same command goes on from there")?;
@@ -288,10 +327,14 @@ impl client::Sink<Unit, anyhow::Error> for Sink<'_> {
         }
     }
 
-    fn answered(&mut self, _: u64, unit: Unit, reply: Option<Message>, _: Instant) -> anyhow::Result<()> {
+    fn refused(&mut self, number: u64, words: String) {
+        self.0.borrow_mut().refused.insert(number, words);
+    }
+
+    fn answered(&mut self, task: u64, unit: Unit, reply: Option<Message>, _: Instant) -> anyhow::Result<()> {
         let mut job = self.0.borrow_mut();
         match unit {
-            Unit::Task(packed) => job.answer(packed, reply),
+            Unit::Task(packed) => job.answer(task, packed, reply),
             Unit::Invalid { number, line } => {
                 job.errors += 1;
                 job.show();

@@ -19,6 +19,7 @@ use anyhow::{Context as _, anyhow, bail};
 use self::job::{Job, Sink};
 use self::ordered::Ordered;
 use self::record::Record;
+use self::rows::Most;
 use super::batch_file::{ResumePoint, claim};
 use super::{ctl, load, pool_named, start_logging};
 use crate::cli::Submit;
@@ -31,8 +32,9 @@ use crate::telemetry::QUIET;
 
 /// The most tasks under way.
 const WINDOW: usize = 4_096;
-/// Replies that the broker sends before they are acked.
+/// Replies that the broker sends before they are acked; fewer where each answers many rows.
 const PREFETCH: u16 = 512;
+const LEAST_PREFETCH: u16 = 8;
 /// How long the broker keeps the replies of a job whose client is gone.
 const KEEP: Duration = Duration::from_secs(24 * 60 * 60);
 /// Time between two reports of progress.
@@ -42,7 +44,7 @@ const CANCELLING: Duration = Duration::from_secs(3);
 
 pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
-    start_logging(Some(QUIET));
+    start_logging(Some(QUIET))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     if let Some(job) = &arguments.cancel {
         return runtime.block_on(cancel(&settings, job));
@@ -52,13 +54,12 @@ pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
     let output = arguments.output.as_deref().context("--output is missing").context(Exit::Usage)?;
     let (file, point) = files(arguments, output, queue).context(Exit::Usage)?;
     let (done, total) = point.as_ref().map_or((0, None), |point| (point.done, Some(point.input.lines)));
-    if total == Some(done) {
-        writeln!(io::stderr(), "all {done} rows are answered already")?;
-        return Ok(Exit::Done);
-    }
     let ordered = Ordered::new(file, output, done as u64);
     let job = Job::new(ordered, total, arguments);
-    let exit = runtime.block_on(drive(arguments, &settings, (queue, &pool.name), point, &job));
+    if total == Some(done) {
+        return job.borrow_mut().conclude(&pool.name, queue, Ok(()));
+    }
+    let exit = runtime.block_on(drive(arguments, &settings, (queue, pool), point, &job));
     // The thread that reads standard input may wait there for ever.
     runtime.shutdown_background();
     exit
@@ -79,21 +80,24 @@ fn files(arguments: &Submit, output: &Path, queue: &str) -> anyhow::Result<(File
     if output == Path::new("-") || output.metadata().is_ok_and(|it| !it.is_file()) {
         bail!("--output {} is no file: an interrupted run could not continue it", output.display());
     }
-    for input in inputs.iter().filter(|input| *input != Path::new("-")) {
-        // Before the output is made, so that a wrong name leaves no file.
-        File::open(input).with_context(|| input.display().to_string())?;
+    // Before the output is made, so that a wrong name leaves no file. Nothing is opened here: whoever writes to a FIFO
+    // would lose its reader.
+    let mut are_files = true;
+    for input in inputs {
+        let is_stdin = input == Path::new("-");
+        let is_file = || input.metadata().map(|it| it.is_file()).with_context(|| input.display().to_string());
+        are_files &= !is_stdin && is_file()?;
     }
-    let is_file = |path: &Path| path != Path::new("-") && path.metadata().is_ok_and(|it| it.is_file());
+    if !are_files && inputs.len() > 1 {
+        bail!("an input that is no file, such as standard input or a pipe, must be the only one");
+    }
     let mut claimed = claim(output)?;
-    if inputs.iter().all(|input| is_file(input)) {
+    if are_files {
         let point = ResumePoint::find(inputs, output)?;
         let input = Some(point.input.clone());
         Record { queue: queue.to_owned(), input }.continue_output(output, point.done)?;
         point.cut(&mut claimed, output)?;
         return Ok((claimed, Some(point)));
-    }
-    if inputs.len() > 1 {
-        bail!("an input that is no file, such as standard input or a pipe, must be the only one");
     }
     if claimed.metadata()?.len() > 0 {
         let output = output.display();
@@ -109,7 +113,7 @@ fn files(arguments: &Submit, output: &Path, queue: &str) -> anyhow::Result<(File
 async fn drive(
     arguments: &Submit,
     settings: &Settings,
-    (queue, pool): (&str, &str),
+    (queue, pool): (&str, &Pool),
     point: Option<ResumePoint>,
     job: &RefCell<Job>,
 ) -> anyhow::Result<Exit> {
@@ -120,10 +124,11 @@ async fn drive(
         (job_queue(job.id()), job.id().to_owned())
     };
     let name = format!("sconce submit {id}");
-    let mut client = Client::for_job(&settings.broker, &name, queue, (&replies, KEEP), PREFETCH).await?;
-    let says = || io::stderr();
-    writeln!(says(), "job {id}, through {queue}")?;
-    let mut units = read::read(&arguments.input, point, arguments.rows_per_task.into())?;
+    let prefetch = (PREFETCH / arguments.rows_per_task).max(LEAST_PREFETCH);
+    let mut client = Client::for_job(&settings.broker, &name, queue, (&replies, KEEP), prefetch).await?;
+    writeln!(io::stderr(), "job {id}, through {queue}")?;
+    let most = Most { rows: arguments.rows_per_task.into(), inputs: pool.max_inputs };
+    let mut units = read::read(&arguments.input, point, most)?;
     let stopped = stop.clone();
     let tasks = futures_util::StreamExt::take_until(job::tasks(job, &mut units), async move {
         stopped.reached(Phase::Returning).await;
@@ -138,7 +143,7 @@ async fn drive(
     };
     client.close().await;
     let mut job = job.borrow_mut();
-    job.conclude(pool, queue, ended)
+    job.conclude(&pool.name, queue, ended)
 }
 
 /// Returns when the run is not to wait any longer for what is under way.
@@ -170,13 +175,19 @@ async fn cancel(settings: &Settings, job: &str) -> anyhow::Result<Exit> {
     let until = tokio::time::Instant::now() + CANCELLING;
     let answers = ctl::gather(&mut lines, (&target, &request), until, None).await;
     lines.close().await;
-    let launchers = answers?.len();
+    let (refusals, obeyed): (Vec<_>, Vec<_>) =
+        answers?.into_iter().partition(|answer| answer.error.is_some());
+    for refusal in &refusals {
+        let error = refusal.error.as_deref().unwrap_or_default();
+        writeln!(io::stderr(), "{} refuses: {error}", refusal.host)?;
+    }
+    let launchers = obeyed.len();
     if launchers == 0 {
-        return Err(anyhow!("no launcher has answered within {CANCELLING:?}").context(Exit::No));
+        return Err(anyhow!("no launcher has obeyed within {CANCELLING:?}").context(Exit::No));
     }
     writeln!(
         io::stdout(),
         "told {launchers} launchers: for an hour, their workers answer tasks of job {job} with 499"
     )?;
-    Ok(Exit::Done)
+    Ok(if refusals.is_empty() { Exit::Done } else { Exit::No })
 }

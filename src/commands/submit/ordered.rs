@@ -1,13 +1,17 @@
 //! Writes the lines of an output in the order of the input. Owns the lines that wait for an earlier one: some in
-//! memory, the rest in a file without a name beside the output, which the system removes with this process.
+//! memory, the rest in files without names beside the output, which the system removes with this process.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 /// The most bytes of waiting lines in memory.
 const IN_MEMORY: usize = 8 << 20;
+/// Bytes of such a file, after which the next one begins: the space of a file is free again when none of its lines
+/// waits.
+const ASIDE: u64 = 64 << 20;
 /// The most waiting lines: each takes some 50 bytes of memory, wherever it waits.
 pub(super) const MOST_WAITING: usize = 500_000;
 
@@ -20,13 +24,13 @@ pub(super) struct Ordered {
     waiting: BTreeMap<u64, Place>,
     /// Bytes of waiting lines in memory.
     in_memory: usize,
-    /// Lines that wait on disk. Made when the first one does.
-    aside: Option<Aside>,
+    /// Lines that wait on disk, by the number of their file; only the last file grows.
+    aside: BTreeMap<u64, Aside>,
 }
 
 enum Place {
     Memory(Vec<u8>),
-    Disk { at: u64, length: usize },
+    Disk { file: u64, at: u64, length: usize },
 }
 
 struct Aside {
@@ -40,7 +44,7 @@ impl Ordered {
     pub(super) fn new(file: File, path: &Path, next: u64) -> Self {
         let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
         let folder = folder.to_owned();
-        Self { file, folder, next, waiting: BTreeMap::new(), in_memory: 0, aside: None }
+        Self { file, folder, next, waiting: BTreeMap::new(), in_memory: 0, aside: BTreeMap::new() }
     }
 
     /// Lines written, those of earlier runs included.
@@ -70,7 +74,7 @@ impl Ordered {
                     self.in_memory -= line.len();
                     line
                 }
-                Place::Disk { at, length } => self.read_aside(at, length)?,
+                Place::Disk { file, at, length } => self.read_aside(file, at, length)?,
             };
             self.file.write_all(&line)?;
             self.next += 1;
@@ -92,28 +96,32 @@ impl Ordered {
             self.waiting.insert(number, Place::Memory(line));
             return Ok(());
         }
-        let aside = match &mut self.aside {
-            Some(aside) => aside,
-            none => none.insert(Aside { file: tempfile::tempfile_in(&self.folder)?, end: 0, lines: 0 }),
+        let mut last = self.aside.last_key_value().map_or(0, |(number, _)| *number);
+        if self.aside.get(&last).is_some_and(|aside| aside.end >= ASIDE) {
+            last += 1;
+        }
+        let aside = match self.aside.entry(last) {
+            Entry::Occupied(aside) => aside.into_mut(),
+            Entry::Vacant(none) => {
+                none.insert(Aside { file: tempfile::tempfile_in(&self.folder)?, end: 0, lines: 0 })
+            }
         };
         aside.file.seek(SeekFrom::Start(aside.end))?;
         aside.file.write_all(&line)?;
-        self.waiting.insert(number, Place::Disk { at: aside.end, length: line.len() });
+        self.waiting.insert(number, Place::Disk { file: last, at: aside.end, length: line.len() });
         aside.end += line.len() as u64;
         aside.lines += 1;
         Ok(())
     }
 
-    fn read_aside(&mut self, at: u64, length: usize) -> io::Result<Vec<u8>> {
+    fn read_aside(&mut self, number: u64, at: u64, length: usize) -> io::Result<Vec<u8>> {
         let mut line = vec![0; length];
-        let Some(aside) = &mut self.aside else { return Ok(line) };
+        let Some(aside) = self.aside.get_mut(&number) else { return Ok(line) };
         aside.file.seek(SeekFrom::Start(at))?;
         aside.file.read_exact(&mut line)?;
         aside.lines -= 1;
         if aside.lines == 0 {
-            // Nothing waits there: the space is free again.
-            aside.file.set_len(0)?;
-            aside.end = 0;
+            self.aside.remove(&number);
         }
         Ok(line)
     }
@@ -140,15 +148,15 @@ mod tests {
             line.push(b'\n');
             line
         };
-        (1..30).for_each(|number| ordered.put(number, line(number)).unwrap());
-        assert_eq!((ordered.written(), ordered.waiting()), (0, 29));
+        (1..90).for_each(|number| ordered.put(number, line(number)).unwrap());
+        assert_eq!((ordered.written(), ordered.waiting(), ordered.aside.len()), (0, 89, 2));
         assert!(ordered.in_memory <= IN_MEMORY);
         assert_eq!(std::fs::read(&path).unwrap(), b"");
         ordered.put(0, line(0)).unwrap();
-        let all: Vec<u8> = (0..30).flat_map(line).collect();
+        let all: Vec<u8> = (0..90).flat_map(line).collect();
         assert!(std::fs::read(&path).unwrap() == all);
         assert_eq!((ordered.waiting(), ordered.in_memory), (0, 0));
-        assert_eq!(ordered.aside.as_ref().unwrap().file.metadata().unwrap().len(), 0);
+        assert!(ordered.aside.is_empty(), "their space is free");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "no second file has a name");
     }
 

@@ -10,12 +10,12 @@ use std::time::Duration;
 use anyhow::Context as _;
 use tokio::sync::mpsc;
 
-use super::rows::{Packed, Packer};
+use super::rows::{Most, Packed, Packer};
 use crate::commands::batch_file::{CountedInput, InputLine, InputLines, MAX_LINE, ResumePoint};
 use crate::protocol::batch_line::{self, InvalidLine};
 
-/// Lines read ahead of publishing.
-const READ_AHEAD: usize = 64;
+/// Lines read ahead of publishing, and as many tasks made of them: each may have 64 MiB.
+const READ_AHEAD: usize = 8;
 /// How long rows wait for others to share their task, where the input is slow.
 const GATHERING: Duration = Duration::from_millis(100);
 
@@ -32,12 +32,12 @@ pub(super) enum Unit {
 
 type Line = anyhow::Result<InputLine>;
 
-/// The rows of the input behind those that are done, as tasks with at most so many rows each. With a point to continue
-/// at, the last item is an error if the input has changed meanwhile.
+/// The rows of the input behind those that are done, as tasks with at most `most` rows and inputs each. With a point to
+/// continue at, the last item is an error if the input has changed meanwhile.
 pub(super) fn read(
     inputs: &[PathBuf],
     point: Option<ResumePoint>,
-    rows_per_task: usize,
+    most: Most,
 ) -> anyhow::Result<mpsc::Receiver<anyhow::Result<Unit>>> {
     // Written by the thread, read by the task below.
     let (read, lines) = mpsc::channel(READ_AHEAD);
@@ -48,22 +48,29 @@ pub(super) fn read(
             Box::new(move |read| counted(input, read))
         }
         None => {
-            let name = inputs.first().map_or(Path::new("-"), PathBuf::as_path);
-            let reader: Box<dyn Read + Send> = match name == Path::new("-") {
-                true => Box::new(io::stdin()),
-                false => Box::new(File::open(name)?),
-            };
-            Box::new(move |read| {
-                let lines = InputLines::new(BufReader::new(reader)).map(|line| line.context("the input"));
-                passed_on(lines, read);
+            let name = inputs.first().cloned().unwrap_or_else(|| PathBuf::from("-"));
+            Box::new(move |read| match opened(&name) {
+                Ok(reader) => {
+                    let lines = InputLines::new(BufReader::new(reader));
+                    passed_on(lines.map(|line| line.context("the input")), read);
+                }
+                Err(error) => {
+                    let error = anyhow::Error::from(error).context(name.display().to_string());
+                    let _ = read.blocking_send(Err(error));
+                }
             })
         }
     };
     thread::Builder::new().name("input".into()).spawn(move || source(&read))?;
     // Written by the task, read by the client.
     let (packed, units) = mpsc::channel(READ_AHEAD);
-    tokio::spawn(pack(lines, packed, Packer::new(rows_per_task), first));
+    tokio::spawn(pack(lines, packed, Packer::new(most), first));
     Ok(units)
+}
+
+/// On the reading thread: a FIFO opens only when somebody writes to it.
+fn opened(name: &Path) -> io::Result<Box<dyn Read>> {
+    Ok(if name == Path::new("-") { Box::new(io::stdin()) } else { Box::new(File::open(name)?) })
 }
 
 fn counted(mut input: CountedInput, read: &mpsc::Sender<Line>) {
@@ -122,6 +129,10 @@ fn units_of(line: InputLine, number: u64, packer: &mut Packer) -> Vec<Unit> {
     };
     match request {
         Ok(request) => packer.take(number, line.number, request).into_iter().map(Unit::Task).collect(),
-        Err(invalid) => vec![Unit::Invalid { number, line: batch_line::error_line(line.number, &invalid) }],
+        Err(invalid) => {
+            // The rows before it are not to wait for their task to fill: a long run of invalid lines would wait for them.
+            let line = batch_line::error_line(line.number, &invalid);
+            packer.flush().map(Unit::Task).into_iter().chain([Unit::Invalid { number, line }]).collect()
+        }
     }
 }

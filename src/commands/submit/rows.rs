@@ -13,6 +13,9 @@ use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
 /// The endpoints whose requests can share a task: `input` is a list, and the reply's `data` has an item for each.
 const SHARED: [&str; 2] = ["/v1/embeddings", "/classify"];
 
+/// The most bytes of request bodies that share a task.
+const SHARED_BYTES: usize = 1 << 20;
+
 /// A line that is answered by a task.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Row {
@@ -45,33 +48,50 @@ struct Shareable {
     rest: String,
 }
 
-/// Gathers rows that share a task; at most so many.
+/// How many rows, and inputs of all of them, a task may have.
+#[derive(Clone, Copy)]
+pub(super) struct Most {
+    pub(super) rows: usize,
+    /// The pool's `max_inputs`.
+    pub(super) inputs: usize,
+}
+
+/// Gathers rows that share a task.
 pub(super) struct Packer {
-    most: usize,
+    most: Most,
     url: String,
     open: Vec<Shareable>,
+    /// Inputs and bytes of the open rows.
+    inputs: usize,
+    bytes: usize,
 }
 
 impl Packer {
-    pub(super) fn new(most: usize) -> Self {
-        Self { most, url: String::new(), open: Vec::new() }
+    pub(super) fn new(most: Most) -> Self {
+        Self { most, url: String::new(), open: Vec::new(), inputs: 0, bytes: 0 }
     }
 
     /// Takes the next line; gives the tasks that are complete now.
     pub(super) fn take(&mut self, number: u64, line: usize, request: BatchRequest) -> Vec<Packed> {
         let BatchRequest { custom_id, url, body } = request;
         let row = Row { number, custom_id, line, inputs: 1, body: None };
-        let inputs = if self.most > 1 && SHARED.contains(&url.as_str()) { shareable(&body) } else { None };
+        let inputs =
+            if self.most.rows > 1 && SHARED.contains(&url.as_str()) { shareable(&body) } else { None };
         let Some((inputs, rest)) = inputs else {
             let row = Row { inputs: inputs_of(&body), ..row };
             return self.flush().into_iter().chain([Packed { rows: vec![row], url, body }]).collect();
         };
-        let fits = self.open.first().is_none_or(|first| self.url == url && first.rest == rest);
+        let has_room =
+            self.inputs + inputs.len() <= self.most.inputs && self.bytes + body.len() <= SHARED_BYTES;
+        let is_alike = |first: &Shareable| self.url == url && first.rest == rest && has_room;
+        let fits = self.open.first().is_none_or(is_alike);
         let mut complete: Vec<Packed> = if fits { None } else { self.flush() }.into_iter().collect();
         self.url = url;
+        self.inputs += inputs.len();
+        self.bytes += body.len();
         let row = Row { inputs: inputs.len(), body: Some(body), ..row };
         self.open.push(Shareable { row, inputs, rest });
-        if self.open.len() == self.most {
+        if self.open.len() == self.most.rows {
             complete.extend(self.flush());
         }
         complete
@@ -81,6 +101,7 @@ impl Packer {
     pub(super) fn flush(&mut self) -> Option<Packed> {
         let open = std::mem::take(&mut self.open);
         let url = std::mem::take(&mut self.url);
+        (self.inputs, self.bytes) = (0, 0);
         let Shareable { rest, .. } = open.first()?;
         // `{…}` with the input behind.
         let mut body = rest.strip_suffix('}').unwrap_or(rest).to_owned();
@@ -119,10 +140,10 @@ impl Packed {
     }
 }
 
-/// The output lines of the rows of a task that was answered so, in their order.
+/// The output lines of a task's rows, in their order, from the status, message id and body of its reply.
 ///
 /// # Errors
-/// The reply does not come from sconce.
+/// The body is no JSON, or has not one item for each input.
 pub(super) fn lines_of(rows: &[Row], status: u16, id: &str, body: &[u8]) -> anyhow::Result<Vec<Vec<u8>>> {
     if let [row] = rows {
         let line = batch_line::response_line(&row.custom_id, status, id, body);
@@ -156,11 +177,10 @@ pub(super) fn lines_of(rows: &[Row], status: u16, id: &str, body: &[u8]) -> anyh
     Ok(lines)
 }
 
-/// The output line of a row that was published so often and never answered.
-pub(super) fn missed_line(row: &Row, attempts: u32) -> Vec<u8> {
-    let problem = format!("no reply, though it was published {attempts} times");
-    let missed = InvalidLine { custom_id: Some(row.custom_id.clone()), problem };
-    batch_line::unanswered_line(row.line, &missed)
+/// The output line of a row without a reply that could be written.
+pub(super) fn failed_line(row: &Row, code: &'static str, problem: String) -> Vec<u8> {
+    let failed = InvalidLine { custom_id: Some(row.custom_id.clone()), problem };
+    batch_line::failed_line(row.line, code, &failed)
 }
 
 #[cfg(test)]
@@ -174,7 +194,7 @@ mod tests {
     }
 
     fn packed(most: usize, lines: &[(&str, Value)]) -> Vec<Packed> {
-        let mut packer = Packer::new(most);
+        let mut packer = Packer::new(Most { rows: most, inputs: 5 });
         let mut tasks = Vec::new();
         for (index, (url, body)) in lines.iter().enumerate() {
             tasks.extend(packer.take(index as u64, index + 1, request(&index.to_string(), url, body)));
@@ -216,6 +236,11 @@ mod tests {
             (vec![8], json!({"input": ["i"]})),
         ];
         assert_eq!(shown(&packed(2, &lines)), expected);
+        let long = "x".repeat(SHARED_BYTES / 2);
+        let large: Vec<_> = (0..3).map(|_| (EMBED, json!({"input": long}))).collect();
+        assert_eq!(packed(9, &large).len(), 3, "two of them are over the bytes of a task");
+        let many: Vec<_> = (0..3).map(|_| (EMBED, json!({"input": ["a", "b"]}))).collect();
+        assert_eq!(packed(9, &many).iter().map(|task| task.rows.len()).collect::<Vec<_>>(), [2, 1]);
         let alone = packed(1, &lines);
         assert_eq!(alone.len(), lines.len());
         for (task, (_, body)) in alone.iter().zip(&lines) {
@@ -257,10 +282,12 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_is_never_answered_gets_a_line_that_says_so() {
+    fn a_row_without_a_reply_gets_a_line_that_says_why() {
         let row = Row { number: 4, custom_id: "x".into(), line: 7, inputs: 1, body: None };
-        let line: Value = serde_json::from_slice(&missed_line(&row, 3)).unwrap();
+        let line: Value =
+            serde_json::from_slice(&failed_line(&row, "no_reply", "it was published 3 times".into()))
+                .unwrap();
         assert_eq!((&line["custom_id"], &line["error"]["code"]), (&"x".into(), &"no_reply".into()));
-        assert_eq!(line["error"]["message"], "line 7: no reply, though it was published 3 times");
+        assert_eq!(line["error"]["message"], "line 7: it was published 3 times");
     }
 }
