@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::join_all;
+use futures_util::future::{BoxFuture, join_all};
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt as _, Stream, StreamExt as _};
 use tokio::sync::watch;
@@ -224,104 +224,51 @@ impl Client {
         sink: &mut impl Sink<M, E>,
     ) -> Result<(), E> {
         let Self { publisher, task_queue, replies } = self;
-        let reply_to = replies.as_ref().map(|replies| replies.queue.clone());
+        let mut run = Run::new((&**publisher, &*task_queue), replies.as_ref(), first, bounds);
         let mut tasks = pin!(tasks);
         let mut all_taken = false;
         let mut under_way = FuturesUnordered::new();
-        let mut gather = Gather::new(first, bounds.in_order);
-        let mut heard = Instant::now();
-        let mut resends = bounds.resend.map(|resend| Resends::new(resend, heard));
         let mut look = tokio::time::interval(LOOK);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut looking = FuturesUnordered::new();
         loop {
-            while let Some((number, meta, reply, at)) = gather.next() {
-                if let Some(resends) = &mut resends {
-                    resends.answered(number, at);
-                }
-                sink.answered(number, meta, reply, at)?;
-            }
+            run.pass_on(sink)?;
             // Only now, and not in an arm of the `select!` below, whose future may be dropped half done.
             if let Some(replies) = replies.as_mut() {
-                replies.ack_taken().await;
+                let mut acked = pin!(replies.ack_taken());
+                loop {
+                    // Acks and publishes may go through one bounded channel, whose places are given in turn: a publish
+                    // that is given one and is not polled would hold up the acks for ever.
+                    tokio::select! {
+                        () = &mut acked => break,
+                        Some(published) = under_way.next() => run.published(published?, sink),
+                    }
+                }
             }
-            if all_taken && gather.held() == 0 && under_way.is_empty() {
+            if all_taken && run.gather.held() == 0 && under_way.is_empty() {
                 return Ok(());
             }
-            let late = bounds.timeout.zip(gather.oldest()).map(|(timeout, at)| at.max(heard) + timeout);
+            let late = run.latest();
             tokio::select! {
                 biased;
-                Some(published) = under_way.next() => {
-                    let (number, refused) = published?;
-                    if let Some(words) = refused {
-                        sink.refused(number, words);
-                        gather.answer(number, None, Instant::now());
-                        continue;
-                    }
-                    sink.confirmed(number);
-                    if let Some(resends) = &mut resends {
-                        resends.confirmed(number, Instant::now());
-                    }
-                    if replies.is_none() {
-                        gather.answer(number, None, Instant::now());
-                    }
-                }
+                Some(published) = under_way.next() => run.published(published?, sink),
                 burst = burst(replies.as_mut()) => {
-                    heard = Instant::now();
-                    let deliveries = burst?.ok_or_else(|| gather.lost())?;
-                    gather.take(deliveries, heard, sink)?;
+                    run.heard = Instant::now();
+                    let deliveries = burst?.ok_or_else(|| run.gather.lost())?;
+                    run.gather.take(deliveries, run.heard, sink)?;
                 }
-                task = tasks.next(), if !all_taken
-                    && resends.as_ref().map_or(gather.held() < bounds.under_way, |it| it.has_room(bounds.under_way))
-                    && under_way.len() < PIPELINED =>
-                {
-                    let Some(task) = task else {
-                        all_taken = true;
-                        continue;
-                    };
-                    let Task { meta, request } = task?;
-                    let number = gather.begun() + first;
-                    sink.begun(number, &meta);
-                    gather.begin(meta, Instant::now());
-                    let Some(request) = request else {
-                        gather.answer(number, None, Instant::now());
-                        continue;
-                    };
-                    let queue = request.queue.clone().unwrap_or_else(|| task_queue.clone());
-                    let message = Arc::new(message(number, request, reply_to.clone()));
-                    if let Some(resends) = &mut resends {
-                        resends.begin(number, queue.clone(), message.clone());
+                task = tasks.next(), if !all_taken && run.has_room() && under_way.len() < PIPELINED => {
+                    match task {
+                        None => all_taken = true,
+                        Some(task) => under_way.extend(run.begin(task?, sink)),
                     }
-                    under_way.push(sent(&**publisher, queue, number, message, resends.is_some()));
                 }
-                _ = look.tick(), if resends.is_some() && looking.is_empty() => {
+                _ = look.tick(), if run.resends.is_some() && looking.is_empty() => {
                     looking.push(publisher.look(task_queue));
                 }
-                Some(seen) = looking.next() => {
-                    let Some(resends) = &mut resends else { continue };
-                    // Where looking is not allowed, workers may be there.
-                    let consumed = match seen {
-                        Some(Seen::There { consumers }) => consumers > 0,
-                        Some(Seen::Gone) => false,
-                        Some(Seen::Private) | None => publisher.takes_messages(),
-                    };
-                    let now = Instant::now();
-                    resends.consumed(consumed, now);
-                    sink.consumed(consumed);
-                    let (mut again, late) = (0, resends.late(now));
-                    for late in late {
-                        match late {
-                            Late::Again(number, queue, message) => {
-                                again += 1;
-                                under_way.push(sent(&**publisher, queue, number, message, true));
-                            }
-                            Late::GivenUp(number) => _ = gather.answer(number, None, now),
-                        }
-                    }
-                    sink.resent(again);
-                }
-                () = tokio::time::sleep_until(late.unwrap_or(heard)), if late.is_some() && replies.is_some() => {
-                    return Err(gather.late(bounds.timeout.unwrap_or_default()).into());
+                Some(seen) = looking.next() => under_way.extend(run.looked(seen, sink)),
+                () = tokio::time::sleep_until(late.unwrap_or(run.heard)), if late.is_some() => {
+                    return Err(run.gather.late(bounds.timeout.unwrap_or_default()).into());
                 }
             }
         }
@@ -332,6 +279,126 @@ impl Client {
         if let Some(replies) = &mut self.replies {
             replies.consumer.close().await;
         }
+    }
+}
+
+/// A publish: the task's number once it is confirmed, and the broker's words if it will never take the task.
+type Sent<'a> = BoxFuture<'a, Result<(u64, Option<String>), ClientError>>;
+
+/// The state of one [`Client::run`].
+struct Run<'a, M> {
+    publisher: &'a dyn Publisher,
+    task_queue: &'a Arc<str>,
+    /// None: no replies are expected.
+    reply_to: Option<String>,
+    first: u64,
+    bounds: &'a Bounds,
+    gather: Gather<M>,
+    resends: Option<Resends>,
+    /// When replies came last.
+    heard: Instant,
+}
+
+impl<'a, M> Run<'a, M> {
+    fn new(
+        (publisher, task_queue): (&'a dyn Publisher, &'a Arc<str>),
+        replies: Option<&Replies>,
+        first: u64,
+        bounds: &'a Bounds,
+    ) -> Self {
+        let heard = Instant::now();
+        Self {
+            publisher,
+            task_queue,
+            reply_to: replies.map(|replies| replies.queue.clone()),
+            first,
+            bounds,
+            gather: Gather::new(first, bounds.in_order),
+            resends: bounds.resend.map(|resend| Resends::new(resend, heard)),
+            heard,
+        }
+    }
+
+    /// Gives the sink the answers whose turn it is.
+    fn pass_on<E>(&mut self, sink: &mut impl Sink<M, E>) -> Result<(), E> {
+        while let Some((number, meta, reply, at)) = self.gather.next() {
+            if let Some(resends) = &mut self.resends {
+                resends.answered(number, at);
+            }
+            sink.answered(number, meta, reply, at)?;
+        }
+        Ok(())
+    }
+
+    /// Whether one more task may be under way.
+    fn has_room(&self) -> bool {
+        let most = self.bounds.under_way;
+        self.resends.as_ref().map_or_else(|| self.gather.held() < most, |resends| resends.has_room(most))
+    }
+
+    /// When the wait for a reply is over; none: there is nothing to wait for, or no limit.
+    fn latest(&self) -> Option<Instant> {
+        let oldest = self.gather.oldest().filter(|_| self.reply_to.is_some());
+        self.bounds.timeout.zip(oldest).map(|(timeout, at)| at.max(self.heard) + timeout)
+    }
+
+    /// The task's publish; none where nothing is to be published.
+    fn begin<E>(&mut self, task: Task<M>, sink: &mut impl Sink<M, E>) -> Option<Sent<'a>> {
+        let Task { meta, request } = task;
+        let (number, now) = (self.gather.begun() + self.first, Instant::now());
+        sink.begun(number, &meta);
+        self.gather.begin(meta, now);
+        let Some(request) = request else {
+            self.gather.answer(number, None, now);
+            return None;
+        };
+        let queue = request.queue.clone().unwrap_or_else(|| self.task_queue.clone());
+        let message = Arc::new(message(number, request, self.reply_to.clone()));
+        if let Some(resends) = &mut self.resends {
+            resends.begin(number, queue.clone(), message.clone());
+        }
+        Some(Box::pin(sent(self.publisher, queue, number, message, self.resends.is_some())))
+    }
+
+    fn published<E>(&mut self, (number, refused): (u64, Option<String>), sink: &mut impl Sink<M, E>) {
+        let now = Instant::now();
+        if let Some(words) = refused {
+            sink.refused(number, words);
+            self.gather.answer(number, None, now);
+            return;
+        }
+        sink.confirmed(number);
+        if let Some(resends) = &mut self.resends {
+            resends.confirmed(number, now);
+        }
+        if self.reply_to.is_none() {
+            self.gather.answer(number, None, now);
+        }
+    }
+
+    /// The publishes of tasks that are late, after a look at their queue.
+    fn looked<E>(&mut self, seen: Option<Seen>, sink: &mut impl Sink<M, E>) -> Vec<Sent<'a>> {
+        let Some(resends) = &mut self.resends else { return Vec::new() };
+        let consumed = match seen {
+            Some(Seen::There { consumers }) => consumers > 0,
+            Some(Seen::Gone) => false,
+            // Where looking is not allowed, workers may be there.
+            Some(Seen::Private) | None => self.publisher.takes_messages(),
+        };
+        let now = Instant::now();
+        resends.consumed(consumed, now);
+        sink.consumed(consumed);
+        let mut again: Vec<Sent<'a>> = Vec::new();
+        for late in resends.late(now) {
+            match late {
+                Late::Again(number, queue, message) => {
+                    again.push(Box::pin(sent(self.publisher, queue, number, message, true)));
+                }
+                Late::GivenUp(number) => _ = self.gather.answer(number, None, now),
+            }
+        }
+        sink.resent(again.len());
+        again
     }
 }
 

@@ -77,8 +77,9 @@ impl Overtaken {
 
     /// Whether a task that the broker took at `since` is late.
     fn has(&mut self, since: Duration, now: Duration, after: Duration) -> bool {
-        while let Some((_, since)) = self.answers.pop_front_if(|(at, _)| *at + after <= now) {
-            self.upto = self.upto.max(since);
+        while let Some((_, since)) = self.answers.front().filter(|(at, _)| *at + after <= now) {
+            self.upto = self.upto.max(*since);
+            self.answers.pop_front();
         }
         since < self.upto || now >= self.last.max(since) + after
     }

@@ -16,6 +16,8 @@ struct Broker {
     twice: BTreeSet<u64>,
     /// Answers nothing from this number on.
     deaf_from: u64,
+    /// What messages and acks go through.
+    line: mpsc::Sender<()>,
 }
 
 struct Incoming {
@@ -23,7 +25,8 @@ struct Incoming {
     tag: u64,
 }
 
-struct SlowAcker;
+/// With the line that messages go through.
+struct SlowAcker(mpsc::Sender<()>);
 
 impl Publisher for Broker {
     fn publish<'a>(
@@ -32,6 +35,7 @@ impl Publisher for Broker {
         message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>> {
         Box::pin(async move {
+            self.line.reserve().await.expect("a line").send(());
             let number = number_of(&message).expect("a number");
             if number < self.deaf_from {
                 for _ in 0..1 + usize::from(self.twice.contains(&number)) {
@@ -90,6 +94,7 @@ impl Consumer for Incoming {
 impl Acker for SlowAcker {
     fn ack(&self, _: DeliveryTag) -> BoxFuture<'_, bool> {
         Box::pin(async {
+            self.0.send(()).await.expect("a line");
             tokio::time::sleep(Duration::from_millis(1)).await;
             true
         })
@@ -139,11 +144,15 @@ impl Sink<u64, ClientError> for Counts {
 
 async fn run(count: u64, twice: &[u64], deaf_from: u64, in_order: bool) -> (Counts, Result<(), ClientError>) {
     let (replies, incoming) = mpsc::channel(1_000);
-    let broker = Broker { replies, twice: twice.iter().copied().collect(), deaf_from };
+    // One place, given in turn: also to a publish that nobody polls.
+    let (line, mut read) = mpsc::channel(1);
+    tokio::spawn(async move { while read.recv().await.is_some() {} });
+    let twice = twice.iter().copied().collect();
+    let broker = Broker { replies, twice, deaf_from, line: line.clone() };
     let session = BrokerSession {
         background: None,
         consumer: Box::new(Incoming { replies: incoming, tag: 0 }),
-        acker: Arc::new(SlowAcker),
+        acker: Arc::new(SlowAcker(line)),
         publisher: Arc::new(broker),
     };
     let request = || Request::new(String::new(), None, Bytes::new());

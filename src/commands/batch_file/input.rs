@@ -1,6 +1,7 @@
 //! The input of a run: its digest, its requests, only those counted when the run began, and afterwards a check
 //! that the files have not changed. Owns the read position. Never decides what a line is, never writes a file.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, BufReader, Read};
@@ -48,7 +49,7 @@ impl<R: Read> Read for Hashing<R> {
 /// The bytes of several files, one after the other. A last line without its newline gets one.
 #[derive(Debug)]
 struct Files {
-    paths: std::vec::IntoIter<PathBuf>,
+    paths: VecDeque<PathBuf>,
     open: Option<File>,
     /// The last byte read is no newline.
     is_within_line: bool,
@@ -56,8 +57,8 @@ struct Files {
 
 impl Files {
     fn open(paths: &[PathBuf]) -> io::Result<Self> {
-        let mut paths = paths.to_vec().into_iter();
-        let open = paths.next().map(open).transpose()?;
+        let mut paths: VecDeque<PathBuf> = paths.iter().cloned().collect();
+        let open = paths.pop_front().map(open).transpose()?;
         Ok(Self { paths, open, is_within_line: false })
     }
 }
@@ -71,7 +72,7 @@ impl Read for Files {
                 return Ok(read);
             }
             // The last file stays open: it may grow.
-            let Some(next) = self.paths.next() else { break };
+            let Some(next) = self.paths.pop_front() else { break };
             self.open = Some(open(next)?);
             if std::mem::take(&mut self.is_within_line) {
                 buffer[0] = b'\n';
@@ -223,7 +224,7 @@ mod tests {
         assert_eq!(shown, [(2, &b"b"[..]), (3, b"c")]);
         assert_eq!(lines.digest(), Input::new("a\nb\nc\n").digest());
         let missing = three.path.with_file_name("missing.jsonl");
-        let error = HashedLines::open(&[missing.clone()], 0).unwrap_err().to_string();
+        let error = HashedLines::open(std::slice::from_ref(&missing), 0).unwrap_err().to_string();
         assert!(error.contains(missing.to_str().unwrap()), "{error}");
     }
 

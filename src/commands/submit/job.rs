@@ -178,7 +178,10 @@ impl Job {
         let refused = self.refused.remove(&number);
         let Some(reply) = reply else {
             return match refused {
-                Some(_) if is_shared => Ok(self.apart.extend(packed.apart())),
+                Some(_) if is_shared => {
+                    self.apart.extend(packed.apart());
+                    Ok(())
+                }
                 Some(words) => {
                     self.fail(&packed, "refused", &format!("the broker refuses the task: {words}"))
                 }
@@ -204,7 +207,10 @@ impl Job {
         let lines = match lines_of(&packed.rows, status as u16, id, body) {
             Ok(lines) => lines,
             // A model that answers otherwise cannot be asked for several rows at once.
-            Err(_) if is_shared => return Ok(self.apart.extend(packed.apart())),
+            Err(_) if is_shared => {
+                self.apart.extend(packed.apart());
+                return Ok(());
+            }
             Err(error) => return self.fail(&packed, "no_json", &format!("{error:#}")),
         };
         if status != 200 {

@@ -32,6 +32,9 @@ pub(super) enum Unit {
 
 type Line = anyhow::Result<InputLine>;
 
+/// Reads all lines, on a thread of its own.
+type Source = Box<dyn FnOnce(&mpsc::Sender<Line>) + Send>;
+
 /// The rows of the input behind those that are done, as tasks with at most `most` rows and inputs each. With a point to
 /// continue at, the last item is an error if the input has changed meanwhile.
 pub(super) fn read(
@@ -42,7 +45,7 @@ pub(super) fn read(
     // Written by the thread, read by the task below.
     let (read, lines) = mpsc::channel(READ_AHEAD);
     let first = point.as_ref().map_or(0, |point| point.done as u64);
-    let source: Box<dyn FnOnce(&mpsc::Sender<Line>) + Send> = match point {
+    let source: Source = match point {
         Some(point) => {
             let input = point.open_input(inputs)?;
             Box::new(move |read| counted(input, read))
