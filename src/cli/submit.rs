@@ -38,7 +38,8 @@ pub struct Submit {
     /// Rows of embeddings or of text classification that share a task, if they ask alike
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=512))]
     pub rows_per_task: u16,
-    /// Publish a task again that has no reply for this long, while workers consume
+    /// Publish a task again if a later one was answered this long ago, or none for this long; counted while
+    /// workers consume
     #[arg(long, value_name = "DURATION", default_value = "15m", value_parser = duration)]
     pub reply_timeout: Duration,
     /// How often to publish a task before its rows become error lines

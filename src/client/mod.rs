@@ -240,6 +240,7 @@ impl Client {
                     // Acks and publishes may go through one bounded channel, whose places are given in turn: a publish
                     // that is given one and is not polled would hold up the acks for ever.
                     tokio::select! {
+                        biased;
                         () = &mut acked => break,
                         Some(published) = under_way.next() => run.published(published?, sink),
                     }

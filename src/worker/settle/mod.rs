@@ -146,9 +146,8 @@ impl Settlement {
         outcome: Outcome,
         timings: &Timings,
     ) -> Result<(), WorkerError> {
-        if self.lost[usize::from(accepted.delivery.is_background())].load(Ordering::Acquire)
-            >= accepted.delivery.session
-        {
+        let lost = &self.lost[usize::from(accepted.delivery.is_background())];
+        if accepted.delivery.is_over_with(lost.load(Ordering::Acquire)) {
             return Ok(());
         }
         let tries = Tries {
