@@ -64,7 +64,11 @@ bench-parts: models ## kernels, forward passes, codec and batcher alone, by crit
 	scripts/fetch-efficientnet
 	RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 $(CARGO) bench --locked
 
-lint: ## formatting, clippy, documentation; warnings are errors
+lint: ## lock files, formatting, clippy, documentation; warnings are errors
+	@for manifest in Cargo.toml examples/Cargo.toml fuzz/Cargo.toml; do \
+		$(CARGO) metadata --locked --format-version 1 --manifest-path $$manifest >/dev/null \
+			|| { echo "$$manifest: run 'cargo update --workspace --manifest-path $$manifest'" >&2; exit 1; }; \
+	done
 	$(CARGO) fmt --check
 	$(CARGO) clippy --locked --all-targets -- -D warnings
 	$(CARGO) clippy --locked --no-default-features -- -D warnings
