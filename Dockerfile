@@ -12,8 +12,10 @@ RUN mkdir src \
  && touch src/lib.rs \
  && cargo build --release --locked \
  && rm -r src
-COPY config config
+COPY build.rs ./
 COPY src src
+# For `sconce --version`, as there is no repository here: --build-arg SCONCE_COMMIT=$(git rev-parse --short=12 HEAD)
+ARG SCONCE_COMMIT
 # Newer than the empty ones, or cargo would take those for current.
 RUN find src -name '*.rs' -exec touch {} + \
  && cargo build --release --locked
@@ -27,6 +29,7 @@ RUN mkdir -p /var/cache/huggingface && chown 10001:10001 /var/cache/huggingface
 ENV HF_HOME=/var/cache/huggingface
 USER 10001:10001
 WORKDIR /tmp
+# Named, so that Docker takes no other signal for a stop: a launcher that was sent HUP is still restarted if it fails.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["sconce"]
 CMD ["launch"]

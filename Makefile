@@ -74,7 +74,7 @@ lint: ## lock files, formatting, clippy, documentation; warnings are errors
 	$(CARGO) clippy --locked --no-default-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
 
-check-deploy: ## what deploy/ holds, by promtool, Prometheus, Grafana's and Kubernetes' schemas, systemd
+check-deploy: ## deploy/, the compose file and the workflows, by promtool, Prometheus, schemas, systemd and linters
 	scripts/check-deploy
 
 SECONDS = 60
@@ -89,4 +89,4 @@ fmt: ## format the sources
 	$(CARGO) fmt
 
 image: ## the container image: sconce
-	docker build -t sconce .
+	docker build -t sconce --build-arg SCONCE_COMMIT=$$(git rev-parse --short=12 HEAD) .

@@ -1,5 +1,5 @@
-//! What `deploy/` says against what sconce is: names of metrics, probes, ports, times. Cheap, and needs
-//! nothing installed; `make check-deploy` holds the same files against the programs that read them.
+//! What `deploy/` and the compose file say against what sconce is: names of metrics, probes, ports, times. Cheap, and
+//! needs nothing installed; `make check-deploy` holds the same files against the programs that read them.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -187,14 +187,15 @@ fn every_probe_scrape_and_listener_uses_the_default_port() {
     assert_eq!(value(&deployment, "prometheus.io/port:"), port);
     assert_eq!(value(&text("deploy/prometheus/prometheus.yml"), "port:"), port);
     let everywhere = format!("0.0.0.0:{port}");
-    assert_eq!(value(&text("docker-compose.yml"), "SCONCE_ADMIN__LISTEN:"), everywhere);
+    assert_eq!(value(&text("config/compose/sconce.toml"), "listen ="), everywhere);
+    assert!(text("docker-compose.yml").contains(&format!("- \"127.0.0.1:${{ADMIN_PORT:-}}:{port}\"")));
     assert_eq!(value(&text("deploy/kubernetes/base/sconce.toml"), "listen ="), everywhere);
     assert!(text("deploy/systemd/sconce.example.toml").contains(&format!("listen = \"127.0.0.1:{port}\"")));
 }
 
 #[test]
 fn whoever_stops_sconce_waits_for_longer_than_its_grace() {
-    let defaults = load(&[], Vec::new(), &[]).expect("defaults").settings;
+    let container = settings("config/compose/sconce.toml");
     let unit = settings("deploy/systemd/sconce.example.toml");
     let pod = settings("deploy/kubernetes/base/sconce.toml");
     let deployment = text("deploy/kubernetes/base/deployment.yaml");
@@ -212,7 +213,7 @@ fn whoever_stops_sconce_waits_for_longer_than_its_grace() {
             value(&text("deploy/systemd/gpu.conf"), "TimeoutStopSec="),
         ),
         ("kubernetes", pod.launcher.shutdown_grace, value(&deployment, "terminationGracePeriodSeconds:")),
-        ("compose", defaults.launcher.shutdown_grace, value(compose, "stop_grace_period:")),
+        ("compose", container.launcher.shutdown_grace, value(compose, "stop_grace_period:")),
     ] {
         let waits = seconds(&waits);
         assert!(grace + AFTER_THE_GRACE <= waits, "{who} waits for {waits:?}, the grace is {grace:?}");
@@ -221,7 +222,11 @@ fn whoever_stops_sconce_waits_for_longer_than_its_grace() {
 
 #[test]
 fn the_settings_files_are_ones_that_sconce_takes() {
-    for file in ["deploy/systemd/broker.example.toml", "deploy/systemd/sconce.example.toml"] {
+    for file in [
+        "config/compose/sconce.toml",
+        "deploy/systemd/broker.example.toml",
+        "deploy/systemd/sconce.example.toml",
+    ] {
         settings(file);
     }
     let pod = settings("deploy/kubernetes/base/sconce.toml");
@@ -231,6 +236,17 @@ fn the_settings_files_are_ones_that_sconce_takes() {
         pod.pools[0].task_queue,
         "what KEDA measures is what is worked on"
     );
+}
+
+#[test]
+fn compose_overrides_nothing_of_its_settings_file_that_nobody_set() {
+    let compose = text("docker-compose.yml");
+    let (_, service) = compose.split_once("\n  sconce: &sconce\n").expect("the service");
+    assert_eq!(value(service, "SCONCE_CONFIG:"), "/etc/sconce/sconce.toml");
+    assert!(service.contains("- ./config/compose:/etc/sconce:ro"), "the folder is mounted, not the file");
+    let given = service.lines().filter_map(|line| line.trim().split_once(": "));
+    let given: Vec<&str> = given.map(|(key, _)| key).filter(|key| key.starts_with("SCONCE_")).collect();
+    assert_eq!(given, ["SCONCE_BROKER__URL", "SCONCE_CONFIG"]);
 }
 
 #[test]

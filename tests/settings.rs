@@ -68,6 +68,7 @@ fn default_pool() -> Pool {
             timeout: Duration::from_secs(300),
         },
         task: None,
+        sentinels: Default::default(),
         drain: Drain::HandBack,
         options: Default::default(),
         retry: Retry { max_attempts: 3, delay: Duration::from_secs(1), delay_max: Duration::from_secs(60) },
@@ -91,6 +92,7 @@ fn without_anything_written_the_documented_defaults_are_in_force() {
         },
         pools: vec![default_pool()],
         launcher: Launcher {
+            name: None,
             shutdown_grace: Duration::from_secs(8),
             restart_delay: Duration::from_millis(500),
             restart_delay_max: Duration::from_secs(30),

@@ -48,6 +48,9 @@ fn slot_line(entry: &Entry) -> String {
     match now.and_then(|now| now.problem.as_ref()) {
         Some(problem) if now.is_some_and(|now| !now.connected) => format!("{slot} waits: {problem}"),
         Some(problem) => format!("{slot} {state} for {seconds} s; {problem}"),
+        None if entry.report.state.works() && !takes_tasks(entry) => {
+            format!("{slot} waits: it has no session with the broker yet")
+        }
         None => format!("{slot} {state} for {seconds} s"),
     }
 }

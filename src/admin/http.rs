@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use hyper::Request;
@@ -31,6 +31,11 @@ use crate::shutdown::{Phase, Stop};
 /// The content type of the metrics.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
+/// The content type of the metrics for all others.
+const PLAIN: &str = "text/plain; version=0.0.4; charset=utf-8";
+/// The header that names the launcher that answers.
+pub const LAUNCHER: &str = "x-sconce-launcher";
+
 /// The most open connections: limits the sockets, and the requests being answered.
 const CONNECTIONS: usize = 64;
 
@@ -46,38 +51,60 @@ struct Limits {
 /// A probe sends its head in one packet; 2 s leave time for a lost packet.
 const LIMITS: Limits = Limits { head: Duration::from_secs(2), whole: Duration::from_secs(10) };
 
+/// How often a taken address is tried.
+const AGAIN: Duration = Duration::from_secs(2);
+
 #[derive(Clone)]
 struct Served {
+    launcher: Arc<str>,
     board: Arc<StatusBoard>,
     stop: Stop,
     devices: Devices,
 }
 
-/// Serves until the runtime ends. If another process listens on the address, logs that and serves nothing.
+/// Serves until the runtime ends. While another process listens on the address, tries again.
 ///
 /// # Errors
 /// The address is not of this host, or may not be used by this process.
-pub async fn serve(address: SocketAddr, board: Arc<StatusBoard>, stop: Stop) -> std::io::Result<()> {
-    let listener = match TcpListener::bind(address).await {
-        Ok(listener) => listener,
+pub async fn serve(
+    address: SocketAddr,
+    launcher: &str,
+    board: Arc<StatusBoard>,
+    stop: Stop,
+) -> std::io::Result<()> {
+    let router = router(launcher, board, stop);
+    match TcpListener::bind(address).await {
+        Ok(listener) => listen(listener, router),
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
             tracing::warn!(
                 %address,
-                "another process listens there: no metrics and no health of this launcher; set admin.listen"
+                "another process listens there: no metrics and no health of this launcher until it ends; set \
+                 admin.listen"
             );
-            return Ok(());
+            tokio::spawn(async move {
+                loop {
+                    tokio::time::sleep(AGAIN).await;
+                    if let Ok(listener) = TcpListener::bind(address).await {
+                        return listen(listener, router);
+                    }
+                }
+            });
         }
         Err(error) => return Err(error),
-    };
-    // The actual address, if the settings say port 0.
-    let address = listener.local_addr()?;
-    tracing::info!(%address, "serving /metrics, /livez, /readyz and /startupz");
-    tokio::spawn(accept(listener, router(board, stop), LIMITS));
+    }
     Ok(())
 }
 
-fn router(board: Arc<StatusBoard>, stop: Stop) -> Router {
-    let served = Served { board, stop, devices: Devices::default() };
+fn listen(listener: TcpListener, router: Router) {
+    // The actual address, if the settings say port 0.
+    if let Ok(address) = listener.local_addr() {
+        tracing::info!(%address, "serving /metrics, /livez, /readyz and /startupz");
+    }
+    tokio::spawn(accept(listener, router, LIMITS));
+}
+
+fn router(launcher: &str, board: Arc<StatusBoard>, stop: Stop) -> Router {
+    let served = Served { launcher: launcher.into(), board, stop, devices: Devices::default() };
     let mut router = Router::new().route("/metrics", get(scrape));
     for check in [Check::Live, Check::Ready, Check::Startup] {
         router = router.route(check.path(), get(move |state| health(check, state)));
@@ -137,18 +164,25 @@ impl Connection {
     }
 }
 
-async fn scrape(State(served): State<Served>) -> impl IntoResponse {
+/// The metrics, in the format that the client reads: Prometheus asks for OpenMetrics, `promtool` reads plain text.
+async fn scrape(State(served): State<Served>, headers: HeaderMap) -> impl IntoResponse {
     // The driver is asked only where a slot is on a GPU.
     let is_on_gpu = |status: &SlotStatus| status.slots.values().any(|entry| entry.report.device != "cpu");
     let gpus = if served.board.read(is_on_gpu) { served.devices.look().await } else { Default::default() };
-    ([(header::CONTENT_TYPE, OPEN_METRICS)], metrics::render(served.board, gpus))
+    let page = metrics::render(&served.launcher, served.board, gpus);
+    let accepts = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    if accepts.contains("application/openmetrics-text") {
+        ([(header::CONTENT_TYPE, OPEN_METRICS)], page)
+    } else {
+        ([(header::CONTENT_TYPE, PLAIN)], metrics::plain(&page))
+    }
 }
 
 async fn health(check: Check, State(served): State<Served>) -> impl IntoResponse {
     let stopping = served.stop.phase() > Phase::Running;
     let (is_so, lines) = served.board.read(|status| answer(check, status, stopping));
     let status = if is_so { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    (status, lines.join("\n") + "\n")
+    (status, [(LAUNCHER, served.launcher.to_string())], lines.join("\n") + "\n")
 }
 
 #[cfg(test)]
@@ -179,7 +213,7 @@ mod tests {
 
     /// The routes of a launcher without slots.
     fn of_nothing() -> Router {
-        router(Arc::new(StatusBoard::default()), Stop::default())
+        router("here", Arc::new(StatusBoard::default()), Stop::default())
     }
 
     /// `/livez`, and `/slow`, which counts its requests in `asked` and answers once `go` has permits.

@@ -1,7 +1,7 @@
 //! The board as Prometheus metrics: names, units and labels, listed in `docs/metrics.md`. Counts belong to a
 //! slot and continue from one worker to the next, since the launcher started.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Debug};
 use std::sync::Arc;
 
@@ -18,18 +18,36 @@ use crate::protocol::admin::State;
 use crate::protocol::dead_letter::Reason;
 use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, Stats, TOKENS, TokenCounts};
 
-/// The board and the devices, as one page of metrics.
-pub(super) fn render(board: Arc<StatusBoard>, gpus: Gpus) -> String {
+/// The board and the devices, as one page of metrics in OpenMetrics.
+pub(super) fn render(launcher: &str, board: Arc<StatusBoard>, gpus: Gpus) -> String {
     let mut registry = Registry::with_prefix("sconce");
-    registry.register_collector(Box::new(Page { board, gpus }));
+    registry.register_collector(Box::new(Page { launcher: launcher.to_owned(), board, gpus }));
     let mut page = String::new();
     // Writing to a string never fails.
     let _ = prometheus_client::encoding::text::encode(&mut page, &registry);
     page
 }
 
+/// A page in the older text format, in which a counter has the name of its values.
+pub(super) fn plain(page: &str) -> String {
+    let counter = |line: &str| line.strip_prefix("# TYPE ")?.strip_suffix(" counter").map(str::to_owned);
+    let counters: BTreeSet<String> = page.lines().filter_map(counter).collect();
+    let mut text = String::with_capacity(page.len());
+    for line in page.lines().filter(|line| *line != "# EOF") {
+        let mut words = line.splitn(4, ' ');
+        match (words.next(), words.next(), words.next(), words.next()) {
+            (Some("#"), Some(kind), Some(name), Some(rest)) if counters.contains(name) => {
+                text.push_str(&format!("# {kind} {name}_total {rest}\n"));
+            }
+            _ => text.push_str(&format!("{line}\n")),
+        }
+    }
+    text
+}
+
 #[derive(Debug)]
 struct Page {
+    launcher: String,
     board: Arc<StatusBoard>,
     gpus: Gpus,
 }
@@ -38,7 +56,7 @@ impl Collector for Page {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         self.board.read(|status| {
             let mut out = Out { encoder: &mut encoder };
-            of_the_launcher(&mut out, status)?;
+            of_the_launcher(&mut out, &self.launcher, status)?;
             of_tasks(&mut out, status)?;
             of_batches(&mut out, status)?;
             of_generated_text(&mut out, status)?;
@@ -131,9 +149,22 @@ fn sums<'a>(
     counted(status).map(move |(entry, stats)| (slot(entry), of(stats)))
 }
 
-fn of_the_launcher(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
-    let version = vec![("version", env!("CARGO_PKG_VERSION"))];
+fn of_the_launcher(out: &mut Out<'_, '_>, launcher: &str, status: &SlotStatus) -> fmt::Result {
+    let version = vec![("version", env!("CARGO_PKG_VERSION")), ("launcher", launcher)];
     out.gauge("build_info", "What is running", [(version, 1.0)])?;
+    let pools = status.slots.values().map(|entry| (entry.report.pool.as_str(), &entry.assignment.pool));
+    let info = pools.collect::<BTreeMap<_, _>>().into_iter().map(|(name, pool)| {
+        let labels: Labels<'_> = vec![("pool", name), ("model", &pool.model), ("queue", &pool.task_queue)];
+        (labels, 1.0)
+    });
+    let waiting = status
+        .queues
+        .iter()
+        .map(|((queue, kind), ready)| (vec![("queue", queue.as_str()), ("kind", *kind)], f64::from(*ready)));
+    let help = "Messages that wait in a queue: kind is task, background, retry or dead_letter";
+    out.gauge("queue_messages", help, waiting)?;
+    let help = "A pool's model, as the settings name it, with its revision if they do, and its task queue";
+    out.gauge("pool_info", help, info)?;
     let results = [("applied", status.reloads_applied), ("refused", status.reloads_refused)];
     let values = results.map(|(result, count)| (vec![("result", result)], count as f64));
     out.counter("reloads", "Settings that were loaded again", values)
@@ -155,6 +186,7 @@ fn of_tasks(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     out.counter("redelivered", "Deliveries made before", sums(status, |stats| stats.redelivered as f64))?;
     out.counter("retried", "Tasks put off to be tried again", sums(status, |stats| stats.retried as f64))?;
     out.counter("requeued", "Deliveries handed back", sums(status, |stats| stats.requeued as f64))?;
+    out.counter("sentinels", "Sentinels obeyed, each by one worker", sums(status, |it| it.sentinels as f64))?;
     let dead_letters = counted(status).flat_map(|(entry, stats)| {
         Reason::ALL.iter().map(move |reason| {
             let count = stats.dead_lettered.get(reason.as_str()).copied().unwrap_or(0);
@@ -239,6 +271,8 @@ fn of_workers(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     out.gauge("worker_start_time_seconds", "When the worker was ready, since 1970", started)?;
     let connected = sums(status, |stats| f64::from(u8::from(stats.now.connected)));
     out.gauge("broker_connected", "1 while the worker has a session with the broker", connected)?;
+    let lost = sums(status, |stats| stats.lost_sessions as f64);
+    out.counter("broker_reconnects", "Sessions with the broker that were lost", lost)?;
     let prefetched = counted(status)
         .map(|(entry, stats)| (slot(entry), stats.now.held.saturating_sub(entry.report.in_flight) as f64));
     out.gauge("prefetched_tasks", "Tasks in hand that are not on the device", prefetched)?;
@@ -288,7 +322,7 @@ mod tests {
             stats.took(Stage::Compute, 0.02);
             entry.turn(State::Busy);
         });
-        render(board, gpus)
+        render("here", board, gpus)
     }
 
     fn assert_lines<const N: usize>(page: &str, lines: [String; N]) {
@@ -316,6 +350,16 @@ mod tests {
             ],
         );
         assert!(page.ends_with("# EOF\n"));
+    }
+
+    #[test]
+    fn plain_text_has_counters_by_the_names_of_their_values_and_no_end() {
+        let page = plain(&page(Gpus::default()));
+        for line in ["# TYPE sconce_tasks_total counter", "# TYPE sconce_worker_state gauge"] {
+            assert!(page.lines().any(|it| it == line), "{line}");
+        }
+        assert!(!page.contains("# EOF") && !page.contains("# TYPE sconce_tasks counter"), "{page}");
+        assert!(page.contains("sconce_pool_info{pool="), "{page}");
     }
 
     #[test]

@@ -21,5 +21,5 @@ mod remote;
 
 pub use health::Check;
 #[cfg(feature = "http")]
-pub use http::serve;
+pub use http::{LAUNCHER, serve};
 pub use remote::{Place, control};

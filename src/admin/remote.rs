@@ -23,6 +23,8 @@ const LONGEST: usize = 64 << 10;
 
 /// The launcher that is controlled.
 pub struct Place {
+    /// Its name.
+    pub launcher: String,
     /// Its host's name.
     pub host: String,
     /// The board with the state of its slots.
@@ -66,7 +68,7 @@ async fn answer(link: &BrokerSession, place: &Place, delivery: &Delivery) {
     let answered = Arc::new(answered(&delivery.message, &answer));
     let published = tokio::time::timeout(ANSWERING, link.publisher.publish(reply_to, answered)).await;
     if !matches!(published, Ok(Ok(Published::Confirmed))) {
-        tracing::debug!(?published, reply_to, "remote control: the answer was not delivered");
+        tracing::debug!(reply_to, "remote control: the answer was not delivered");
     }
 }
 
@@ -85,11 +87,12 @@ impl Place {
     async fn serve(&self, delivery: &Delivery) -> Option<Answer> {
         let key = delivery.routing_key.as_deref().unwrap_or_default();
         let Some(target) = Target::of_routing_key(key) else {
-            return Some(
-                self.refusal(format!("{key:?} addresses nobody: all, cancel, host.…, pool.… or slot.…")),
-            );
+            return Some(self.refusal(format!(
+                "{key:?} addresses nobody: all, cancel, host.…, launcher.…, pool.… or slot.…"
+            )));
         };
-        let meant = |report: &SlotReport| target.means(&self.host, &report.pool, &report.worker);
+        let target = target.within(&self.host, &self.launcher)?;
+        let meant = |report: &SlotReport| target.means(&report.pool, &report.worker);
         if !self.board.read(|status| status.slots.values().any(|entry| meant(&entry.report))) {
             return None;
         }
@@ -107,10 +110,11 @@ impl Place {
             Ok(request) => request,
             Err(error) => return Some(self.refusal(shorten(&format!("not a request: {error}"), 500))),
         };
+        let asked = serde_json::to_string(&request).unwrap_or_default();
         if request.only_asks() {
-            tracing::debug!(key, ?request, "remote control");
+            tracing::debug!(key, request = asked, "remote control");
         } else {
-            tracing::info!(key, ?request, "remote control");
+            tracing::info!(key, request = asked, "remote control");
         }
         let outcomes = match self.obey(&request, &target).await {
             Ok(outcomes) => outcomes,
@@ -140,7 +144,7 @@ impl Place {
     fn answer(&self, request: &Request, target: &Target, outcomes: &BTreeMap<String, Outcome>) -> Answer {
         let slots = self.board.read(|status| {
             let reports = status.slots.values().map(|entry| entry.report());
-            reports.filter(|it| target.means(&self.host, &it.pool, &it.worker)).collect::<Vec<_>>()
+            reports.filter(|it| target.means(&it.pool, &it.worker)).collect::<Vec<_>>()
         });
         let told = slots.into_iter().map(|mut report| {
             if *request != Request::Stats {
@@ -166,6 +170,7 @@ impl Place {
 
     fn signature(&self) -> Answer {
         Answer {
+            launcher: self.launcher.clone(),
             host: self.host.clone(),
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),

@@ -72,7 +72,13 @@ fn run(registry: &Registry) -> Exit {
 
 #[expect(clippy::print_stderr, reason = "the last word of a command goes to its user")]
 fn eprintln_error(error: &anyhow::Error) {
-    eprintln!("sconce: {error:#}");
+    // An exit code in the chain is for the caller of the program, not for its reader.
+    let is_code = |words: &String| Exit::ALL.iter().any(|(_, meaning)| meaning == words);
+    let mut words: Vec<String> = error.chain().map(ToString::to_string).filter(|it| !is_code(it)).collect();
+    if words.is_empty() {
+        words = vec![error.to_string()];
+    }
+    eprintln!("sconce: {}", words.join(": "));
 }
 
 /// The exit code tells who has to act.

@@ -158,6 +158,8 @@ pub enum Seen {
     There {
         /// Its consumers now, on all hosts.
         consumers: u32,
+        /// Its messages that wait.
+        ready: u32,
     },
 }
 

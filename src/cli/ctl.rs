@@ -41,14 +41,17 @@ pub struct Ctl {
     /// Every slot of every launcher; the default for ping, stats, active and cancel
     #[arg(long, global = true)]
     pub all: bool,
-    /// The slots of a host
+    /// The slots of all launchers of a host
     #[arg(long, global = true, value_name = "HOST")]
     pub host: Option<String>,
+    /// The slots of a launcher
+    #[arg(long, global = true, value_name = "LAUNCHER")]
+    pub launcher: Option<String>,
     /// The slots of a pool, on all hosts
     #[arg(long = "pool", global = true, id = "to_pool", value_name = "POOL")]
     pub pool: Option<String>,
-    /// One slot: host/pool/index, as in replies
-    #[arg(long, global = true, value_name = "HOST/POOL/INDEX")]
+    /// One slot: launcher/pool/index, as in replies
+    #[arg(long, global = true, value_name = "LAUNCHER/POOL/INDEX")]
     pub slot: Option<String>,
     /// How long to wait for answers
     #[arg(long, global = true, value_name = "DURATION", default_value = "1s", value_parser = duration)]
@@ -56,6 +59,9 @@ pub struct Ctl {
     /// Stop waiting after answers of N launchers, and fail with fewer
     #[arg(long, global = true, value_name = "N")]
     pub expect: Option<usize>,
+    /// After pause, resume, restart, drain and shutdown: wait until each slot is there, at most so long
+    #[arg(long, global = true, value_name = "DURATION", value_parser = duration)]
+    pub wait: Option<Duration>,
     /// Print answers as JSON, one per line
     #[arg(long, global = true)]
     pub json: bool,
@@ -81,7 +87,7 @@ pub enum CtlOrder {
     Drain,
     /// Finish accepted tasks and end the workers for good; a launcher ends with its last slot
     Shutdown,
-    /// Finish accepted tasks, end the workers, start new ones
+    /// Finish accepted tasks, end the workers, start new ones; in each launcher one slot after the other
     Restart,
     /// Change the bounds of batches, until the settings are loaded again
     SetBatch {
@@ -142,17 +148,20 @@ impl Ctl {
         let named = [
             self.all.then_some(Target::All),
             self.host.clone().map(Target::Host),
+            self.launcher.clone().map(Target::Launcher),
             self.pool.clone().map(Target::Pool),
             self.slot.clone().map(Target::Slot),
         ];
         let mut named = named.into_iter().flatten();
         match (named.next(), named.next()) {
             (Some(target), None) => Ok(target),
-            (Some(_), Some(_)) => Err("only one of --all, --host, --pool and --slot"),
+            (Some(_), Some(_)) => Err("only one of --all, --host, --launcher, --pool and --slot"),
             (None, _) if self.order.request().only_asks() => Ok(Target::All),
             // A task's id is its own: it means the same everywhere.
             (None, _) if matches!(self.order, CtlOrder::Cancel { .. }) => Ok(Target::All),
-            (None, _) => Err("this changes something: say where, with --all, --host, --pool or --slot"),
+            (None, _) => {
+                Err("this changes something: say where, with --all, --host, --launcher, --pool or --slot")
+            }
         }
     }
 }
@@ -181,7 +190,7 @@ pub struct Healthcheck {
     /// Ask whether it has started: every pool has had a worker that was ready
     #[arg(long)]
     pub startup: bool,
-    /// The launcher's address, in the place of admin.listen
+    /// The launcher's address, in the place of admin.listen; any launcher may answer there
     #[arg(long, value_name = "URL")]
     pub url: Option<String>,
     /// Longest wait for the answer

@@ -4,6 +4,7 @@ mod bench;
 mod ctl;
 mod dead;
 mod submit;
+mod version;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -21,7 +22,8 @@ pub use submit::Submit;
 
 /// GPU inference behind a message queue: one process per device, fed by RabbitMQ.
 #[derive(Debug, Parser)]
-#[command(name = "sconce", version, about, after_help = exit_codes(), max_term_width = 100)]
+#[command(name = "sconce", version, long_version = version::LONG, about, after_help = exit_codes())]
+#[command(max_term_width = 100)]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
@@ -167,6 +169,9 @@ pub struct Publish {
     /// Longest wait for the next reply
     #[arg(long, value_name = "DURATION", default_value = "10m", value_parser = duration)]
     pub timeout: Duration,
+    /// Make the pool's queues where they are missing; otherwise that is an error
+    #[arg(long)]
+    pub declare: bool,
     /// The pool whose task queue to use; may be left out when there is only one
     #[arg(long)]
     pub pool: Option<String>,
@@ -190,6 +195,9 @@ pub struct StopWorkers {
     /// A sentinel that no worker takes within this time expires and stops no worker
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = duration)]
     pub expires: Duration,
+    /// Take back the sentinels of an earlier `stop`, by the id that it printed, as far as no worker has taken them
+    #[arg(long, value_name = "STOP", conflicts_with_all = ["workers", "all"])]
+    pub withdraw: Option<String>,
 }
 
 /// `sconce run-batch`.
@@ -274,6 +282,25 @@ mod tests {
         let help = Cli::command().render_help().to_string();
         for (exit, meaning) in Exit::ALL {
             assert!(help.contains(&exit.code().to_string()) && help.contains(meaning), "{meaning}");
+        }
+    }
+
+    #[test]
+    fn the_long_version_says_what_was_built_and_the_short_one_is_bare() {
+        let command = Cli::command();
+        assert_eq!(command.render_version().trim(), concat!("sconce ", env!("CARGO_PKG_VERSION")));
+        let long = command.render_long_version();
+        let (_, built) = long.split_once(" (commit ").expect("the commit");
+        assert!(long.starts_with(command.render_version().trim()) && !built.starts_with(','), "{long}");
+        let (_, features) = built.trim().trim_end_matches(')').split_once("features: ").expect("features");
+        let named: Vec<&str> = features.split(", ").collect();
+        for (name, is_built_in) in [
+            ("cuda", cfg!(feature = "cuda")),
+            ("http", cfg!(feature = "http")),
+            ("otlp", cfg!(feature = "otlp")),
+            ("top", cfg!(feature = "top")),
+        ] {
+            assert_eq!(named.contains(&name), is_built_in, "{name}: {long}");
         }
     }
 

@@ -381,7 +381,7 @@ impl<'a, M> Run<'a, M> {
     fn looked<E>(&mut self, seen: Option<Seen>, sink: &mut impl Sink<M, E>) -> Vec<Sent<'a>> {
         let Some(resends) = &mut self.resends else { return Vec::new() };
         let consumed = match seen {
-            Some(Seen::There { consumers }) => consumers > 0,
+            Some(Seen::There { consumers, .. }) => consumers > 0,
             Some(Seen::Gone) => false,
             // Where looking is not allowed, workers may be there.
             Some(Seen::Private) | None => self.publisher.takes_messages(),

@@ -12,6 +12,8 @@ pub(super) struct Tally {
     /// When the first line reached a worker; the time before is the workers' start.
     began: Option<Duration>,
     answered: u64,
+    /// Lines that were answered without a worker: they are no requests, or nobody replied.
+    unasked: u64,
     replies: OfReplies,
     devices: BTreeMap<String, u64>,
     model: String,
@@ -32,6 +34,7 @@ impl Default for Tally {
             made: Instant::now(),
             began: None,
             answered: 0,
+            unasked: 0,
             replies: OfReplies::default(),
             devices: BTreeMap::new(),
             model: String::new(),
@@ -41,6 +44,11 @@ impl Default for Tally {
 }
 
 impl Tally {
+    /// Counts so many lines that get an error without a reply.
+    pub(super) fn count_unasked(&mut self, lines: u64) {
+        self.unasked += lines;
+    }
+
     /// Counts the reply to so many lines with so many inputs in all.
     pub(super) fn count(&mut self, (lines, inputs): (u64, usize), answer: &Answer<'_>) {
         self.count_at(self.made.elapsed(), (lines, inputs), answer);
@@ -79,7 +87,7 @@ impl Tally {
         Report {
             pool: pool.to_owned(),
             model: self.model.clone(),
-            lines: self.answered,
+            lines: self.answered + self.unasked,
             errors,
             devices: self.devices.clone(),
             inputs: replies.inputs,
@@ -105,7 +113,7 @@ pub(super) struct Report {
     pool: String,
     /// The model as the first reply names it.
     model: String,
-    /// Answered by a worker in this run.
+    /// Lines answered in this run.
     lines: u64,
     /// Lines written in this run that hold an error, invalid requests included.
     errors: u64,

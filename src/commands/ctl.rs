@@ -3,20 +3,25 @@
 
 use std::fmt::Write as _;
 use std::io::Write as _;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use anyhow::{Context, anyhow};
+use serde_json::{Map, Value as Json, json};
 use tokio::time::Instant;
 
 use super::{load, start_logging};
+use crate::broker::BrokerError;
 use crate::broker::amqp::{Connector, ControlClient};
 use crate::cli::{Ctl, CtlOrder};
 use crate::config::Settings;
-use crate::protocol::admin::{Answer, Request, SlotReport, Target};
+use crate::protocol::admin::{Answer, Request, SlotReport, State, Target};
 use crate::protocol::shorten;
-use crate::protocol::stats::{SECONDS, Stage};
+use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, TOKENS};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
+
+/// How often `--wait` asks.
+const LOOK: Duration = Duration::from_millis(300);
 
 pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
@@ -39,22 +44,85 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
             Target::Slot(_) => Some(1),
             _ => None,
         });
-        let answers = gather(&mut lines, (&target, &request), until, expected).await;
+        let answers = gather(&mut lines, (&target, &request), until, expected).await?;
+        print(&answers, arguments)?;
+        if let Some(limit) = arguments.wait {
+            wait_for(&mut lines, (&target, &request), &answers, limit).await?;
+        }
         lines.close().await;
-        answers
+        anyhow::Ok(answers)
     });
     let answers = gathered?;
-    print(&answers, arguments)?;
-    let enough = answers.len() >= arguments.expect.unwrap_or(1);
     let refused =
         answers.iter().any(|it| it.error.is_some() || it.slots.iter().any(|slot| slot.refused.is_some()));
-    if answers.is_empty() {
-        let key = target.routing_key();
-        return Err(
-            anyhow!("nobody has answered for {key:?} within {:?}", arguments.timeout).context(Exit::No)
-        );
+    let (key, timeout) = (target.routing_key(), arguments.timeout);
+    let expected = arguments.expect.unwrap_or(1);
+    if answers.len() < expected {
+        let words = match answers.len() {
+            0 => "nobody has answered".to_owned(),
+            some => {
+                let names: Vec<&str> = answers.iter().map(|answer| answer.launcher.as_str()).collect();
+                format!("{some} of {expected} launchers have answered, {},", names.join(", "))
+            }
+        };
+        return Err(anyhow!("{words} for {key:?} within {timeout:?}").context(Exit::No));
     }
-    Ok(if enough && !refused { Exit::Done } else { Exit::No })
+    Ok(if refused { Exit::No } else { Exit::Done })
+}
+
+/// Waits until the slots that took an order have carried it out.
+///
+/// # Errors
+/// They have not in time; the error names them.
+async fn wait_for(
+    lines: &mut ControlClient,
+    (target, order): (&Target, &Request),
+    answers: &[Answer],
+    limit: Duration,
+) -> anyhow::Result<()> {
+    let until = Instant::now() + limit;
+    let took = |slot: &&SlotReport| slot.refused.is_none();
+    let ordered: Vec<&SlotReport> = answers.iter().flat_map(|answer| &answer.slots).filter(took).collect();
+    loop {
+        let next = until.min(Instant::now() + LOOK);
+        let now = gather(lines, (target, &Request::Ping), next, Some(answers.len())).await?;
+        let slots: Vec<&SlotReport> = now.iter().flat_map(|answer| &answer.slots).collect();
+        let is_done = |before: &SlotReport| {
+            let after = slots.iter().find(|slot| slot.worker == before.worker);
+            has_obeyed(order, before, after.copied())
+        };
+        let waits: Vec<&str> =
+            ordered.iter().filter(|it| !is_done(it)).map(|it| it.worker.as_str()).collect();
+        if waits.is_empty() {
+            return Ok(());
+        }
+        if Instant::now() >= until {
+            let words = format!("not there after {limit:?}: {}", waits.join(", "));
+            return Err(anyhow!(words).context(Exit::No));
+        }
+        tokio::time::sleep_until(next).await;
+    }
+}
+
+/// Whether a slot has carried out an order, by its state when it took it and now; none: its launcher is silent.
+fn has_obeyed(order: &Request, before: &SlotReport, after: Option<&SlotReport>) -> bool {
+    let state = after.map(|slot| slot.state);
+    match order {
+        Request::Pause => matches!(state, Some(State::Paused | State::Stopped)),
+        Request::Resume => state.is_some_and(State::works),
+        Request::Restart => {
+            state.is_some_and(State::works) && after.is_some_and(|slot| slot.pid != before.pid)
+        }
+        Request::Drain => state == Some(State::Stopped),
+        // A launcher ends with its last slot.
+        Request::Shutdown => state.is_none_or(|state| state == State::Stopped),
+        Request::Ping
+        | Request::Stats
+        | Request::Active
+        | Request::SetBatch(_)
+        | Request::LogLevel { .. }
+        | Request::Cancel(_) => true,
+    }
 }
 
 /// Connects to the control exchange.
@@ -78,8 +146,14 @@ pub(super) async fn gather(
     let patience = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     let body = serde_json::to_vec(request)?;
     let mut answers: Vec<Answer> = Vec::new();
-    if !lines.ask(&target.routing_key(), (body, &id), patience).await? {
-        return Ok(answers);
+    match lines.ask(&target.routing_key(), (body, &id), patience).await {
+        Ok(true) => {}
+        Ok(false) => return Ok(answers),
+        // No launcher has made the exchange: nobody is there.
+        Err(BrokerError::Refused { reason, .. }) if reason.starts_with("404") => {
+            return Err(anyhow!("nobody has answered: {reason}").context(Exit::No));
+        }
+        Err(error) => return Err(error.into()),
     }
     while answers.len() < expected.unwrap_or(usize::MAX) {
         let Ok(next) = tokio::time::timeout_at(until, lines.next()).await else { break };
@@ -90,7 +164,7 @@ pub(super) async fn gather(
             answers.push(serde_json::from_slice(&message.body).unwrap_or_else(|error| unreadable(&error)));
         }
     }
-    answers.sort_by(|one, other| (&one.host, one.pid).cmp(&(&other.host, other.pid)));
+    answers.sort_by(|one, other| (&one.launcher, one.pid).cmp(&(&other.launcher, other.pid)));
     Ok(answers)
 }
 
@@ -103,16 +177,21 @@ fn print(answers: &[Answer], arguments: &Ctl) -> anyhow::Result<()> {
     let mut text = String::new();
     for answer in answers {
         if arguments.json {
-            let _ = writeln!(text, "{}", serde_json::to_string(answer)?);
+            let _ = writeln!(text, "{}", json_of(answer)?);
             continue;
         }
-        let Answer { host, pid, version, uptime_ms, .. } = answer;
-        let _ = writeln!(text, "{host}  process {pid}, sconce {version}, up {}", span(*uptime_ms));
+        let Answer { launcher, host, pid, version, uptime_ms, .. } = answer;
+        let host = if launcher == host { String::new() } else { format!(" on {host}") };
+        let up = span(*uptime_ms);
+        let _ = writeln!(text, "{launcher}{host}  process {pid}, sconce {version}, up {up}");
         if let Some(error) = &answer.error {
             let _ = writeln!(text, "  refused: {error}");
         }
-        for slot in &answer.slots {
-            let _ = writeln!(text, "  {}", line(slot, &arguments.order));
+        match arguments.order {
+            CtlOrder::Stats => table(&mut text, &answer.slots),
+            _ => answer.slots.iter().for_each(|slot| {
+                let _ = writeln!(text, "  {}", line(slot, &arguments.order));
+            }),
         }
     }
     std::io::stdout().write_all(text.as_bytes())?;
@@ -121,10 +200,9 @@ fn print(answers: &[Answer], arguments: &Ctl) -> anyhow::Result<()> {
 
 /// The line of one slot, with what was asked for.
 fn line(slot: &SlotReport, order: &CtlOrder) -> String {
-    let (name, state, since) = (&slot.slot, slot.state.name(), span(slot.state_ms));
-    let head = format!("{name:<14} {state:<11} {since:>7}");
+    let (name, state, since) = (&slot.worker, slot.state.name(), span(slot.state_ms));
+    let head = format!("{name:<20} {state:<11} {since:>7}");
     match order {
-        CtlOrder::Stats => format!("{head}  {}", counted(slot)),
         CtlOrder::Active => format!("{head}  {}", active(slot)),
         CtlOrder::Ping => {
             let failure = slot.last_failure.as_ref().map(|words| format!("  last failure: {words}"));
@@ -144,40 +222,73 @@ fn active(slot: &SlotReport) -> String {
     format!("{} for {ms} ms: {}{more}", slot.in_flight, slot.active.join(" "))
 }
 
-fn counted(slot: &SlotReport) -> String {
-    let Some(stats) = &slot.stats else { return String::new() };
-    let succeeded = stats.of_status("succeeded");
-    let milliseconds = |stage: Stage, rank| {
-        let value = stats.stages[stage as usize].quantile(&SECONDS, rank);
-        value.map_or_else(|| "-".to_owned(), |seconds| format!("{:.1}", seconds * 1e3))
+/// The counts of slots, in at most 100 columns; a problem has a line of its own.
+fn table(text: &mut String, slots: &[SlotReport]) {
+    let head =
+        ["slot", "done", "errors", "retried", "dead", "tokens", "batches", "p50 ms", "p99 ms", "queue p99"];
+    let row = |cells: [String; 10]| {
+        let [slot, rest @ ..] = cells;
+        let widths = [10, 7, 7, 5, 12, 9, 7, 7, 9];
+        let rest: Vec<String> =
+            rest.iter().zip(widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
+        format!("  {slot:<16}{}\n", rest.join(""))
     };
-    let dead: u64 = stats.dead_lettered.values().sum();
-    let mut text = format!(
-        "{succeeded} succeeded, {} not, {} retried, {dead} dead; {} tokens in {} batches; compute p50 {} p99 {} ms, \
-         queue p99 {} ms",
-        stats.tasks() - succeeded,
-        stats.retried,
-        stats.tokens,
-        stats.batch_seconds.count(),
-        milliseconds(Stage::Compute, 0.5),
-        milliseconds(Stage::Compute, 0.99),
-        milliseconds(Stage::Queue, 0.99),
-    );
-    let since = slot.ready_at_ms.map(|at| now_ms().saturating_sub(at)).filter(|lived| *lived > 0);
-    if let Some(lived) = since {
-        let _ = write!(text, "; worker ready for {}, {} tasks in hand", span(lived), stats.now.held);
+    text.push_str(&row(head.map(str::to_owned)));
+    for slot in slots {
+        let Some(stats) = &slot.stats else { continue };
+        let succeeded = stats.of_status("succeeded");
+        let milliseconds = |stage: Stage, rank| {
+            let value = stats.stages[stage as usize].quantile(&SECONDS, rank);
+            value.map_or_else(|| "-".to_owned(), |seconds| format!("{:.1}", seconds * 1e3))
+        };
+        text.push_str(&row([
+            slot.slot.clone(),
+            succeeded.to_string(),
+            (stats.tasks() - succeeded).to_string(),
+            stats.retried.to_string(),
+            stats.dead_lettered.values().sum::<u64>().to_string(),
+            stats.tokens.to_string(),
+            stats.batch_seconds.count().to_string(),
+            milliseconds(Stage::Compute, 0.5),
+            milliseconds(Stage::Compute, 0.99),
+            milliseconds(Stage::Queue, 0.99),
+        ]));
+        let problem = stats.now.problem.as_ref().map(|problem| shorten(problem, 300));
+        let no_broker = || (!stats.now.connected && slot.state.works()).then(|| "no broker".to_owned());
+        if let Some(problem) = problem.or_else(no_broker) {
+            let _ = writeln!(text, "    {problem}");
+        }
     }
-    match &stats.now.problem {
-        Some(problem) => drop(write!(text, "; {}", shorten(problem, 300))),
-        None if !stats.now.connected && slot.state.works() => text.push_str("; NO BROKER"),
-        None => {}
-    }
-    text
 }
 
-fn now_ms() -> u64 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    since.as_millis() as u64
+/// An answer as JSON, in which histograms have names and bounds, and durations are in seconds.
+fn json_of(answer: &Answer) -> anyhow::Result<Json> {
+    let mut json = serde_json::to_value(answer)?;
+    let reports = json.get_mut("slots").and_then(Json::as_array_mut).into_iter().flatten();
+    for (report, slot) in reports.zip(&answer.slots) {
+        let (Some(stats), Some(counts)) = (report.get_mut("stats"), &slot.stats) else { continue };
+        let Json::Object(stats) = stats else { continue };
+        let histogram = |of: &Histogram, bounds: &[f64]| json!({"upper_bounds": bounds, "counts": of.counts(bounds), "sum": of.sum(), "count": of.count()});
+        let stages = Stage::ALL
+            .iter()
+            .map(|(stage, name)| ((*name).to_owned(), histogram(&counts.stages[*stage as usize], &SECONDS)));
+        stats.insert("stage_seconds".to_owned(), stages.collect::<Map<String, Json>>().into());
+        for (name, of, bounds) in [
+            ("first_token_seconds", &counts.first_token, &SECONDS[..]),
+            ("output_token_seconds", &counts.output_token, &SECONDS),
+            ("batch_seconds", &counts.batch_seconds, &SECONDS),
+            ("batch_inputs", &counts.batch_inputs, &INPUTS),
+            ("batch_tokens", &counts.batch_tokens, &TOKENS),
+        ] {
+            stats.insert(name.to_owned(), histogram(of, bounds));
+        }
+        stats.insert("busy_seconds".to_owned(), json!(counts.busy_us as f64 / 1e6));
+        stats.insert("span_seconds".to_owned(), json!(counts.span_ms as f64 / 1e3));
+        for replaced in ["stages", "first_token", "output_token", "busy_us", "span_ms"] {
+            stats.remove(replaced);
+        }
+    }
+    Ok(json)
 }
 
 /// A duration in its two largest units.

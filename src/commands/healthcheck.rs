@@ -6,18 +6,18 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use anyhow::{Context, anyhow};
 
 use super::load;
-use crate::admin::Check;
+use crate::admin::{Check, LAUNCHER};
 use crate::cli::Healthcheck;
 use crate::shutdown::Exit;
 
 /// Prints the answer, and returns it as the exit code.
 pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
-    let base = match &arguments.url {
-        Some(url) => url.trim_end_matches('/').to_owned(),
+    let (base, own) = match &arguments.url {
+        Some(url) => (url.trim_end_matches('/').to_owned(), None),
         None => {
-            let listen = load(&arguments.settings, &[])?.settings.admin.listen;
-            let address = listen.context("admin.listen = \"\": the launcher serves no health");
-            format!("http://{}", reachable(address.context(Exit::Config)?))
+            let settings = load(&arguments.settings, &[])?.settings;
+            let address = settings.admin.listen.context("admin.listen = \"\": the launcher serves no health");
+            (format!("http://{}", reachable(address.context(Exit::Config)?)), settings.launcher.name)
         }
     };
     let check = match (arguments.live, arguments.startup) {
@@ -32,6 +32,14 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
         Err(ureq::Error::Status(_, answer)) => (answer, Exit::No),
         Err(error) => return Err(anyhow!("{error}; is a launcher running there?").context(Exit::No)),
     };
+    // Another process may listen there, another launcher among them.
+    match (answer.header(LAUNCHER), own) {
+        (None, _) => return Err(anyhow!("{base} is no launcher").context(Exit::No)),
+        (Some(name), Some(own)) if name != own => {
+            return Err(anyhow!("{base} is the launcher {name:?}, and not {own:?}").context(Exit::No));
+        }
+        _ => {}
+    }
     let text = answer.into_string().with_context(|| format!("{url}: unreadable answer")).context(Exit::No)?;
     write!(std::io::stdout(), "{text}")?;
     Ok(exit)

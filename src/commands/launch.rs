@@ -1,5 +1,6 @@
 //! `sconce launch`: the service, with metrics, health and remote control.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
@@ -10,12 +11,12 @@ use tokio::sync::{Notify, Semaphore};
 
 use super::{Registry, load, log_format, start_logging};
 use crate::admin::{self, Place};
-use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, subscribe};
-use crate::broker::{BrokerError, BrokerSession};
+use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, retry_queue, subscribe};
+use crate::broker::{BrokerError, BrokerSession, Publisher as _, Seen};
 use crate::cli;
-use crate::config::{Assignment, Settings, redact_url};
+use crate::config::{Assignment, Loaded, Pool, Settings, redact_url};
 use crate::launcher::order::Handle;
-use crate::launcher::{Host, Launching, RawLines, plan};
+use crate::launcher::{Host, LauncherName, Launching, RawLines, plan};
 use crate::shutdown::{Exit, Hangups, Patience, Phase, Stop, listen};
 use crate::telemetry::{self, Format};
 
@@ -23,22 +24,34 @@ use crate::telemetry::{self, Format};
 const REQUESTS: u16 = 1;
 /// How long the answer to the request that ended the launcher may take.
 const LAST_ANSWER: Duration = Duration::from_secs(2);
+/// How often the pools' queues are looked at.
+const QUEUES: Duration = Duration::from_secs(15);
 /// Wait before the control exchange is tried again, when the broker was unreachable for too long.
 const RETRY: Duration = Duration::from_secs(60);
 
 /// Runs the service.
 pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Result<Exit> {
-    let settings = load(arguments, &[])?.settings;
+    let loaded = load(arguments, &[])?;
+    let settings = &loaded.settings;
     start_logging(None)?;
-    let host = Host::here();
-    let assignments = registry.plan(&settings, &host)?;
+    let mut host = Host::here();
+    let host_name = host.name.clone();
+    let wanted = settings.launcher.name.as_deref();
+    let launcher = LauncherName::claim(wanted, &host_name)
+        .with_context(|| {
+            format!("launcher.name = {:?}: another launcher of this host has it", wanted.unwrap_or("auto"))
+        })
+        .context(Exit::Config)?;
+    host.name.clone_from(&launcher.name);
+    let assignments = registry.plan(settings, &host)?;
     let program = std::env::current_exe().context("cannot find this program's file")?;
     for url in &settings.broker.url {
-        tracing::info!(broker = redact_url(url.expose()), pools = settings.pools.len(), "settings read");
+        let (broker, launcher) = (redact_url(url.expose()), &launcher.name);
+        tracing::info!(broker, launcher, pools = settings.pools.len(), "settings read");
     }
     // Only this thread, which lives to the end: the kernel ties workers to the thread that spawned them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let exit = runtime.block_on(serve(arguments, (&settings, &host), (&program, &assignments)));
+    let exit = runtime.block_on(serve(arguments, (&loaded, &host, host_name), (&program, &assignments)));
     // Threads that wait for a driver or a broker end with the process.
     runtime.shutdown_background();
     exit
@@ -46,24 +59,25 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
 
 async fn serve(
     arguments: &cli::Settings,
-    (settings, host): (&Settings, &Host),
+    (loaded, host, host_name): (&Loaded, &Host, String),
     (program, assignments): (&Path, &[Assignment]),
 ) -> anyhow::Result<Exit> {
-    let stop = Stop::default();
+    let (settings, stop) = (&loaded.settings, Stop::default());
     listen(stop.clone(), Patience::SecondAborts)?;
     let mut hangups = Hangups::listen()?;
     let raw_lines = (log_format(true)? == Format::Json).then_some(telemetry::write_line as RawLines);
     let launching = Launching::new((program, Some(program)), &settings.launcher, &stop, raw_lines);
     if let Some(address) = settings.admin.listen {
         #[cfg(feature = "http")]
-        let served = admin::serve(address, launching.board(), stop.clone()).await;
+        let served = admin::serve(address, &host.name, launching.board(), stop.clone()).await;
         #[cfg(feature = "http")]
         served.with_context(|| format!("admin.listen = \"{address}\"")).context(Exit::Config)?;
         #[cfg(not(feature = "http"))]
         tracing::info!(%address, "no metrics and no health: this build is without the feature `http`");
     }
     let place = Arc::new(Place {
-        host: host.name.clone(),
+        launcher: host.name.clone(),
+        host: host_name,
         board: launching.board(),
         handle: launching.handle(),
         log_filter: telemetry::set_filter,
@@ -82,9 +96,10 @@ async fn serve(
         stop.advance(Phase::Returning, "SIGHUP, and the terminal is gone");
     };
     let reloading = async {
+        let mut in_force = loaded.clone();
         loop {
             hangup.notified().await;
-            reload(arguments, (settings, host), &handle).await;
+            reload(arguments, (settings, host), &mut in_force, &handle).await;
         }
     };
     let beside = async { tokio::join!(listening, reloading) };
@@ -102,9 +117,42 @@ async fn serve(
 fn control_apart(settings: &Settings, place: &Arc<Place>) -> anyhow::Result<()> {
     let (settings, place) = (settings.clone(), place.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let listen = move || runtime.block_on(listen_to_control(&settings, &place));
+    let listen = move || {
+        runtime.block_on(async {
+            // Ends only where there is no remote control.
+            let control = async {
+                listen_to_control(&settings, &place).await;
+                std::future::pending::<()>().await;
+            };
+            tokio::join!(control, watch_queues(&settings, &place))
+        })
+    };
     thread::Builder::new().name("control".into()).spawn(listen)?;
     Ok(())
+}
+
+/// Counts what waits in the pools' queues, for the metrics, as long as the broker lets us look.
+async fn watch_queues(settings: &Settings, place: &Place) {
+    let name = format!("sconce {} (queues)", place.launcher);
+    let publisher = AmqpPublisher::new(Connector::new(settings.broker.clone(), name));
+    let kinds = |pool: &Pool| {
+        let own = [(pool.task_queue.clone(), "task"), (pool.dead_letter_queue.clone(), "dead_letter")];
+        let background = pool.background_queue.clone().map(|queue| (queue, "background"));
+        let retry = |ceiling| (retry_queue(&pool.task_queue, ceiling), "retry");
+        let retries: Vec<_> = pool.retry.ceilings().into_iter().map(retry).collect();
+        own.into_iter().chain(background).chain(retries)
+    };
+    let queues: Vec<(String, &str)> = settings.pools.iter().flat_map(kinds).collect();
+    loop {
+        let mut waiting = BTreeMap::new();
+        for (queue, kind) in &queues {
+            if let Some(Seen::There { ready, .. }) = publisher.look(queue).await {
+                waiting.insert((queue.clone(), *kind), ready);
+            }
+        }
+        place.board.tell_of_queues(waiting);
+        tokio::time::sleep(QUEUES).await;
+    }
 }
 
 /// Handles requests from the control exchange, as long as the broker allows it.
@@ -115,10 +163,10 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
         return;
     }
     loop {
-        let host = &place.host;
-        let name = format!("sconce {host} (control)");
+        let (host, launcher) = (format!("host.{}", place.host), format!("launcher.{}", place.launcher));
+        let name = format!("sconce {} (control)", place.launcher);
         // The set of slots may change, so the target of each request is decided here, by its routing key.
-        let keys = ["all", "cancel", &format!("host.{host}"), "pool.#", "slot.#"].map(str::to_owned).to_vec();
+        let keys = ["all", "cancel", &host, &launcher, "pool.#", "slot.#"].map(str::to_owned).to_vec();
         let subscription = Subscription::Topic { exchange: exchange.clone(), keys };
         let connector =
             || Connector::new(settings.broker.clone(), &name).with_refusals(RefusalPolicy::Service);
@@ -135,30 +183,40 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
             Err(error @ BrokerError::Refused { .. }) => {
                 tracing::warn!(exchange, %error, "no remote control; trying again");
             }
-            ended => tracing::warn!(exchange, ?ended, "remote control was lost; trying again"),
+            Err(error) => tracing::warn!(exchange, %error, "remote control was lost; trying again"),
+            Ok(()) => tracing::warn!(exchange, "remote control was lost; trying again"),
         }
         tokio::time::sleep(RETRY).await;
     }
 }
 
-/// Loads the settings again and applies them; on an error, logs why the current ones stay.
-async fn reload(arguments: &cli::Settings, (before, host): (&Settings, &Host), handle: &Handle) {
+/// Loads the settings again and applies them in the place of those `in_force`; on an error, logs why these stay.
+async fn reload(
+    arguments: &cli::Settings,
+    (first, host): (&Settings, &Host),
+    in_force: &mut Loaded,
+    handle: &Handle,
+) {
     tracing::info!("SIGHUP: loading the settings again");
     let loaded = load(arguments, &[]).map_err(anyhow::Error::from);
     // Not `Registry::plan`: the workers that run hold their memory, and a new one reports if it has too little.
-    let planned = loaded.and_then(|it| Ok((plan(&it.settings, host)?, it.settings)));
+    let planned = loaded.and_then(|it| Ok((plan(&it.settings, host)?, it)));
     let refused = match planned {
-        Ok((slots, settings)) => {
-            if settings.admin != before.admin {
-                tracing::warn!("[admin] has changed: restart the launcher to apply it");
+        Ok((slots, loaded)) => {
+            let settings = &loaded.settings;
+            if settings.admin != first.admin || settings.launcher.name != first.launcher.name {
+                tracing::warn!("[admin] or launcher.name has changed: restart the launcher to apply it");
             }
-            if settings.broker != before.broker {
+            if settings.broker != first.broker {
                 tracing::warn!("remote control stays with the broker of the launcher's start");
             }
-            handle
-                .reload(slots, settings.launcher)
-                .await
-                .map(|done| tracing::info!("settings in force: {done}"))
+            let changes = in_force.changes(&loaded).join("; ");
+            let changes = if changes.is_empty() { "none".to_owned() } else { changes };
+            let done = handle.reload(slots, settings.launcher.clone()).await;
+            done.map(|done| {
+                tracing::info!(changes, "settings in force: {done}");
+                *in_force = loaded;
+            })
         }
         Err(error) => {
             handle.refuse_reload();

@@ -15,8 +15,11 @@ use tokio::time::Instant;
 
 use super::requests::{self, Requests, embed, requests_in};
 use super::{broker_session, load, pool_named, progress, start_logging};
+use crate::broker::BrokerError;
+use crate::broker::amqp::{Connector, consumers_of};
 use crate::cli::Publish;
 use crate::client::{Bounds, Client, Request, Sink, Task};
+use crate::config::Broker;
 use crate::protocol::{Message, Value};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
@@ -40,7 +43,10 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {
-        let topology = broker_session::topology(&settings.broker, pool);
+        let topology = broker_session::topology(&settings.broker, pool).filter(|_| arguments.declare);
+        if topology.is_none() {
+            look_at(&settings.broker, &pool.task_queue, arguments.wait).await?;
+        }
         let queue = (pool.task_queue.as_str(), topology.as_ref());
         let prefetch = arguments.wait.then_some(PREFETCH);
         let mut client = Client::connect(&settings.broker, "sconce publish", queue, prefetch).await?;
@@ -70,6 +76,23 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
             None => Ok(Exit::Done),
         }
     })
+}
+
+/// Says at once if nobody will answer: a mistyped queue would be waited for in vain.
+async fn look_at(broker: &Broker, queue: &str, waits: bool) -> anyhow::Result<()> {
+    match consumers_of(&Connector::new(broker.clone(), "sconce publish"), queue).await {
+        Ok(0) if waits => {
+            Ok(writeln!(io::stderr(), "nobody consumes from {queue} now; waiting for workers")?)
+        }
+        Ok(_) => Ok(()),
+        Err(error @ BrokerError::Refused { .. }) if error.to_string().contains("NOT_FOUND") => {
+            let words = format!("queue {queue:?} does not exist; a launcher makes it, or --declare");
+            Err(anyhow::Error::from(error).context(words))
+        }
+        // A user may be allowed to publish, and not to look.
+        Err(BrokerError::Refused { .. }) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// The task, with the user's id for its reply.

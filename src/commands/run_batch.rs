@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::num::NonZeroU16;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -23,7 +23,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use self::show::Show;
-use super::batch_file::{CountedInput, InputLine, MAX_LINE, MadeBy, ResumePoint, claim};
+use super::batch_file::{CountedInput, InputLine, MAX_LINE, MadeBy, RepeatedIds, ResumePoint, claim};
 use super::batch_report::Tally;
 use super::bench::{Answer, inputs_of};
 use super::{Registry, load, pool_named, progress, start_logging};
@@ -34,7 +34,7 @@ use crate::config::{Pool, Secret, Settings};
 use crate::launcher::{Host, Launching};
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
 use crate::protocol::task::SHUTDOWN;
-use crate::protocol::{Message, Properties};
+use crate::protocol::{Message, Properties, Sentinels};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::QUIET;
 
@@ -62,13 +62,16 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let socket = folder.join("queue");
     let mut assignments = registry.plan(&settings, &Host::here())?;
     for assignment in &mut assignments {
+        // By which this run ends its workers, whatever the pool takes from others.
+        assignment.pool.sentinels = Sentinels::Type;
         assignment.broker.url = vec![Secret::new(format!("embedded:{}", socket.display()))];
     }
     let program = std::env::current_exe().context("cannot find this program's file")?;
     let queues = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let broker = {
         let _inside = queues.enter();
-        Arc::new(EmbeddedBroker::bind(&socket, &queues_of(&settings.pools))?)
+        let bound = EmbeddedBroker::bind(&socket, &queues_of(&settings.pools));
+        Arc::new(bound.with_context(|| format!("TMPDIR: {}", folder.display())).context(Exit::Config)?)
     };
     let output = Arc::new(Mutex::new(Output {
         file: BufWriter::new(output),
@@ -76,6 +79,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         errors: 0,
         tally: arguments.json.then(Tally::default),
         show: arguments.show.then(|| Show::new(io::stdout())),
+        repeated_ids: None,
         input_changed: None,
         bar: progress::bar(Some(total as u64), point.done as u64, "lines"),
     }));
@@ -149,6 +153,9 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
     let mut says = io::stderr();
     let (now, total) = (done - point.done, point.input.lines);
     writeln!(says, "{now} of {total} lines answered now, {} before; {errors} with an error", point.done)?;
+    if let Some(repeated) = &output.repeated_ids {
+        writeln!(says, "warning: {repeated}")?;
+    }
     if let Some(changed) = output.input_changed.take() {
         return Err(anyhow!(changed).context(Exit::Usage));
     }
@@ -176,7 +183,22 @@ fn parse(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
 /// lines.
 fn files(arguments: &RunBatch, pools: &[(Pool, Option<String>)]) -> anyhow::Result<(File, ResumePoint)> {
     let RunBatch { input, output, .. } = arguments;
-    // Opened before the output is made, so that a wrong name leaves no file.
+    let is_file = |path: &Path| path != Path::new("-") && path.metadata().is_ok_and(|it| it.is_file());
+    // Looked at before the output is made, so that a wrong name leaves no file.
+    input
+        .metadata()
+        .map(drop)
+        .or_else(|error| if input == Path::new("-") { Ok(()) } else { Err(error) })
+        .with_context(|| input.display().to_string())?;
+    if !is_file(input) {
+        let input = input.display();
+        bail!(
+            "--input {input} is no file: a run reads it twice (over a broker, `sconce submit` reads pipes)"
+        );
+    }
+    if !is_file(output) && (output == Path::new("-") || output.exists()) {
+        bail!("--output {} is no file: an interrupted run could not continue it", output.display());
+    }
     File::open(input).with_context(|| input.display().to_string())?;
     let mut claimed = claim(output)?;
     let point = ResumePoint::find(std::slice::from_ref(input), output)?;
@@ -301,12 +323,13 @@ enum Line {
 fn tasks(
     input: &mut CountedInput,
     mut answering: Answering,
-    counts_inputs: bool,
+    (counts_inputs, ids): (bool, &mut RepeatedIds),
 ) -> impl Iterator<Item = anyhow::Result<Task<Line>>> {
     input.map(move |line| {
         let line = line.context("the input")?;
         Ok(match parse(&line) {
             Ok(BatchRequest { custom_id, url, body }) => {
+                ids.take(&custom_id, line.number);
                 let inputs = if counts_inputs { inputs_of(&body) } else { 0 };
                 let message_id = format!("line-{}", line.number);
                 let queue = Some(answering.queue(&url, &body));
@@ -331,6 +354,8 @@ struct Output {
     tally: Option<Tally>,
     /// The texts on their way to stdout, if they are requested.
     show: Option<Show<io::Stdout>>,
+    /// What is to be told of repeated ids.
+    repeated_ids: Option<String>,
     /// How the input has changed since it was counted, in words; known after the last line.
     input_changed: Option<String>,
     bar: ProgressBar,
@@ -376,6 +401,9 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
             }
             (Line::Invalid(line), _) => {
                 output.errors += 1;
+                if let Some(tally) = &mut output.tally {
+                    tally.count_unasked(1);
+                }
                 line
             }
             (Line::Request { custom_id, .. }, None) => bail!("no reply to {custom_id:?}"),
@@ -414,10 +442,12 @@ impl Run {
             (output.done as u64, output.tally.is_some())
         };
         let stopped = self.stop.clone();
-        let tasks = stream::iter(tasks(&mut input, self.answering, counts_inputs))
+        let mut ids = RepeatedIds::default();
+        let tasks = stream::iter(tasks(&mut input, self.answering, (counts_inputs, &mut ids)))
             .take_until(async move { stopped.reached(Phase::Returning).await });
         let bounds = Bounds { under_way: WINDOW, timeout: None, in_order: true, resend: None };
         client.run(first, tasks, &bounds, &mut self.output).await?;
+        lock(&self.output).repeated_ids = ids.words();
         if self.stop.phase() >= Phase::Returning {
             return Ok(());
         }

@@ -1,45 +1,101 @@
-//! `sconce stop`: publishes sentinels.
+//! `sconce stop`: publishes sentinels, and takes them back.
 
-use std::io::Write;
+use std::io::{self, Write};
+use std::time::{Duration, SystemTime};
 
-use super::{load, pool_named, start_logging};
+use anyhow::anyhow;
+use tokio::time::Instant;
+
+use super::{ctl, load, pool_named, start_logging};
 use crate::broker::Publisher as _;
 use crate::broker::amqp::{AmqpPublisher, Connector, consumers_of};
 use crate::cli::StopWorkers;
 use crate::client::publish;
-use crate::protocol::task::SHUTDOWN;
-use crate::protocol::{Message, Properties};
+use crate::config::{Pool, Settings};
+use crate::protocol::admin::{Request, Target};
+use crate::protocol::control::Cancellation;
+use crate::protocol::task::{SHUTDOWN, STOP};
+use crate::protocol::{Headers, Message, Properties};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-/// Publishes as many sentinels as workers are to stop.
+/// How long `--withdraw` waits for launchers.
+const WITHDRAWING: Duration = Duration::from_secs(3);
+
 pub(super) fn run(arguments: &StopWorkers) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET))?;
-    let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    runtime.block_on(async {
-        let connector = || Connector::new(settings.broker.clone(), "sconce stop");
-        let queue = pool.task_queue.as_str();
-        let count = match arguments.all {
-            true => consumers_of(&connector(), queue).await?,
-            false => arguments.workers,
+    if let Some(stop) = &arguments.withdraw {
+        let of_stop = Cancellation { stop: Some(stop.clone()), ..Cancellation::default() };
+        let launchers = runtime.block_on(tell_all(&settings, of_stop))?;
+        let words = "for an hour, their workers ignore the sentinels of stop";
+        writeln!(io::stdout(), "told {launchers} launchers: {words} {stop}")?;
+        return Ok(Exit::Done);
+    }
+    let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
+    runtime.block_on(stop(arguments, &settings, pool))
+}
+
+/// Publishes as many sentinels as workers are to stop.
+async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyhow::Result<Exit> {
+    let connector = || Connector::new(settings.broker.clone(), "sconce stop");
+    let queue = pool.task_queue.as_str();
+    let (count, consumers) = match consumers_of(&connector(), queue).await {
+        Ok(consumers) if arguments.all => (consumers, Some(consumers)),
+        Err(error) if arguments.all => return Err(error.into()),
+        // A user may be allowed to publish, and not to look.
+        consumers => (arguments.workers, consumers.ok()),
+    };
+    let id = uuid::Uuid::new_v4().simple().to_string()[..12].to_owned();
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let publisher = AmqpPublisher::new(connector());
+    for _ in 0..count {
+        let properties = Properties {
+            kind: Some(SHUTDOWN.into()),
+            delivery_mode: Some(2),
+            message_id: Some(uuid::Uuid::new_v4().to_string()),
+            timestamp: Some(now.as_secs()),
+            expiration: Some(arguments.expires.as_millis().to_string()),
+            headers: Headers::from([(STOP.to_owned(), id.as_str().into())]),
+            ..Properties::default()
         };
-        let publisher = AmqpPublisher::new(connector());
-        for _ in 0..count {
-            let properties = Properties {
-                kind: Some(SHUTDOWN.into()),
-                delivery_mode: Some(2),
-                message_id: Some(uuid::Uuid::new_v4().to_string()),
-                expiration: Some(arguments.expires.as_millis().to_string()),
-                ..Properties::default()
-            };
-            let sentinel = Message { properties, body: "null".into() };
-            publish(&publisher, queue, sentinel).await?;
-        }
-        publisher.close().await;
-        let workers = if count == 1 { "worker" } else { "workers" };
-        writeln!(std::io::stdout(), "asked {count} {workers} of {queue} to stop")?;
-        Ok(Exit::Done)
-    })
+        let sentinel = Message { properties, body: "null".into() };
+        publish(&publisher, queue, sentinel).await?;
+    }
+    publisher.close().await;
+    let workers = if count == 1 { "worker" } else { "workers" };
+    writeln!(io::stdout(), "asked {count} {workers} of {queue} to stop: stop {id}")?;
+    if let Some(consumers) = consumers.filter(|consumers| *consumers < count) {
+        let (left, expires) = (count - consumers, arguments.expires);
+        writeln!(
+            io::stderr(),
+            "{consumers} consume there: {left} sentinels wait, and stop workers that start within {expires:?}; \
+             `sconce stop --withdraw {id}` takes them back"
+        )?;
+    }
+    Ok(Exit::Done)
+}
+
+/// Tells all launchers that something is not wanted any more; returns how many have obeyed. Prints who refuses.
+///
+/// # Errors
+/// None has obeyed.
+pub(super) async fn tell_all(settings: &Settings, unwanted: Cancellation) -> anyhow::Result<usize> {
+    let mut lines = ctl::open(settings).await?;
+    let (target, request) = (Target::All, Request::Cancel(unwanted));
+    let until = Instant::now() + WITHDRAWING;
+    let answers = ctl::gather(&mut lines, (&target, &request), until, None).await;
+    lines.close().await;
+    let (refusals, obeyed): (Vec<_>, Vec<_>) =
+        answers?.into_iter().partition(|answer| answer.error.is_some());
+    for refusal in &refusals {
+        let error = refusal.error.as_deref().unwrap_or_default();
+        writeln!(io::stderr(), "{} refuses: {error}", refusal.host)?;
+    }
+    if obeyed.is_empty() || !refusals.is_empty() {
+        let words = format!("{} launchers have obeyed within {WITHDRAWING:?}", obeyed.len());
+        return Err(anyhow!(words).context(Exit::No));
+    }
+    Ok(obeyed.len())
 }

@@ -54,6 +54,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     let withdrawn = worker::Withdrawn::default();
     let control = Control { reporter: reporter.clone(), crashes, settings, cancellations, withdrawn, traces };
     let starter = registry.starter(&assignment.pool);
+    let patience_of = patience;
     let work = async move {
         listen(stop.clone(), patience)?;
         if patience == Patience::Drain {
@@ -78,7 +79,12 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
     runtime.shutdown_background();
     let ended = ended?;
     if let Err(error) = &ended {
-        tracing::error!(%error, exit = error.exit().code(), "the worker cannot go on");
+        let exit = error.exit().code();
+        match patience_of {
+            // Its launcher has read why, and says what follows.
+            Patience::Drain => tracing::debug!(%error, exit, "the worker cannot go on"),
+            Patience::SecondAborts => tracing::error!(%error, exit, "the worker cannot go on"),
+        }
     }
     Ok(exit_of(&ended))
 }
@@ -192,6 +198,9 @@ fn obey(command: Command, stop: &Stop, control: &Control) {
         Command::Cancel(cancellation) => {
             if let Some(job) = &cancellation.job {
                 control.withdrawn.add(job_queue(job), Instant::now());
+            }
+            if let Some(stop) = &cancellation.stop {
+                control.withdrawn.add_stop(stop, Instant::now());
             }
             drop(control.cancellations.send(cancellation));
         }

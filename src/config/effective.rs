@@ -1,6 +1,8 @@
 //! Writes the effective settings as TOML, each with its origin and with secrets masked: the output of `sconce
 //! check-config`. Decides nothing about the settings.
 
+use std::collections::BTreeMap;
+
 use ::config::{Map, Value, ValueKind};
 
 use super::define::{Key, Outline, header};
@@ -23,6 +25,36 @@ pub(super) fn render(settings: &Value, outline: &[(&str, Outline)]) -> String {
         }
     }
     text
+}
+
+/// The settings that differ between two such pages, as `section.key = value`; a pool's section has its number.
+pub(super) fn changes(before: &str, after: &str) -> Vec<String> {
+    let (before, after) = (values(before), values(after));
+    let now = |(key, value): (&String, &String)| format!("{key} = {value}");
+    let changed = after.iter().filter(|(key, value)| before.get(*key) != Some(value)).map(now);
+    let gone = before.keys().filter(|key| !after.contains_key(*key)).map(|key| format!("{key} is gone"));
+    changed.chain(gone).collect()
+}
+
+/// The values of a page, without their origins.
+fn values(page: &str) -> BTreeMap<String, String> {
+    let (mut section, mut pools) = (String::new(), 0);
+    let mut values = BTreeMap::new();
+    for line in page.lines() {
+        if let Some(name) = line.strip_prefix("[[").and_then(|line| line.strip_suffix("]]")) {
+            (section, pools) = (format!("{name}[{pools}]"), pools + 1);
+        } else if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
+            // `[pool.batch]` is of the pool above it.
+            section = match name.strip_prefix("pool.") {
+                Some(nested) => format!("pool[{}].{nested}", pools - 1),
+                None => name.to_owned(),
+            };
+        } else if let Some((key, value)) = line.split_once(" = ") {
+            let value = value.rsplit_once("  # ").map_or(value, |(value, _)| value).trim_end();
+            values.insert(format!("{section}.{key}"), value.to_owned());
+        }
+    }
+    values
 }
 
 /// Writes a section's settings with their comments in one column, which a very long line does not move.
@@ -127,6 +159,22 @@ mod tests {
             let second = load_text(&shown);
             assert_eq!(second.settings, first.settings, "{shown}");
         }
+    }
+
+    #[test]
+    fn what_differs_between_two_pages_is_named_with_its_pool() {
+        let page =
+            |pools: &str| load_text(&format!("{pools}\n[launcher]\nshutdown_grace = \"5s\"")).effective;
+        let one = page("[[pool]]\nname = \"a\"\n[[pool]]\nname = \"b # c\"\ntask_queue = \"q\"");
+        let two = page(
+            "[[pool]]\nname = \"a\"\n[[pool]]\nname = \"b # c\"\ntask_queue = \"q\"\nbatch = { max_tokens = 7 }",
+        );
+        assert_eq!(super::changes(&one, &two), ["pool[1].batch.max_tokens = 7"]);
+        assert_eq!(super::changes(&one, &one), [""; 0]);
+        let fewer = super::changes(&two, &page("[[pool]]\nname = \"a\""));
+        assert!(fewer.contains(&"pool[1].name is gone".to_owned()), "{fewer:?}");
+        let other = load_text("").effective;
+        assert!(super::changes(&one, &other).contains(&"launcher.shutdown_grace = \"8s\"".to_owned()));
     }
 
     #[test]

@@ -49,6 +49,13 @@ pub struct Loaded {
     pub effective: String,
 }
 
+impl Loaded {
+    /// The settings in which `later` differs, each with its new value; secrets masked.
+    pub fn changes(&self, later: &Self) -> Vec<String> {
+        effective::changes(&self.effective, &later.effective)
+    }
+}
+
 /// Loads the settings. Later wins: built-in defaults < `files` in their order < `AMQP_URL` <
 /// `SCONCE_…` variables of `environment` < `overrides`, pairs of a dotted path and a value.
 ///

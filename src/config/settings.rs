@@ -15,6 +15,7 @@ use super::define::{Outline, Section, section};
 use super::read::{self, BUILT_IN, Devices, Problem, Reader, Report, Secret, origin};
 use super::text::show_duration;
 use crate::backoff::Backoff;
+use crate::protocol::Sentinels;
 
 /// Range of a wait: longer than zero, and short enough to add to a clock.
 const WAIT: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(720 * 3600);
@@ -87,8 +88,8 @@ section! {
         name: String = "embed", read::name;
         /// Queue that tasks come from.
         task_queue: String = "sconce.tasks", read::task_queue;
-        /// A second queue of tasks, for large jobs (`sconce submit --background`): a worker computes them where its
-        /// batches have room left, and after a minute of waiting like any other. "": none.
+        /// A second queue of tasks, for large jobs (`sconce submit --background`): they fill a worker's batches up to a
+        /// quarter of batch.max_tokens, and after a minute of waiting count like any other. "": none.
         background_queue: Option<String> = "", read::optional_queue;
         /// Queue for replies to tasks without `reply_to`; with "" these get no reply. On a cluster a classic
         /// queue is lost with its node, and replies are then dead-lettered: sconce makes a quorum queue.
@@ -144,6 +145,9 @@ section! {
         max_body: u64 = "8MiB", read::size(BODY);
         /// Most inputs of one task.
         max_inputs: usize = 2048, read::whole(COUNT);
+        /// Which messages in the task queue stop a worker: "null_and_type", those of the type control.shutdown
+        /// (`sconce stop`) and those whose body is null; "type", the former alone; "none".
+        sentinels: Sentinels = "null_and_type", read::choice(&Sentinels::ALL);
         /// What a stop signal does with accepted tasks. "hand_back": batches on the device are finished; all
         /// else, also a sequence that runs, goes back to the queue at once, and another worker begins it anew
         /// (a drawn text comes out the same). "finish": all accepted tasks are finished for three quarters of
@@ -195,6 +199,10 @@ section! {
 section! {
     /// How the launcher treats its workers.
     Launcher {
+        /// The launcher's name: in slots, replies and metrics, and for `sconce ctl`. "auto": the host's name; for
+        /// further launchers of the host that with -2, -3, …, the first that is free. Another launcher of the host
+        /// with the same name is an error.
+        name: Option<String> = "auto", read::unless("auto", read::name);
         /// Time from the first stop signal to the abort; a second later all remaining workers are killed. Less
         /// than the 10 s that `docker compose stop` allows.
         shutdown_grace: Duration = "8s", read::duration(WAIT);
@@ -230,8 +238,8 @@ section! {
     /// How the launcher is watched and controlled.
     Admin {
         /// Address of the launcher's HTTP server with /metrics, /livez, /readyz and /startupz; "" for none. It
-        /// has no password: keep it off public networks. If another process already listens there, the launcher
-        /// runs without it.
+        /// has no password: keep it off public networks. While another process listens there, the launcher
+        /// tries again.
         listen: Option<SocketAddr> = "127.0.0.1:9464", read::listen;
         /// The exchange by which launchers are controlled (`sconce ctl`, `sconce top`); "" for none. Every user
         /// who may publish to it can control them. Neither made nor used with broker.declare = false.

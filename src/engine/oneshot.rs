@@ -172,7 +172,8 @@ impl<R: Processor> Queue<R> for Waiting<R> {
 
     fn set_policy(&self, policy: Policy) {
         let Policy { max_tokens, max_requests, max_delay } = policy;
-        tracing::info!(max_tokens, max_requests, ?max_delay, "batches have other bounds from now on");
+        let max_delay_ms = max_delay.as_secs_f64() * 1e3;
+        tracing::info!(max_tokens, max_requests, max_delay_ms, "batches have other bounds from now on");
         self.change(|state| {
             state.sizing = Sizing::new(max_tokens);
             state.ordinary.set_policy(policy);

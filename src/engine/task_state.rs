@@ -50,6 +50,11 @@ impl TaskState {
         }
     }
 
+    /// This worker will answer the task without computing it. False: it is computed, or has been withdrawn.
+    pub fn claim(&self) -> bool {
+        self.stage.compare_exchange(ENQUEUED, COMMITTED, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
     /// This worker will answer the task. False: the task has been withdrawn.
     pub fn commit(&self) -> bool {
         let moved = self.stage.compare_exchange(ENQUEUED, COMMITTED, Ordering::AcqRel, Ordering::Acquire);

@@ -86,7 +86,7 @@ impl Circumstances {
 fn of_status(death: &Death, status: Option<ExitStatus>) -> &'static str {
     match death.exit {
         Some(Exit::BrokerLost) => "broker_lost",
-        Some(Exit::ModelFailed) => "model_failed",
+        Some(Exit::ModelFailed | Exit::ModelUnavailable) => "model_failed",
         Some(Exit::DeviceFailed) => "device_failed",
         Some(Exit::Config | Exit::Usage) => "bad_configuration",
         Some(Exit::Internal) => "internal_error",
@@ -111,6 +111,7 @@ mod tests {
             lived: Duration::ZERO,
             worked: true,
             broker_reached: false,
+            has_loaded: true,
         };
         (death, Some(ExitStatus::from_raw(code << 8)))
     }

@@ -14,8 +14,9 @@ use tokio::time::timeout;
 use super::Launch;
 use super::order::{Ask, Ordered, Outcome};
 use super::slot_state::{Slot, SlotEnd};
+use super::status_board::{Entry, SlotStatus};
 use crate::config::{Assignment, Launcher};
-use crate::protocol::admin::{Request, Target};
+use crate::protocol::admin::{Request, State, Target};
 use crate::shutdown::Exit;
 
 /// The most orders that may wait for one slot.
@@ -23,12 +24,14 @@ const WAITING: usize = 16;
 /// How long a slot may take to answer an order; it takes long if its worker does not read.
 const OBEYING: Duration = Duration::from_secs(4);
 const ROUNDS: u32 = 3;
+/// Of restarts one after the other: how long the next slot waits for the one before, and how often it looks.
+const RESTARTING: Duration = Duration::from_secs(10 * 60);
+const LOOK: Duration = Duration::from_millis(100);
 
 /// All slots of a launcher.
 pub(super) struct Fleet {
     launch: Arc<Launch>,
     policy: watch::Sender<Launcher>,
-    host: String,
     slots: BTreeMap<String, Member>,
     living: FuturesUnordered<BoxFuture<'static, (String, SlotEnd)>>,
     reload: Option<Reload>,
@@ -69,16 +72,8 @@ impl Fleet {
         policy: watch::Sender<Launcher>,
         assignments: &[Assignment],
     ) -> Self {
-        let first = assignments.first();
-        let host = first.and_then(|it| it.worker.strip_suffix(&format!("/{}", it.slot)).map(str::to_owned));
-        let mut fleet = Self {
-            launch,
-            policy,
-            host: host.unwrap_or_default(),
-            slots: BTreeMap::new(),
-            living: FuturesUnordered::new(),
-            reload: None,
-        };
+        let mut fleet =
+            Self { launch, policy, slots: BTreeMap::new(), living: FuturesUnordered::new(), reload: None };
         for assignment in assignments {
             fleet.start(assignment.clone());
         }
@@ -152,14 +147,15 @@ impl Fleet {
         order: &Request,
         answer: oneshot::Sender<Vec<(String, Outcome)>>,
     ) -> BoxFuture<'static, ()> {
-        let (mut outcomes, mut revived) = (Vec::new(), Vec::new());
+        let (mut outcomes, mut revived, mut in_turn) = (Vec::new(), Vec::new(), Vec::new());
         for (name, member) in &self.slots {
             let Some(assignment) = self.launch.board.assignment(name) else { continue };
-            if !target.means(&self.host, &assignment.pool.name, &assignment.worker) {
+            if !target.means(&assignment.pool.name, &assignment.worker) {
                 continue;
             }
             let (told, outcome) = oneshot::channel();
             match &member.orders {
+                Some(orders) if *order == Request::Restart => in_turn.push((name.clone(), orders.clone())),
                 Some(orders) if orders.try_send(Ordered::Order(order.clone(), told)).is_ok() => {
                     outcomes.push((name.clone(), Ok(outcome)));
                 }
@@ -170,7 +166,11 @@ impl Fleet {
                 None => outcomes.push((name.clone(), Err("it has ended; restart starts it anew".to_owned()))),
             }
         }
-        let started: Vec<_> = revived.iter().map(|it| (it.slot.clone(), Ok("starting a worker"))).collect();
+        let mut started: Vec<(String, Outcome)> =
+            revived.iter().map(|it| (it.slot.clone(), Ok("starting a worker"))).collect();
+        let words = if in_turn.len() > 1 { "restarting, one slot after the other" } else { "restarting" };
+        started.extend(in_turn.iter().map(|(name, _)| (name.clone(), Ok(words))));
+        tokio::spawn(restart_in_turn(self.launch.clone(), in_turn));
         for assignment in revived {
             self.start(assignment);
         }
@@ -306,6 +306,32 @@ impl Fleet {
             }
         }
         started
+    }
+}
+
+/// Restarts slots one after the other, each when the one before takes tasks again, or will not: a pool never loses all of
+/// its workers at once.
+async fn restart_in_turn(launch: Arc<Launch>, slots: Vec<(String, mpsc::Sender<Ordered>)>) {
+    for (name, orders) in slots {
+        let Ok(_turn) = launch.turn.acquire().await else { return };
+        let pid = |status: &SlotStatus| status.slots.get(&name).and_then(|entry| entry.report.pid);
+        let before = launch.board.read(pid);
+        let (told, outcome) = oneshot::channel();
+        // A slot that has ended meanwhile is not restarted.
+        if orders.send(Ordered::Order(Request::Restart, told)).await.is_err() || outcome.await.is_err() {
+            continue;
+        }
+        let is_over = |status: &SlotStatus| {
+            let Some(Entry { report, .. }) = status.slots.get(&name) else { return true };
+            let has_ended = matches!(report.state, State::Stopped | State::Quarantined | State::Failed);
+            has_ended || report.pid != before && (report.state.works() || report.state == State::Paused)
+        };
+        let restarted = async {
+            while !launch.board.read(is_over) {
+                tokio::time::sleep(LOOK).await;
+            }
+        };
+        let _ = timeout(RESTARTING, restarted).await;
     }
 }
 

@@ -17,6 +17,7 @@
 //! | `child` | how a worker process is spawned and spoken to |
 //! | `guard` | which workers are killed once the launcher is gone |
 //! | `status_board` | what is known of every slot |
+//! | `name` | what a launcher is called |
 //! | `order` | what a running launcher can be asked |
 //! | `crash_records` | which tasks kill workers |
 //! | `restart` | what follows a worker's end |
@@ -31,6 +32,7 @@ mod guard;
 mod health;
 mod leave;
 mod logs;
+mod name;
 pub mod order;
 mod plan;
 mod replace;
@@ -47,15 +49,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::{Semaphore, mpsc, watch};
 
 use crate::config::{Assignment, Broker, Launcher};
-use crate::shutdown::{Exit, Stop};
+use crate::protocol::admin::State;
+use crate::shutdown::{Exit, Phase, Stop};
 use fleet::Fleet;
 use guard::Guard;
 use order::{Ask, Handle};
-use status_board::StatusBoard;
+use status_board::{Entry, StatusBoard};
 
 pub use child::environment;
 pub use guard::guard_workers;
 pub use logs::RawLines;
+pub use name::LauncherName;
 pub use plan::{Cuda, Host, fit, plan};
 pub use restart::{Death, REASONS, Verdict, judge};
 
@@ -183,8 +187,24 @@ impl Launching {
         tracing::info!(slots = assignments.len(), "launching");
         // Held, so that the channel stays open: an order must never find it closed.
         let Self { launch, policy, asks, handle: _handle } = self;
-        let exit = Fleet::new(launch, policy, assignments).run(asks).await;
-        tracing::info!(exit = exit.code(), "all workers have ended");
+        let board = launch.board.clone();
+        let says_why = async {
+            launch.stop.reached(Phase::Returning).await;
+            tracing::info!(cause = launch.stop.cause(), "stopping");
+            std::future::pending().await
+        };
+        let fleet = Fleet::new(launch.clone(), policy, assignments);
+        let exit = tokio::select! {
+            exit = fleet.run(asks) => exit,
+            never = says_why => never,
+        };
+        let given_up = |entry: &Entry| entry.report.state == State::Quarantined;
+        let why = |entry: &Entry| entry.report.last_failure.clone();
+        let error = board.read(|status| status.slots.values().find(|entry| given_up(entry)).and_then(why));
+        match error.filter(|_| exit != Exit::Done) {
+            Some(error) => tracing::error!(exit = exit.code(), error, "all workers have ended"),
+            None => tracing::info!(exit = exit.code(), "all workers have ended"),
+        }
         exit
     }
 }

@@ -15,7 +15,7 @@ const CPU: &str = "cpu";
 /// What this host has.
 #[derive(Clone, Debug)]
 pub struct Host {
-    /// Its name, for replies.
+    /// Its name, or the launcher's: the first part of the names of workers.
     pub name: String,
     /// The cores that this process may use.
     pub cores: usize,

@@ -19,6 +19,8 @@ pub struct Death {
     pub worked: bool,
     /// Whether the broker has accepted a worker before: then a refusal may pass.
     pub broker_reached: bool,
+    /// Whether a worker of the slot has loaded the model before: then its files may only be away for a while.
+    pub has_loaded: bool,
 }
 
 impl Death {
@@ -73,6 +75,8 @@ pub fn judge(death: &Death, quick_failures: u32, policy: &Launcher, jitter: f64)
         Some(Exit::Config) if death.was_ready && death.broker_reached => {
             Verdict::Restart(backoff.delay(quick_failures, jitter))
         }
+        // A model that cannot be loaded stays so.
+        Some(exit @ Exit::ModelFailed) if !death.has_loaded => Verdict::GiveUp(exit),
         // Wrong settings or a wrong command line stay wrong.
         Some(exit @ (Exit::Config | Exit::Usage)) => Verdict::GiveUp(exit),
         exit if quick_failures >= policy.max_quick_failures => {
@@ -89,6 +93,7 @@ mod tests {
 
     fn policy() -> Launcher {
         Launcher {
+            name: None,
             shutdown_grace: Duration::from_secs(8),
             restart_delay: Duration::from_millis(500),
             restart_delay_max: Duration::from_secs(30),
@@ -103,7 +108,8 @@ mod tests {
     }
 
     fn death(exit: Option<Exit>, was_ready: bool, seconds: u64) -> Death {
-        Death { exit, was_ready, lived: Duration::from_secs(seconds), worked: false, broker_reached: false }
+        let lived = Duration::from_secs(seconds);
+        Death { exit, was_ready, lived, worked: false, broker_reached: false, has_loaded: was_ready }
     }
 
     #[test]
@@ -122,10 +128,10 @@ mod tests {
     #[test]
     fn a_slot_that_fails_quickly_is_given_up_with_its_own_code() {
         let policy = policy();
-        let failed = death(Some(Exit::ModelFailed), false, 1);
+        let failed = death(Some(Exit::ModelUnavailable), false, 1);
         assert!(failed.is_quick_failure(&policy));
         assert!(matches!(judge(&failed, 4, &policy, 1.0), Verdict::Restart(_)));
-        assert_eq!(judge(&failed, 5, &policy, 1.0), Verdict::GiveUp(Exit::ModelFailed));
+        assert_eq!(judge(&failed, 5, &policy, 1.0), Verdict::GiveUp(Exit::ModelUnavailable));
         assert_eq!(judge(&death(None, true, 1), 5, &policy, 1.0), Verdict::GiveUp(Exit::SlotGivenUp));
     }
 
@@ -133,6 +139,14 @@ mod tests {
     fn wrong_settings_are_not_tried_twice() {
         let refused = death(Some(Exit::Config), true, 100);
         assert_eq!(judge(&refused, 0, &policy(), 1.0), Verdict::GiveUp(Exit::Config));
+    }
+
+    #[test]
+    fn a_model_that_cannot_be_loaded_is_tried_again_only_where_it_was_loaded_before() {
+        let failed = death(Some(Exit::ModelFailed), false, 1);
+        assert_eq!(judge(&failed, 0, &policy(), 1.0), Verdict::GiveUp(Exit::ModelFailed));
+        let known = Death { has_loaded: true, ..failed };
+        assert!(matches!(judge(&known, 0, &policy(), 1.0), Verdict::Restart(_)));
     }
 
     #[test]

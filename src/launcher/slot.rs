@@ -65,17 +65,19 @@ impl Slot {
         }
         match judge(&death, self.quick_failures, &policy, rand::random()) {
             Verdict::StoppedOnRequest => {
-                tracing::info!(slot, "stopped on request");
+                tracing::info!(slot, cause = worker_exit.words, "stopped on request");
                 NextAction::End(SlotEnd::StoppedOnRequest)
             }
             Verdict::GiveUp(exit) => {
                 let quick_failures = self.quick_failures;
-                tracing::error!(slot, exit = exit.code(), quick_failures, "slot given up");
+                let error = &worker_exit.words;
+                tracing::error!(slot, exit = exit.code(), quick_failures, error, "slot given up");
                 self.show_failure(State::Quarantined, &worker_exit.words);
                 NextAction::End(SlotEnd::GivenUp(exit))
             }
             Verdict::Restart(delay) => {
-                tracing::warn!(slot, delay_ms = delay.as_millis() as u64, "starting the worker again");
+                let (delay_ms, error) = (delay.as_millis() as u64, &worker_exit.words);
+                tracing::warn!(slot, delay_ms, error, "starting the worker again");
                 self.show_failure(State::Failed, &worker_exit.words);
                 self.count_restart(worker_exit.reason);
                 self.rest(Some(delay)).await

@@ -28,6 +28,8 @@ pub struct SlotStatus {
     pub reloads_applied: u64,
     /// Reloads of settings that were refused.
     pub reloads_refused: u64,
+    /// Messages that wait in the pools' queues, by queue and what it is for; of those that may be looked at.
+    pub queues: BTreeMap<(String, &'static str), u32>,
     /// Every pool of the first settings has had a worker that was ready.
     pub has_started: bool,
 }
@@ -72,6 +74,11 @@ impl StatusBoard {
     /// The time since the launcher started.
     pub fn uptime(&self) -> Duration {
         self.started.elapsed()
+    }
+
+    /// Tells how many messages wait in queues.
+    pub(crate) fn tell_of_queues(&self, queues: BTreeMap<(String, &'static str), u32>) {
+        self.write(|status| status.queues = queues);
     }
 
     pub(super) fn write(&self, write: impl FnOnce(&mut SlotStatus)) {

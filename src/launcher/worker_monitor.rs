@@ -14,9 +14,12 @@ use super::status_board::Entry;
 use crate::config::Assignment;
 use crate::protocol::admin::State;
 use crate::protocol::control::{CrashTail, Event, TaskName};
+use crate::protocol::shorten;
 use crate::protocol::stats::Stats;
 use crate::shutdown::Exit;
 
+/// The most bytes of the words with which a worker ends.
+const CAUSE: usize = 1_000;
 /// The most task ids in a log line and on the board.
 const SHOWN: usize = 8;
 /// The longest silence of a healthy worker that is ready.
@@ -58,10 +61,12 @@ pub(super) struct WorkerMonitor {
     heard: Instant,
     /// Why it was killed, or why it said that it ends.
     pub(super) why: Circumstances,
-    /// The exit code that it announced.
-    announced: Option<Exit>,
+    /// The exit code that it announced, and why.
+    announced: Option<(Exit, String)>,
     /// Work that is not in the log yet.
     untold: Stats,
+    /// It worked when its work was told last.
+    is_steady: bool,
     born: Instant,
     /// It must show that settings are good, and has [`LOADING`] to get ready.
     pub(super) on_probation: bool,
@@ -86,8 +91,14 @@ pub(super) struct WorkerExit {
 
 impl WorkerMonitor {
     pub(super) fn new(suspects: Option<SuspectTasks>) -> Self {
-        let (exit, lived) = (None, Duration::ZERO);
-        let death = Death { exit, was_ready: false, lived, worked: false, broker_reached: false };
+        let death = Death {
+            exit: None,
+            was_ready: false,
+            lived: Duration::ZERO,
+            worked: false,
+            broker_reached: false,
+            has_loaded: false,
+        };
         Self {
             ready: None,
             death,
@@ -100,6 +111,7 @@ impl WorkerMonitor {
             why: Circumstances::default(),
             announced: None,
             untold: Stats::default(),
+            is_steady: false,
             born: Instant::now(),
             on_probation: false,
             answered: 0,
@@ -152,7 +164,9 @@ impl WorkerMonitor {
                     launch.note_broker(&assignment.broker);
                 }
             }
-            Event::Stopped { exit, .. } => self.announced = exit.and_then(Exit::from_code),
+            Event::Stopped { exit, cause } => {
+                self.announced = exit.and_then(Exit::from_code).map(|exit| (exit, shorten(cause, CAUSE)));
+            }
             Event::Unfit { why, words } => self.why.unfit = Some((*why, words.clone())),
             _ => {}
         }
@@ -166,7 +180,7 @@ impl WorkerMonitor {
         let first = self.resident.map_or(stats.now.resident, |(first, _)| first);
         self.resident = Some((first, stats.now.resident));
         self.untold.add(stats);
-        tell_of_work(&mut self.untold, slot);
+        tell_of_work(&mut self.untold, &mut self.is_steady, slot);
     }
 
     /// When the worker counts as stuck unless it makes progress, and with which fault.
@@ -250,12 +264,16 @@ impl WorkerMonitor {
     ) -> WorkerExit {
         let slot = &assignment.slot;
         self.death.broker_reached = launch.has_reached(&assignment.broker);
+        self.death.has_loaded = launch.board.read(|it| it.slots.get(slot).is_some_and(|it| it.was_ready));
         self.death.lived = self.ready.map_or(Duration::ZERO, |at| at.elapsed());
         self.death.exit = status.and_then(|status| status.code()).and_then(Exit::from_code);
         // Its work was settled: a crash of a library while the process exits does not matter.
-        let settled = self.announced.filter(|exit| matches!(exit, Exit::Done | Exit::StoppedOnRequest));
+        let announced = self.announced.take();
+        let settled = announced.as_ref().map(|(exit, _)| *exit);
+        let settled = settled.filter(|exit| matches!(exit, Exit::Done | Exit::StoppedOnRequest));
         if let Some(exit) = settled.filter(|_| status.is_some_and(|status| status.code().is_none())) {
-            tracing::warn!(slot, ?status, "the worker died after it had ended its work");
+            let status = status.map(|status| status.to_string());
+            tracing::warn!(slot, status, "the worker died after it had ended its work");
             self.death.exit = Some(exit);
         }
         let mut devices = self.why.fault.as_ref().is_some_and(Fault::is_the_devices);
@@ -263,8 +281,10 @@ impl WorkerMonitor {
             self.death.exit = Some(Exit::DeviceFailed);
         }
         // A worker that was not started has not died.
+        // One that says itself why it ends has it told by what follows.
+        let says_why = announced.as_ref().is_some_and(|(exit, _)| Some(*exit) == self.death.exit);
         if status.is_some() || !devices {
-            log_death(slot, status, &self.death);
+            log_death(slot, status, &self.death, says_why);
         }
         let lately = launch.health.lately(&assignment.device);
         let (reason, words) = self.why.name(&self.death, status, lately.as_ref());
@@ -278,7 +298,8 @@ impl WorkerMonitor {
             }
         }
         let last = self.log.at_the_end(status);
-        let words = words.unwrap_or_else(|| last.exit.clone());
+        let cause = announced.map(|(_, cause)| cause).filter(|cause| says_why && !cause.is_empty());
+        let words = words.or(cause).unwrap_or_else(|| last.exit.clone());
         let mut of_group = false;
         if !forced && !devices && !tasks.is_empty() {
             let suspects = SuspectTasks { tasks, isolated, last };
@@ -303,7 +324,7 @@ fn blame(suspects: &SuspectTasks, launch: &Launch, slot: &str) -> bool {
         slot,
         tasks = tasks.len(),
         isolated,
-        ?ids,
+        ids = ids.join(" "),
         exit = last.exit,
         "the worker died with these tasks"
     );
@@ -346,14 +367,22 @@ fn post(entry: &mut Entry, event: Event, shown: bool) {
     }
 }
 
-/// Work is logged in summaries of at least this many milliseconds.
+/// Work is logged in summaries of at least this many milliseconds: the first after a pause, and those with failures;
+/// steady work each minute.
 const WORTH_TELLING_MS: u64 = 5_000;
+const STEADY_MS: u64 = 60_000;
 
-fn tell_of_work(untold: &mut Stats, slot: &str) {
+/// Logs what a worker did, where it is time. `is_steady`: it worked before too.
+fn tell_of_work(untold: &mut Stats, is_steady: &mut bool, slot: &str) {
     if untold.span_ms < WORTH_TELLING_MS {
         return;
     }
+    let has_failures = untold.retried > 0 || untold.tasks() > untold.of_status("succeeded");
+    if *is_steady && !has_failures && !untold.is_idle() && untold.span_ms < STEADY_MS {
+        return;
+    }
     let stats = std::mem::take(untold);
+    *is_steady = !stats.is_idle();
     if stats.is_idle() {
         return;
     }
@@ -370,11 +399,12 @@ fn tell_of_work(untold: &mut Stats, slot: &str) {
     );
 }
 
-fn log_death(slot: &str, status: Option<ExitStatus>, death: &Death) {
+fn log_death(slot: &str, status: Option<ExitStatus>, death: &Death, says_why: bool) {
     let lived_ms = death.lived.as_millis() as u64;
     let status = status.map_or_else(|| "unknown".into(), |status| status.to_string());
     match death.exit {
         Some(Exit::Done | Exit::StoppedOnRequest) => tracing::info!(slot, status, lived_ms, "worker ended"),
+        _ if says_why => tracing::debug!(slot, status, lived_ms, "worker died"),
         _ => tracing::error!(slot, status, lived_ms, "worker died"),
     }
 }

@@ -67,11 +67,13 @@ pub enum Target {
     /// The same, for messages of the type [`CANCEL`] alone: requesters may be allowed to publish with this key
     /// who may not control workers.
     Cancel,
-    /// The slots of a host.
+    /// The slots of all launchers of a host.
     Host(String),
+    /// The slots of a launcher.
+    Launcher(String),
     /// The slots of a pool, on all hosts.
     Pool(String),
-    /// One slot, named as replies name its worker: host/pool/index.
+    /// One slot, named as replies name its worker: launcher/pool/index.
     Slot(String),
 }
 
@@ -82,6 +84,7 @@ impl Target {
             Self::All => "all".to_owned(),
             Self::Cancel => "cancel".to_owned(),
             Self::Host(host) => format!("host.{host}"),
+            Self::Launcher(name) => format!("launcher.{name}"),
             Self::Pool(pool) => format!("pool.{pool}"),
             Self::Slot(worker) => format!("slot.{worker}"),
         }
@@ -95,17 +98,27 @@ impl Target {
             ("cancel", "") => Some(Self::Cancel),
             (_, "") => None,
             ("host", name) => Some(Self::Host(name.to_owned())),
+            ("launcher", name) => Some(Self::Launcher(name.to_owned())),
             ("pool", name) => Some(Self::Pool(name.to_owned())),
             ("slot", name) => Some(Self::Slot(name.to_owned())),
             _ => None,
         }
     }
 
-    /// Whether this target includes a slot of this host and pool, with this worker.
-    pub fn means(&self, host: &str, pool: &str, worker: &str) -> bool {
+    /// This target without host and launcher, for the launcher that it has reached; none if it is for another.
+    pub fn within(self, host: &str, launcher: &str) -> Option<Self> {
+        match self {
+            Self::Host(name) => (name == host).then_some(Self::All),
+            Self::Launcher(name) => (name == launcher).then_some(Self::All),
+            other => Some(other),
+        }
+    }
+
+    /// Whether a target within a launcher includes a slot of this pool, with this worker.
+    pub fn means(&self, pool: &str, worker: &str) -> bool {
         match self {
             Self::All | Self::Cancel => true,
-            Self::Host(name) => name == host,
+            Self::Host(_) | Self::Launcher(_) => false,
             Self::Pool(name) => name == pool,
             Self::Slot(name) => name == worker,
         }
@@ -168,7 +181,7 @@ impl State {
 pub struct SlotReport {
     /// pool/index.
     pub slot: String,
-    /// host/pool/index, as in replies.
+    /// launcher/pool/index, as in replies.
     pub worker: String,
     /// The pool.
     pub pool: String,
@@ -214,9 +227,11 @@ pub struct SlotReport {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Answer {
-    /// The launcher's host.
+    /// The launcher's name.
+    pub launcher: String,
+    /// Its host.
     pub host: String,
-    /// The launcher's process id.
+    /// Its process id.
     pub pid: u32,
     /// Its version of sconce.
     pub version: String,
@@ -240,12 +255,15 @@ mod tests {
             (Target::All, true),
             (Target::Host("gpu1.example.com".into()), true),
             (Target::Host("gpu1".into()), false),
+            (Target::Launcher("gpu1-2".into()), true),
+            (Target::Launcher("gpu1".into()), false),
             (Target::Pool("embed".into()), true),
             (Target::Slot(worker.into()), true),
             (Target::Slot("gpu1.example.com/embed/1".into()), false),
         ] {
             assert_eq!(Target::of_routing_key(&target.routing_key()), Some(target.clone()));
-            assert_eq!(target.means("gpu1.example.com", "embed", worker), means, "{target:?}");
+            let within = target.clone().within("gpu1.example.com", "gpu1-2");
+            assert_eq!(within.is_some_and(|it| it.means("embed", worker)), means, "{target:?}");
         }
         for none in ["", "host.", "host", "everything", "all.of.it"] {
             assert_eq!(Target::of_routing_key(none), None, "{none}");

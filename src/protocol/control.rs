@@ -101,21 +101,26 @@ pub struct Cancellation {
     pub reply_to: Option<String>,
     /// The job's id; also those of its tasks that are still in the queue.
     pub job: Option<String>,
+    /// The id of a run of `sconce stop`: no task, but its sentinels, which stop nobody any more.
+    pub stop: Option<String>,
 }
 
 impl Cancellation {
     /// What is wrong with it.
     pub fn problem(&self) -> Option<&'static str> {
-        match (&self.task, &self.correlation_id, &self.job) {
-            (Some(_), None, None) | (None, None, Some(_)) if self.reply_to.is_none() => None,
-            (None, Some(_), None) => None,
-            _ => Some("cancel needs \"task\", \"job\", or \"correlation_id\" with the task's \"reply_to\""),
+        let named = [&self.task, &self.job, &self.stop].into_iter().flatten().count();
+        match (named, &self.correlation_id, &self.reply_to) {
+            (1, None, None) | (0, Some(_), _) => None,
+            _ => Some(
+                "cancel needs \"task\", \"job\", \"stop\", or \"correlation_id\" with the task's \"reply_to\"",
+            ),
         }
     }
 
     /// Whether it is for this task.
     pub fn means(&self, task: &Task) -> bool {
         match (&self.task, &self.job) {
+            _ if self.stop.is_some() => false,
             (Some(id), _) => task.id == *id,
             (None, Some(job)) => task.reply_to() == Some(&job_queue(job)),
             (None, None) => {

@@ -50,17 +50,20 @@ pub enum Reason {
     Unconfirmed,
     /// A `control.*` type that this version does not know.
     UnknownControl,
+    /// The task was refused, and the queue for the error reply does not exist.
+    Refused,
 }
 
 impl Reason {
     /// Every reason.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Undecodable,
         Self::Poison,
         Self::Attempts,
         Self::Unroutable,
         Self::Unconfirmed,
         Self::UnknownControl,
+        Self::Refused,
     ];
 
     /// The `reason` header.
@@ -72,6 +75,7 @@ impl Reason {
             Self::Unroutable => "unroutable",
             Self::Unconfirmed => "unconfirmed",
             Self::UnknownControl => "unknown_control",
+            Self::Refused => "refused",
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Tests of writing, reading and restoring dead letters.
 
-use super::super::{Incoming, Properties, classify};
+use super::super::{Incoming, Properties, Sentinels, classify};
 use super::*;
 
 fn at(seconds: u64) -> SystemTime {
@@ -15,7 +15,7 @@ fn dead(properties: Properties, reason: Reason) -> Message {
 
 fn task(properties: Properties) -> Task {
     let message = Message { properties, body: r#"{"input":"a"}"#.into() };
-    match classify(message, at(0), || "made".into()) {
+    match classify(message, at(0), Sentinels::NullAndType, || "made".into()) {
         Incoming::Task(task) | Incoming::UnknownControl(task, _) => task,
         Incoming::Sentinel(_) => panic!("no sentinel"),
     }

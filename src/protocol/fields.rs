@@ -215,8 +215,16 @@ pub fn string(raw: &str, path: &str) -> Result<String, TaskError> {
 /// # Errors
 /// `BadInput`.
 pub fn read<'a, T: Deserialize<'a>>(raw: &'a str, path: &str) -> Result<T, TaskError> {
-    serde_json::from_str(raw)
-        .map_err(|error| TaskError::bad_input(path, format!("{path} cannot be read: {error}")))
+    serde_json::from_str(raw).map_err(|error| {
+        // The library's words for it are of escapes, and differ.
+        let words = match error.to_string() {
+            it if it.contains("surrogate") || it.contains("hex escape") => {
+                "it has one half of a surrogate pair (\\ud800 to \\udfff), which is no character".to_owned()
+            }
+            it => it,
+        };
+        TaskError::bad_input(path, format!("{path} cannot be read: {words}"))
+    })
 }
 
 /// The error of a value of the wrong type or range.

@@ -20,7 +20,7 @@ pub mod task_error;
 
 pub use message::{Headers, Message, Properties, Value};
 pub use reply::{Body, Timings, WorkerInfo};
-pub use task::{Incoming, Task, classify};
+pub use task::{Incoming, Sentinels, Task, classify};
 pub use task_error::{TaskError, TaskErrorKind};
 
 /// Media type of every body, unless a model says otherwise.

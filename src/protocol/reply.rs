@@ -126,6 +126,7 @@ impl TaskErrorKind {
             Self::Undecodable => ("rejected", 400, REQUEST, "undecodable"),
             Self::BadInput => ("rejected", 400, REQUEST, "invalid_value"),
             Self::UnknownModel => ("rejected", 404, REQUEST, "model_not_found"),
+            Self::UnknownUrl => ("rejected", 404, REQUEST, "unknown_url"),
             Self::TooLarge => ("rejected", 413, REQUEST, "too_large"),
             Self::Expired => ("expired", 408, REQUEST, "expired"),
             Self::Internal | Self::Fault => ("failed", 500, SERVER, "internal_error"),
@@ -243,11 +244,11 @@ mod tests {
     use std::time::SystemTime;
 
     use super::*;
-    use crate::protocol::{Incoming, Value, classify};
+    use crate::protocol::{Incoming, Sentinels, Value, classify};
 
     fn task(properties: Properties) -> Task {
         let message = Message { properties, body: "{}".into() };
-        match classify(message, SystemTime::now(), || "made".into()) {
+        match classify(message, SystemTime::now(), Sentinels::NullAndType, || "made".into()) {
             Incoming::Task(task) => task,
             other => panic!("{other:?}"),
         }

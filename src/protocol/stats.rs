@@ -179,6 +179,10 @@ pub struct Stats {
     pub requeued: u64,
     /// Tasks put off to be tried again.
     pub retried: u64,
+    /// Sentinels obeyed.
+    pub sentinels: u64,
+    /// Sessions with the broker that were lost.
+    pub lost_sessions: u64,
     /// Inputs computed.
     pub inputs: u64,
     /// Tokens computed.
@@ -283,6 +287,8 @@ impl Stats {
         self.redelivered += more.redelivered;
         self.requeued += more.requeued;
         self.retried += more.retried;
+        self.sentinels += more.sentinels;
+        self.lost_sessions += more.lost_sessions;
         self.inputs += more.inputs;
         self.tokens += more.tokens;
         self.busy_us += more.busy_us;
@@ -301,9 +307,10 @@ impl Stats {
         self.now = more.now.clone();
     }
 
-    /// Percentage of the span in which the device computed.
+    /// Percentage of the span in which the device computed. (A pass is counted when it ends, and may have begun before
+    /// the span.)
     pub fn busy_percent(&self) -> u64 {
-        self.busy_us / (10 * self.span_ms.max(1))
+        (self.busy_us / (10 * self.span_ms.max(1))).min(100)
     }
 }
 

@@ -7,6 +7,8 @@ use std::time::{Duration, SystemTime};
 
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 
+use serde::{Deserialize, Serialize};
+
 use super::message::without_acting_properties;
 use super::{Message, TaskError, TaskErrorKind, Value, shorten};
 
@@ -14,6 +16,8 @@ use super::{Message, TaskError, TaskErrorKind, Value, shorten};
 pub const SHUTDOWN: &str = "control.shutdown";
 /// Prefix of `type` that is reserved for control messages.
 const CONTROL: &str = "control.";
+/// Header of a sentinel that `sconce stop` published: the id of that run.
+pub const STOP: &str = "sconce_stop";
 /// Header with an absolute deadline, ISO-8601.
 pub const EXPIRES: &str = "expires";
 /// Header of a retried task: the number of its next attempt.
@@ -21,6 +25,25 @@ pub const ATTEMPT: &str = "sconce_attempt";
 
 /// Bytes of a body that the fingerprint includes.
 const FINGERPRINTED: usize = 64 << 10;
+
+/// The `sentinels` setting: which messages stop a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Sentinels {
+    /// Those of the type [`SHUTDOWN`], and those whose body is JSON `null`.
+    #[default]
+    NullAndType,
+    /// Those of the type [`SHUTDOWN`].
+    Type,
+    /// None: it is an unknown control message.
+    None,
+}
+
+impl Sentinels {
+    /// All, with their names in settings.
+    pub const ALL: [(Self, &str); 3] =
+        [(Self::NullAndType, "null_and_type"), (Self::Type, "type"), (Self::None, "none")];
+}
 
 /// What a delivered message is.
 #[derive(Debug)]
@@ -35,16 +58,21 @@ pub enum Incoming {
 
 /// Sorts a message by its `type` property and, for a sentinel's second form, by a body that is
 /// JSON `null`. `made_id` names a task that came with neither `message_id` nor `correlation_id`.
-pub fn classify(message: Message, received: SystemTime, made_id: impl FnOnce() -> String) -> Incoming {
+pub fn classify(
+    message: Message,
+    received: SystemTime,
+    sentinels: Sentinels,
+    made_id: impl FnOnce() -> String,
+) -> Incoming {
     let kind = message.properties.kind.as_deref().unwrap_or_default();
-    if kind == SHUTDOWN {
+    if kind == SHUTDOWN && sentinels != Sentinels::None {
         return Incoming::Sentinel(message);
     }
     if kind.starts_with(CONTROL) {
         let kind = kind.to_owned();
         return Incoming::UnknownControl(Task::new(message, received, made_id), kind);
     }
-    if is_null(&message.body) {
+    if sentinels == Sentinels::NullAndType && is_null(&message.body) {
         return Incoming::Sentinel(message);
     }
     Incoming::Task(Task::new(message, received, made_id))
@@ -129,18 +157,21 @@ impl Task {
     /// How long the task waited before `now`: since its publication where the message has a time
     /// (`timestamp_in_ms` header, or the `timestamp` property in whole seconds), else since its reception.
     pub fn queued(&self, now: SystemTime) -> Duration {
-        let properties = &self.message.properties;
-        let published = match (properties.headers.get("timestamp_in_ms"), properties.timestamp) {
-            (Some(ms), _) if ms.as_i64().is_some() => {
-                ms.as_i64().map(|ms| Duration::from_millis(ms.max(0) as u64))
-            }
-            (_, Some(seconds)) => Some(Duration::from_secs(seconds)),
-            _ => None,
-        };
-        let from =
-            published.and_then(|since| SystemTime::UNIX_EPOCH.checked_add(since)).unwrap_or(self.received);
-        now.duration_since(from).unwrap_or_default()
+        now.duration_since(published(&self.message).unwrap_or(self.received)).unwrap_or_default()
     }
+}
+
+/// When a message was published, if it says so.
+pub fn published(message: &Message) -> Option<SystemTime> {
+    let properties = &message.properties;
+    let since = match (properties.headers.get("timestamp_in_ms"), properties.timestamp) {
+        (Some(ms), _) if ms.as_i64().is_some() => {
+            ms.as_i64().map(|ms| Duration::from_millis(ms.max(0) as u64))
+        }
+        (_, Some(seconds)) => Some(Duration::from_secs(seconds)),
+        _ => None,
+    };
+    SystemTime::UNIX_EPOCH.checked_add(since?)
 }
 
 /// Whether a sentinel is past its deadline. A sentinel with an unreadable deadline stays valid.
@@ -177,7 +208,10 @@ fn instant(value: &Value) -> Result<SystemTime, TaskError> {
             .checked_add(Duration::from_secs(*seconds))
             .ok_or_else(|| bad_header(EXPIRES, &seconds.to_string(), wanted));
     }
-    let text = value.as_str().ok_or_else(|| bad_header(EXPIRES, &format!("{value:?}"), wanted))?;
+    let text = value.as_str().ok_or_else(|| {
+        let number = value.as_i64().map(|number| number.to_string());
+        bad_header(EXPIRES, &number.unwrap_or_else(|| "a value of another type".to_owned()), wanted)
+    })?;
     let trimmed = text.trim();
     trimmed
         .parse::<Timestamp>()
@@ -207,7 +241,7 @@ mod tests {
     }
 
     fn sort(kind: Option<&str>, body: &'static str) -> Incoming {
-        classify(message(kind, body), SystemTime::now(), || "made".into())
+        classify(message(kind, body), SystemTime::now(), Sentinels::NullAndType, || "made".into())
     }
 
     #[test]
@@ -228,6 +262,20 @@ mod tests {
         ] {
             assert!(matches!(sort(None, body), Incoming::Task(_)), "{body}");
         }
+    }
+
+    #[test]
+    fn the_settings_say_which_messages_are_sentinels() {
+        let sort = |kind, body, sentinels| {
+            let sorted = classify(message(kind, body), SystemTime::now(), sentinels, || "made".into());
+            match sorted {
+                Incoming::Sentinel(_) => "sentinel",
+                Incoming::Task(_) => "task",
+                Incoming::UnknownControl(..) => "unknown",
+            }
+        };
+        let all = Sentinels::ALL.map(|(it, _)| (sort(Some(SHUTDOWN), "{}", it), sort(None, "null", it)));
+        assert_eq!(all, [("sentinel", "sentinel"), ("sentinel", "task"), ("unknown", "task")]);
     }
 
     #[test]
@@ -266,7 +314,8 @@ mod tests {
         let error = expiring(Some("tomorrow".into()), None).unwrap_err();
         assert_eq!(error.param.as_deref(), Some("expires"));
         assert!(error.message.contains("\"tomorrow\""), "{error}");
-        assert!(expiring(Some(Value::Bool(true)), None).is_err());
+        let number = expiring(Some(Value::I64(1_700_000_000)), None).unwrap_err();
+        assert!(number.message.ends_with("got \"1700000000\""), "{number}");
         assert!(expiring(None, Some("soon")).unwrap_err().message.contains("\"soon\""));
     }
 
@@ -290,7 +339,7 @@ mod tests {
         ) {
             let is_null = matches!(serde_json::from_str(&body), Ok(serde_json::Value::Null));
             let message = Message { body: body.into(), ..Message::default() };
-            let sorted = classify(message, SystemTime::now(), || "made".into());
+            let sorted = classify(message, SystemTime::now(), Sentinels::NullAndType, || "made".into());
             prop_assert_eq!(matches!(sorted, Incoming::Sentinel(_)), is_null);
         }
     }

@@ -16,6 +16,8 @@ pub enum TaskErrorKind {
     BadInput,
     /// The request names a model that this pool does not serve: 404.
     UnknownModel,
+    /// The request names a URL that this pool does not answer: 404.
+    UnknownUrl,
     /// The deadline passed before the task was computed: 408.
     Expired,
     /// Over a limit of this pool: 413.
@@ -36,11 +38,20 @@ impl TaskErrorKind {
         matches!(self, Self::Internal | Self::Fault | Self::OutOfMemory)
     }
 
+    /// Whether the task is refused as it is: another try would end the same.
+    pub fn is_refusal(self) -> bool {
+        matches!(
+            self,
+            Self::Undecodable | Self::BadInput | Self::UnknownModel | Self::UnknownUrl | Self::TooLarge
+        )
+    }
+
     /// Every kind.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Undecodable,
         Self::BadInput,
         Self::UnknownModel,
+        Self::UnknownUrl,
         Self::Expired,
         Self::TooLarge,
         Self::Internal,

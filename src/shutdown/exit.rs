@@ -29,11 +29,13 @@ pub enum Exit {
     Aborted = 84,
     /// A slot was given up after too many quick failures.
     SlotGivenUp = 85,
+    /// The model could not be fetched from the hub. May pass, unlike [`Exit::ModelFailed`].
+    ModelUnavailable = 86,
 }
 
 impl Exit {
     /// Every code, for `--help` and the docs.
-    pub const ALL: [(Exit, &'static str); 11] = [
+    pub const ALL: [(Exit, &'static str); 12] = [
         (Exit::Done, "done"),
         (Exit::No, "refused: unhealthy, nobody answered, or an order or dead letter not handled"),
         (Exit::Usage, "wrong command line"),
@@ -41,10 +43,11 @@ impl Exit {
         (Exit::Config, "bad configuration, or the broker refuses it (password, vhost, permission)"),
         (Exit::StoppedOnRequest, "worker: stopped on request, by a sentinel"),
         (Exit::BrokerLost, "no broker reached for longer than broker.give_up_after"),
-        (Exit::ModelFailed, "the model failed to load"),
+        (Exit::ModelFailed, "the model cannot be loaded: its files are wrong, or nothing serves it"),
         (Exit::DeviceFailed, "the device failed"),
         (Exit::Aborted, "aborted: second signal, deadline, --timeout; unfinished tasks are requeued"),
         (Exit::SlotGivenUp, "a worker died too often and was given up"),
+        (Exit::ModelUnavailable, "the model could not be fetched"),
     ];
 
     /// The process's exit status.

@@ -2,10 +2,16 @@
 //! a second signal means, and when a SIGHUP only reports the end of a terminal.
 
 use std::io::{self, IsTerminal};
+use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::time::Instant;
 
 use super::{Phase, Stop};
+
+/// A signal that comes so soon after the first is the first: `timeout`, a shell and a service manager signal the
+/// process and then its group.
+const ECHO: Duration = Duration::from_millis(300);
 
 /// What a second signal means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,13 +36,14 @@ pub fn listen(stop: Stop, patience: Patience) -> io::Result<()> {
         drop(signal(SignalKind::hangup())?);
     }
     tokio::spawn(async move {
+        let mut first: Option<Instant> = None;
         loop {
             let name = tokio::select! {
                 _ = terminate.recv() => "SIGTERM",
                 _ = interrupt.recv() => "SIGINT",
             };
-            let first = stop.advance(Phase::Returning, name);
-            if !first && patience == Patience::SecondAborts {
+            let is_later = first.get_or_insert_with(Instant::now).elapsed() >= ECHO;
+            if !stop.advance(Phase::Returning, name) && is_later && patience == Patience::SecondAborts {
                 stop.advance(Phase::Aborting, name);
             }
         }

@@ -19,8 +19,8 @@ use super::task_run::{Expected, Shared};
 use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{Cancellation, TaskName};
-use crate::protocol::task::sentinel_is_expired;
-use crate::protocol::{Incoming, Message, Task, classify};
+use crate::protocol::task::{STOP, published, sentinel_is_expired};
+use crate::protocol::{Incoming, Message, Properties, Task, Value, classify};
 use crate::shutdown::{Phase, Stop};
 
 /// How long replies may still take once the device has failed.
@@ -195,7 +195,7 @@ impl<'a> Intake<'a> {
                 consumer.set_prefetch(prefetch).await;
             }
         }
-        match classify(delivery.message, now, made_id) {
+        match classify(delivery.message, now, self.shared.sentinels, made_id) {
             Incoming::Task(task) => self.begin(Accepted::new(task, delivery_tag, redeliveries)),
             Incoming::UnknownControl(task, kind) => {
                 self.refuse(Accepted::new(task, delivery_tag, redeliveries), kind)
@@ -233,16 +233,25 @@ impl<'a> Intake<'a> {
     }
 
     async fn obey(&mut self, sentinel: &Message, delivery_tag: DeliveryTag, now: SystemTime) {
-        if sentinel_is_expired(sentinel, now) {
-            tracing::info!("ignoring an expired sentinel");
+        let Properties { message_id, headers, .. } = &sentinel.properties;
+        let stop = headers.get(STOP).and_then(Value::as_str);
+        let is_withdrawn = stop.is_some_and(|stop| self.shared.withdrawn.has_stop(stop, instant()));
+        let mut cause = format!("sentinel {}", stop.or(message_id.as_deref()).unwrap_or("without an id"));
+        if let Some(age) = published(sentinel).and_then(|at| now.duration_since(at).ok()) {
+            cause += &format!(", published {} s ago", age.as_secs());
+        }
+        if is_withdrawn || sentinel_is_expired(sentinel, now) {
+            tracing::info!(cause, is_withdrawn, "ignoring a sentinel that is withdrawn or expired");
             self.shared.settlement.acker.ack(delivery_tag).await;
             return;
         }
-        tracing::info!(unsettled = self.in_flight.len(), "sentinel received; finishing what came before it");
+        let unsettled = self.in_flight.len();
+        tracing::info!(cause, unsettled, "sentinel received; finishing what came before it");
         self.take_no_more().await;
         self.sentinel = Some(delivery_tag);
         self.phase = Phase::Finishing;
-        self.stop.advance(Phase::Finishing, "sentinel");
+        self.shared.settlement.counters.count(|stats| stats.sentinels += 1);
+        self.stop.advance(Phase::Finishing, cause);
     }
 
     /// The answers to these tasks are not wanted any more.
@@ -312,6 +321,7 @@ impl<'a> Intake<'a> {
     /// whose reply waits for a connection.
     fn forget(&mut self, session: u64) -> Result<(), WorkerError> {
         let queue = usize::from(session & DeliveryTag::BACKGROUND != 0);
+        self.shared.settlement.counters.count(|stats| stats.lost_sessions += 1);
         self.shared.settlement.lost[queue].store(session, Ordering::Release);
         let of_session = |delivery_tag: &DeliveryTag| delivery_tag.is_over_with(session);
         for (delivery_tag, task) in &self.in_flight {

@@ -92,7 +92,8 @@ impl WorkerError {
             Self::Load(LoadError::Device { .. } | LoadError::Unfit { .. }) | Self::Device(_) => {
                 Exit::DeviceFailed
             }
-            Self::Load(_) => Exit::ModelFailed,
+            Self::Load(LoadError::Hub { .. }) => Exit::ModelUnavailable,
+            Self::Load(LoadError::File { .. } | LoadError::Unsupported { .. }) => Exit::ModelFailed,
             Self::Broker(BrokerError::Refused { .. }) => Exit::Config,
             Self::Broker(BrokerError::Unreachable { .. }) | Self::SentinelLost => Exit::BrokerLost,
             Self::Internal(_) => Exit::Internal,

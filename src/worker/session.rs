@@ -107,6 +107,7 @@ impl Worker {
             withdrawn: self.control.withdrawn.clone(),
             prefetch: [self.live_prefetch(), self.live_prefetch()],
             traces: self.control.traces.clone(),
+            sentinels: pool.sentinels,
             max_body: pool.max_body,
             max_deliveries: self.assignment.broker.delivery_limit.into(),
         }

@@ -17,7 +17,7 @@ use crate::broker::Seen;
 use crate::engine::{Computed, Engine, Expect, Job, JobEvent, TaskState, now};
 use crate::model::Route;
 use crate::protocol::reply::micros;
-use crate::protocol::{Body, Task, TaskError, TaskErrorKind, Timings, shorten};
+use crate::protocol::{Body, JSON, Message, Sentinels, Task, TaskError, TaskErrorKind, Timings, shorten};
 use crate::telemetry::traces::Traces;
 
 /// How long a redelivered task waits for the launcher's records of what a worker died of.
@@ -41,6 +41,7 @@ pub(super) struct Shared {
     /// Of the task queue and of the background queue.
     pub(super) prefetch: [Live; 2],
     pub(super) traces: Traces,
+    pub(super) sentinels: Sentinels,
     pub(super) max_body: u64,
     /// The most deliveries of a task, if the broker counts them. The broker's own limit is one higher and only
     /// a backstop: it tells the producer nothing.
@@ -106,7 +107,12 @@ impl Shared {
             refused
         } else {
             let run = Run { shared: self, task: &accepted.task, state: &state, isolated: stay.is_some() };
-            match run.compute(expected, &mut timings).await {
+            let computed = tokio::select! {
+                biased;
+                computed = run.compute(expected, &mut timings) => computed,
+                error = self.expired(&state) => Err(error),
+            };
+            match computed {
                 Ok(body) => Outcome::Answered(body),
                 Err(error) => Outcome::Failed(error),
             }
@@ -119,6 +125,19 @@ impl Shared {
         }
         accepted.traced.worked(&timings, accepted.attempt());
         self.settlement.settle(&accepted, outcome, &timings).await
+    }
+
+    /// Returns when the deadline of a task has passed that is not on the device yet; it will not come there. (Of
+    /// sequences, which may have been answered in part, the engine says it between two steps.)
+    async fn expired(&self, state: &TaskState) -> TaskError {
+        let Some(deadline) = state.deadline.filter(|_| self.engine.sequences().is_none()) else {
+            return pending().await;
+        };
+        tokio::time::sleep_until(deadline.into()).await;
+        match state.unwanted(now()) {
+            Some(error) if state.claim() => error,
+            _ => pending().await,
+        }
     }
 
     /// The task's `reply_to`, if no reply may go to that queue.
@@ -144,6 +163,11 @@ impl Shared {
         if size > self.max_body {
             let words = format!("the body is {size} bytes; this pool takes at most {}", self.max_body);
             return Err(TaskError::new(TaskErrorKind::TooLarge, words));
+        }
+        if is_of_celery(&task.message) {
+            let words = "this is a message of Celery, and sconce is no Celery worker: call it from a Celery task, \
+                         with a message as docs/messages.md has it; see docs/celery.md";
+            return Err(TaskError::new(TaskErrorKind::BadInput, words));
         }
         let types = self.route(task)?.media_types;
         if let Some(given) = task.message.media_type().filter(|given| !types.contains(&given.as_str())) {
@@ -171,7 +195,7 @@ impl Shared {
             let served: Vec<&str> = routes.iter().map(|route| route.url).collect();
             let (asked, served) = (shorten(asked.unwrap_or_default(), 80), served.join(", "));
             let message = format!("url {asked:?} is not served here; this pool answers {served}");
-            TaskError::new(TaskErrorKind::UnknownModel, message).at("url")
+            TaskError::new(TaskErrorKind::UnknownUrl, message).at("url")
         })
     }
 }
@@ -314,6 +338,13 @@ impl Run<'_> {
         let _out = if self.isolated { None } else { Some(self.shared.isolation.keep_out().await) };
         work.await
     }
+}
+
+/// Whether a message is a task of Celery: its header `task`, and arguments in a list, however they are written.
+fn is_of_celery(message: &Message) -> bool {
+    let has_header = message.properties.headers.get("task").is_some_and(|name| name.as_str().is_some());
+    let is_json = message.media_type().is_some_and(|it| it == JSON);
+    has_header && (!is_json || message.body.trim_ascii_start().starts_with(b"["))
 }
 
 fn internal(error: String) -> TaskError {

@@ -1,4 +1,5 @@
-//! Remembers which jobs were withdrawn: their tasks come from the queue later than the order. Owns that list.
+//! Remembers which jobs and which runs of `sconce stop` were withdrawn: their messages come from the queue later than
+//! the order. Owns that list.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,6 +25,16 @@ impl Withdrawn {
         jobs.push_back((reply_queue, now));
     }
 
+    /// The sentinels of this run of `sconce stop` are not wanted any more.
+    pub fn add_stop(&self, stop: &str, now: Instant) {
+        self.add(of_stop(stop), now);
+    }
+
+    /// Whether the sentinels of this run of `sconce stop` were withdrawn.
+    pub fn has_stop(&self, stop: &str, now: Instant) -> bool {
+        self.has(Some(&of_stop(stop)), now)
+    }
+
     /// Whether a task with this `reply_to` was withdrawn.
     pub fn has(&self, reply_to: Option<&str>, now: Instant) -> bool {
         let mut jobs = self.lock();
@@ -36,6 +47,11 @@ impl Withdrawn {
     fn lock(&self) -> MutexGuard<'_, VecDeque<(String, Instant)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Not the name of a queue: those have at most 255 bytes.
+fn of_stop(stop: &str) -> String {
+    format!("{:256}{stop}", "stop")
 }
 
 #[cfg(test)]

@@ -102,7 +102,7 @@ async fn all_ready(board: &StatusBoard) {
 /// The page that Prometheus reads of this board.
 async fn metrics(board: Arc<StatusBoard>) -> String {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    sconce::admin::serve(address, board, Stop::default()).await.unwrap();
+    sconce::admin::serve(address, "here", board, Stop::default()).await.unwrap();
     let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
     stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: test\r\n\r\n").await.unwrap();
     let mut page = String::new();

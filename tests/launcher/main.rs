@@ -92,9 +92,12 @@ async fn a_worker_that_holds_another_device_is_killed_while_the_others_work_on()
 
 #[tokio::test]
 async fn the_launchers_exit_is_the_code_of_the_slot_that_was_given_up() {
-    for (code, exit, lives) in
-        [(82, Exit::ModelFailed, 4), (83, Exit::DeviceFailed, 4), (78, Exit::Config, 1)]
-    {
+    for (code, exit, lives) in [
+        (82, Exit::ModelFailed, 1),
+        (86, Exit::ModelUnavailable, 4),
+        (83, Exit::DeviceFailed, 4),
+        (78, Exit::Config, 1),
+    ] {
         let stage = Stage::new(1, &format!("exit {code}"));
         assert_eq!(stage.run().await, exit);
         assert_eq!(stage.lines("born-0").len(), lives, "lives of a worker that exits with {code}");

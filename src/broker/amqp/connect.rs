@@ -268,7 +268,11 @@ impl ReconnectPolicy {
             return Err(BrokerError::Unreachable { seconds: lasted.as_secs(), reason });
         }
         let delay = BACKOFF.delay(self.failures, rand::random());
-        tracing::warn!(broker, reason, delay_ms = delay.as_millis() as u64, "no broker; trying again");
+        let delay_ms = delay.as_millis() as u64;
+        match refusal {
+            Refusal::None => tracing::warn!(broker, reason, delay_ms, "no broker; trying again"),
+            _ => tracing::warn!(broker, reason, delay_ms, "the broker refuses; trying again"),
+        }
         Ok(delay)
     }
 

@@ -208,7 +208,7 @@ impl DeadLetterBrowser {
             self.left_behind.renewed += 1;
             return self.ack(delivery.delivery_tag).await;
         }
-        tracing::debug!(queue = self.queue, ?published, "cannot publish a message near its limit anew");
+        tracing::debug!(queue = self.queue, "cannot publish a message near its limit anew");
         self.left_behind.near_limit += 1;
         Ok(())
     }

@@ -147,7 +147,10 @@ impl Publisher for AmqpPublisher {
                 *looking = Some(connect(&self.connector).await.ok()?.0);
             }
             match look(looking.as_ref()?, queue).await {
-                Ok(queue) => Some(Seen::There { consumers: queue.consumer_count() }),
+                Ok(queue) => {
+                    let (consumers, ready) = (queue.consumer_count(), queue.message_count());
+                    Some(Seen::There { consumers, ready })
+                }
                 Err(error) => match code(&error) {
                     Some(404) => Some(Seen::Gone),
                     // An exclusive queue of another connection.

@@ -201,7 +201,8 @@ impl Sending {
             let bytes = wanted.map_or(0, |(bytes, _)| bytes);
             let limit = settings.confirm_timeout + Duration::from_secs_f64(bytes as f64 / SLOW_LINK as f64);
             if now >= *since + limit {
-                tracing::warn!(broker = live.broker, ?limit, "no confirm; connecting anew");
+                let limit_ms = limit.as_millis() as u64;
+                tracing::warn!(broker = live.broker, limit_ms, "no confirm; connecting anew");
                 self.lose(now);
                 return;
             }

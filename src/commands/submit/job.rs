@@ -158,6 +158,7 @@ impl Job {
     /// Each row of a task gets an error line.
     fn fail(&mut self, packed: &Packed, code: &'static str, problem: &str) -> anyhow::Result<()> {
         self.errors += packed.rows.len() as u64;
+        self.tally.count_unasked(packed.rows.len() as u64);
         self.show();
         let mut rows = packed.rows.iter();
         rows.try_for_each(|row| self.put(row.number, failed_line(row, code, problem.to_owned())))
@@ -343,6 +344,7 @@ impl client::Sink<Unit, anyhow::Error> for Sink<'_> {
             Unit::Task(packed) => job.answer(task, packed, reply),
             Unit::Invalid { number, line } => {
                 job.errors += 1;
+                job.tally.count_unasked(1);
                 job.show();
                 job.put(number, line)
             }

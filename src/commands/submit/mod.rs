@@ -14,18 +14,18 @@ use std::io::{self, Write as _};
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, bail};
 
 use self::job::{Job, Sink};
 use self::ordered::Ordered;
 use self::record::Record;
 use self::rows::Most;
 use super::batch_file::{ResumePoint, claim};
-use super::{ctl, load, pool_named, start_logging};
+use super::stop::tell_all;
+use super::{load, pool_named, start_logging};
 use crate::cli::Submit;
 use crate::client::{Bounds, Client, Resend};
 use crate::config::{Pool, Settings};
-use crate::protocol::admin::{Request, Target};
 use crate::protocol::control::{Cancellation, job_queue};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::QUIET;
@@ -39,8 +39,6 @@ const LEAST_PREFETCH: u16 = 8;
 const KEEP: Duration = Duration::from_secs(24 * 60 * 60);
 /// Time between two reports of progress.
 const PROGRESS: Duration = Duration::from_secs(5);
-/// How long `--cancel` waits for launchers.
-const CANCELLING: Duration = Duration::from_secs(3);
 
 pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
@@ -169,25 +167,9 @@ async fn progress(job: &RefCell<Job>, json: bool) -> anyhow::Error {
 
 /// Withdraws a job.
 async fn cancel(settings: &Settings, job: &str) -> anyhow::Result<Exit> {
-    let mut lines = ctl::open(settings).await?;
     let of_job = Cancellation { job: Some(job.to_owned()), ..Cancellation::default() };
-    let (target, request) = (Target::All, Request::Cancel(of_job));
-    let until = tokio::time::Instant::now() + CANCELLING;
-    let answers = ctl::gather(&mut lines, (&target, &request), until, None).await;
-    lines.close().await;
-    let (refusals, obeyed): (Vec<_>, Vec<_>) =
-        answers?.into_iter().partition(|answer| answer.error.is_some());
-    for refusal in &refusals {
-        let error = refusal.error.as_deref().unwrap_or_default();
-        writeln!(io::stderr(), "{} refuses: {error}", refusal.host)?;
-    }
-    let launchers = obeyed.len();
-    if launchers == 0 {
-        return Err(anyhow!("no launcher has obeyed within {CANCELLING:?}").context(Exit::No));
-    }
-    writeln!(
-        io::stdout(),
-        "told {launchers} launchers: for an hour, their workers answer tasks of job {job} with 499"
-    )?;
-    Ok(if refusals.is_empty() { Exit::Done } else { Exit::No })
+    let launchers = tell_all(settings, of_job).await?;
+    let words = "for an hour, their workers answer tasks of job";
+    writeln!(io::stdout(), "told {launchers} launchers: {words} {job} with 499")?;
+    Ok(Exit::Done)
 }

@@ -11,7 +11,7 @@ use anyhow::Context as _;
 use tokio::sync::mpsc;
 
 use super::rows::{Most, Packed, Packer};
-use crate::commands::batch_file::{CountedInput, InputLine, InputLines, MAX_LINE, ResumePoint};
+use crate::commands::batch_file::{CountedInput, InputLine, InputLines, MAX_LINE, RepeatedIds, ResumePoint};
 use crate::protocol::batch_line::{self, InvalidLine};
 
 /// Lines read ahead of publishing, and as many tasks made of them: each may have 64 MiB.
@@ -99,14 +99,14 @@ async fn pack(
     mut packer: Packer,
     first: u64,
 ) {
-    let mut number = first;
+    let (mut number, mut ids) = (first, RepeatedIds::default());
     loop {
         let line = tokio::time::timeout(GATHERING, lines.recv()).await;
         let (units, is_over) = match line {
             Err(_) => (packer.flush().map(Unit::Task).map(Ok).into_iter().collect(), false),
             Ok(None) => (packer.flush().map(Unit::Task).map(Ok).into_iter().collect(), true),
             Ok(Some(line)) => {
-                let units = line.map(|line| units_of(line, number, &mut packer));
+                let units = line.map(|line| units_of(line, number, (&mut packer, &mut ids)));
                 number += 1;
                 match units {
                     Ok(units) => (units.into_iter().map(Ok).collect::<Vec<_>>(), false),
@@ -120,18 +120,24 @@ async fn pack(
             }
         }
         if is_over {
+            if let Some(words) = ids.words() {
+                tracing::warn!("{words}");
+            }
             return;
         }
     }
 }
 
-fn units_of(line: InputLine, number: u64, packer: &mut Packer) -> Vec<Unit> {
+fn units_of(line: InputLine, number: u64, (packer, ids): (&mut Packer, &mut RepeatedIds)) -> Vec<Unit> {
     let request = match &line.bytes {
         Some(bytes) => batch_line::parse(bytes),
         None => Err(InvalidLine { custom_id: None, problem: format!("longer than {MAX_LINE} bytes") }),
     };
     match request {
-        Ok(request) => packer.take(number, line.number, request).into_iter().map(Unit::Task).collect(),
+        Ok(request) => {
+            ids.take(&request.custom_id, line.number);
+            packer.take(number, line.number, request).into_iter().map(Unit::Task).collect()
+        }
         Err(invalid) => {
             // The rows before it are not to wait for their task to fill: a long run of invalid lines would wait for them.
             let line = batch_line::error_line(line.number, &invalid);

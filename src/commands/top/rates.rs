@@ -39,7 +39,7 @@ pub(super) fn rows(before: &Look, now: &Look) -> Vec<Row> {
             // Compares uptimes: a launcher that was restarted, perhaps with the same process id, counts from
             // zero.
             let is_earlier = |it: &&Answer| {
-                (&it.host, it.pid) == (&answer.host, answer.pid) && it.uptime_ms < answer.uptime_ms
+                (&it.launcher, it.pid) == (&answer.launcher, answer.pid) && it.uptime_ms < answer.uptime_ms
             };
             let earlier = before.answers.iter().find(is_earlier);
             let seconds = earlier.map_or(1.0, |it| (answer.uptime_ms - it.uptime_ms) as f64 / 1e3);
@@ -99,7 +99,7 @@ pub(super) mod tests {
         };
         let uptime_ms = (1e3 * at) as u64;
         let answers =
-            vec![Answer { host: "h".into(), pid: 1, uptime_ms, slots: vec![slot], ..Answer::default() }];
+            vec![Answer { launcher: "h".into(), pid: 1, uptime_ms, slots: vec![slot], ..Answer::default() }];
         Look { answers, queues: [("tasks".to_owned(), Some((7, 1)))].into() }
     }
 

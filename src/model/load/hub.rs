@@ -62,7 +62,7 @@ impl Hub {
         let named = name.split('/').count() <= 2 && name.split('/').all(plain);
         if !named || revision.is_empty() {
             let reason = "is neither an existing folder nor an id like org/name or org/name@revision";
-            return Err(LoadError::Hub { model: id.into(), reason: reason.into() });
+            return Err(LoadError::Unsupported { model: id.into(), reason: reason.into() });
         }
         let cache = match set("HF_HUB_CACHE") {
             Some(folder) => Cache::new(folder.into()),

@@ -284,7 +284,7 @@ mod tests {
     fn what_can_be_neither_folder_nor_id_is_refused_at_once() {
         for source in ["", "a b", "a/b/c", "org/name@", "https://host/org/name"] {
             let error = ModelFiles::locate(source).expect_err(source);
-            assert!(matches!(error, LoadError::Hub { .. }), "{error}");
+            assert!(matches!(error, LoadError::Unsupported { .. }), "{error}");
             assert!(error.to_string().contains("folder"), "{error}");
         }
     }

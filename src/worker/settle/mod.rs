@@ -200,7 +200,6 @@ impl Settlement {
         match disposition {
             Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), (timings, Parked::No)).await,
             Disposition::ReplyErrorAndAck(error) => {
-                tracing::debug!(task.id = accepted.task.id, %error, "answering with an error");
                 // Nobody may be left to receive the answer of a cancelled task.
                 let wanted = error.kind != TaskErrorKind::Cancelled;
                 let parked = if wanted { Parked::No } else { Parked::Never };
@@ -275,6 +274,16 @@ impl Settlement {
         };
         let generated = body.as_ref().ok().and_then(|body| body.generated.clone());
         let began = Instant::now();
+        let error = body.as_ref().err().map(|error| tracing::field::display(*error));
+        let (task, compute_us) = (&accepted.task, timings.compute_us);
+        tracing::debug!(
+            task.id = task.id,
+            reply_to = task.reply_to(),
+            status,
+            error,
+            compute_us,
+            "answering"
+        );
         self.reply(accepted, body, (timings, parked)).await?;
         self.counters.count(|stats| {
             stats.answered(status, reason, 1);
@@ -311,7 +320,8 @@ impl Settlement {
         (timings, parked): (&Timings, Parked),
     ) -> Result<(), WorkerError> {
         let (task, traced) = (&accepted.task, &accepted.traced);
-        traced.answered(body.as_ref().err().copied());
+        let refusal = body.as_ref().err().copied();
+        traced.answered(refusal);
         let Some(queue) = self.queues.of_reply(task) else { return Ok(()) };
         let message = reply(task, body, timings, &self.worker_info, accepted.attempt());
         let message = Arc::new(traced.reply(message));
@@ -327,7 +337,7 @@ impl Settlement {
             let smaller = Arc::new(traced.reply(smaller));
             sent = self.within(accepted, ((queue, None), owner), &smaller).await?;
         }
-        let (reason, words) = match sent {
+        let (mut reason, mut words) = match sent {
             Sent::Confirmed => return Ok(()),
             Sent::Unroutable => (Reason::Unroutable, format!("reply queue {queue:?} does not exist")),
             Sent::Refused(words) => (Reason::Unroutable, format!("reply queue {queue:?}: {words}")),
@@ -346,6 +356,10 @@ impl Settlement {
             }
             Parked::Never if reason == Reason::Unroutable => return Ok(()),
             Parked::Never => {}
+        }
+        // Computing it again would bring the same refusal.
+        if let (Reason::Unroutable, Some(refusal)) = (reason, refusal.filter(|it| it.kind.is_refusal())) {
+            (reason, words) = (Reason::Refused, format!("{refusal}; {words}"));
         }
         self.dead_letter(accepted, reason, &TaskError::new(TaskErrorKind::Internal, words)).await
     }

@@ -57,6 +57,7 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
             TaskErrorKind::Undecodable => Disposition::DeadLetter(Reason::Undecodable, error),
             TaskErrorKind::BadInput
             | TaskErrorKind::UnknownModel
+            | TaskErrorKind::UnknownUrl
             | TaskErrorKind::Expired
             | TaskErrorKind::TooLarge
             | TaskErrorKind::Cancelled
@@ -120,10 +121,10 @@ mod tests {
 
     #[test]
     fn what_nobody_can_read_is_dead_lettered_and_what_is_merely_wrong_is_answered_at_once() {
-        use TaskErrorKind::{BadInput, Expired, Internal, TooLarge, Undecodable, UnknownModel};
+        use TaskErrorKind::{BadInput, Expired, Internal, TooLarge, Undecodable, UnknownModel, UnknownUrl};
         let undecodable = fate(Undecodable, 1, None);
         assert!(matches!(undecodable, Disposition::DeadLetter(Reason::Undecodable, _)));
-        for kind in [BadInput, Expired, Internal, TooLarge, UnknownModel] {
+        for kind in [BadInput, Expired, Internal, TooLarge, UnknownModel, UnknownUrl] {
             assert!(matches!(fate(kind, 1, None), Disposition::ReplyErrorAndAck(_)), "{kind:?}");
         }
     }

@@ -233,7 +233,7 @@ impl Publisher for Memory {
 
     fn look<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<Seen>> {
         let is_gone = matches!(self.lock().queues.get(queue), Some(Does::Answer(Published::Unroutable)));
-        Box::pin(ready(Some(if is_gone { Seen::Gone } else { Seen::There { consumers: 0 } })))
+        Box::pin(ready(Some(if is_gone { Seen::Gone } else { Seen::There { consumers: 0, ready: 0 } })))
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

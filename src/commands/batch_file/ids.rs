@@ -1,0 +1,53 @@
+//! Finds `custom_id`s that occur more than once: their answers could not be told apart. Owns what it remembers of them.
+
+use std::collections::HashSet;
+use std::hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher};
+
+/// The most ids that are remembered, each as 8 bytes; behind them a repeated id may be missed.
+const MOST: usize = 1_000_000;
+
+/// The ids of the lines read so far.
+#[derive(Debug, Default)]
+pub struct RepeatedIds {
+    seen: HashSet<u64>,
+    repeated: u64,
+    /// The first repeated id, and its line.
+    first: Option<(String, usize)>,
+}
+
+impl RepeatedIds {
+    /// Takes the id of a line, counted from 1.
+    pub fn take(&mut self, id: &str, line: usize) {
+        let hash = BuildHasherDefault::<DefaultHasher>::default().hash_one(id);
+        if self.seen.contains(&hash) {
+            self.repeated += 1;
+            self.first.get_or_insert_with(|| (id.to_owned(), line));
+        } else if self.seen.len() < MOST {
+            self.seen.insert(hash);
+        }
+    }
+
+    /// What is to be told of repeated ids, if there are any.
+    pub fn words(&self) -> Option<String> {
+        let (id, line) = self.first.as_ref()?;
+        Some(format!(
+            "{} lines repeat a custom_id, first line {line} {id:?}: their answers look alike",
+            self.repeated
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_repeated_id_is_told_with_the_first_line_that_repeats_one() {
+        let mut ids = RepeatedIds::default();
+        ["a", "b"].iter().enumerate().for_each(|(index, id)| ids.take(id, index + 1));
+        assert_eq!(ids.words(), None);
+        ["b", "c", "a"].iter().enumerate().for_each(|(index, id)| ids.take(id, index + 3));
+        let words = ids.words().unwrap();
+        assert!(words.starts_with("2 lines repeat a custom_id, first line 3 \"b\""), "{words}");
+    }
+}

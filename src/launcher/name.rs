@@ -1,0 +1,59 @@
+//! Gives a launcher a name that no other launcher of this host has: in slots, replies, metrics and orders. The claim is a
+//! socket that nobody connects to; the kernel gives the name back when the process ends, however it ends.
+
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
+
+/// The most launchers of a host that get a name by themselves.
+const MOST: usize = 64;
+
+/// The name of a launcher, which is its own while this exists.
+#[derive(Debug)]
+pub struct LauncherName {
+    /// The name.
+    pub name: String,
+    _claim: UnixListener,
+}
+
+impl LauncherName {
+    /// Claims the `wanted` name; without one, `host`, or the first of `host-2`, `host-3`, … that is free.
+    ///
+    /// # Errors
+    /// Another launcher of this host has the wanted name, or all of these.
+    pub fn claim(wanted: Option<&str>, host: &str) -> io::Result<Self> {
+        let names = match wanted {
+            Some(name) => vec![name.to_owned()],
+            None => {
+                let later = (2..=MOST).map(|number| format!("{host}-{number}"));
+                std::iter::once(host.to_owned()).chain(later).collect()
+            }
+        };
+        let mut last = io::Error::from(io::ErrorKind::AddrInUse);
+        for name in names {
+            let address = SocketAddr::from_abstract_name(format!("sconce-launcher-{name}"))?;
+            match UnixListener::bind_addr(&address) {
+                Ok(claim) => return Ok(Self { name, _claim: claim }),
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse => last = error,
+                Err(error) => return Err(error),
+            }
+        }
+        Err(last)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_launcher_of_a_host_has_another_name_and_a_name_is_free_again_with_its_end() {
+        let host = format!("test-{}", std::process::id());
+        let claim = |wanted| LauncherName::claim(wanted, &host);
+        let (first, second) = (claim(None).unwrap(), claim(None).unwrap());
+        assert_eq!((first.name.as_str(), second.name), (host.as_str(), format!("{host}-2")));
+        assert_eq!(claim(Some(&host)).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        drop(first);
+        assert_eq!(claim(None).unwrap().name, host);
+    }
+}
