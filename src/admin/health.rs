@@ -5,6 +5,9 @@ use std::collections::BTreeMap;
 
 use crate::launcher::status_board::{Entry, SlotStatus};
 
+/// The header of an answer that names the launcher.
+pub const LAUNCHER: &str = "x-sconce-launcher";
+
 /// A health check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Check {

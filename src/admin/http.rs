@@ -23,7 +23,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 
 use super::devices::Devices;
-use super::health::{Check, answer};
+use super::health::{Check, LAUNCHER, answer};
 use super::metrics;
 use crate::launcher::status_board::{SlotStatus, StatusBoard};
 use crate::shutdown::{Phase, Stop};
@@ -33,8 +33,6 @@ const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset
 
 /// The content type of the metrics for all others.
 const PLAIN: &str = "text/plain; version=0.0.4; charset=utf-8";
-/// The header that names the launcher that answers.
-pub const LAUNCHER: &str = "x-sconce-launcher";
 
 /// The most open connections: limits the sockets, and the requests being answered.
 const CONNECTIONS: usize = 64;

@@ -19,7 +19,7 @@ mod http;
 mod metrics;
 mod remote;
 
-pub use health::Check;
+pub use health::{Check, LAUNCHER};
 #[cfg(feature = "http")]
-pub use http::{LAUNCHER, serve};
+pub use http::serve;
 pub use remote::{Place, control};
