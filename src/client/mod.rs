@@ -9,7 +9,6 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures_util::future::{BoxFuture, join_all};
 use futures_util::stream::FuturesUnordered;
 use futures_util::{FutureExt as _, Stream, StreamExt as _};
@@ -25,6 +24,7 @@ use crate::broker::{
     Acker, BrokerError, BrokerSession, Consumer, Delivery, DeliveryTag, Event, Published, Publisher, Seen,
 };
 use crate::config::Broker;
+use crate::protocol::batch_line::RequestBody;
 use crate::protocol::message::URL;
 use crate::protocol::reply::is_part;
 use crate::protocol::{Headers, JSON, Message, Properties};
@@ -50,7 +50,7 @@ pub(crate) struct Task<M> {
 pub(crate) struct Request {
     pub(crate) message_id: String,
     pub(crate) headers: Headers,
-    pub(crate) body: Bytes,
+    pub(crate) body: RequestBody,
     /// Another queue than the client's.
     pub(crate) queue: Option<Arc<str>>,
     /// Time to live, for tasks whose reply nobody would wait for any longer.
@@ -59,7 +59,7 @@ pub(crate) struct Request {
 
 impl Request {
     /// A request for `url`; none: the first that the pool answers.
-    pub(crate) fn new(message_id: String, url: Option<&str>, body: Bytes) -> Self {
+    pub(crate) fn new(message_id: String, url: Option<&str>, body: RequestBody) -> Self {
         let headers = url.map(|url| (URL.to_owned(), url.into())).into_iter().collect();
         Self { message_id, headers, body, queue: None, expires: None }
     }
@@ -452,7 +452,7 @@ fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
     let now = jiff::Timestamp::now();
     headers.insert("timestamp_in_ms".into(), now.as_millisecond().into());
     let properties = Properties {
-        content_type: Some(JSON.into()),
+        content_type: Some(body.media_type.unwrap_or_else(|| JSON.into())),
         correlation_id: Some(number.to_string()),
         message_id: Some(message_id),
         delivery_mode: Some(2),
@@ -462,7 +462,7 @@ fn message(number: u64, request: Request, reply_to: Option<String>) -> Message {
         reply_to,
         ..Properties::default()
     };
-    Message { properties, body }
+    Message { properties, body: body.bytes }
 }
 
 impl<M> Gather<M> {

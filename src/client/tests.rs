@@ -155,7 +155,7 @@ async fn run(count: u64, twice: &[u64], deaf_from: u64, in_order: bool) -> (Coun
         acker: Arc::new(SlowAcker(line)),
         publisher: Arc::new(broker),
     };
-    let request = || Request::new(String::new(), None, Bytes::new());
+    let request = || Request::new(String::new(), None, String::new().into());
     let tasks = stream::iter((0..count).map(|meta| Ok(Task { meta, request: Some(request()) })));
     let bounds = Bounds { under_way: 3, timeout: Some(Duration::from_secs(60)), in_order, resend: None };
     let mut counts = Counts::default();

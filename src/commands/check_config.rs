@@ -1,14 +1,18 @@
 //! `sconce check-config`.
 
+use std::fs::File;
 use std::io::Write;
 
 use anyhow::Context as _;
 
 use super::{Registry, load};
 use crate::cli::{CheckConfig, Settings};
+use crate::config::Tls;
+use crate::launcher::{Host, plan};
 use crate::shutdown::Exit;
 
-/// Prints the effective settings, and the code that serves each pool's model.
+/// Prints the effective settings, and the code that serves each pool's model. Checks what can be checked without starting
+/// anything: files that must exist, and the devices of this host.
 pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Result<Exit> {
     let mut config = arguments.settings.config.clone();
     config.extend(arguments.file.clone());
@@ -16,6 +20,11 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
     let mut out = std::io::stdout();
     out.write_all(loaded.effective.as_bytes())?;
     writeln!(out)?;
+    let Tls { ca_file, cert_file, key_file } = &loaded.settings.broker.tls;
+    for file in [ca_file, cert_file, key_file].into_iter().flatten() {
+        File::open(file).with_context(|| format!("broker.tls: {}", file.display())).context(Exit::Config)?;
+    }
+    plan(&loaded.settings, &Host::here())?;
     for pool in &loaded.settings.pools {
         let served = registry.describe(pool).context(Exit::ModelFailed)?;
         let served = served.as_deref().unwrap_or("its files are not on this host yet");

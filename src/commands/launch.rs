@@ -124,7 +124,12 @@ fn control_apart(settings: &Settings, place: &Arc<Place>) -> anyhow::Result<()> 
                 listen_to_control(&settings, &place).await;
                 std::future::pending::<()>().await;
             };
-            tokio::join!(control, watch_queues(&settings, &place))
+            let watch = async {
+                if settings.admin.listen.is_some() {
+                    watch_queues(&settings, &place).await;
+                }
+            };
+            tokio::join!(control, watch)
         })
     };
     thread::Builder::new().name("control".into()).spawn(listen)?;

@@ -4,10 +4,11 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::path::Path;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use bytes::Bytes;
 use serde_json::{Value as Json, json};
 
+use crate::protocol::batch_line::RequestBody;
 use crate::protocol::shorten;
 
 /// A task to publish.
@@ -16,7 +17,7 @@ pub(super) struct Request {
     pub(super) custom_id: Option<String>,
     /// The URL of a batch line.
     pub(super) url: Option<String>,
-    pub(super) body: Bytes,
+    pub(super) body: RequestBody,
 }
 
 /// Tasks, or the error that one cannot be read.
@@ -52,14 +53,24 @@ fn request(line: &[u8]) -> anyhow::Result<Option<Request>> {
         format!("expected a JSON object or a JSON string, got {shown:?}")
     };
     Ok(Some(match serde_json::from_slice::<Json>(line).with_context(wanted)? {
+        Json::String(text) if text.starts_with("data:") => {
+            let body = RequestBody::of_data_url(&text).map_err(|words| anyhow!("the line {words}"))?;
+            Request { custom_id: None, url: None, body }
+        }
         Json::String(text) => embed(&text),
         Json::Object(object) => match (object.get("custom_id"), object.get("body")) {
             (Some(Json::String(id)), Some(body @ Json::Object(_))) => {
                 let url = object.get("url").and_then(Json::as_str).map(str::to_owned);
                 Request { custom_id: Some(id.clone()), url, body: body.to_string().into() }
             }
-            (Some(Json::String(id)), Some(_)) => bail!("the body of {id:?} is no JSON object"),
-            _ => Request { custom_id: None, url: None, body: Bytes::copy_from_slice(line) },
+            (Some(Json::String(id)), Some(Json::String(data))) => {
+                let url = object.get("url").and_then(Json::as_str).map(str::to_owned);
+                let body = RequestBody::of_data_url(data);
+                let body = body.map_err(|words| anyhow!("the body of {id:?} {words}"))?;
+                Request { custom_id: Some(id.clone()), url, body }
+            }
+            (Some(Json::String(id)), Some(_)) => bail!("the body of {id:?} is no JSON object or data URL"),
+            _ => Request { custom_id: None, url: None, body: Bytes::copy_from_slice(line).into() },
         },
         _ => bail!(wanted()),
     }))
@@ -71,7 +82,7 @@ mod tests {
 
     fn read(line: &str) -> Result<Option<(Option<String>, String)>, String> {
         let text =
-            |request: Request| (request.custom_id, String::from_utf8_lossy(&request.body).into_owned());
+            |request: Request| (request.custom_id, String::from_utf8_lossy(&request.body.bytes).into_owned());
         request(line.as_bytes()).map(|found| found.map(text)).map_err(|error| error.to_string())
     }
 
@@ -91,5 +102,18 @@ mod tests {
         assert!(read("[1]").unwrap_err().contains("got \"[1]\""));
         assert!(read("{").unwrap_err().contains("expected a JSON object or a JSON string"));
         assert!(read(r#"{"custom_id":"x","body":1}"#).unwrap_err().contains("\"x\""));
+        let words = read(r#"{"custom_id":"x","body":"data:image/png,abc"}"#).unwrap_err();
+        assert!(words.contains("\"x\"") && words.contains("in base64"), "{words}");
+    }
+
+    #[test]
+    fn a_data_url_is_a_body_of_its_own_media_type() {
+        for line in [
+            r#""data:image/png;base64,ZmlsZQ==""#,
+            r#"{"custom_id":"x","body":"data:image/png;base64,ZmlsZQ=="}"#,
+        ] {
+            let body = request(line.as_bytes()).unwrap().unwrap().body;
+            assert_eq!((body.media_type.as_deref(), &body.bytes[..]), (Some("image/png"), &b"file"[..]));
+        }
     }
 }

@@ -20,8 +20,8 @@ pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>) -> String {
         serde_json::from_str::<Map<String, Value>>(line).ok().filter(|log| log.contains_key("fields"));
     let level = parsed.as_ref().and_then(|log| log.get("level")).and_then(Value::as_str).map(str::to_owned);
     let words = parsed.as_ref().map_or_else(|| line.to_owned(), words);
-    if let (Some(log), Some(raw)) = (parsed, raw) {
-        raw(&with_slot(log, slot).to_string());
+    if let (Some(_), Some(raw)) = (parsed, raw) {
+        raw(&with_slot(line, slot));
         return words;
     }
     match level.as_deref() {
@@ -34,12 +34,31 @@ pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>) -> String {
     words
 }
 
-/// The same line, with the slot added to its fields.
-fn with_slot(mut log: Map<String, Value>, slot: &str) -> Value {
-    if let Some(fields) = log.get_mut("fields").and_then(Value::as_object_mut) {
-        fields.insert("slot".to_owned(), slot.into());
+/// The same line, with the slot behind its message: written into the text, so that all lines have one order of keys.
+fn with_slot(line: &str, slot: &str) -> String {
+    const FIELDS: &str = "\"fields\":{";
+    const MESSAGE: &str = "\"message\":\"";
+    let Some(begin) = line.find(FIELDS).map(|at| at + FIELDS.len()) else { return line.to_owned() };
+    let slot = format!("\"slot\":{}", Value::from(slot));
+    let (head, fields) = line.split_at(begin);
+    let message = fields.strip_prefix(MESSAGE).and_then(end_of_string).map(|end| MESSAGE.len() + end);
+    match message {
+        Some(end) => format!("{head}{},{slot}{}", &fields[..end], &fields[end..]),
+        None if fields.starts_with('}') => format!("{head}{slot}{fields}"),
+        None => format!("{head}{slot},{fields}"),
     }
-    Value::Object(log)
+}
+
+/// Where a JSON string ends, behind its closing quote; `text` begins behind the opening one.
+fn end_of_string(text: &str) -> Option<usize> {
+    let mut is_escaped = false;
+    text.bytes()
+        .position(|byte| {
+            let ends = byte == b'"' && !is_escaped;
+            is_escaped = byte == b'\\' && !is_escaped;
+            ends
+        })
+        .map(|at| at + 1)
 }
 
 /// The message, then its fields as `name=value`.
@@ -95,9 +114,21 @@ mod tests {
         let line = r#"{"level":"INFO","fields":{"message":"ready","device":"cpu","load_ms":3}}"#;
         let log = serde_json::from_str(line).unwrap();
         assert_eq!(words(&log), r#"ready device="cpu" load_ms=3"#);
-        let line = with_slot(log, "embed/0");
-        assert_eq!(line["fields"]["slot"], "embed/0");
-        assert_eq!((&line["level"], &line["fields"]["load_ms"]), (&"INFO".into(), &3.into()));
+    }
+
+    #[test]
+    fn the_slot_stands_behind_the_message_and_all_else_as_it_was() {
+        for (line, expected) in [
+            (
+                r#"{"level":"INFO","fields":{"message":"a \"b\\","x":1},"target":"t"}"#,
+                r#"{"level":"INFO","fields":{"message":"a \"b\\","slot":"e/0","x":1},"target":"t"}"#,
+            ),
+            (r#"{"fields":{"x":1}}"#, r#"{"fields":{"slot":"e/0","x":1}}"#),
+            (r#"{"fields":{}}"#, r#"{"fields":{"slot":"e/0"}}"#),
+        ] {
+            assert_eq!(with_slot(line, "e/0"), expected);
+            serde_json::from_str::<Value>(expected).unwrap();
+        }
     }
 
     #[test]

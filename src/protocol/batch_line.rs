@@ -1,12 +1,14 @@
 //! The lines of `sconce run-batch`: reads OpenAI's batch input, writes its batch output. Decides what a request
 //! line must hold. Pure; request bodies are passed on byte for byte.
 
+use std::ops::Deref;
+
 use bytes::Bytes;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use super::shorten;
+use super::{data_url, shorten};
 
 /// Longest problem text, in bytes: it may contain the wrong value.
 const LONGEST: usize = 500;
@@ -18,8 +20,43 @@ pub struct BatchRequest {
     pub custom_id: String,
     /// The endpoint, as written (`/v1/embeddings`).
     pub url: String,
-    /// The request body: a JSON object, byte for byte as in the line.
-    pub body: Bytes,
+    /// The request body: a JSON object, byte for byte as in the line; or what a data URL holds.
+    pub body: RequestBody,
+}
+
+/// The body of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RequestBody {
+    /// The bytes.
+    pub bytes: Bytes,
+    /// Their media type; none: JSON.
+    pub media_type: Option<String>,
+}
+
+impl<T: Into<Bytes>> From<T> for RequestBody {
+    /// JSON.
+    fn from(json: T) -> Self {
+        Self { bytes: json.into(), media_type: None }
+    }
+}
+
+impl Deref for RequestBody {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl RequestBody {
+    /// What a data URL holds.
+    ///
+    /// # Errors
+    /// What is wrong with it, in words.
+    pub fn of_data_url(url: &str) -> Result<Self, String> {
+        let (media_type, bytes) = data_url::parse(url)?;
+        Ok(Self { bytes: bytes.into(), media_type: Some(media_type) })
+    }
 }
 
 /// A line that is not a request.
@@ -63,10 +100,14 @@ pub fn parse(line: &[u8]) -> Result<BatchRequest, InvalidLine> {
     }
     let url = string("url", fields.url).map_err(named)?;
     let body = present("body", fields.body).map_err(named)?;
-    if kind(body) != "an object" {
-        return Err(named(format!("body must be an object, is {}", kind(body))));
-    }
-    let body = Bytes::copy_from_slice(body.get().as_bytes());
+    let body = match kind(body) {
+        "an object" => Bytes::copy_from_slice(body.get().as_bytes()).into(),
+        "a string" => {
+            let url = string("body", Some(body)).map_err(named)?;
+            RequestBody::of_data_url(&url).map_err(|words| named(format!("body {words}")))?
+        }
+        other => return Err(named(format!("body must be an object or a data URL, is {other}"))),
+    };
     Ok(BatchRequest { custom_id, url, body })
 }
 
@@ -223,7 +264,7 @@ mod tests {
         let request = parse(GOOD.as_bytes()).unwrap();
         assert_eq!(request.custom_id, "a-1");
         assert_eq!(request.url, "/v1/embeddings");
-        assert_eq!(request.body, r#"{"input" : "x","n":1.10}"#);
+        assert_eq!(request.body.bytes, r#"{"input" : "x","n":1.10}"#);
     }
 
     #[test]
@@ -247,7 +288,7 @@ mod tests {
             (
                 GOOD.replace("{\"input\" : \"x\",\"n\":1.10}", "[1]"),
                 id,
-                "body must be an object, is an array",
+                "body must be an object or a data URL, is an array",
             ),
             ("[1]".to_owned(), None, "must be a JSON object, is an array"),
             ("\"x\"".to_owned(), None, "must be a JSON object, is a string"),
@@ -339,7 +380,7 @@ mod tests {
             let request = parse(line.as_bytes()).unwrap();
             prop_assert_eq!(&request.custom_id, &custom_id);
             prop_assert_eq!(&request.url, &url);
-            prop_assert_eq!(&request.body, body.as_bytes());
+            prop_assert_eq!(&request.body[..], body.as_bytes());
             let line = response_line(&custom_id, code, "r", &request.body).unwrap();
             prop_assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
             prop_assert_eq!(output_custom_id(&line).unwrap(), Some(custom_id));

@@ -240,7 +240,8 @@ fn refused(message: String) -> TaskError {
     TaskError::new(TaskErrorKind::BadInput, message)
 }
 
-fn shortened(raw: &str) -> String {
+/// The beginning of a value, for an error.
+pub fn shortened(raw: &str) -> String {
     let raw = raw.trim_end();
     match raw.char_indices().nth(SHOWN) {
         Some((end, _)) => format!("{}…", &raw[..end]),

@@ -7,11 +7,11 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use serde_json::value::RawValue;
 
-use super::fields::{Fields, Keys, list, string, wrong};
+use super::fields::{Fields, Keys, list, shortened, string};
 use super::labels::best;
 use super::message::Headers;
 use super::reply::written;
-use super::{JSON, Message, TaskError, Value};
+use super::{JSON, Message, TaskError, Value, data_url};
 
 /// Labels in a reply to a request that does not say how many.
 const TOP: usize = 5;
@@ -138,14 +138,10 @@ fn of_url(raw: &RawValue, path: &str) -> Result<ImageFile, TaskError> {
         return of_url(fields.required("url")?, &format!("{path}.url"));
     }
     let url = string(raw.get(), path)?;
-    let Some((head, data)) = url.strip_prefix("data:").and_then(|rest| rest.split_once(',')) else {
-        return Err(wrong(path, "a data URL (data:image/png;base64,…); nothing is fetched", raw.get()));
-    };
-    let Some(media_type) = head.strip_suffix(";base64") else {
-        return Err(wrong(path, "a data URL in base64", raw.get()));
-    };
-    let media_type = media_type.split(';').next().unwrap_or_default().to_ascii_lowercase();
-    Ok(ImageFile { media_type: Some(media_type), ..decoded(data, path)? })
+    let (media_type, bytes) = data_url::parse(&url).map_err(|words| {
+        TaskError::bad_input(path, format!("{path} {words}, got {}", shortened(raw.get())))
+    })?;
+    Ok(ImageFile { media_type: Some(media_type), bytes: bytes.into(), path: Some(path.to_owned()) })
 }
 
 /// Base64, also as a data URL.
@@ -168,7 +164,7 @@ fn text_of(headers: &Headers, name: &str) -> Result<Option<String>, TaskError> {
         None | Some(Value::Void) => Ok(None),
         Some(value) => match value.as_str() {
             Some(text) => Ok(Some(text.to_owned())),
-            None => Err(TaskError::bad_input(name, format!("{name} must be a text, got {value:?}"))),
+            None => Err(TaskError::bad_input(name, format!("{name} must be a text, got another value"))),
         },
     }
 }
@@ -178,7 +174,7 @@ fn count_of(value: &Value) -> Result<usize, TaskError> {
     let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
     let number = number.and_then(|number| usize::try_from(number).ok()).filter(|number| *number > 0);
     number.ok_or_else(|| {
-        TaskError::bad_input("top_k", format!("top_k must be a positive integer, got {value:?}"))
+        TaskError::bad_input("top_k", "the header top_k must be a positive integer".to_owned())
     })
 }
 

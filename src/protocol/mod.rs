@@ -5,6 +5,7 @@
 pub mod admin;
 pub mod batch_line;
 pub mod control;
+pub mod data_url;
 pub mod dead_letter;
 pub mod embeddings;
 pub mod fields;

@@ -336,17 +336,18 @@ async fn where_nobody_answers_or_nothing_is_there_ctl_says_so() {
     let rabbit = Rabbit::shared();
     let settings = Settings::echo(rabbit.url()).controlled();
     let (code, _, log) = ctl(&settings, &["ping"]).await;
-    assert!(code == 78 && log.contains("no launcher has made it"), "{code} {log}");
+    assert!(code == 1 && log.contains("no launcher has made it"), "{code} {log}");
     let sconce = Sconce::launched(&settings).await;
     sconce.wait_for_log("listening").await;
     let (code, _, log) = ctl(&settings, &["drain", "--slot", "elsewhere/x/0", "--timeout", "100ms"]).await;
     assert!(code == 1 && log.contains("slot.elsewhere/x/0"), "{code} {log}");
     let (code, _, log) = ctl(&settings, &["drain"]).await;
-    assert!(code == 64 && log.contains("--all, --host, --pool or --slot"), "{code} {log}");
+    assert!(code == 64 && log.contains("--all, --host, --launcher, --pool or --slot"), "{code} {log}");
     let (code, _, log) = ctl(&settings, &["pause", "--host", "a", "--pool", "b"]).await;
     assert!(code == 64 && log.contains("only one of"), "{code} {log}");
-    let (code, answers, _) = ctl(&settings, &["ping", "--expect", "2", "--timeout", "300ms"]).await;
+    let (code, answers, log) = ctl(&settings, &["ping", "--expect", "2", "--timeout", "300ms"]).await;
     assert_eq!((code, answers.len()), (1, 1), "one of two");
+    assert!(log.contains("1 of 2 launchers have answered"), "{log}");
     assert_eq!(sconce.stop().await, 0);
     let (code, _, log) = ctl(&settings, &["ping", "--timeout", "300ms"]).await;
     assert!(code == 1 && log.contains("nobody has answered"), "{code} {log}");
@@ -544,4 +545,83 @@ async fn top_shows_every_slot_and_its_keys_obey_only_after_a_yes() {
     let mut piped = Sconce::run(&settings, &["top"]);
     assert_eq!(piped.exit_code().await, 64);
     assert!(piped.log().contains("needs a terminal"), "{}", piped.log());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn launchers_of_one_host_have_names_of_their_own_by_which_one_of_them_is_told() {
+    let settings = Settings::echo(Rabbit::shared().url()).controlled();
+    let services = [Sconce::launched(&settings).await, Sconce::launched(&settings).await];
+    for sconce in &services {
+        sconce.wait_for_log("listening").await;
+    }
+    let (_, answers, log) = ctl(&settings, &["ping", "--expect", "2", "--timeout", "20s"]).await;
+    let name = |answer: &Value| answer["launcher"].as_str().map(str::to_owned).expect("a name");
+    let [one, two] = &answers[..] else { panic!("{log}") };
+    assert!(one["host"] == two["host"] && name(one) != name(two), "{log}");
+    assert_eq!(two["slots"][0]["worker"], format!("{}/{}/0", name(two), settings.name));
+    let pause = ["pause", "--launcher", &name(two), "--expect", "1", "--timeout", "20s", "--wait", "20s"];
+    let (code, paused, log) = ctl(&settings, &pause).await;
+    assert!(code == 0 && paused.len() == 1 && name(&paused[0]) == name(two), "{code} {log}");
+    let (_, answers, _) = ctl(&settings, &["ping", "--expect", "2", "--timeout", "20s"]).await;
+    let states: Vec<_> = answers.iter().map(|it| it["slots"][0]["state"].clone()).collect();
+    assert_eq!(states, ["ready", "paused"]);
+    // A name that is taken is refused.
+    let mut third = Sconce::launch(&settings.clone().set("launcher.name", name(one)));
+    assert_eq!(third.exit_code().await, 78, "{}", third.log());
+    assert!(third.log().contains(&format!("launcher.name = {:?}", name(one))), "{}", third.log());
+    for sconce in services {
+        assert_eq!(sconce.stop().await, 0);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restart_goes_from_slot_to_slot_and_can_be_waited_for() {
+    let devices = r#"["cpu", "cpu", "cpu"]"#;
+    let settings = Settings::echo(Rabbit::shared().url()).controlled().set("pool[0].devices", devices);
+    let sconce = Sconce::launched(&settings).await;
+    sconce.wait_for_log("listening").await;
+    let before = sconce.workers();
+    let restart = ["restart", "--all", "--expect", "1", "--timeout", "20s", "--wait", "60s"];
+    let (code, answers, log) = ctl(&settings, &restart).await;
+    assert_eq!(code, 0, "{log}");
+    assert_eq!(answers[0]["slots"][2]["done"], "restarting, one slot after the other");
+    assert!(sconce.workers().iter().all(|pid| !before.contains(pid)), "{}", sconce.log());
+    // Each is spawned only when the one before is ready.
+    let lines = sconce.lines_from(0);
+    let of = |what: &str| {
+        let lines = lines.iter().enumerate();
+        lines.filter(|(_, line)| line.contains(what)).map(|(at, _)| at).collect::<Vec<_>>()
+    };
+    let (spawned, ready) = (of("worker spawned"), of("worker ready"));
+    assert_eq!((spawned.len(), ready.len()), (6, 6), "{}", sconce.log());
+    assert!(ready[3] < spawned[4] && ready[4] < spawned[5], "{spawned:?} {ready:?}\n{}", sconce.log());
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_taken_admin_port_is_tried_until_it_is_free_and_healthcheck_asks_its_own_launcher() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = taken.local_addr().expect("an address").to_string();
+    let settings = Settings::echo(Rabbit::shared().url()).set("admin.listen", &address);
+    let name = format!("{}-launcher", settings.name);
+    let settings = settings.set("launcher.name", &name);
+    let sconce = Sconce::launched(&settings).await;
+    sconce.wait_for_log("another process listens there").await;
+    drop(taken);
+    sconce.wait_for_log("serving /metrics").await;
+    let check = |settings: &Settings| Sconce::run(settings, &["healthcheck"]);
+    let mut own = check(&settings);
+    assert_eq!(own.exit_code().await, 0, "{}", own.log());
+    let mut other = check(&settings.clone().set("launcher.name", "another"));
+    assert_eq!(other.exit_code().await, 1, "{}", other.log());
+    assert!(other.log().contains(&name) && other.log().contains("\"another\""), "{}", other.log());
+    let (_, plain) = get(format!("http://{address}/metrics")).await;
+    assert!(plain.contains("# TYPE sconce_tasks_total counter") && !plain.contains("# EOF"), "{plain}");
+    assert!(plain.contains(&format!("launcher={name:?}")), "{plain}");
+    let waits = format!("sconce_queue_messages{{queue={:?},kind=\"dead_letter\"}}", settings.dead);
+    until("the queues are counted", || async {
+        get(format!("http://{address}/metrics")).await.1.contains(&waits).then_some(())
+    })
+    .await;
+    assert_eq!(sconce.stop().await, 0);
 }

@@ -311,3 +311,42 @@ async fn numbers_in_headers_are_numbers_on_the_wire() {
     assert!(matches!(value("compute_us"), Some(AMQPValue::LongLongInt(_))), "pika cuts doubles");
     assert!(matches!(value("status"), Some(AMQPValue::LongString(_))));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_of_celery_is_named_and_a_refusal_that_reaches_nobody_is_dead_lettered_as_one() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let (_sconce, client, mut inbox) = serve(&settings).await;
+    let celery = |id: &str| {
+        let body =
+            json!([["a text"], {}, {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]);
+        Task::new(body).id(id).header("task", "shop.tasks.embed")
+    };
+    client.publish(&settings.tasks, celery("answered")).await;
+    let reply = inbox.next().await;
+    assert_eq!(reply.status_code(), 400);
+    assert!(reply.body["error"]["message"].to_string().contains("Celery"), "{reply:?}");
+    client.publish(&settings.tasks, celery("lost").reply_to("no.such.queue")).await;
+    let letter = client.get(&settings.dead).await;
+    assert_eq!((letter.header("reason").as_str(), letter.correlation_id.as_str()), ("refused", "lost"));
+    let error = letter.header("error");
+    assert!(error.contains("Celery") && error.contains("no.such.queue"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn publish_makes_no_queue_unless_asked_and_says_when_nobody_consumes() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    let mut mistyped = Sconce::run(&settings, &["publish", "--wait", "text"]);
+    assert_eq!(mistyped.exit_code().await, 78, "{}", mistyped.log());
+    let words = format!("queue {:?} does not exist", settings.tasks);
+    assert!(mistyped.log().contains(&words), "{}", mistyped.log());
+    assert_eq!(client.look(&settings.tasks).await, None);
+    let waits = ["publish", "--declare", "text"];
+    let mut declared = Sconce::run(&settings, &waits);
+    assert_eq!(declared.exit_code().await, 0, "{}", declared.log());
+    let mut early = Sconce::run(&settings, &["publish", "--wait", "text"]);
+    early.wait_for_log("nobody consumes from").await;
+    let sconce = Sconce::launched(&settings).await;
+    assert_eq!(early.exit_code().await, 0, "{}", early.log());
+    assert_eq!(sconce.stop().await, 0);
+}

@@ -241,3 +241,50 @@ async fn a_sentinel_of_the_stop_command_does_not_outlive_its_time() {
     assert_eq!(sentinel.kind, "control.shutdown");
     assert_eq!(sentinel.properties.expiration().as_ref().map(|it| it.as_str()), Some("300000"));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sentinels_that_wait_for_nobody_are_told_and_can_be_taken_back() {
+    let settings = settings(1).controlled();
+    let (sconce, client, mut inbox) = serve(&settings).await;
+    sconce.wait_for_log("listening").await;
+    let mut pause = Sconce::run(
+        &settings,
+        &["ctl", "pause", "--all", "--expect", "1", "--timeout", "20s", "--wait", "20s"],
+    );
+    assert_eq!(pause.exit_code().await, 0, "{}", pause.log());
+    consumers(&client, &settings, 0).await;
+    let mut stop = Sconce::run(&settings, &["stop", "--workers", "2"]);
+    assert_eq!(stop.exit_code().await, 0, "{}", stop.log());
+    assert!(stop.log().contains("0 consume there: 2 sentinels wait"), "{}", stop.log());
+    let log = stop.log();
+    let id = log.lines().find_map(|line| line.split_once(": stop ")).expect("an id").1.to_owned();
+    let mut withdraw = Sconce::run(&settings, &["stop", "--withdraw", &id]);
+    assert_eq!(withdraw.exit_code().await, 0, "{}", withdraw.log());
+    let mut resume = Sconce::run(&settings, &["ctl", "resume", "--all", "--expect", "1", "--timeout", "20s"]);
+    assert_eq!(resume.exit_code().await, 0, "{}", resume.log());
+    client.publish(&settings.tasks, slow(1, 0)).await;
+    assert_eq!(inbox.next().await.correlation_id, "1");
+    sconce.wait_for_log_times("ignoring a sentinel", 2).await;
+    client.becomes(&settings.tasks, (0, 1)).await;
+    // Another one is obeyed, and told with its age.
+    let mut stop = Sconce::run(&settings, &["stop"]);
+    assert_eq!(stop.exit_code().await, 0, "{}", stop.log());
+    let mut sconce = sconce;
+    assert_eq!(sconce.exit_code().await, 0);
+    let log = sconce.log();
+    let told = log.lines().find(|line| line.contains("stopped on request")).expect("a line");
+    assert!(told.contains("cause=\"sentinel ") && told.contains(" s ago"), "{told}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn where_the_settings_say_so_a_null_stops_nobody() {
+    let settings = settings(1).set("pool[0].sentinels", "type");
+    let (mut sconce, client, mut inbox) = serve(&settings).await;
+    client.publish(&settings.tasks, Task::new(serde_json::Value::Null).id("null")).await;
+    assert_eq!(inbox.next().await.correlation_id, "null");
+    client.publish(&settings.tasks, slow(1, 0)).await;
+    assert_eq!(inbox.next().await.status_code(), 200);
+    let mut stop = Sconce::run(&settings, &["stop"]);
+    assert_eq!(stop.exit_code().await, 0, "{}", stop.log());
+    assert_eq!(sconce.exit_code().await, 0);
+}

@@ -67,7 +67,7 @@ fn a_line_that_is_no_request_is_an_error_on_its_own_line_and_blank_lines_are_non
         (1, Value::Null, "line 3: not JSON"),
         (2, Value::Null, "line 4: custom_id is missing"),
         (3, "got".into(), "line 6: method must be \"POST\", is \"GET\""),
-        (4, "listed".into(), "line 7: body must be an object, is an array"),
+        (4, "listed".into(), "line 7: body must be an object or a data URL, is an array"),
     ];
     for (index, custom_id, words) in cases {
         let answer = &answers[index];
@@ -190,4 +190,51 @@ fn a_device_that_is_not_here_is_refused_by_name() {
     assert_eq!(ended.code, Some(78), "{}", ended.stderr);
     assert!(ended.stderr.contains("cuda:7"), "{}", ended.stderr);
     assert!(rig.left_behind().is_empty());
+}
+
+#[test]
+fn pipes_are_refused_at_once_and_repeated_ids_are_told() {
+    let rig = Rig::new(&[line("a", json!({"input": "x"})), line("a", json!({"input": "y"}))]);
+    let (input, output) = (rig.input(), rig.output());
+    let refused = |from: &str, to: &str| {
+        let mut command = rig.command(&["--model", "echo", "--devices", "cpu"]);
+        let arguments: Vec<String> = command.get_args().map(|it| it.to_string_lossy().into_owned()).collect();
+        let arguments = arguments.into_iter().map(|it| match it {
+            it if it == input.to_string_lossy() => from.to_owned(),
+            it if it == output.to_string_lossy() => to.to_owned(),
+            it => it,
+        });
+        command = std::process::Command::new(command.get_program());
+        command.args(arguments.collect::<Vec<_>>());
+        rig.start_command(command).wait()
+    };
+    for (from, to, words) in [
+        ("-", "out", "--input - is no file"),
+        ("/dev/null", "out", "--input /dev/null is no file"),
+        (input.to_str().unwrap(), "-", "--output - is no file"),
+    ] {
+        let ended = refused(from, to);
+        assert_eq!(ended.code, Some(64), "{}", ended.stderr);
+        assert!(ended.stderr.contains(words), "{}", ended.stderr);
+    }
+    let ended = rig.run_echo(&[]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("custom_ids that occur again: 1, first on line 2 (\"a\")"),
+        "{}",
+        ended.stderr
+    );
+}
+
+#[test]
+fn a_data_url_is_sent_as_the_bytes_and_the_media_type_that_it_holds() {
+    let raw = line("raw", json!("data:text/plain;base64,eA=="));
+    let rig = Rig::new(&[raw, line("torn", json!("data:text/plain,x"))]);
+    let ended = rig.run_echo(&[]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let answers = rig.answers();
+    let error = &answers[0]["response"]["body"]["error"];
+    assert_eq!(error["param"], "content_type", "{answers:?}");
+    assert!(error["message"].as_str().unwrap().contains("text/plain"), "{error}");
+    assert!(answers[1]["error"]["message"].as_str().unwrap().contains("in base64"), "{answers:?}");
 }

@@ -30,9 +30,9 @@ impl RepeatedIds {
     /// What is to be told of repeated ids, if there are any.
     pub fn words(&self) -> Option<String> {
         let (id, line) = self.first.as_ref()?;
+        let repeated = self.repeated;
         Some(format!(
-            "{} lines repeat a custom_id, first line {line} {id:?}: their answers look alike",
-            self.repeated
+            "custom_ids that occur again: {repeated}, first on line {line} ({id:?}); their answers look alike"
         ))
     }
 }
@@ -48,6 +48,6 @@ mod tests {
         assert_eq!(ids.words(), None);
         ["b", "c", "a"].iter().enumerate().for_each(|(index, id)| ids.take(id, index + 3));
         let words = ids.words().unwrap();
-        assert!(words.starts_with("2 lines repeat a custom_id, first line 3 \"b\""), "{words}");
+        assert!(words.starts_with("custom_ids that occur again: 2, first on line 3 (\"b\")"), "{words}");
     }
 }

@@ -4,13 +4,13 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use bytes::Bytes;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
 use serde_json::{Value as Json, json};
 
 use crate::commands::requests::Request;
+use crate::protocol::batch_line::RequestBody;
 
 /// Each is one token for the tokenizer of English BERT models.
 const WORDS: [&str; 48] = [
@@ -28,7 +28,7 @@ const ARRIVALS: u64 = 0x5eed_a441_7a15;
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::commands) struct Work {
     pub(in crate::commands) url: Option<String>,
-    pub(in crate::commands) body: Bytes,
+    pub(in crate::commands) body: RequestBody,
     pub(in crate::commands) inputs: usize,
 }
 
@@ -165,7 +165,7 @@ mod tests {
         let requests = || (0..20).map(|n| crate::commands::requests::embed(&n.to_string())).collect();
         let drawn: Vec<Work> = Bodies::of_file(1, requests()).unwrap().take(40).collect();
         let sorted = |works: &[Work]| {
-            let mut bodies: Vec<Bytes> = works.iter().map(|work| work.body.clone()).collect();
+            let mut bodies: Vec<_> = works.iter().map(|work| work.body.bytes.clone()).collect();
             bodies.sort();
             bodies
         };

@@ -9,8 +9,8 @@ use anyhow::{Context as _, anyhow};
 use crate::commands::bench::Work;
 use crate::config::Assignment;
 use crate::engine::{Expect, Job, JobEvent, Loaded, Notice, Observer, Passed, Setup, Starter, TaskState};
-use crate::protocol::Message;
 use crate::protocol::control::TaskName;
+use crate::protocol::{Message, Properties};
 use crate::shutdown::Exit;
 use crate::worker::{WorkerError, load_spec, policy};
 
@@ -102,7 +102,9 @@ pub(super) fn measure(
 
 fn preprocessed(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<Box<dyn Job>>> {
     let job = |(task, number): (&Work, usize)| {
-        let message = Message { body: task.body.clone(), ..Message::default() };
+        let content_type = task.body.media_type.clone();
+        let properties = Properties { content_type, ..Properties::default() };
+        let message = Message { properties, body: task.body.bytes.clone() };
         let job = loaded.engine.preprocess(&message).map_err(|error| anyhow!("task {number}: {error}"));
         job.context(Exit::Usage)
     };

@@ -4,11 +4,10 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, bail};
-use bytes::Bytes;
 use serde_json::value::{RawValue, to_raw_value};
 
 use crate::commands::bench::inputs_of;
-use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
+use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, RequestBody};
 
 /// The endpoints whose requests can share a task: `input` is a list, and the reply's `data` has an item for each.
 const SHARED: [&str; 2] = ["/v1/embeddings", "/classify"];
@@ -27,7 +26,7 @@ pub(super) struct Row {
     /// How many inputs it has.
     pub(super) inputs: usize,
     /// Its own request, to be asked alone if one of the others spoils the task; none where it is alone.
-    body: Option<Bytes>,
+    body: Option<RequestBody>,
 }
 
 /// A task with the rows that it answers.
@@ -35,7 +34,7 @@ pub(super) struct Row {
 pub(super) struct Packed {
     pub(super) rows: Vec<Row>,
     pub(super) url: String,
-    pub(super) body: Bytes,
+    pub(super) body: RequestBody,
 }
 
 type Fields = BTreeMap<String, Box<RawValue>>;
@@ -244,7 +243,7 @@ mod tests {
         let alone = packed(1, &lines);
         assert_eq!(alone.len(), lines.len());
         for (task, (_, body)) in alone.iter().zip(&lines) {
-            assert_eq!(task.body, body.to_string(), "byte for byte");
+            assert_eq!(task.body, body.to_string().into(), "byte for byte");
         }
     }
 

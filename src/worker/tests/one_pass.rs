@@ -128,14 +128,18 @@ async fn bad_tasks_are_answered_with_what_is_wrong_and_their_neighbours_go_on() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_task_whose_deadline_passes_while_it_waits_for_the_device_is_not_computed() {
+async fn a_task_whose_deadline_passes_while_it_waits_for_the_device_is_answered_then_and_not_computed() {
     here(async {
         let rig = Rig::start("echo", |assignment| assignment.pool.batch.max_requests = 1);
         let mut late = echo("late");
         late.properties.expiration = Some("300".into());
+        let begun = tokio::time::Instant::now();
         rig.memory.deliver([slow("a", 500), late]);
-        let replies = rig.memory.publishes("mine", 2).await;
-        assert_eq!((ids(&replies), status(&replies[1])), (vec!["a", "late"], 408));
+        let replies = rig.memory.publishes("mine", 1).await;
+        assert_eq!((ids(&replies), status(&replies[0])), (vec!["late"], 408));
+        assert!((300..400).contains(&begun.elapsed().as_millis()), "{:?}", begun.elapsed());
+        assert_eq!(ids(&rig.memory.publishes("mine", 2).await), ["late", "a"]);
+        assert_eq!(rig.memory.settles(2).await, [Settled::Acked(2), Settled::Acked(1)]);
     })
     .await;
 }

@@ -1,0 +1,36 @@
+//! Data URLs: bytes with their media type, in a text. Nothing is fetched. Pure.
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+
+/// The media type, in small letters and without parameters, and the bytes of a data URL in base64.
+///
+/// # Errors
+/// What it must be, or what is wrong with its base64, in words.
+pub fn parse(url: &str) -> Result<(String, Vec<u8>), String> {
+    let wanted = "must be a data URL (data:image/png;base64,…); nothing is fetched";
+    let (head, data) =
+        url.strip_prefix("data:").and_then(|rest| rest.split_once(',')).ok_or_else(|| wanted.to_owned())?;
+    let media_type = head.strip_suffix(";base64").ok_or("must be a data URL in base64")?;
+    let media_type = media_type.split(';').next().unwrap_or_default().to_ascii_lowercase();
+    let bytes = STANDARD.decode(data.trim_end()).map_err(|error| format!("is not base64: {error}"))?;
+    Ok((media_type, bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_data_url_is_bytes_with_a_media_type() {
+        let parsed = parse("data:Image/PNG;name=a;base64,ZmlsZQ==\n");
+        assert_eq!(parsed, Ok(("image/png".to_owned(), b"file".to_vec())));
+        for (url, words) in [
+            ("http://host/a.png", "nothing is fetched"),
+            ("data:image/png,abc", "in base64"),
+            ("data:image/png;base64,!", "is not base64"),
+        ] {
+            assert!(parse(url).unwrap_err().contains(words), "{url}");
+        }
+    }
+}
