@@ -30,11 +30,11 @@ use super::{Registry, load, pool_named, progress, start_logging};
 use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
 use crate::client::{Bounds, Client, Request, Sink, Task};
-use crate::config::{Pool, Secret, Settings};
+use crate::config::{Pool, Secret, Sentinels, Settings};
 use crate::launcher::{Host, Launching};
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
 use crate::protocol::task::SHUTDOWN;
-use crate::protocol::{Message, Properties, Sentinels};
+use crate::protocol::{Message, Properties};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::QUIET;
 

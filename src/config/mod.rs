@@ -37,7 +37,8 @@ pub use problem::{ConfigError, Problem};
 pub use read::{Devices, Secret};
 pub use redact::redact_url;
 pub use settings::{
-    Admin, Batch, Broker, CpuFeatures, Drain, Dtype, Launcher, Pool, Replace, Retry, Settings, Telemetry, Tls,
+    Admin, Batch, Broker, CpuFeatures, Drain, Dtype, Launcher, Pool, Replace, Retry, Sentinels, Settings,
+    Telemetry, Tls,
 };
 
 /// Valid settings, and their origins.

@@ -15,7 +15,6 @@ use super::define::{Outline, Section, section};
 use super::read::{self, BUILT_IN, Devices, Problem, Reader, Report, Secret, origin};
 use super::text::show_duration;
 use crate::backoff::Backoff;
-use crate::protocol::Sentinels;
 
 /// Range of a wait: longer than zero, and short enough to add to a clock.
 const WAIT: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(720 * 3600);
@@ -401,6 +400,24 @@ pub enum Replace {
 
 impl Replace {
     const ALL: [(Self, &str); 2] = [(Self::Overlap, "overlap"), (Self::InTurn, "in_turn")];
+}
+
+/// The `sentinels` setting: which messages stop a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Sentinels {
+    /// Those of the type `control.shutdown`, and those whose body is JSON `null`.
+    #[default]
+    NullAndType,
+    /// The former alone.
+    Type,
+    /// None.
+    None,
+}
+
+impl Sentinels {
+    const ALL: [(Self, &str); 3] =
+        [(Self::NullAndType, "null_and_type"), (Self::Type, "type"), (Self::None, "none")];
 }
 
 /// The `drain` setting: what a stop signal does with accepted tasks.

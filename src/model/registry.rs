@@ -1,14 +1,13 @@
 //! Decides what serves a model that is loaded from files, by the architecture and head in its `config.json` (or
 //! GGUF file) and the pool's `task`. Anything not in the table is refused, with a list of what is.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::path::Path;
 
 use candle_core::quantized::gguf_file;
 use serde::Deserialize;
-use serde::de::IgnoredAny;
+use serde_json::Value;
 
 use super::LoadError;
 use super::load::ModelFiles;
@@ -71,14 +70,17 @@ impl fmt::Display for Served {
     }
 }
 
-/// What of `config.json` decides.
+/// What of `config.json` decides. The fields besides `model_type` may mean something else in an architecture that is not
+/// served: they are read only where they are of the usual type.
 #[derive(Default, Deserialize)]
 struct Config {
     model_type: Option<String>,
     #[serde(default)]
-    architectures: Vec<String>,
-    id2label: Option<BTreeMap<String, IgnoredAny>>,
-    num_labels: Option<usize>,
+    architectures: Value,
+    #[serde(default)]
+    id2label: Value,
+    #[serde(default)]
+    num_labels: Value,
 }
 
 impl Config {
@@ -91,11 +93,13 @@ impl Config {
         if is(|kind| Decoder::named(kind).is_some()) {
             return &[Task::Generate];
         }
-        if !self.architectures.iter().any(|class| class.ends_with(WITH_HEAD)) {
+        let mut classes = self.architectures.as_array().into_iter().flatten().filter_map(Value::as_str);
+        if !classes.any(|class| class.ends_with(WITH_HEAD)) {
             return &[Task::Embed];
         }
         // The transformers library takes two labels for granted, and leaves them out.
-        match self.id2label.as_ref().map(BTreeMap::len).or(self.num_labels).unwrap_or(2) {
+        let labels = self.id2label.as_object().map(|labels| labels.len() as u64);
+        match labels.or(self.num_labels.as_u64()).unwrap_or(2) {
             1 => &[Task::Rerank, Task::Classify, Task::Embed],
             _ => &[Task::Classify, Task::Embed],
         }
@@ -197,6 +201,9 @@ mod tests {
     fn what_nothing_serves_is_refused_with_what_is_served() {
         let error = of(r#"{"model_type":"t5"}"#, None).unwrap_err();
         assert!(error.contains("\"t5\"") && error.contains("xlm-roberta, camembert"), "{error}");
+        let error = of(r#"{"model_type":"t5","architectures":null,"id2label":[],"num_labels":"x"}"#, None)
+            .unwrap_err();
+        assert!(error.contains("\"t5\""), "its type comes before the fields that it implies: {error}");
         let error = of("{}", None).unwrap_err();
         assert!(error.contains("\"(none)\""), "{error}");
         let error = of(r#"{"model_type":"bert"}"#, Some("generate")).unwrap_err();

@@ -15,7 +15,7 @@ fn dead(properties: Properties, reason: Reason) -> Message {
 
 fn task(properties: Properties) -> Task {
     let message = Message { properties, body: r#"{"input":"a"}"#.into() };
-    match classify(message, at(0), Sentinels::NullAndType, || "made".into()) {
+    match classify(message, at(0), Sentinels::ALL, || "made".into()) {
         Incoming::Task(task) | Incoming::UnknownControl(task, _) => task,
         Incoming::Sentinel(_) => panic!("no sentinel"),
     }

@@ -173,9 +173,9 @@ fn text_of(headers: &Headers, name: &str) -> Result<Option<String>, TaskError> {
 fn count_of(value: &Value) -> Result<usize, TaskError> {
     let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
     let number = number.and_then(|number| usize::try_from(number).ok()).filter(|number| *number > 0);
-    number.ok_or_else(|| {
-        TaskError::bad_input("top_k", "the header top_k must be a positive integer".to_owned())
-    })
+    let words =
+        || format!("top_k must be a positive integer, got {}", value.as_str().unwrap_or("another value"));
+    number.ok_or_else(|| TaskError::bad_input("top_k", words()))
 }
 
 /// The body of the reply: for each image its best labels, highest first; a list of such lists if the images came

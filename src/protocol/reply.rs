@@ -248,7 +248,7 @@ mod tests {
 
     fn task(properties: Properties) -> Task {
         let message = Message { properties, body: "{}".into() };
-        match classify(message, SystemTime::now(), Sentinels::NullAndType, || "made".into()) {
+        match classify(message, SystemTime::now(), Sentinels::ALL, || "made".into()) {
             Incoming::Task(task) => task,
             other => panic!("{other:?}"),
         }

@@ -7,8 +7,6 @@ use std::time::{Duration, SystemTime};
 
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 
-use serde::{Deserialize, Serialize};
-
 use super::message::without_acting_properties;
 use super::{Message, TaskError, TaskErrorKind, Value, shorten};
 
@@ -26,23 +24,18 @@ pub const ATTEMPT: &str = "sconce_attempt";
 /// Bytes of a body that the fingerprint includes.
 const FINGERPRINTED: usize = 64 << 10;
 
-/// The `sentinels` setting: which messages stop a worker.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Sentinels {
-    /// Those of the type [`SHUTDOWN`], and those whose body is JSON `null`.
-    #[default]
-    NullAndType,
-    /// Those of the type [`SHUTDOWN`].
-    Type,
-    /// None: it is an unknown control message.
-    None,
+/// Which messages are sentinels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sentinels {
+    /// Those of the type [`SHUTDOWN`]; else these are unknown control messages.
+    pub by_type: bool,
+    /// Those whose body is JSON `null`; else these are tasks.
+    pub by_null: bool,
 }
 
 impl Sentinels {
-    /// All, with their names in settings.
-    pub const ALL: [(Self, &str); 3] =
-        [(Self::NullAndType, "null_and_type"), (Self::Type, "type"), (Self::None, "none")];
+    /// Both forms.
+    pub const ALL: Self = Self { by_type: true, by_null: true };
 }
 
 /// What a delivered message is.
@@ -65,14 +58,14 @@ pub fn classify(
     made_id: impl FnOnce() -> String,
 ) -> Incoming {
     let kind = message.properties.kind.as_deref().unwrap_or_default();
-    if kind == SHUTDOWN && sentinels != Sentinels::None {
+    if kind == SHUTDOWN && sentinels.by_type {
         return Incoming::Sentinel(message);
     }
     if kind.starts_with(CONTROL) {
         let kind = kind.to_owned();
         return Incoming::UnknownControl(Task::new(message, received, made_id), kind);
     }
-    if sentinels == Sentinels::NullAndType && is_null(&message.body) {
+    if sentinels.by_null && is_null(&message.body) {
         return Incoming::Sentinel(message);
     }
     Incoming::Task(Task::new(message, received, made_id))
@@ -241,7 +234,7 @@ mod tests {
     }
 
     fn sort(kind: Option<&str>, body: &'static str) -> Incoming {
-        classify(message(kind, body), SystemTime::now(), Sentinels::NullAndType, || "made".into())
+        classify(message(kind, body), SystemTime::now(), Sentinels::ALL, || "made".into())
     }
 
     #[test]
@@ -274,7 +267,10 @@ mod tests {
                 Incoming::UnknownControl(..) => "unknown",
             }
         };
-        let all = Sentinels::ALL.map(|(it, _)| (sort(Some(SHUTDOWN), "{}", it), sort(None, "null", it)));
+        let all = [(true, true), (true, false), (false, false)].map(|(by_type, by_null)| {
+            let it = Sentinels { by_type, by_null };
+            (sort(Some(SHUTDOWN), "{}", it), sort(None, "null", it))
+        });
         assert_eq!(all, [("sentinel", "sentinel"), ("sentinel", "task"), ("unknown", "task")]);
     }
 
@@ -339,7 +335,7 @@ mod tests {
         ) {
             let is_null = matches!(serde_json::from_str(&body), Ok(serde_json::Value::Null));
             let message = Message { body: body.into(), ..Message::default() };
-            let sorted = classify(message, SystemTime::now(), Sentinels::NullAndType, || "made".into());
+            let sorted = classify(message, SystemTime::now(), Sentinels::ALL, || "made".into());
             prop_assert_eq!(matches!(sorted, Incoming::Sentinel(_)), is_null);
         }
     }

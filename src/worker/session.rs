@@ -18,10 +18,10 @@ use super::task_run::Shared;
 use super::{Control, WorkerError, live_settings};
 use crate::batching::Policy;
 use crate::broker::{BrokerSession, DeliveryTag};
-use crate::config::Assignment;
+use crate::config::{self, Assignment};
 use crate::engine::Engine;
-use crate::protocol::WorkerInfo;
 use crate::protocol::control::BatchChange;
+use crate::protocol::{self, WorkerInfo};
 use crate::shutdown::Stop;
 
 /// The longest wait for the broker to confirm that the connection closes.
@@ -107,7 +107,10 @@ impl Worker {
             withdrawn: self.control.withdrawn.clone(),
             prefetch: [self.live_prefetch(), self.live_prefetch()],
             traces: self.control.traces.clone(),
-            sentinels: pool.sentinels,
+            sentinels: protocol::Sentinels {
+                by_type: pool.sentinels != config::Sentinels::None,
+                by_null: pool.sentinels == config::Sentinels::NullAndType,
+            },
             max_body: pool.max_body,
             max_deliveries: self.assignment.broker.delivery_limit.into(),
         }

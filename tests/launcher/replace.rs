@@ -70,7 +70,7 @@ async fn settings_by_which_no_worker_gets_ready_leave_the_old_ones_and_say_why()
         all_ready(&board, 2).await;
         let done = handle.reload(with_model(&stage.assignments, "missing"), stage.policy.clone()).await;
         let words = done.unwrap_err();
-        assert!(words.contains("embed/0") && words.contains("the model failed to load"), "{words}");
+        assert!(words.contains("embed/0") && words.contains("the model cannot be loaded"), "{words}");
         assert_eq!(board.read(|status| status.reloads_refused), 1);
         assert_eq!((stage.lines("born-0").len(), stage.lines("born-1").len()), (2, 1));
         all_ready(&board, 2).await;
@@ -189,7 +189,7 @@ async fn in_turn_the_old_worker_ends_before_the_new_one_starts_and_bad_settings_
         assert_eq!(done.as_deref(), Ok("2 workers replaced, 0 slots started, 0 ended"));
         all_ready(&board, 2).await;
         let refused = handle.reload(with_model(&stage.assignments, "missing"), stage.policy.clone()).await;
-        assert!(refused.is_err_and(|words| words.contains("the model failed to load")));
+        assert!(refused.is_err_and(|words| words.contains("the model cannot be loaded")));
         all_ready(&board, 2).await;
         let models = |slot: &str| board.read(|status| status.slots[slot].report.model.clone());
         assert_eq!((models("embed/0").as_str(), models("embed/1").as_str()), ("other", "other"));
@@ -290,7 +290,7 @@ async fn a_successor_that_takes_over_from_a_dead_worker_and_does_not_get_ready_t
             slot_is(&board, "embed/0", State::Starting).await;
             std::fs::write(stage.path("on"), "").unwrap();
         };
-        assert!(tokio::join!(reload, meanwhile).0.is_err_and(|words| words.contains("failed to load")));
+        assert!(tokio::join!(reload, meanwhile).0.is_err_and(|words| words.contains("cannot be loaded")));
         all_ready(&board, 1).await;
         assert_eq!(board.read(|status| status.slots["embed/0"].report.model.clone()), before);
         stage.drain();

@@ -267,11 +267,11 @@ async fn bounds_of_batches_and_the_log_filter_change_at_run_time() {
     let bad = || Task::new(json!({"input": 1, "sleep_ms": "long"}));
     client.publish(&settings.tasks, bad()).await;
     assert_eq!(replies.next().await.status_code(), 400);
-    assert_eq!(sconce.logged("answering with an error"), 0);
+    assert_eq!(sconce.logged(" answering "), 0);
     slots(&settings, &["log-level", "debug,lapin=off", "--all"]).await;
     sconce.wait_for_log("logging by another filter").await;
     client.publish(&settings.tasks, bad()).await;
-    sconce.wait_for_log("answering with an error").await;
+    sconce.wait_for_log(" answering ").await;
     let (code, answers, _) = ctl(&settings, &["set-batch", "--max-delay", "2m", "--all"]).await;
     assert!(
         code == 1 && answers[0]["error"].as_str().is_some_and(|it| it.contains("max_delay_ms")),

@@ -71,6 +71,12 @@ impl TextTokenizer {
         let two = tokenizer.encode(("a", "b"), true).map_err(of_library)?;
         let [before_pair, between, after_pair]: [Vec<u32>; 3] =
             special(two.get_ids(), two.get_special_tokens_mask());
+        // Otherwise the network would be asked for rows of its table that it does not have.
+        let largest = tokenizer.get_vocab(false).into_values().chain(two.get_ids().iter().copied()).max();
+        if let Some(largest) = largest.filter(|largest| *largest as usize >= vocabulary) {
+            let words = "it is of another model: its tokens go up to";
+            return Err(fault(format!("{words} {largest}, and the network knows {vocabulary} (vocab_size)")));
+        }
         let max_tokens = limits.max_tokens.unwrap_or(max_tokens).min(max_tokens);
         let special = (before.len() + after.len()).max(before_pair.len() + between.len() + after_pair.len());
         if max_tokens <= special {
@@ -228,5 +234,26 @@ mod tests {
         assert!(found.iter().all(Vec::is_empty), "{found:?}");
         let found: [Vec<u32>; 2] = special(&[10, 2], &[0, 1]);
         assert_eq!((found[0].len(), &*found[1]), (0, &[2][..]));
+    }
+
+    #[test]
+    fn a_tokenizer_of_another_model_is_refused_and_its_file_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        let model = r#"{"type":"WordLevel","vocab":{"a":0,"b":1,"[UNK]":2},"unk_token":"[UNK]"}"#;
+        let file = format!(
+            r#"{{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
+            "pre_tokenizer":{{"type":"Whitespace"}},"post_processor":null,"decoder":null,"model":{model}}}"#
+        );
+        std::fs::write(&path, file).unwrap();
+        let limits = || TextLimits { lower_case: false, max_tokens: None };
+        assert!(TextTokenizer::read(path.clone(), limits(), 8, 3).is_ok());
+        let error = TextTokenizer::read(path, limits(), 8, 2).err().unwrap();
+        assert!(matches!(error, LoadError::File { .. }));
+        let words = error.to_string();
+        assert!(
+            words.contains("tokenizer.json") && words.contains("up to 2") && words.contains("knows 2"),
+            "{words}"
+        );
     }
 }

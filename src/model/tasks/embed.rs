@@ -43,6 +43,8 @@ pub struct EmbeddingOptions {
     encoding: Encoding,
     dimensions: Option<usize>,
     counts: InputCounts,
+    /// Errors of inputs that are answered in their places, with their indices.
+    errors: Vec<(usize, TaskError)>,
 }
 
 /// Turns embedding requests into tokens and vectors into responses.
@@ -80,8 +82,9 @@ impl Processor for EmbeddingProcessor {
             return Err(TaskError::bad_input("dimensions", message));
         }
         let (encoding, dimensions) = (request.encoding, request.dimensions);
-        let inputs = self.inputs(request)?;
-        Ok((EmbeddingOptions { encoding, dimensions, counts: InputCounts::of(&inputs) }, inputs))
+        let (inputs, errors) = self.inputs(request)?;
+        let counts = InputCounts::of(&inputs);
+        Ok((EmbeddingOptions { encoding, dimensions, counts, errors }, inputs))
     }
 
     fn finish(&self, request: EmbeddingOptions, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
@@ -96,6 +99,7 @@ impl Processor for EmbeddingProcessor {
         let response = write_response(&EmbeddingResponse {
             model: self.names.own(),
             vectors: &outputs,
+            errors: &request.errors,
             encoding: request.encoding,
             prompt_tokens: request.counts.tokens,
         });
@@ -103,12 +107,17 @@ impl Processor for EmbeddingProcessor {
     }
 }
 
+/// The inputs of a request, and the errors of those that have none, with their indices.
+type Prepared = (Vec<SizedInput<Tokens>>, Vec<(usize, TaskError)>);
+
 impl EmbeddingProcessor {
-    fn inputs(&self, mut request: EmbeddingRequest) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
+    /// The inputs that can be computed, and the errors of the others; if none can be, the first error.
+    fn inputs(&self, mut request: EmbeddingRequest) -> Result<Prepared, TaskError> {
         let prompt = self.prompts.of(request.prompt_name.as_deref())?;
-        prepared(std::mem::take(&mut request.texts), MANY_TEXTS, |index, text| {
+        let texts = std::mem::take(&mut request.texts);
+        let input = |index: usize, text: Result<Text, TaskError>| {
             let path = || request.path(index);
-            let tokens = match text {
+            let tokens = match text? {
                 Text::Plain(text) if prompt.is_empty() => self.tokenizer.text(&text),
                 Text::Plain(text) => self.tokenizer.text(&format!("{prompt}{text}")),
                 Text::Ids(ids) => self.tokenizer.ids(ids, &path()),
@@ -116,7 +125,22 @@ impl EmbeddingProcessor {
             let tokens =
                 tokens.map_err(|error| if error.param.is_some() { error } else { error.at(path()) })?;
             sized(tokens, request.truncate, path, self.tokenizer.max_tokens())
-        })
+        };
+        if !request.each {
+            return Ok((prepared(texts, MANY_TEXTS, input)?, Vec::new()));
+        }
+        let all = prepared(texts, MANY_TEXTS, |index, text| Ok(input(index, text)))?;
+        let (mut inputs, mut errors) = (Vec::new(), Vec::new());
+        for (index, input) in all.into_iter().enumerate() {
+            match input {
+                Ok(input) => inputs.push(input),
+                Err(error) => errors.push((index, error)),
+            }
+        }
+        match errors.first() {
+            Some((_, error)) if inputs.is_empty() => Err(error.clone()),
+            _ => Ok((inputs, errors)),
+        }
     }
 }
 
@@ -149,6 +173,22 @@ mod tests {
     fn threads_that_share_many_texts_keep_their_order() {
         let texts: Vec<String> = (0..300).map(|n| format!("text {n} {}", "a b ".repeat(n % 7))).collect();
         assert_eq!(ids_of(&texts.into()).unwrap().len(), 300);
+    }
+
+    #[test]
+    fn where_each_is_answered_by_itself_good_inputs_are_computed_and_bad_ones_named() {
+        let preprocess = |body: &str| {
+            let message = Message { body: body.to_owned().into(), ..Message::default() };
+            let (options, inputs) = processor().preprocess(&message).map_err(|error| error.param)?;
+            Ok::<_, Option<String>>((
+                options.errors.into_iter().map(|(index, _)| index).collect(),
+                inputs.len(),
+            ))
+        };
+        let one_bad = r#"{"errors":"each","input":[[5],[4000000000],[5]]}"#;
+        assert_eq!(preprocess(one_bad), Ok((vec![1], 2)));
+        let all_bad = r#"{"errors":"each","input":[[4000000000],[4000000000]]}"#;
+        assert_eq!(preprocess(all_bad), Err(Some("input[0]".to_owned())));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::protocol::TaskError;
 use crate::protocol::fields::{Fields, Keys, list, read, string, wrong};
 
 const KEYS: Keys = Keys {
-    taken: &["input", "model", "encoding_format", "dimensions", "prompt_name", "truncate"],
+    taken: &["input", "model", "encoding_format", "dimensions", "errors", "prompt_name", "truncate"],
     refused: &[
         ("add_special_tokens", "true"),
         ("input_type", "null"),
@@ -29,8 +29,11 @@ pub enum Text {
 /// A decoded request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EmbeddingRequest {
-    /// What to embed, in order; at least one, at most the pool's `max_inputs`.
-    pub texts: Vec<Text>,
+    /// What to embed, in order; at least one, at most the pool's `max_inputs`. An error only where each input is answered
+    /// by itself.
+    pub texts: Vec<Result<Text, TaskError>>,
+    /// Whether a bad input is answered in its place; else it fails the task.
+    pub each: bool,
     /// Whether `input` was a list of texts, so that errors say `input[i]`.
     pub listed: bool,
     /// The model asked for, if any.
@@ -53,9 +56,14 @@ impl EmbeddingRequest {
     /// with the field and the value.
     pub fn parse(body: &[u8], max_inputs: usize) -> Result<Self, TaskError> {
         let fields = Fields::parse(body, &KEYS)?;
+        let each = fields.get("errors").map(each).transpose()?.unwrap_or(false);
         let (texts, listed) = texts(fields.required("input")?.get(), max_inputs)?;
+        if !each && let Some(error) = texts.iter().find_map(|text| text.as_ref().err()) {
+            return Err(error.clone());
+        }
         Ok(Self {
             texts,
+            each,
             listed,
             model: fields.string("model")?,
             encoding: fields.get("encoding_format").map(encoding).transpose()?.unwrap_or_default(),
@@ -71,22 +79,31 @@ impl EmbeddingRequest {
     }
 }
 
+/// Whether each input is answered by itself.
+fn each(raw: &RawValue) -> Result<bool, TaskError> {
+    match string(raw.get(), "errors").as_deref() {
+        Ok("each") => Ok(true),
+        Ok("task") => Ok(false),
+        _ => Err(wrong("errors", "\"task\" or \"each\"", raw.get())),
+    }
+}
+
 /// The texts of `input`, and whether it was a list of them.
-fn texts(raw: &str, max_inputs: usize) -> Result<(Vec<Text>, bool), TaskError> {
+fn texts(raw: &str, max_inputs: usize) -> Result<(Vec<Result<Text, TaskError>>, bool), TaskError> {
     const KINDS: &str = "a string, a list of strings, a list of token ids or a list of such lists";
     match raw.as_bytes().first() {
-        Some(b'"') => return Ok((vec![Text::Plain(string(raw, "input")?)], false)),
+        Some(b'"') => return Ok((vec![Ok(Text::Plain(string(raw, "input")?))], false)),
         Some(b'[') => {}
         _ => return Err(wrong("input", KINDS, raw)),
     }
     // The ids of one text are not bounded by the number of texts.
     if is_number(raw[1..].trim_start()) {
-        return Ok((vec![Text::Ids(ids(raw, "input")?)], false));
+        return Ok((vec![Ok(Text::Ids(ids(raw, "input")?))], false));
     }
     let items = list(raw, "input", max_inputs)?;
     let of_strings = items.first().is_some_and(|first| first.get().starts_with('"'));
     let texts = items.iter().enumerate().map(|(index, item)| item_text(item.get(), index, of_strings));
-    Ok((texts.collect::<Result<_, _>>()?, true))
+    Ok((texts.collect(), true))
 }
 
 fn item_text(raw: &str, index: usize, of_strings: bool) -> Result<Text, TaskError> {
@@ -141,17 +158,17 @@ mod tests {
         (error.kind, error.message, error.param)
     }
 
-    fn plain(texts: &[&str]) -> Vec<Text> {
-        texts.iter().map(|text| Text::Plain((*text).to_owned())).collect()
+    fn plain(texts: &[&str]) -> Vec<Result<Text, TaskError>> {
+        texts.iter().map(|text| Ok(Text::Plain((*text).to_owned()))).collect()
     }
 
     #[test]
     fn each_of_the_four_forms_of_input_is_read() {
         assert_eq!(parse(r#"{"input":"a\u00e9\n"}"#).unwrap().texts, plain(&["aé\n"]));
         assert_eq!(parse(r#" {"input" : [ "a" , "" ]}"#).unwrap().texts, plain(&["a", ""]));
-        assert_eq!(parse(r#"{"input":[7, 8]}"#).unwrap().texts, [Text::Ids(vec![7, 8])]);
+        assert_eq!(parse(r#"{"input":[7, 8]}"#).unwrap().texts, [Ok(Text::Ids(vec![7, 8]))]);
         let two = parse(r#"{"input":[[1],[2,3]]}"#).unwrap();
-        assert_eq!(two.texts, [Text::Ids(vec![1]), Text::Ids(vec![2, 3])]);
+        assert_eq!(two.texts, [Ok(Text::Ids(vec![1])), Ok(Text::Ids(vec![2, 3]))]);
         assert_eq!(two.path(1), "input[1]");
         assert_eq!(parse(r#"{"input":[7, 8]}"#).unwrap().path(0), "input");
     }
@@ -213,6 +230,16 @@ mod tests {
             let expected = (TaskErrorKind::BadInput, message.to_owned(), Some(param.to_owned()));
             assert_eq!(refusal(body), expected, "{body}");
         }
+    }
+
+    #[test]
+    fn where_each_is_answered_by_itself_a_bad_input_stands_in_its_place() {
+        let request = parse(r#"{"input":["a",7,"b"],"errors":"each"}"#).unwrap();
+        let errors: Vec<_> =
+            request.texts.iter().map(|text| text.as_ref().err().map(|it| it.param.clone())).collect();
+        assert_eq!(errors, [None, Some(Some("input[1]".to_owned())), None]);
+        assert_eq!(refusal(r#"{"input":["a",7],"errors":"task"}"#).2.as_deref(), Some("input[1]"));
+        assert_eq!(refusal(r#"{"input":["a"],"errors":"all"}"#).2.as_deref(), Some("errors"));
     }
 
     #[test]

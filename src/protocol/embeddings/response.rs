@@ -5,6 +5,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 
 use super::Encoding;
+use crate::protocol::reply::error_body;
 use crate::protocol::{TaskError, TaskErrorKind};
 
 /// Room for one number as digits and its comma: sign, `0.`, nine digits, exponent.
@@ -15,8 +16,10 @@ const DIGITS: usize = 14;
 pub struct EmbeddingResponse<'a> {
     /// The model's name.
     pub model: &'a str,
-    /// One vector an input, in order.
+    /// One vector for each input that has no error, in order.
     pub vectors: &'a [Vec<f32>],
+    /// Errors of inputs, with their indices, ascending.
+    pub errors: &'a [(usize, TaskError)],
     /// How they are written.
     pub encoding: Encoding,
     /// Tokens computed, special ones included.
@@ -31,7 +34,13 @@ pub fn write_response(response: &EmbeddingResponse<'_>) -> Result<Vec<u8>, TaskE
     let numbers: usize = response.vectors.iter().map(Vec::len).sum();
     let mut body = Vec::with_capacity(200 + 60 * response.vectors.len() + DIGITS * numbers);
     body.extend_from_slice(b"{\"object\":\"list\",\"data\":[");
-    for (index, vector) in response.vectors.iter().enumerate() {
+    let (mut vectors, mut errors) = (response.vectors.iter(), response.errors.iter().peekable());
+    for index in 0..response.vectors.len() + response.errors.len() {
+        if let Some((_, error)) = errors.next_if(|(at, _)| *at == index) {
+            write_error(&mut body, index, error);
+            continue;
+        }
+        let Some(vector) = vectors.next() else { break };
         if let Some(bad) = vector.iter().find(|number| !number.is_finite()) {
             let message = format!("the model gave {bad} in the embedding of input {index}");
             return Err(TaskError::new(TaskErrorKind::Internal, message));
@@ -53,6 +62,14 @@ pub fn write_response(response: &EmbeddingResponse<'_>) -> Result<Vec<u8>, TaskE
     Ok(body)
 }
 
+/// An item in the place of an embedding: the error as in the body of an error reply.
+fn write_error(body: &mut Vec<u8>, index: usize, error: &TaskError) {
+    let comma = if index > 0 { "," } else { "" };
+    body.extend_from_slice(format!(r#"{comma}{{"object":"error","index":{index},"#).as_bytes());
+    // `{"error":{…}}` without its first bracket.
+    body.extend_from_slice(error_body(error).get(1..).unwrap_or_default());
+}
+
 fn base64(body: &mut Vec<u8>, vector: &[f32]) {
     let bytes: Vec<u8> = vector.iter().flat_map(|number| number.to_le_bytes()).collect();
     body.push(b'"');
@@ -67,7 +84,7 @@ mod tests {
 
     fn written(vectors: &[Vec<f32>], encoding: Encoding) -> Result<Vec<u8>, TaskError> {
         let model = "org/\"m\"";
-        write_response(&EmbeddingResponse { model, vectors, encoding, prompt_tokens: 9 })
+        write_response(&EmbeddingResponse { model, vectors, errors: &[], encoding, prompt_tokens: 9 })
     }
 
     #[test]
@@ -84,6 +101,28 @@ mod tests {
             "usage": {"prompt_tokens": 9, "total_tokens": 9},
         });
         assert_eq!(value, expected);
+    }
+
+    #[test]
+    fn an_error_stands_in_the_place_of_its_embedding() {
+        let errors =
+            [(0, TaskError::bad_input("input[0]", "no")), (2, TaskError::bad_input("input[2]", "no"))];
+        let vectors = [vec![0.5]];
+        let response = EmbeddingResponse {
+            model: "m",
+            vectors: &vectors,
+            errors: &errors,
+            encoding: Encoding::Float,
+            prompt_tokens: 1,
+        };
+        let value: Value = serde_json::from_slice(&write_response(&response).unwrap()).unwrap();
+        let error = |index: usize| {
+            json!({"object": "error", "index": index, "error": {
+                "message": "no", "type": "invalid_request_error", "param": format!("input[{index}]"), "code": "invalid_value",
+            }})
+        };
+        let embedding = json!({"object": "embedding", "index": 1, "embedding": [0.5]});
+        assert_eq!(value["data"], json!([error(0), embedding, error(2)]));
     }
 
     #[test]
