@@ -167,6 +167,7 @@ async fn scrape(State(served): State<Served>, headers: HeaderMap) -> impl IntoRe
     // The driver is asked only where a slot is on a GPU.
     let is_on_gpu = |status: &SlotStatus| status.slots.values().any(|entry| entry.report.device != "cpu");
     let gpus = if served.board.read(is_on_gpu) { served.devices.look().await } else { Default::default() };
+    served.board.is_being_read();
     let page = metrics::render(&served.launcher, served.board, gpus);
     let accepts = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
     if accepts.contains("application/openmetrics-text") {

@@ -24,8 +24,10 @@ use crate::telemetry::{self, Format};
 const REQUESTS: u16 = 1;
 /// How long the answer to the request that ended the launcher may take.
 const LAST_ANSWER: Duration = Duration::from_secs(2);
-/// How often the pools' queues are looked at.
+/// The least time between two looks at the pools' queues.
 const QUEUES: Duration = Duration::from_secs(15);
+/// How soon after a reading of the metrics the next look may be.
+const LOOK: Duration = Duration::from_millis(500);
 /// Wait before the control exchange is tried again, when the broker was unreachable for too long.
 const RETRY: Duration = Duration::from_secs(60);
 
@@ -136,7 +138,7 @@ fn control_apart(settings: &Settings, place: &Arc<Place>) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Counts what waits in the pools' queues, for the metrics, as long as the broker lets us look.
+/// Counts what waits in the pools' queues, while somebody reads the metrics and the broker lets us look.
 async fn watch_queues(settings: &Settings, place: &Place) {
     let name = format!("sconce {} (queues)", place.launcher);
     let publisher = AmqpPublisher::new(Connector::new(settings.broker.clone(), name));
@@ -149,6 +151,9 @@ async fn watch_queues(settings: &Settings, place: &Place) {
     };
     let queues: Vec<(String, &str)> = settings.pools.iter().flat_map(kinds).collect();
     loop {
+        while !place.board.was_read() {
+            tokio::time::sleep(LOOK).await;
+        }
         let mut waiting = BTreeMap::new();
         for (queue, kind) in &queues {
             if let Some(Seen::There { ready, .. }) = publisher.look(queue).await {

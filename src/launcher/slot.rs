@@ -77,7 +77,8 @@ impl Slot {
             }
             Verdict::Restart(delay) => {
                 let (delay_ms, error) = (delay.as_millis() as u64, &worker_exit.words);
-                tracing::warn!(slot, delay_ms, error, "starting the worker again");
+                let exit = death.exit.map(Exit::code);
+                tracing::warn!(slot, delay_ms, exit, error, "starting the worker again");
                 self.show_failure(State::Failed, &worker_exit.words);
                 self.count_restart(worker_exit.reason);
                 self.rest(Some(delay)).await

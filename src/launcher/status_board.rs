@@ -3,6 +3,7 @@
 //! slot's entry outlives its workers.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -17,6 +18,8 @@ pub struct StatusBoard {
     /// Locked for reading or writing a few values; never across an await.
     status: Mutex<SlotStatus>,
     started: Instant,
+    /// Somebody has read the metrics. Set by the server, taken by who counts what waits in queues.
+    is_read: AtomicBool,
 }
 
 /// The content of the board.
@@ -61,7 +64,7 @@ impl SlotStatus {
 
 impl Default for StatusBoard {
     fn default() -> Self {
-        Self { status: Mutex::default(), started: Instant::now() }
+        Self { status: Mutex::default(), started: Instant::now(), is_read: AtomicBool::new(false) }
     }
 }
 
@@ -74,6 +77,16 @@ impl StatusBoard {
     /// The time since the launcher started.
     pub fn uptime(&self) -> Duration {
         self.started.elapsed()
+    }
+
+    /// The metrics are being read.
+    pub(crate) fn is_being_read(&self) {
+        self.is_read.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the metrics were read since the last call.
+    pub(crate) fn was_read(&self) -> bool {
+        self.is_read.swap(false, Ordering::Relaxed)
     }
 
     /// Tells how many messages wait in queues.

@@ -1,5 +1,7 @@
 //! Signals: what a worker has on its device is answered, everything else is ready again at once.
 
+use std::time::Duration;
+
 use nix::sys::signal::Signal;
 use serde_json::json;
 
@@ -59,6 +61,10 @@ async fn a_second_sigterm_does_not_wait_for_the_batch() {
     busy_with(&sconce, &client, &settings, task(1)).await;
     sconce.signal(Signal::SIGTERM);
     sconce.wait_for_log("worker draining").await;
+    // One that comes at once is the first: `timeout` signals the process and its group.
+    sconce.signal(Signal::SIGTERM);
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    assert!(lives(sconce.workers()[0]), "{}", sconce.log());
     sconce.signal(Signal::SIGTERM);
     assert_eq!(sconce.exit_code().await, 84);
     client.ready_becomes(&settings.tasks, 1).await;

@@ -86,7 +86,7 @@ fn a_report_says_who_answered_how_much_and_stands_alone_on_stdout() {
     let ended = rig.run_echo(&["--json", "--set", "pool[0].batch.max_requests=2"]);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     let report: Value = serde_json::from_str(&ended.stdout).unwrap();
-    assert_eq!((&report["lines"], &report["inputs"], &report["errors"]), (&10.into(), &10.into(), &1.into()));
+    assert_eq!((&report["lines"], &report["inputs"], &report["errors"]), (&11.into(), &10.into(), &1.into()));
     assert_eq!((&report["model"], &report["devices"]), (&"echo".into(), &json!({"cpu": 10})));
     let workers = report["workers"].as_array().unwrap();
     let tasks: u64 = workers.iter().map(|worker| worker["tasks"].as_u64().unwrap()).sum();
