@@ -244,7 +244,8 @@ pub fn guard_workers(launcher: impl BufRead) -> io::Result<()> {
     let killed = outlive(launcher);
     if !killed.is_empty() {
         // Logged after the kills: nobody may be reading the log any more.
-        tracing::warn!(workers = ?killed, "the launcher is gone; killed the workers left after the grace");
+        let ids: Vec<String> = killed.iter().map(ToString::to_string).collect();
+        tracing::warn!(?ids, "the launcher is gone; killed the workers left after the grace");
     }
     Ok(())
 }

@@ -324,7 +324,7 @@ fn blame(suspects: &SuspectTasks, launch: &Launch, slot: &str) -> bool {
         slot,
         tasks = tasks.len(),
         isolated,
-        ids = ids.join(" "),
+        ?ids,
         exit = last.exit,
         "the worker died with these tasks"
     );

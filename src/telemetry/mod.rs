@@ -3,6 +3,7 @@
 //!
 //! Constant field names: `slot`, `device`, `task.id`, `batch.size`, `duration_ms`.
 
+mod json_lines;
 mod span;
 #[cfg_attr(not(feature = "otlp"), path = "no_traces.rs")]
 pub mod traces;
@@ -15,6 +16,8 @@ use tracing_subscriber::filter::{FilterExt, LevelFilter, filter_fn};
 use tracing_subscriber::layer::Filter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::{EnvFilter, Registry, reload};
+
+use self::json_lines::JsonLines;
 
 /// The filter of a service without `SCONCE_LOG`: our own events and the libraries' warnings.
 const DEFAULT_FILTER: &str = "warn,sconce=info";
@@ -68,7 +71,7 @@ pub fn start(filter: Option<&str>, format: Format) -> Result<(), String> {
         tracing_subscriber::fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
     let lines = match format {
         Format::Human => lines.with_target(false).with_filter(filter).boxed(),
-        Format::Json => lines.json().with_filter(filter).boxed(),
+        Format::Json => lines.event_format(JsonLines).with_filter(filter).boxed(),
     };
     // A second call, as in tests, changes nothing.
     if tracing_subscriber::registry().with(lines).try_init().is_ok() {

@@ -190,7 +190,8 @@ fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
     if weight == Weight::DeviceFailed && event.place.is_none() {
         card.last = Some(device_fault.clone());
     }
-    tracing::warn!(device = uuid, ?meant, ?weight, fault = device_fault.words, "the driver reports an event");
+    let has_failed = weight == Weight::DeviceFailed;
+    tracing::warn!(device = uuid, devices = ?meant, has_failed, fault = device_fault.words, "the driver reports an event");
     Some(Word::Event { devices: meant, device_fault, weight })
 }
 
