@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use tokio::sync::{Notify, Semaphore};
 
 use super::{Registry, load, log_format, start_logging};
@@ -38,11 +38,8 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     start_logging(None)?;
     let mut host = Host::here();
     let host_name = host.name.clone();
-    let wanted = settings.launcher.name.as_deref();
-    let launcher = LauncherName::claim(wanted, &host_name)
-        .with_context(|| {
-            format!("launcher.name = {:?}: another launcher of this host has it", wanted.unwrap_or("auto"))
-        })
+    let launcher = LauncherName::claim(settings.launcher.name.as_deref(), &host_name)
+        .map_err(|name| anyhow!("launcher.name = {name:?}: another launcher of this host has it"))
         .context(Exit::Config)?;
     host.name.clone_from(&launcher.name);
     let assignments = registry.plan(settings, &host)?;

@@ -13,15 +13,16 @@ const MOST: usize = 64;
 pub struct LauncherName {
     /// The name.
     pub name: String,
-    _claim: UnixListener,
+    /// None: the system lets this process claim none.
+    _claim: Option<UnixListener>,
 }
 
 impl LauncherName {
     /// Claims the `wanted` name; without one, `host`, or the first of `host-2`, `host-3`, … that is free.
     ///
     /// # Errors
-    /// Another launcher of this host has the wanted name, or all of these.
-    pub fn claim(wanted: Option<&str>, host: &str) -> io::Result<Self> {
+    /// Other launchers of this host have the wanted name, or all of these; the error has the name.
+    pub fn claim(wanted: Option<&str>, host: &str) -> Result<Self, String> {
         let names = match wanted {
             Some(name) => vec![name.to_owned()],
             None => {
@@ -29,16 +30,18 @@ impl LauncherName {
                 std::iter::once(host.to_owned()).chain(later).collect()
             }
         };
-        let mut last = io::Error::from(io::ErrorKind::AddrInUse);
-        for name in names {
-            let address = SocketAddr::from_abstract_name(format!("sconce-launcher-{name}"))?;
-            match UnixListener::bind_addr(&address) {
-                Ok(claim) => return Ok(Self { name, _claim: claim }),
-                Err(error) if error.kind() == io::ErrorKind::AddrInUse => last = error,
-                Err(error) => return Err(error),
+        for name in &names {
+            let address = SocketAddr::from_abstract_name(format!("sconce-launcher-{name}"));
+            match address.and_then(|address| UnixListener::bind_addr(&address)) {
+                Ok(claim) => return Ok(Self { name: name.clone(), _claim: Some(claim) }),
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+                Err(error) => {
+                    tracing::warn!(name, %error, "cannot see whether another launcher has this name");
+                    return Ok(Self { name: name.clone(), _claim: None });
+                }
             }
         }
-        Err(last)
+        Err(names.into_iter().next().unwrap_or_default())
     }
 }
 
@@ -52,7 +55,7 @@ mod tests {
         let claim = |wanted| LauncherName::claim(wanted, &host);
         let (first, second) = (claim(None).unwrap(), claim(None).unwrap());
         assert_eq!((first.name.as_str(), second.name), (host.as_str(), format!("{host}-2")));
-        assert_eq!(claim(Some(&host)).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        assert_eq!(claim(Some(&host)).unwrap_err(), host);
         drop(first);
         assert_eq!(claim(None).unwrap().name, host);
     }
