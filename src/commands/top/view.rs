@@ -1,197 +1,251 @@
-//! Draws the screen: queues above, slots below, keys or a question at the foot.
+//! Draws the screen: totals and what is wrong at the head, pools, slots, the chosen slot's detail, and keys or a
+//! question at the foot; help over all of it. No line is longer than the screen is wide.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
 
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
-use ratatui::style::{Color, Modifier, Style, Stylize};
+use ratatui::style::{Modifier, Style, Stylize};
 use ratatui::text::{Line, Span};
-use ratatui::widgets::{Block, Cell, Paragraph, Row as TableRow, Table, TableState};
+use ratatui::widgets::{Block, Clear, Paragraph};
 
-use super::rates::{Look, Row};
+use super::columns::{Room, SlotRow, errors, fit, lines, of_pools, of_slots};
+use super::detail;
+use super::figures::{cut, short, width, wrap};
+use super::history::Slot;
+use super::pools::{Total, totals};
+use super::screen::Screen;
 use crate::commands::ctl::span;
-use crate::protocol::admin::State;
 
-/// The texts beside the slots.
-pub(super) struct Words<'a> {
-    /// The broker's address.
-    pub(super) broker: &'a str,
-    /// Shown at the foot: a question, or the result of the last order.
-    pub(super) foot: Option<&'a str>,
-    /// Why nothing new is shown.
-    pub(super) trouble: Option<&'a str>,
+/// A screen of at least this many lines has room for pools and detail.
+const TALL: u16 = 32;
+/// Lines of slots that a detail leaves.
+const SLOTS: u16 = 6;
+
+/// Data that are not those of now: without colours, dim.
+const DIM: Style = Style::new().add_modifier(Modifier::DIM);
+
+const HELP: [&str; 22] = [
+    "↑↓ j k       choose a slot; PgUp PgDn Home End",
+    "Enter →      detail: model, memory, last failure, tasks on the device",
+    "s S          sort by the next column, reverse the order",
+    "/            filter by words of worker, pool, state and device",
+    "p d r        pause or resume, drain, restart the slot; y confirms",
+    "Esc          closes what is open, then the filter, then quits",
+    "",
+    "work         slots that take tasks, of all",
+    "age          since the worker was ready",
+    "tasks/s …    rates are means of the last three seconds",
+    "last minute  tasks/s, on the scale of the pool's fastest slot",
+    "busy         share of the time that the device computed",
+    "fill         mean tokens of a batch, of the most allowed",
+    "held         tasks delivered and not yet settled",
+    "queued       median from a task's publication to its preprocessing",
+    "compute      median and 99th percentile of the time on the device",
+    "err/s ↻      tasks answered with an error; restarts of the worker",
+    "silent       its launcher does not answer; gone after 30 s",
+    "queue        ready messages; also background, retry and dead, where",
+    "             the settings here have this pool with this task queue",
+    "             (a dead-letter queue that pools share counts at each)",
+    "? -          a queue that cannot be looked at; not known, or none",
+];
+
+/// Draws it. `offset`, the first row of slots that is shown, is changed so that the chosen slot is.
+pub(super) fn draw(frame: &mut Frame<'_>, screen: &Screen, offset: &mut usize, now: Instant) {
+    let area = frame.area();
+    let columns = usize::from(area.width);
+    let totals = totals(&screen.history, &screen.pools);
+    let chosen = screen.list.chosen(&screen.history).filter(|_| screen.has_detail);
+    let trouble = trouble(screen, columns);
+    let detail = chosen.map(|slot| detail::lines(slot, columns, now)).unwrap_or_default();
+    let pools = match area.height {
+        height if !detail.is_empty() && height < TALL => 0,
+        height => (totals.len() as u16 + 2).min((height / 3).max(3)),
+    };
+    let rest = area.height.saturating_sub(2 + trouble.len() as u16 + pools);
+    let pane = if detail.is_empty() { 0 } else { (detail.len() as u16 + 1).min(rest.saturating_sub(SLOTS)) };
+    let heights = [1, trouble.len() as u16, pools].map(Constraint::Length).into_iter();
+    let heights = heights.chain([Constraint::Fill(1), Constraint::Length(pane), Constraint::Length(1)]);
+    let areas = Layout::vertical(heights).split(area);
+    frame.render_widget(head(screen, &totals, columns, now), areas[0]);
+    frame.render_widget(Paragraph::new(trouble), areas[1]);
+    let is_stale = screen.stale(now).is_some();
+    pool_table(frame, areas[2], &totals, is_stale);
+    slot_table(frame, areas[3], screen, is_stale, offset);
+    if let Some(slot) = chosen {
+        let rule = rule(&slot.key.worker, "Esc closes", columns);
+        block(frame, areas[4], rule, None, bounded(detail, usize::from(pane).saturating_sub(1)));
+    }
+    frame.render_widget(foot(screen, columns, now), areas[5]);
+    if screen.has_help {
+        help(frame);
+    }
 }
 
-pub(super) fn draw(
+/// The line of totals. What does not fit is left out; errors and the age of stale data come first.
+fn head(screen: &Screen, totals: &[Total], columns: usize, now: Instant) -> Line<'static> {
+    let sum = |of: fn(&Total) -> f64| totals.iter().map(of).fold(0.0, |sum, one| sum + one);
+    let count = |of: fn(&Total) -> usize| totals.iter().map(of).sum::<usize>();
+    let failing = sum(|it| it.errors);
+    let stale = screen.stale(now).map(|age| format!(" stale for {} ", span(age.as_millis() as u64)));
+    let slots = format!(" {} of {} slots work", count(|it| it.work), count(|it| it.slots));
+    let (asked, is_stale) = (screen.history.looked.is_some(), stale.is_some());
+    let (rank, launchers) = match screen.history.launchers {
+        0 if asked => (2, " no launcher answers".yellow().bold()),
+        0 => (2, " asking".into()),
+        1 => (6, " 1 launcher".into()),
+        launchers => (6, format!(" {launchers} launchers").into()),
+    };
+    let parts = [
+        (0, "sconce top".bold()),
+        (0, stale.unwrap_or_default().white().on_red().bold()),
+        (7, format!(" {}", screen.broker).into()),
+        (rank, launchers),
+        (4, slots.into()),
+        (3, format!(" {} tasks/s", short(sum(|it| it.tasks))).into()),
+        (5, format!(" {} tok/s", short(sum(|it| it.tokens))).into()),
+        (1, Span::styled(format!(" {} err/s", errors(failing).content), errors(failing).style)),
+    ];
+    // What is not of now does not look as if it was.
+    let parts = parts.map(|(rank, part)| (rank, if is_stale && rank > 0 { part.style(DIM) } else { part }));
+    let shown = parts.into_iter().filter(|(_, part)| !part.content.is_empty());
+    fitted(shown.collect(), columns)
+}
+
+/// The parts that fit into a line, in their order, with a column between them; the lowest rank first.
+fn fitted(parts: Vec<(u8, Span<'static>)>, columns: usize) -> Line<'static> {
+    let room = |(rank, part): &(u8, Span<'_>)| Room { rank: *rank, least: part.width(), most: part.width() };
+    let widths = fit(&parts.iter().map(room).collect::<Vec<_>>(), columns);
+    let shown = parts.into_iter().zip(widths).filter(|(_, width)| width.is_some());
+    let mut spans: Vec<Span<'static>> = shown.flat_map(|((_, part), _)| [part, " ".into()]).collect();
+    spans.pop();
+    Line::from(spans)
+}
+
+/// What keeps data from being read, in at most two lines.
+fn trouble(screen: &Screen, columns: usize) -> Vec<Line<'static>> {
+    let Some(text) = screen.trouble.as_ref().or(screen.history.refused.as_ref()) else { return Vec::new() };
+    let mut texts = wrap(text, columns);
+    if texts.len() > 2 {
+        texts.truncate(2);
+        texts[1] = cut(&format!("{} …", texts[1]), columns);
+    }
+    texts.into_iter().map(|text| Line::from(text).red().bold()).collect()
+}
+
+fn pool_table(frame: &mut Frame<'_>, area: Rect, totals: &[Total], is_stale: bool) {
+    let columns = usize::from(area.width);
+    let (header, rows) = lines(&of_pools(totals, columns), totals, columns);
+    let rows = rows.into_iter().map(|row| if is_stale { dim(row) } else { row }).collect();
+    let rows = bounded(rows, usize::from(area.height).saturating_sub(2));
+    block(frame, area, rule("pools", "", columns), Some(header), rows);
+}
+
+/// The lines that there is room for; the last one says how many more there are.
+fn bounded(mut lines: Vec<Line<'static>>, most: usize) -> Vec<Line<'static>> {
+    if lines.len() > most && most > 0 {
+        let more = lines.len() + 1 - most;
+        lines.truncate(most - 1);
+        lines.push(Line::from(format!("… {more} more")).dim());
+    }
+    lines
+}
+
+fn slot_table(frame: &mut Frame<'_>, area: Rect, screen: &Screen, is_stale: bool, offset: &mut usize) {
+    let columns = usize::from(area.width);
+    let slots = screen.list.slots(&screen.history);
+    let (at, room) = (screen.list.at(), usize::from(area.height).saturating_sub(2).max(1));
+    *offset = (*offset).clamp((at + 1).saturating_sub(room), at).min(slots.len().saturating_sub(room));
+    let longest = slots.iter().map(|slot| width(&slot.key.worker)).max().unwrap_or_default();
+    let peaks = peaks(slots.iter().copied());
+    let peak = |slot: &Slot| peaks.get(slot.report.pool.as_str()).copied().unwrap_or_default();
+    let shown: Vec<SlotRow<'_>> =
+        slots.iter().skip(*offset).take(room).map(|slot| SlotRow { slot, peak: peak(slot) }).collect();
+    let (header, rows) = lines(&of_slots(&screen.list, longest, columns), &shown, columns);
+    let draw = |(row, (index, line)): (&SlotRow<'_>, (usize, Line<'static>))| {
+        let line = if is_stale || row.slot.missing_since.is_some() { dim(line) } else { line };
+        if *offset + index == at { line.reversed() } else { line }
+    };
+    let rows: Vec<Line<'static>> = shown.iter().zip(rows.into_iter().enumerate()).map(draw).collect();
+    let all = screen.history.slots.len();
+    let title = match screen.list.filter() {
+        "" => "slots".to_owned(),
+        filter => format!("slots with /{filter}: {} of {all}", slots.len()),
+    };
+    let place = format!("{}–{} of {}", *offset + 1, *offset + shown.len(), slots.len());
+    let place = if shown.len() < slots.len() { place } else { String::new() };
+    block(frame, area, rule(&title, &place, columns), Some(header), rows);
+}
+
+/// The most tasks a second of a slot of each pool within the last minute.
+fn peaks<'a>(slots: impl Iterator<Item = &'a Slot>) -> BTreeMap<&'a str, f64> {
+    let mut peaks = BTreeMap::new();
+    for slot in slots {
+        let peak: &mut f64 = peaks.entry(slot.report.pool.as_str()).or_default();
+        *peak = slot.minute.iter().flatten().copied().fold(*peak, f64::max);
+    }
+    peaks
+}
+
+fn dim(line: Line<'static>) -> Line<'static> {
+    Line::from(line.spans.into_iter().map(|span| span.style(DIM)).collect::<Vec<_>>())
+}
+
+/// A line across the screen with a title, and words at its right end.
+fn rule(title: &str, right: &str, columns: usize) -> Line<'static> {
+    let title = cut(&format!("── {title} "), columns);
+    let right = if right.is_empty() { String::new() } else { format!(" {right} ──") };
+    let fill = columns.saturating_sub(width(&title) + width(&right));
+    let right = if width(&title) + width(&right) <= columns { right } else { String::new() };
+    Line::from(format!("{title}{}{right}", "─".repeat(fill))).dark_gray()
+}
+
+/// A rule, a header where there is one, and rows.
+fn block(
     frame: &mut Frame<'_>,
-    look: &Look,
-    rows: &[Row],
-    selected: &mut TableState,
-    words: &Words<'_>,
+    area: Rect,
+    rule: Line<'static>,
+    header: Option<Line<'static>>,
+    rows: Vec<Line<'static>>,
 ) {
-    let queues = look.queues.len() as u16 + 3;
-    let [head, above, below, foot] = Layout::vertical([
-        Constraint::Length(1),
-        Constraint::Length(queues),
-        Constraint::Min(4),
-        Constraint::Length(1),
-    ])
-    .areas(frame.area());
-    frame.render_widget(summary(look, rows, words), head);
-    frame.render_widget(queue_table(look, rows), above);
-    slot_table(frame, below, rows, selected);
-    let keys = "↑↓ choose  p pause/resume  d drain  r restart  q quit";
-    let line = match (words.trouble, words.foot) {
-        (Some(trouble), _) => Line::from(trouble.to_owned()).red().bold(),
-        (None, Some(foot)) => Line::from(foot.to_owned()).yellow().bold(),
-        (None, None) => Line::from(keys).dark_gray(),
-    };
-    frame.render_widget(Paragraph::new(line), foot);
+    let lines: Vec<Line<'static>> = [rule].into_iter().chain(header).chain(rows).collect();
+    frame.render_widget(Paragraph::new(lines), area);
 }
 
-fn summary<'a>(look: &Look, rows: &[Row], words: &Words<'_>) -> Paragraph<'a> {
-    let sum = |of: fn(&Row) -> f64| rows.iter().map(of).fold(0.0, |sum, one| sum + one);
-    let errors = sum(|row| row.errors_per_second);
-    let text = format!(
-        "sconce top  {}  launchers {}  slots {}  {:.0} tasks/s  {:.0} tokens/s  ",
-        words.broker,
-        look.answers.len(),
-        rows.len(),
-        sum(|row| row.tasks_per_second),
-        sum(|row| row.tokens_per_second),
+fn foot(screen: &Screen, columns: usize, now: Instant) -> Line<'static> {
+    if let Some(words) = screen.foot(now) {
+        return Line::from(cut(&words, columns)).yellow().bold();
+    }
+    if screen.is_typing {
+        let text = format!("/{}▏  Enter keeps the filter, Esc clears it", screen.list.filter());
+        return Line::from(cut(&text, columns)).yellow();
+    }
+    let keys = [
+        (2, "↑↓ choose"),
+        (3, "Enter detail"),
+        (4, "s S sort"),
+        (5, "/ filter"),
+        (6, "p pause/resume"),
+        (7, "d drain"),
+        (8, "r restart"),
+        (0, "? help"),
+        (1, "q quit"),
+    ];
+    fitted(keys.map(|(rank, key)| (rank, format!("{key} ").dark_gray())).to_vec(), columns)
+}
+
+fn help(frame: &mut Frame<'_>) {
+    let area = frame.area();
+    let wide = HELP.iter().map(|line| width(line)).max().unwrap_or_default() as u16 + 4;
+    let (wide, high) = (wide.min(area.width), (HELP.len() as u16 + 2).min(area.height));
+    let place = Rect::new((area.width - wide) / 2, (area.height - high) / 2, wide, high);
+    let room = usize::from(wide.saturating_sub(4));
+    let lines = HELP.iter().map(|line| Line::from(format!(" {}", cut(line, room)))).collect();
+    let lines = bounded(lines, usize::from(high.saturating_sub(2)));
+    frame.render_widget(Clear, place);
+    frame.render_widget(
+        Paragraph::new(lines).block(Block::bordered().title(" help: ? or Esc closes ")),
+        place,
     );
-    let errors = Span::from(format!("{errors:.1} errors/s"));
-    let errors = if errors.content.starts_with("0.0") { errors } else { errors.red().bold() };
-    Paragraph::new(Line::from(vec![Span::from(text).bold(), errors]))
-}
-
-fn queue_table<'a>(look: &Look, rows: &[Row]) -> Table<'a> {
-    let lines = look.queues.iter().map(|(queue, depth)| {
-        let held: u64 = rows.iter().filter(|row| row.report.queue == *queue).map(held).sum();
-        let (waiting, consumers) = depth.map_or_else(
-            || ("?".to_owned(), "?".to_owned()),
-            |(messages, consumers)| (messages.to_string(), consumers.to_string()),
-        );
-        TableRow::new([queue.clone(), waiting, held.to_string(), consumers])
-    });
-    let widths =
-        [Constraint::Min(20), Constraint::Length(10), Constraint::Length(10), Constraint::Length(10)];
-    let header = TableRow::new(["queue", "waiting", "in hand", "consumers"]).style(header_style());
-    Table::new(lines, widths).header(header).block(Block::bordered())
-}
-
-fn held(row: &Row) -> u64 {
-    row.report.stats.as_ref().map_or(0, |stats| stats.now.held)
-}
-
-fn slot_table(frame: &mut Frame<'_>, area: Rect, rows: &[Row], selected: &mut TableState) {
-    const HEADS: [&str; 11] = [
-        "worker",
-        "state",
-        "for",
-        "tasks/s",
-        "tokens/s",
-        "busy",
-        "fill",
-        "hand",
-        "queue",
-        "compute 50/99",
-        "err/s ↻",
-    ];
-    let widths = [
-        Constraint::Min(18),
-        Constraint::Length(11),
-        Constraint::Length(6),
-        Constraint::Length(8),
-        Constraint::Length(9),
-        Constraint::Length(5),
-        Constraint::Length(5),
-        Constraint::Length(5),
-        Constraint::Length(7),
-        Constraint::Length(15),
-        Constraint::Length(9),
-    ];
-    let table = Table::new(rows.iter().map(slot_row), widths)
-        .header(TableRow::new(HEADS).style(header_style()))
-        .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED))
-        .block(Block::bordered());
-    frame.render_stateful_widget(table, area, selected);
-}
-
-fn slot_row<'a>(row: &Row) -> TableRow<'a> {
-    let report = &row.report;
-    let percent = |share: f64| format!("{:.0}%", 100.0 * share);
-    let dash = || "-".to_owned();
-    let restarts: u64 = report.restarts.values().sum();
-    let connected = report.stats.as_ref().is_none_or(|stats| stats.now.connected);
-    let state = match report.state {
-        state if state.works() && !connected => "no broker",
-        state => state.name(),
-    };
-    let cells: [Cell<'a>; 11] = [
-        report.worker.clone().into(),
-        Span::styled(state.to_owned(), Style::new().fg(colour(report.state, connected))).into(),
-        span(report.state_ms).into(),
-        format!("{:.1}", row.tasks_per_second).into(),
-        format!("{:.0}", row.tokens_per_second).into(),
-        percent(row.busy).into(),
-        row.fill.map_or_else(dash, percent).into(),
-        held(row).to_string().into(),
-        row.queued.map_or_else(dash, seconds).into(),
-        row.compute.map_or_else(dash, |(half, most)| format!("{}/{}", seconds(half), seconds(most))).into(),
-        format!("{:.1} {restarts}", row.errors_per_second).into(),
-    ];
-    TableRow::new(cells)
-}
-
-fn seconds(seconds: f64) -> String {
-    match seconds {
-        it if it < 1.0 => format!("{:.1}ms", 1e3 * it),
-        it => format!("{it:.1}s"),
-    }
-}
-
-fn colour(state: State, connected: bool) -> Color {
-    match state {
-        State::Ready | State::Busy if connected => Color::Green,
-        State::Ready | State::Busy | State::Failed | State::Quarantined => Color::Red,
-        State::Starting | State::Loading | State::Paused | State::Draining => Color::Yellow,
-        State::Stopped => Color::DarkGray,
-    }
-}
-
-fn header_style() -> Style {
-    Style::new().add_modifier(Modifier::BOLD)
-}
-
-#[cfg(test)]
-mod tests {
-    use ratatui::Terminal;
-    use ratatui::backend::TestBackend;
-
-    use super::super::rates::rows;
-    use super::super::rates::tests::look;
-    use super::*;
-
-    fn page(words: &Words<'_>) -> String {
-        let (before, now) = (look(1.0, 5), look(3.0, 45));
-        let mut terminal = Terminal::new(TestBackend::new(120, 14)).unwrap();
-        let rows = rows(&before, &now);
-        terminal.draw(|frame| draw(frame, &now, &rows, &mut TableState::default(), words)).unwrap();
-        terminal.backend().to_string()
-    }
-
-    #[test]
-    fn a_page_shows_queues_slots_and_what_can_be_done() {
-        let page = page(&Words { broker: "amqp://b", foot: None, trouble: None });
-        for words in ["20 tasks/s", "10000 tokens/s", "tasks", "h/embed/0", "busy", "40%", "50%", "q quit"] {
-            assert!(page.contains(words), "{words:?} is missing:\n{page}");
-        }
-    }
-
-    #[test]
-    fn a_question_takes_the_place_of_the_keys_and_trouble_that_of_both() {
-        let question = page(&Words { broker: "b", foot: Some("drain h/embed/0? y/n"), trouble: None });
-        assert!(question.contains("drain h/embed/0?") && !question.contains("q quit"), "{question}");
-        let trouble = page(&Words { broker: "b", foot: Some("drain?"), trouble: Some("lost the broker") });
-        assert!(trouble.contains("lost the broker") && !trouble.contains("drain?"), "{trouble}");
-    }
 }

@@ -1,0 +1,119 @@
+//! The detail pane: all that is known of one slot, as lines of a given width. Pure.
+
+use std::time::Instant;
+
+use ratatui::style::{Color, Style, Stylize};
+use ratatui::text::{Line, Span};
+
+use super::figures::{age, bytes, cut, percent, seconds, wrap};
+use super::history::Slot;
+use crate::commands::ctl::span;
+use crate::protocol::stats::Stats;
+
+/// Columns of the names at the left.
+const NAMES: usize = 14;
+/// The most lines of one fact.
+const LINES: usize = 6;
+
+/// The lines of a slot.
+pub(super) fn lines(slot: &Slot, columns: usize, now: Instant) -> Vec<Line<'static>> {
+    let room = columns.saturating_sub(NAMES).max(1);
+    let mut lines = Vec::new();
+    for (name, text) in facts(slot, now) {
+        let style = Style::new().fg(match name {
+            "problem" | "last failure" => Color::Red,
+            _ => Color::Reset,
+        });
+        let mut texts = wrap(&text, room);
+        if texts.len() > LINES {
+            texts.truncate(LINES);
+            texts[LINES - 1] = cut(&format!("{} …", texts[LINES - 1]), room);
+        }
+        for (at, text) in texts.into_iter().enumerate() {
+            let name = format!("{:<NAMES$}", if at == 0 { name } else { "" });
+            lines.push(Line::from(vec![name.dim(), Span::styled(text, style)]));
+        }
+    }
+    lines
+}
+
+/// Names and texts, what needs a person first.
+fn facts(slot: &Slot, now: Instant) -> Vec<(&'static str, String)> {
+    let (report, none) = (&slot.report, Stats::default());
+    let stats = report.stats.as_deref().unwrap_or(&none);
+    let state = format!("{} for {}", report.state.name(), span(report.state_ms));
+    let state = match slot.missing_since {
+        Some(since) => {
+            let silent = span(now.saturating_duration_since(since).as_millis() as u64);
+            format!("silent for {silent}; at its last answer: {state}")
+        }
+        None => state,
+    };
+    let process = report.pid.map(|pid| format!(", process {pid}")).unwrap_or_default();
+    let memory =
+        slot.resident().map(|it| format!(", {} of memory of its own", bytes(it))).unwrap_or_default();
+    let ready = slot.age_ms.map_or_else(|| "not ready".to_owned(), |ms| format!("ready for {}", age(ms)));
+    let (reserved, cached) = (stats.now.kv_reserved, stats.now.kv_tokens);
+    let restarts: Vec<String> = report.restarts.iter().map(|(why, times)| format!("{why} {times}")).collect();
+    let restarts = if restarts.is_empty() { "none".to_owned() } else { restarts.join(", ") };
+    let facts = [
+        ("state", Some(state)),
+        ("problem", stats.now.problem.clone()),
+        ("last failure", report.last_failure.clone()),
+        ("active", Some(active(slot))),
+        ("model", Some(report.model.clone())),
+        ("device", Some(report.device.clone())),
+        ("worker", Some(format!("{ready}{process}{memory}"))),
+        ("batches", Some(batches(slot))),
+        ("restarts", Some(restarts)),
+        ("times", Some(times(slot))),
+        ("tasks", Some(answered(stats))),
+        ("kv cache", (cached > 0).then(|| format!("{reserved} of {cached} tokens reserved"))),
+    ];
+    facts.into_iter().filter_map(|(name, text)| Some((name, text?))).collect()
+}
+
+fn active(slot: &Slot) -> String {
+    let report = &slot.report;
+    let Some(ms) = report.active_ms else { return "no task on the device".to_owned() };
+    let more = report.in_flight.saturating_sub(report.active.len() as u64);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!("{} for {}: {}{more}", report.in_flight, seconds(ms as f64 / 1e3), report.active.join(" "))
+}
+
+fn batches(slot: &Slot) -> String {
+    let bounds = &slot.report.batch;
+    let most = |bound: Option<usize>, what| bound.map(|bound| format!("{bound} {what}"));
+    let delay = bounds.max_delay_ms.map(|ms| format!("{ms} ms of waiting"));
+    let bounds = [most(bounds.max_tokens, "tokens"), most(bounds.max_requests, "inputs"), delay];
+    let bounds: Vec<String> = bounds.into_iter().flatten().collect();
+    let fill = slot.rates.fill.map(|fill| format!("; {} of the tokens used", percent(fill)));
+    format!("at most {}{}", bounds.join(", "), fill.unwrap_or_default())
+}
+
+fn times(slot: &Slot) -> String {
+    let dash = || "-".to_owned();
+    let queued = slot.rates.queued.map_or_else(dash, seconds);
+    let (median, most) = slot
+        .rates
+        .compute
+        .map_or_else(|| (dash(), dash()), |(median, most)| (seconds(median), seconds(most)));
+    format!("median in the queue {queued}, on the device {median}, 99% {most}")
+}
+
+/// Tasks by status and reason, and what happened to them besides.
+fn answered(stats: &Stats) -> String {
+    let reason = |reason: &str| if reason.is_empty() { String::new() } else { format!(" ({reason})") };
+    let each = stats.answers.iter().map(|it| (it.count, format!("{}{}", it.status, reason(&it.reason))));
+    let besides = [
+        (stats.retried, "retried"),
+        (stats.redelivered, "delivered again"),
+        (stats.requeued, "handed back"),
+        (stats.dead_lettered.values().sum(), "dead-lettered"),
+        (stats.lost_sessions, "sessions with the broker lost"),
+    ];
+    let besides = besides.into_iter().map(|(count, what)| (count, what.to_owned()));
+    let all = each.chain(besides).filter(|(count, _)| *count > 0);
+    let all: Vec<String> = all.map(|(count, what)| format!("{count} {what}")).collect();
+    if all.is_empty() { "nothing".to_owned() } else { all.join(", ") }
+}

@@ -1,0 +1,129 @@
+//! How numbers, spans of time and long texts are written in few columns of a terminal. Pure.
+
+use ratatui::text::Span;
+
+use crate::commands::ctl::span;
+
+const UNITS: [&str; 4] = ["", "k", "M", "G"];
+
+/// A rate or a count, in at most 5 columns.
+pub(super) fn short(value: f64) -> String {
+    let power = (0..UNITS.len() - 1).find(|power| value / 1e3_f64.powi(*power as i32) < 9_999.5);
+    let power = power.unwrap_or(UNITS.len() - 1);
+    let (value, unit) = (value / 1e3_f64.powi(power as i32), UNITS[power]);
+    if value < 99.95 { format!("{value:.1}{unit}") } else { format!("{value:.0}{unit}") }
+}
+
+/// A count, in at most 5 columns.
+pub(super) fn count(count: u64) -> String {
+    if count < 100_000 { count.to_string() } else { short(count as f64) }
+}
+
+/// A duration in seconds, in at most 5 columns below a day.
+pub(super) fn seconds(seconds: f64) -> String {
+    match seconds {
+        it if it < 0.009_95 => format!("{:.1}ms", 1e3 * it),
+        it if it < 0.999_5 => format!("{:.0}ms", 1e3 * it),
+        it if it < 99.95 => format!("{it:.1}s"),
+        it => format!("{it:.0}s"),
+    }
+}
+
+/// An age in milliseconds, in at most 6 columns.
+pub(super) fn age(ms: u64) -> String {
+    let days = ms / 86_400_000;
+    if days < 100 { span(ms) } else { format!("{days}d") }
+}
+
+pub(super) fn percent(share: f64) -> String {
+    format!("{:.0}%", 100.0 * share)
+}
+
+pub(super) fn bytes(bytes: u64) -> String {
+    match bytes as f64 / f64::from(1 << 20) {
+        mebibytes if mebibytes < 1_023.5 => format!("{mebibytes:.0} MiB"),
+        mebibytes => format!("{:.1} GiB", mebibytes / 1_024.0),
+    }
+}
+
+/// A bar of `width` columns, of which this share is full.
+pub(super) fn bar(share: f64, width: usize) -> String {
+    const PARTS: [&str; 8] = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"];
+    let eighths = (share.clamp(0.0, 1.0) * 8.0 * width as f64).round() as usize;
+    let full = "█".repeat(eighths / 8) + PARTS[eighths % 8];
+    format!("{full:<width$}")
+}
+
+/// A sparkline of a minute: each column is the mean of its seconds, as a share of `peak`. The newest is at the
+/// right; a second of which nothing is known is blank.
+pub(super) fn spark(minute: &[Option<f64>], width: usize, peak: f64) -> String {
+    const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+    let missing = 60_usize.saturating_sub(minute.len());
+    let column = |at: usize| {
+        let (from, to) = (at * 60 / width, ((at + 1) * 60 / width).max(at * 60 / width + 1));
+        let seconds = (from..to).filter_map(|second| *minute.get(second.checked_sub(missing)?)?);
+        let (sum, known) = seconds.fold((0.0, 0), |(sum, known), rate| (sum + rate, known + 1));
+        let share = sum / f64::from(known.max(1)) / peak.max(f64::MIN_POSITIVE);
+        if known == 0 { ' ' } else { LEVELS[((share * 7.0).ceil() as usize).min(7)] }
+    };
+    (0..width).map(column).collect()
+}
+
+/// The columns that a text takes.
+pub(super) fn width(text: &str) -> usize {
+    Span::raw(text).width()
+}
+
+/// The text, in at most `most` columns: a longer one ends with `…`.
+pub(super) fn cut(text: &str, most: usize) -> String {
+    if width(text) <= most {
+        return text.to_owned();
+    }
+    match most {
+        0 => String::new(),
+        most => format!("{}…", &text[..prefix(text, most - 1)]),
+    }
+}
+
+/// The same, cut in its middle: of a worker's name, launcher and slot are at its ends.
+pub(super) fn cut_middle(text: &str, most: usize) -> String {
+    if width(text) <= most || most < 3 {
+        return cut(text, most);
+    }
+    let reversed: String = text.chars().rev().collect();
+    let tail = &reversed[..prefix(&reversed, (most - 1) / 2 + (most - 1) % 2)];
+    let head = &text[..prefix(text, most - 1 - width(tail))];
+    format!("{head}…{}", tail.chars().rev().collect::<String>())
+}
+
+/// The text in lines of at most `most` columns, broken between words, or within one that is longer.
+pub(super) fn wrap(text: &str, most: usize) -> Vec<String> {
+    let mut lines = Vec::new();
+    for paragraph in text.lines() {
+        let mut line = String::new();
+        for word in paragraph.split_whitespace() {
+            if !line.is_empty() && width(&line) + 1 + width(word) <= most {
+                line = format!("{line} {word}");
+                continue;
+            }
+            lines.extend(Some(std::mem::replace(&mut line, word.to_owned())).filter(|line| !line.is_empty()));
+            while width(&line) > most {
+                let first = line.chars().next().map_or(0, char::len_utf8);
+                let rest = line.split_off(prefix(&line, most).max(first));
+                lines.push(std::mem::replace(&mut line, rest));
+            }
+        }
+        lines.extend(Some(line).filter(|line| !line.is_empty()));
+    }
+    lines
+}
+
+/// The bytes of the longest beginning that takes at most `most` columns.
+fn prefix(text: &str, most: usize) -> usize {
+    let mut taken = 0;
+    let is_beyond = |(at, character): &(usize, char)| {
+        taken += width(&text[*at..*at + character.len_utf8()]);
+        taken > most
+    };
+    text.char_indices().find(is_beyond).map_or(text.len(), |(at, _)| at)
+}

@@ -1,0 +1,171 @@
+//! What is known of every slot over time: its last report, its rates, its last minute, and whether its launcher
+//! still answers. Owns that state; bounded by the launchers that answered of late. Pure: time is passed in.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::{Duration, Instant};
+
+use super::rates::Rates;
+use crate::protocol::admin::{Answer, SlotReport, State};
+use crate::protocol::stats::Stats;
+
+/// How long the slots of a launcher that answers no more are shown.
+pub(super) const REMEMBERED: Duration = Duration::from_secs(30);
+/// Rates are means of at least this many milliseconds: workers report each second, so that a single second may hold
+/// no report or two.
+const MEAN_MS: u64 = 2_800;
+/// The most counts of a slot that are kept for these means.
+const COUNTS: usize = 8;
+/// Seconds of the sparkline.
+const MINUTE: usize = 60;
+
+/// The answers of all launchers, and the queues of their pools, at one time.
+#[derive(Clone, Debug)]
+pub(super) struct Look {
+    pub(super) at: Instant,
+    /// The same time, in milliseconds since 1970.
+    pub(super) wall_ms: u64,
+    pub(super) answers: Vec<Answer>,
+    pub(super) queues: Queues,
+}
+
+/// Numbers of ready messages and consumers by queue; none where the queue cannot be inspected.
+pub(super) type Queues = BTreeMap<String, Option<(u32, u32)>>;
+
+/// Which slot: its worker's name and its launcher's process, because two launchers may have the same name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Key {
+    pub(super) worker: String,
+    launcher: (String, u32),
+}
+
+/// One slot.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Slot {
+    pub(super) key: Key,
+    pub(super) report: SlotReport,
+    pub(super) rates: Rates,
+    /// Milliseconds since its worker was ready, by the clock of this host.
+    pub(super) age_ms: Option<u64>,
+    /// Tasks a second in each of the last seconds, at most [`MINUTE`]; none where no count is known.
+    pub(super) minute: Vec<Option<f64>>,
+    /// Since when its launcher does not answer, though others or the broker do.
+    pub(super) missing_since: Option<Instant>,
+    /// The launcher's uptime in milliseconds and the counts, oldest first, at most [`COUNTS`].
+    counts: VecDeque<(u64, Stats)>,
+}
+
+/// All slots.
+#[derive(Default)]
+pub(super) struct History {
+    pub(super) slots: BTreeMap<Key, Slot>,
+    pub(super) queues: Queues,
+    pub(super) launchers: usize,
+    /// When launchers were last asked with success.
+    pub(super) looked: Option<Instant>,
+    /// What a launcher said that answered with an error.
+    pub(super) refused: Option<String>,
+}
+
+impl History {
+    pub(super) fn learn(&mut self, look: Look) {
+        let Look { at, wall_ms, answers, queues } = look;
+        let (mut live, mut names, mut launchers) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
+        self.refused = answers.iter().find_map(|answer| answer.error.clone());
+        self.launchers = answers.len();
+        for answer in answers {
+            let launcher = (answer.host, answer.pid);
+            for report in answer.slots {
+                let key = Key { worker: report.worker.clone(), launcher: launcher.clone() };
+                let slot = self.slots.entry(key.clone()).or_default();
+                slot.key = key.clone();
+                slot.learn(report, answer.uptime_ms, wall_ms);
+                names.insert(key.worker.clone());
+                live.insert(key);
+            }
+            launchers.insert(launcher);
+        }
+        self.slots.retain(|key, slot| {
+            // The launcher has answered without this slot, or another fills it.
+            let is_gone = launchers.contains(&key.launcher) || names.contains(&key.worker);
+            live.contains(key) || {
+                let since = *slot.missing_since.get_or_insert(at);
+                !is_gone && at.saturating_duration_since(since) < REMEMBERED
+            }
+        });
+        (self.queues, self.looked) = (queues, Some(at));
+    }
+}
+
+impl Slot {
+    fn learn(&mut self, report: SlotReport, uptime_ms: u64, wall_ms: u64) {
+        let now = report.stats.as_deref().cloned().unwrap_or_default();
+        // A launcher that was started again, perhaps with the same process id, counts from zero.
+        if self.counts.back().is_some_and(|(at, _)| *at >= uptime_ms) {
+            (self.counts, self.minute) = Default::default();
+        }
+        let since = |at: u64| (uptime_ms - at) as f64 / 1e3;
+        match self.counts.back() {
+            Some((at, before)) => {
+                let seconds = (uptime_ms / 1_000).saturating_sub(at / 1_000) as usize;
+                let rate = now.tasks().saturating_sub(before.tasks()) as f64 / since(*at);
+                self.minute.extend(std::iter::repeat_n(Some(rate), seconds.min(MINUTE)));
+            }
+            None => self.minute.push(None),
+        }
+        self.minute.drain(..self.minute.len().saturating_sub(MINUTE));
+        let is_enough =
+            |second: Option<&(u64, Stats)>| second.is_some_and(|(at, _)| uptime_ms - at >= MEAN_MS);
+        while is_enough(self.counts.get(1)) || self.counts.len() >= COUNTS {
+            self.counts.pop_front();
+        }
+        self.rates = self.counts.front().map_or_else(Rates::default, |(at, before)| {
+            Rates::between(before, &now, since(*at), report.batch.max_tokens)
+        });
+        self.counts.push_back((uptime_ms, now));
+        self.age_ms = report.ready_at_ms.map(|ready| wall_ms.saturating_sub(ready));
+        (self.report, self.missing_since) = (report, None);
+    }
+
+    /// Its state; that its launcher is silent or its worker has no broker comes first.
+    pub(super) fn state(&self) -> &'static str {
+        match self.report.state {
+            _ if self.missing_since.is_some() => "silent",
+            state if state.works() && !self.is_connected() => "no broker",
+            state => state.name(),
+        }
+    }
+
+    /// Whether it takes tasks now.
+    pub(super) fn works(&self) -> bool {
+        self.missing_since.is_none() && self.report.state.works() && self.is_connected()
+    }
+
+    /// How much its state needs a person: the worse, the more.
+    pub(super) fn severity(&self) -> usize {
+        let known = || State::ALL.iter().position(|(state, _)| *state == self.report.state);
+        match self.state() {
+            "silent" => State::ALL.len() + 1,
+            "no broker" => State::ALL.len(),
+            _ => known().unwrap_or_default(),
+        }
+    }
+
+    /// Tasks delivered to it and not yet settled.
+    pub(super) fn held(&self) -> u64 {
+        self.report.stats.as_ref().map_or(0, |stats| stats.now.held)
+    }
+
+    /// How many times its worker was started again.
+    pub(super) fn restarts(&self) -> u64 {
+        self.report.restarts.values().sum()
+    }
+
+    /// Bytes of memory that only its worker uses.
+    pub(super) fn resident(&self) -> Option<u64> {
+        self.report.stats.as_ref().map(|stats| stats.now.resident).filter(|bytes| *bytes > 0)
+    }
+
+    fn is_connected(&self) -> bool {
+        self.report.stats.as_ref().is_none_or(|stats| stats.now.connected)
+    }
+}

@@ -1,0 +1,211 @@
+//! Rates, silence, staleness, order, choice, keys and totals, without a terminal.
+
+use std::time::{Duration, Instant};
+
+use ratatui::crossterm::event::{Event, KeyCode, KeyEvent};
+
+use super::super::columns::{Room, fit};
+use super::super::figures::{age, bar, count, cut, cut_middle, short, spark, width, wrap};
+use super::super::list::SORTS;
+use super::super::pools::{Depth, totals};
+use super::super::screen::{News, Press, Screen};
+use super::*;
+use crate::protocol::admin::{Request, Target};
+
+fn press(screen: &mut Screen, code: KeyCode) -> Option<Press> {
+    screen.press(&Event::Key(KeyEvent::from(code)), Instant::now())
+}
+
+fn write(screen: &mut Screen, text: &str) {
+    text.chars().for_each(|character| drop(press(screen, KeyCode::Char(character))));
+}
+
+/// The workers in their order, with their states.
+fn shown(screen: &Screen) -> Vec<(String, &'static str)> {
+    let slots = screen.list.slots(&screen.history);
+    slots.into_iter().map(|slot| (slot.report.worker.clone(), slot.state())).collect()
+}
+
+fn chosen(screen: &Screen) -> &str {
+    screen.list.chosen(&screen.history).map_or("", |slot| &slot.key.worker)
+}
+
+#[test]
+fn rates_are_means_of_three_seconds_and_of_a_slot_that_is_new_none_are_known() {
+    let (mut screen, start) = (screen(), Instant::now());
+    for (at, tasks) in [(1, 5), (2, 5), (3, 45), (4, 65), (5, 65)] {
+        let one = answer("h", at, vec![slot("h/embed/0", "cpu", tasks)]);
+        screen.learn(look(start, at, vec![one]), start);
+        let rates = &screen.history.slots.values().next().unwrap().rates;
+        match at {
+            1 => assert_eq!((rates.tasks, rates.fill), (0.0, None)),
+            4 => assert_eq!((rates.tasks, rates.tokens, rates.fill), (20.0, 10_000.0, Some(0.5))),
+            5 => assert_eq!((rates.tasks, (10.0 * rates.busy).round()), (20.0, 4.0)),
+            _ => {}
+        }
+    }
+    let again = answer("h", 1, vec![slot("h/embed/0", "cpu", 3)]);
+    screen.learn(look(start, 6, vec![again]), start);
+    let slot = screen.history.slots.values().next().unwrap();
+    assert_eq!((slot.rates.tasks, slot.minute.len(), slot.age_ms), (0.0, 1, Some(66_000)));
+}
+
+#[test]
+fn a_minute_is_kept_and_no_more_whatever_was_missed() {
+    let (mut screen, start) = (screen(), Instant::now());
+    for at in (0..200).step_by(2).chain([900]) {
+        screen.learn(look(start, at, vec![answer("h", at + 1, vec![slot("h/embed/0", "cpu", at)])]), start);
+    }
+    let minute = &screen.history.slots.values().next().unwrap().minute;
+    assert!(minute.len() == 60 && minute.iter().all(|rate| *rate == Some(1.0)), "{minute:?}");
+}
+
+#[test]
+fn slots_of_a_silent_launcher_are_marked_and_go_after_half_a_minute() {
+    let (mut screen, start) = (screen(), Instant::now());
+    screen.learn(two_hosts(start, 1), start);
+    let one = |at| look(start, at, vec![answer("gpu1", at, vec![slot("gpu1/embed/0", "cpu", at)])]);
+    screen.learn(one(2), start);
+    // Its launcher has answered without the other two.
+    let silent = [("gpu1/embed/0".to_owned(), "busy"), ("gpu2.example.com/generate/0".to_owned(), "silent")];
+    assert_eq!(shown(&screen), silent);
+    screen.learn(one(31), start);
+    assert_eq!(shown(&screen), silent);
+    screen.learn(one(32), start);
+    assert_eq!(shown(&screen), silent[..1]);
+    // An outage does not count: nobody could answer.
+    screen.learn(two_hosts(start, 40), start);
+    screen.learn(News::Trouble("lost".into()), start);
+    screen.learn(one(400), start);
+    assert_eq!(shown(&screen), silent);
+}
+
+#[test]
+fn a_launcher_that_was_started_again_takes_the_place_of_its_silent_slots() {
+    let (mut screen, start) = (screen(), Instant::now());
+    let with = |pid, at| Answer { pid, ..answer("h", at, vec![slot("h/embed/0", "cpu", at)]) };
+    screen.learn(look(start, 1, vec![with(7, 100)]), start);
+    screen.learn(look(start, 2, vec![with(8, 1)]), start);
+    assert_eq!(shown(&screen), [("h/embed/0".to_owned(), "busy")]);
+}
+
+#[test]
+fn the_first_answer_after_an_outage_takes_all_of_it_away() {
+    let (mut screen, start) = (screen(), Instant::now());
+    let at = |seconds| start + Duration::from_secs(seconds);
+    screen.learn(two_hosts(start, 1), at(1));
+    assert_eq!(screen.stale(at(2)), None);
+    assert_eq!(
+        screen.stale(at(9)),
+        Some(Duration::from_secs(8)),
+        "no trouble is known, and yet nothing comes"
+    );
+    screen.learn(News::Trouble("lost the broker".into()), at(3));
+    assert_eq!(screen.stale(at(3)), Some(Duration::from_secs(2)));
+    screen.learn(look(start, 4, Vec::new()), at(4));
+    screen.learn(two_hosts(start, 5), at(5));
+    assert_eq!((screen.stale(at(5)), &screen.trouble, screen.foot(at(5))), (None, &None, None));
+    assert!(screen.history.launchers == 2 && shown(&screen).iter().all(|(_, state)| *state != "silent"));
+}
+
+#[test]
+fn the_choice_follows_its_slot_when_the_order_changes() {
+    let (mut screen, start) = (screen(), Instant::now());
+    screen.learn(two_hosts(start, 1), start);
+    screen.learn(two_hosts(start, 2), start);
+    press(&mut screen, KeyCode::Down);
+    assert_eq!(chosen(&screen), "gpu1/embed/1");
+    write(&mut screen, "s");
+    assert_eq!(shown(&screen)[0].1, "quarantined");
+    write(&mut screen, "ss");
+    let rates = |screen: &Screen| -> Vec<f64> {
+        screen.list.slots(&screen.history).iter().map(|slot| slot.rates.tasks.round()).collect()
+    };
+    assert_eq!(rates(&screen), [20.0, 9.0, 3.0, 0.0]);
+    assert_eq!((chosen(&screen), screen.list.at()), ("gpu1/embed/1", 2));
+    write(&mut screen, "S");
+    assert_eq!((rates(&screen)[0], chosen(&screen), screen.list.at()), (0.0, "gpu1/embed/1", 1));
+    (3..SORTS.len()).for_each(|_| write(&mut screen, "s"));
+    assert_eq!(screen.list.mark("worker"), "▲", "after the last column comes the first");
+    // One that is gone hands the choice to its place.
+    let only = answer("gpu1", 3, vec![slot("gpu1/embed/0", "cpu", 3), slot("gpu1/embed/10", "cpu", 3)]);
+    screen.learn(look(start, 3, vec![only]), start);
+    assert_eq!(chosen(&screen), "gpu1/embed/10");
+}
+
+#[test]
+fn escape_closes_help_detail_and_filter_before_it_leaves() {
+    let (mut screen, start) = (screen(), Instant::now());
+    screen.learn(two_hosts(start, 1), start);
+    write(&mut screen, "/quarAnt gpu-5q");
+    assert!(shown(&screen).is_empty() && screen.is_typing);
+    press(&mut screen, KeyCode::Backspace);
+    press(&mut screen, KeyCode::Enter);
+    assert_eq!(shown(&screen), [("gpu2.example.com/generate/0".to_owned(), "quarantined")]);
+    assert_eq!(chosen(&screen), "gpu2.example.com/generate/0");
+    press(&mut screen, KeyCode::Enter);
+    write(&mut screen, "?d");
+    assert!(screen.has_help && screen.has_detail && screen.foot(start).is_none());
+    for open in [(false, true, 1), (false, false, 1), (false, false, 4)] {
+        assert_eq!(press(&mut screen, KeyCode::Esc), None);
+        assert_eq!((screen.has_help, screen.has_detail, shown(&screen).len()), open);
+    }
+    assert_eq!(press(&mut screen, KeyCode::Esc), Some(Press::Leave));
+    assert_eq!(press(&mut screen, KeyCode::Char('q')), Some(Press::Leave));
+}
+
+#[test]
+fn an_order_is_sent_after_yes_alone() {
+    let (mut screen, start) = (screen(), Instant::now());
+    write(&mut screen, "d");
+    assert_eq!(screen.foot(start), None, "there is no slot");
+    screen.learn(two_hosts(start, 1), start);
+    write(&mut screen, "d");
+    assert_eq!(screen.foot(start).unwrap(), "drain gpu1/embed/0? y/n");
+    assert_eq!((press(&mut screen, KeyCode::Char('n')), screen.foot(start)), (None, None));
+    write(&mut screen, "p");
+    let order = Press::Order(Target::Slot("gpu1/embed/0".into()), Request::Pause);
+    assert_eq!(press(&mut screen, KeyCode::Char('y')), Some(order));
+    screen.learn(News::Done("paused".into()), start);
+    assert_eq!(screen.foot(start).as_deref(), Some("paused"));
+    assert_eq!(screen.foot(start + Duration::from_secs(60)), None);
+}
+
+#[test]
+fn totals_count_slots_at_work_and_the_queues_that_settings_and_broker_know() {
+    let (mut screen, start) = (screen(), Instant::now());
+    screen.learn(two_hosts(start, 1), start);
+    screen.learn(two_hosts(start, 2), start);
+    let [embed, generate] = &totals(&screen.history, &screen.pools)[..] else { panic!() };
+    assert_eq!((embed.work, embed.slots, embed.held, embed.consumers), (3, 3, 9, Some(2)));
+    assert_eq!((embed.tasks.round(), embed.errors), (32.0, 1.0));
+    assert_eq!((embed.waiting, embed.background), (Depth::Messages(12), Depth::NoQueue));
+    assert_eq!((embed.retry, embed.dead), (Depth::Messages(5), Depth::Messages(2)));
+    assert_eq!((generate.work, generate.slots), (0, 1));
+    assert_eq!((generate.waiting, generate.dead), (Depth::Unknown, Depth::NoQueue));
+}
+
+#[test]
+fn a_part_that_does_not_fit_is_left_out_whole_and_the_others_grow() {
+    let rooms =
+        [(1, 4, 4), (0, 10, 20), (2, 9, 9), (3, 5, 5)].map(|(rank, least, most)| Room { rank, least, most });
+    assert_eq!(fit(&rooms, 23), [Some(4), Some(12), None, Some(5)]);
+    assert_eq!(fit(&rooms, 45), [Some(4), Some(20), Some(9), Some(5)]);
+    assert_eq!(fit(&rooms, 9), [Some(4), None, None, None]);
+}
+
+#[test]
+fn figures_keep_to_their_columns() {
+    let all = [0.0, 9.96, 99.94, 99.96, 9_999.4, 9_999.6, 99_960.0, 1e6, 9_999_600.0, 1e9].map(short);
+    let written = ["0.0", "10.0", "99.9", "100", "9999", "10.0k", "100k", "1000k", "10.0M", "1000M"];
+    assert_eq!(all, written);
+    assert_eq!([99_999, 100_000].map(count), ["99999", "100k"]);
+    assert_eq!(age(100 * 86_400_000), "100d");
+    assert_eq!([cut("embedding", 5), cut("embed", 5), cut("embed", 0)], ["embe…", "embed", ""]);
+    assert_eq!(cut_middle("gpu1.example.com/embed/0", 13), "gpu1.e…mbed/0");
+    assert_eq!(wrap("one two\nthree 日本語", 5), ["one", "two", "three", "日本", "語"]);
+    assert_eq!((bar(0.5, 3), bar(2.0, 2)), ("█▌ ".to_owned(), "██".to_owned()));
+    let minute: Vec<Option<f64>> = (0..40).map(|second| Some(f64::from(second / 10))).collect();
+    assert_eq!(spark(&minute, 6, 3.0), "  ▁▄▆█");
+    assert!([spark(&[], 7, 0.0), spark(&minute, 60, 0.0)].map(|text| width(&text)) == [7, 60]);
+}
