@@ -78,14 +78,13 @@ async fn show(
             told = news.recv() => screen.learn(told.context("nobody looks any more")?, Instant::now()),
             key = keys.recv() => {
                 let Some(event) = key else { return Ok(()) };
-                match screen.press(&event, Instant::now()) {
+                let is_full = match screen.press(&event, Instant::now()) {
                     Some(Press::Leave) => return Ok(()),
-                    Some(Press::Order(target, request)) => {
-                        if orders.try_send((target, request)).is_err() {
-                            screen.tell("not asked: earlier orders are under way".to_owned(), Instant::now());
-                        }
-                    }
-                    None => {}
+                    Some(Press::Order(target, request)) => orders.try_send((target, request)).is_err(),
+                    None => false,
+                };
+                if is_full {
+                    screen.tell("not asked: earlier orders are under way".to_owned(), Instant::now());
                 }
             }
             _ = ticks.tick() => {}
