@@ -228,10 +228,10 @@ fn table(text: &mut String, slots: &[SlotReport]) {
         ["slot", "done", "errors", "retried", "dead", "tokens", "batches", "p50 ms", "p99 ms", "queue p99"];
     let row = |cells: [String; 10]| {
         let [slot, rest @ ..] = cells;
-        let widths = [10, 7, 7, 5, 12, 9, 7, 7, 9];
+        let widths = [9, 8, 8, 6, 12, 9, 8, 8, 11];
         let rest: Vec<String> =
             rest.iter().zip(widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
-        format!("  {slot:<16}{}\n", rest.join(""))
+        format!("  {slot:<17}{}\n", rest.join(""))
     };
     text.push_str(&row(head.map(str::to_owned)));
     for slot in slots {

@@ -235,6 +235,8 @@ fn certificates(tls: &Tls) -> Result<OwnedTLSConfig, String> {
     Ok(OwnedTLSConfig { identity, cert_chain })
 }
 
+/// How often the same failure is logged.
+const TELLING: Duration = Duration::from_secs(60);
 /// After a connection, at most this many earlier failures count for the next delay.
 const FLAPPING: u32 = 3;
 
@@ -247,6 +249,8 @@ pub(super) struct ReconnectPolicy {
     /// Refusals in a row other than [`Refusal::None`].
     refusals: u32,
     refused_since: Option<Instant>,
+    /// What was logged last, and when.
+    told: Option<(String, Instant)>,
     was_connected: bool,
 }
 
@@ -269,9 +273,14 @@ impl ReconnectPolicy {
         }
         let delay = BACKOFF.delay(self.failures, rand::random());
         let delay_ms = delay.as_millis() as u64;
+        let is_told = self.told.as_ref().is_some_and(|(told, at)| *told == reason && at.elapsed() < TELLING);
         match refusal {
+            _ if is_told => tracing::debug!(broker, reason, delay_ms, "trying again"),
             Refusal::None => tracing::warn!(broker, reason, delay_ms, "no broker; trying again"),
             _ => tracing::warn!(broker, reason, delay_ms, "the broker refuses; trying again"),
+        }
+        if !is_told {
+            self.told = Some((reason, Instant::now()));
         }
         Ok(delay)
     }
@@ -293,7 +302,7 @@ impl ReconnectPolicy {
     /// A connection was made, which may break at once. If so, the delays go on from [`FLAPPING`] failures,
     /// not from the length that a long outage had brought.
     pub(super) fn connected(&mut self) {
-        self.was_connected = true;
+        (self.was_connected, self.told) = (true, None);
         (self.refusals, self.refused_since) = (0, None);
         self.failures = self.failures.min(FLAPPING);
     }
