@@ -80,6 +80,7 @@ impl StatusBoard {
     }
 
     /// The metrics are being read.
+    #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "only the server reads them"))]
     pub(crate) fn is_being_read(&self) {
         self.is_read.store(true, Ordering::Relaxed);
     }
