@@ -252,7 +252,9 @@ async fn a_message_without_expiration_in_a_retry_queue_holds_up_none_behind_it()
 #[tokio::test(flavor = "multi_thread")]
 async fn a_limit_of_connections_at_the_start_is_waited_for() {
     let rabbit = Rabbit::shared();
-    let settings = Settings::echo(rabbit.url_for("many:pw", "/"));
+    // The same failure is told once at `info`.
+    let settings =
+        Settings::echo(rabbit.url_for("many:pw", "/")).environment("SCONCE_LOG", "warn,sconce=debug");
     rabbit.ctl(&["add_user", "many", "pw"]);
     rabbit.ctl(&["set_permissions", "-p", "/", "many", ".*", ".*", ".*"]);
     rabbit.ctl(&["set_user_limits", "many", r#"{"max-connections": 0}"#]);
@@ -271,6 +273,8 @@ async fn workers_that_are_started_while_a_password_is_refused_come_back_once_it_
     rabbit.ctl(&["add_user", "moody", "right"]);
     rabbit.ctl(&["set_permissions", "-p", "/", "moody", ".*", ".*", ".*"]);
     let settings = Settings::echo(rabbit.url_for("moody:right", "/")).set("launcher.max_quick_failures", 2);
+    // The same failure is told once at `info`.
+    let settings = settings.environment("SCONCE_LOG", "warn,sconce=debug");
     let sconce = Sconce::launched(&settings).await;
     let client = Client::connect(&rabbit.url()).await;
     // The launcher hears once a second that its worker has the broker.
