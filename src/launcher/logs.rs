@@ -2,24 +2,49 @@
 //! the launcher with the worker's level; for a log collector as the same JSON line with its fields. A line of
 //! another form (a panic message, a library's print) is a warning.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::process::ExitStatus;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value};
 
-use crate::protocol::control::CrashTail;
+use crate::protocol::control::{CrashTail, QUEUE_MADE};
 use crate::protocol::shorten;
 use crate::shutdown::Exit;
 
 /// Writes a JSON line unchanged.
 pub type RawLines = fn(&str);
 
-/// Logs one line again, by `raw` if given; returns its text.
-pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>) -> String {
+/// How long a line that several workers write at once is not repeated.
+const ONCE: Duration = Duration::from_secs(10);
+
+/// The lines of queues that were made, and when: workers that start together make the same ones at the same moment, and
+/// AMQP tells none of them who was first. Written and read for each such line.
+#[derive(Default)]
+pub(super) struct Told(Mutex<HashMap<String, Instant>>);
+
+impl Told {
+    /// Whether another worker has just written this line. Remembers it.
+    fn has(&self, words: &str, now: Instant) -> bool {
+        if !words.starts_with(QUEUE_MADE) {
+            return false;
+        }
+        let mut told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        told.retain(|_, at| now.saturating_duration_since(*at) < ONCE);
+        told.insert(words.to_owned(), now).is_some()
+    }
+}
+
+/// Logs one line again, by `raw` if given, unless it was `told`; returns its text.
+pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>, told: &Told) -> String {
     let parsed =
         serde_json::from_str::<Map<String, Value>>(line).ok().filter(|log| log.contains_key("fields"));
     let level = parsed.as_ref().and_then(|log| log.get("level")).and_then(Value::as_str).map(str::to_owned);
     let words = parsed.as_ref().map_or_else(|| line.to_owned(), words);
+    if told.has(&words, Instant::now()) {
+        return words;
+    }
     if let (Some(_), Some(raw)) = (parsed, raw) {
         raw(&with_slot(line, slot));
         return words;
@@ -114,6 +139,16 @@ mod tests {
         let line = r#"{"level":"INFO","fields":{"message":"ready","device":"cpu","load_ms":3}}"#;
         let log = serde_json::from_str(line).unwrap();
         assert_eq!(words(&log), r#"ready device="cpu" load_ms=3"#);
+    }
+
+    #[test]
+    fn that_a_queue_was_made_is_told_once_whoever_made_it() {
+        let (told, now) = (Told::default(), Instant::now());
+        let made = |queue: &str| format!("{QUEUE_MADE} queue={queue:?}");
+        let has =
+            [made("a"), made("b"), made("a"), "ready".into(), "ready".into()].map(|it| told.has(&it, now));
+        assert_eq!(has, [false, false, true, false, false]);
+        assert!(!told.has(&made("a"), now + ONCE), "it was deleted, and made again");
     }
 
     #[test]

@@ -111,6 +111,8 @@ struct Launch {
     turn: Arc<Semaphore>,
     /// Writes workers' log lines unchanged, if our log is JSON too.
     raw_lines: Option<RawLines>,
+    /// Lines that are not to be repeated.
+    told: logs::Told,
     /// Is told of every worker.
     guard: Arc<Guard>,
     /// The broker that has accepted a worker. Written by worker monitors, read when a worker ends or starts.
@@ -165,6 +167,7 @@ impl Launching {
             board,
             turn,
             raw_lines,
+            told: logs::Told::default(),
             guard,
             reached: Mutex::default(),
         };

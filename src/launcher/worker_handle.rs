@@ -139,7 +139,7 @@ impl WorkerHandle {
         match event {
             WorkerEvent::Child(ChildEvent::Event(line)) => self.hear(&line, launch),
             WorkerEvent::Child(ChildEvent::Log(line)) => {
-                self.monitor.log.push(&re_emit(&self.assignment.slot, &line, launch.raw_lines))
+                self.monitor.log.push(&re_emit(&self.assignment.slot, &line, launch.raw_lines, &launch.told))
             }
             WorkerEvent::Child(ChildEvent::Ended(status)) => return Some(Some(status)),
             WorkerEvent::Step => {

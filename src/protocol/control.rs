@@ -84,6 +84,9 @@ impl BatchChange {
     }
 }
 
+/// The message of a worker's log line that a queue was made, which its launcher tells once.
+pub const QUEUE_MADE: &str = "queue made";
+
 /// The reply queue of a job, which each run of `sconce submit` is.
 pub fn job_queue(job: &str) -> String {
     format!("sconce.job.{job}")

@@ -580,6 +580,8 @@ async fn a_restart_goes_from_slot_to_slot_and_can_be_waited_for() {
     let settings = Settings::echo(Rabbit::shared().url()).controlled().set("pool[0].devices", devices);
     let sconce = Sconce::launched(&settings).await;
     sconce.wait_for_log("listening").await;
+    let made = format!("queue made queue={:?}", settings.tasks);
+    assert_eq!(sconce.logged(&made), 1, "three workers have made it together: {}", sconce.log());
     let before = sconce.workers();
     let restart = ["restart", "--all", "--expect", "1", "--timeout", "20s", "--wait", "60s"];
     let (code, answers, log) = ctl(&settings, &restart).await;

@@ -9,6 +9,7 @@ use lapin::{Connection, Error, ExchangeKind, Queue};
 
 use super::convert::short;
 use super::exchange::code;
+use crate::protocol::control::QUEUE_MADE;
 
 /// The queues of a pool.
 #[derive(Clone, Debug)]
@@ -178,7 +179,7 @@ async fn make(connection: &Connection, queue: &str, arguments: FieldTable) -> Re
     let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
     match channel.queue_declare(short(queue), durable, arguments).await {
         Ok(_) => {
-            tracing::info!(queue, "queue made");
+            tracing::info!(queue, "{QUEUE_MADE}");
             channel.close(200, "done".into()).await
         }
         // Another process has made the queue since our check, with other arguments; that is enough.
