@@ -118,17 +118,12 @@ fn control_apart(settings: &Settings, place: &Arc<Place>) -> anyhow::Result<()> 
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let listen = move || {
         runtime.block_on(async {
-            // Ends only where there is no remote control.
-            let control = async {
-                listen_to_control(&settings, &place).await;
-                std::future::pending::<()>().await;
-            };
             let watch = async {
                 if settings.admin.listen.is_some() {
                     watch_queues(&settings, &place).await;
                 }
             };
-            tokio::join!(control, watch)
+            tokio::join!(listen_to_control(&settings, &place), watch)
         })
     };
     thread::Builder::new().name("control".into()).spawn(listen)?;

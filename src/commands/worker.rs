@@ -200,7 +200,7 @@ fn obey(command: Command, stop: &Stop, control: &Control) {
                 control.withdrawn.add(job_queue(job), Instant::now());
             }
             if let Some(stop) = &cancellation.stop {
-                control.withdrawn.add_stop(stop, Instant::now());
+                control.withdrawn.add_stop(stop.clone(), Instant::now());
             }
             drop(control.cancellations.send(cancellation));
         }

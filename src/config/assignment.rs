@@ -22,7 +22,7 @@ const MOST_SHORT_TEXTS: usize = 256;
 pub struct Assignment {
     /// The slot's name: pool and index.
     pub slot: String,
-    /// host/pool/index, as in replies.
+    /// launcher/pool/index, as in replies.
     pub worker: String,
     /// `cpu`, or the GPU's UUID.
     pub device: String,

@@ -87,7 +87,7 @@ pub struct Cause<'a> {
     pub reason: Reason,
     /// A sentence for people.
     pub error: &'a str,
-    /// host/pool/slot.
+    /// launcher/pool/index.
     pub worker: &'a str,
     /// Now.
     pub at: SystemTime,
@@ -208,7 +208,7 @@ impl<'a> DeadLetter<'a> {
         self.our_text("error")
     }
 
-    /// The worker that wrote it: host/pool/slot.
+    /// The worker that wrote it: launcher/pool/index.
     pub fn worker(&self) -> Option<&'a str> {
         self.our_text("worker")
     }

@@ -22,7 +22,7 @@ const TRACE_BYTES: usize = 1_024;
 /// The worker that answers; part of the headers of every reply.
 #[derive(Clone, Debug)]
 pub struct WorkerInfo {
-    /// host/pool/slot.
+    /// launcher/pool/index.
     pub worker: String,
     /// `cpu`, or the GPU's UUID.
     pub device: String,

@@ -2,10 +2,9 @@
 //! a second signal means, and when a SIGHUP only reports the end of a terminal.
 
 use std::io::{self, IsTerminal};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::time::Instant;
 
 use super::{Phase, Stop};
 
@@ -23,6 +22,19 @@ pub enum Patience {
     Drain,
 }
 
+/// When the first signal came.
+#[derive(Default)]
+struct Heard(Option<Instant>);
+
+impl Heard {
+    /// How far a signal at this time moves the stop.
+    fn signal(&mut self, patience: Patience, now: Instant) -> Phase {
+        let first = *self.0.get_or_insert(now);
+        let is_second = now.saturating_duration_since(first) >= ECHO;
+        if is_second && patience == Patience::SecondAborts { Phase::Aborting } else { Phase::Returning }
+    }
+}
+
 /// Listens from now on. Call inside the runtime, before anything that takes time.
 ///
 /// # Errors
@@ -36,16 +48,13 @@ pub fn listen(stop: Stop, patience: Patience) -> io::Result<()> {
         drop(signal(SignalKind::hangup())?);
     }
     tokio::spawn(async move {
-        let mut first: Option<Instant> = None;
+        let mut heard = Heard::default();
         loop {
             let name = tokio::select! {
                 _ = terminate.recv() => "SIGTERM",
                 _ = interrupt.recv() => "SIGINT",
             };
-            let is_later = first.get_or_insert_with(Instant::now).elapsed() >= ECHO;
-            if !stop.advance(Phase::Returning, name) && is_later && patience == Patience::SecondAborts {
-                stop.advance(Phase::Aborting, name);
-            }
+            stop.advance(heard.signal(patience, Instant::now()), name);
         }
     });
     Ok(())
@@ -73,5 +82,21 @@ impl Hangups {
             return std::future::pending().await;
         }
         !self.in_terminal || io::stdin().is_terminal()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_that_comes_at_once_again_is_the_first_and_a_later_one_aborts() {
+        let now = Instant::now();
+        let phases = |patience| {
+            let mut heard = Heard::default();
+            [Duration::ZERO, ECHO / 2, ECHO].map(|after| heard.signal(patience, now + after))
+        };
+        assert_eq!(phases(Patience::SecondAborts), [Phase::Returning, Phase::Returning, Phase::Aborting]);
+        assert_eq!(phases(Patience::Drain), [Phase::Returning; 3]);
     }
 }

@@ -5,7 +5,7 @@ use std::time::SystemTime;
 /// The process whose spans these are; the same for all of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Place<'a> {
-    /// host/pool/slot; the instance of the service.
+    /// launcher/pool/index; the instance of the service.
     pub worker: &'a str,
     /// pool/slot.
     pub slot: &'a str,

@@ -5,53 +5,65 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a job is remembered. Each run of `sconce submit` is another job.
+/// How long each is remembered. Each run of `sconce submit` is another job.
 const REMEMBERED: Duration = Duration::from_secs(60 * 60);
-/// The most jobs that are remembered; the oldest are forgotten first.
+/// The most that are remembered; the oldest are forgotten first.
 const MOST: usize = 1_000;
 
-/// The jobs that were withdrawn lately. Written by the reader of the launcher's commands, read by the intake for each
-/// task.
+/// What is not wanted any more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Unwanted {
+    /// The tasks whose replies go to this queue.
+    Job(String),
+    /// The sentinels of this run of `sconce stop`.
+    Stop(String),
+}
+
+/// The jobs and stops that were withdrawn lately. Written by the reader of the launcher's commands, read by the intake
+/// for each task and sentinel.
 #[derive(Clone, Debug, Default)]
-pub struct Withdrawn(Arc<Mutex<VecDeque<(String, Instant)>>>);
+pub struct Withdrawn(Arc<Mutex<VecDeque<(Unwanted, Instant)>>>);
 
 impl Withdrawn {
     /// The tasks whose replies go to this queue are not wanted any more.
     pub fn add(&self, reply_queue: String, now: Instant) {
-        let mut jobs = self.lock();
-        if jobs.len() == MOST {
-            jobs.pop_front();
-        }
-        jobs.push_back((reply_queue, now));
+        self.remember(Unwanted::Job(reply_queue), now);
     }
 
     /// The sentinels of this run of `sconce stop` are not wanted any more.
-    pub fn add_stop(&self, stop: &str, now: Instant) {
-        self.add(of_stop(stop), now);
-    }
-
-    /// Whether the sentinels of this run of `sconce stop` were withdrawn.
-    pub fn has_stop(&self, stop: &str, now: Instant) -> bool {
-        self.has(Some(&of_stop(stop)), now)
+    pub fn add_stop(&self, stop: String, now: Instant) {
+        self.remember(Unwanted::Stop(stop), now);
     }
 
     /// Whether a task with this `reply_to` was withdrawn.
     pub fn has(&self, reply_to: Option<&str>, now: Instant) -> bool {
-        let mut jobs = self.lock();
-        while jobs.front().is_some_and(|(_, since)| now.saturating_duration_since(*since) > REMEMBERED) {
-            jobs.pop_front();
-        }
-        reply_to.is_some_and(|queue| jobs.iter().any(|(withdrawn, _)| withdrawn == queue))
+        reply_to.is_some_and(|queue| self.holds(now, |it| matches!(it, Unwanted::Job(job) if job == queue)))
     }
 
-    fn lock(&self) -> MutexGuard<'_, VecDeque<(String, Instant)>> {
+    /// Whether the sentinels of this run of `sconce stop` were withdrawn.
+    pub fn has_stop(&self, stop: &str, now: Instant) -> bool {
+        self.holds(now, |it| matches!(it, Unwanted::Stop(withdrawn) if withdrawn == stop))
+    }
+
+    fn remember(&self, unwanted: Unwanted, now: Instant) {
+        let mut all = self.lock();
+        if all.len() == MOST {
+            all.pop_front();
+        }
+        all.push_back((unwanted, now));
+    }
+
+    fn holds(&self, now: Instant, is_meant: impl Fn(&Unwanted) -> bool) -> bool {
+        let mut all = self.lock();
+        while all.front().is_some_and(|(_, since)| now.saturating_duration_since(*since) > REMEMBERED) {
+            all.pop_front();
+        }
+        all.iter().any(|(unwanted, _)| is_meant(unwanted))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<(Unwanted, Instant)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Not the name of a queue: those have at most 255 bytes.
-fn of_stop(stop: &str) -> String {
-    format!("{:256}{stop}", "stop")
 }
 
 #[cfg(test)]
@@ -68,5 +80,11 @@ mod tests {
         (0..=MOST).for_each(|job| withdrawn.add(job.to_string(), now));
         assert!(!withdrawn.has(Some("0"), now) && withdrawn.has(Some("1"), now));
         assert_eq!(withdrawn.lock().len(), MOST);
+        withdrawn.add_stop("two".to_owned(), now);
+        assert!(
+            withdrawn.has_stop("two", now)
+                && !withdrawn.has_stop("1", now)
+                && !withdrawn.has(Some("two"), now)
+        );
     }
 }
