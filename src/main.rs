@@ -2,11 +2,10 @@
 
 use std::process::ExitCode;
 
-use sconce::app::{self, Registry};
+use sconce::app::{self, Allocator, Registry};
 
-// Large outputs cost page faults with the system's allocator.
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: Allocator = Allocator;
 
 fn main() -> ExitCode {
     app::main(&Registry::default())

@@ -14,7 +14,7 @@ use crate::launcher::LaunchError;
 use crate::shutdown::Exit;
 use crate::worker::WorkerError;
 
-pub use crate::commands::Registry;
+pub use crate::commands::{Allocator, Registry};
 
 /// The variable that std reads, when the first thread is made, as the default stack size in bytes.
 const MIN_STACK: &str = "RUST_MIN_STACK";

@@ -52,6 +52,9 @@ Events go to stdout as JSON lines, logs to stderr.")]
     /// Kill workers that outlive their launcher, which starts this command and names them on stdin
     #[command(hide = true)]
     Guard,
+    /// Build grammars of `response_format` for the worker that starts this command
+    #[command(hide = true)]
+    GrammarServer,
     /// Publish tasks; with --wait, print their replies as JSON lines
     #[command(after_help = "Examples:
   sconce publish --wait \"what is a sconce?\" \"a holder for candles\"

@@ -23,6 +23,7 @@ mod top;
 mod worker;
 
 use std::io::IsTerminal;
+use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 
@@ -31,9 +32,11 @@ use anyhow::{Context, anyhow};
 use crate::cli::{self, Command};
 use crate::config::{self, ConfigError, Loaded, Pool};
 use crate::launcher::guard_workers;
+use crate::model::tasks::generate::grammar;
 use crate::shutdown::Exit;
 use crate::telemetry::{self, Format};
 
+pub use crate::model::tasks::generate::grammar::Allocator;
 pub use registry::Registry;
 
 /// Runs a command.
@@ -48,6 +51,11 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
             start_logging(None)?;
             guard_workers(std::io::stdin().lock())
                 .context("cannot ignore the signals that stop a service")?;
+            Ok(Exit::Done)
+        }
+        Command::GrammarServer => {
+            let worker = std::io::stdin().as_fd().try_clone_to_owned()?;
+            grammar::serve(worker.into()).context("serving grammars")?;
             Ok(Exit::Done)
         }
         Command::Publish(arguments) => publish::run(&arguments),

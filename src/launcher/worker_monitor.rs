@@ -55,6 +55,7 @@ pub(super) struct WorkerMonitor {
     suspects: Option<SuspectTasks>,
     /// The tasks of the current pass, as it last reported.
     on_device: Vec<TaskName>,
+    preprocessing: Vec<TaskName>,
     computing_since: Option<Instant>,
     /// The tasks that it works on apart from all others.
     isolated: Vec<TaskName>,
@@ -105,6 +106,7 @@ impl WorkerMonitor {
             found_poison: false,
             suspects,
             on_device: Vec::new(),
+            preprocessing: Vec::new(),
             computing_since: None,
             isolated: Vec::new(),
             heard: Instant::now(),
@@ -158,6 +160,7 @@ impl WorkerMonitor {
                 self.computing_since = (!tasks.is_empty()).then(Instant::now);
                 self.on_device.clone_from(tasks);
             }
+            Event::Preprocessing { tasks } => self.preprocessing.clone_from(tasks),
             Event::Stats(stats) => {
                 self.account(stats, slot);
                 if stats.now.connected {
@@ -291,6 +294,11 @@ impl WorkerMonitor {
         // An uncorrectable memory error is no task's fault; a task may cause other events.
         devices |= reason == Kind::Ecc.name();
         let mut tasks = std::mem::take(&mut self.on_device);
+        for task in std::mem::take(&mut self.preprocessing) {
+            if !tasks.contains(&task) {
+                tasks.push(task);
+            }
+        }
         let isolated = tasks.iter().all(|task| self.isolated.contains(task));
         for task in std::mem::take(&mut self.isolated) {
             if !tasks.contains(&task) {

@@ -164,6 +164,12 @@ pub enum Event {
         /// The tasks on the device; empty: it is idle.
         tasks: Vec<TaskName>,
     },
+    /// Which tasks are being preprocessed outside of the worker's main thread, after a change of the list. If the worker
+    /// dies, they are suspect as those on the device are.
+    Preprocessing {
+        /// The tasks; empty: none.
+        tasks: Vec<TaskName>,
+    },
     /// The counts since the last such line, and the worker's state.
     Stats(Box<Stats>),
     /// It takes tasks, for the first time or after a pause.
@@ -302,6 +308,7 @@ mod tests {
             Event::Stats(Box::new(Stats { tokens: 7, ..Stats::default() })),
             Event::Paused,
             Event::Forward { tasks: vec![TaskName { id: "a\nb".into(), fingerprint: "0".into() }] },
+            Event::Preprocessing { tasks: vec![TaskName { id: "a\nb".into(), fingerprint: "0".into() }] },
             Event::Draining { cause: "a\nb".into() },
             Event::Unfit { why: Unfit::TooSlow, words: "a\nb".into() },
             Event::Stopped { cause: "x".into(), exit: Some(80) },

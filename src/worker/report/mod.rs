@@ -46,6 +46,24 @@ pub struct Reporter {
 struct Out {
     stdout: Box<dyn Write + Send>,
     device: Device,
+    /// The tasks that are being preprocessed, as the launcher knows them.
+    preprocessing: Vec<TaskName>,
+}
+
+/// While this exists, the launcher knows that the task is being preprocessed.
+pub(super) struct Preprocessing<'a> {
+    reporter: &'a Reporter,
+    task: &'a TaskName,
+}
+
+impl Drop for Preprocessing<'_> {
+    fn drop(&mut self) {
+        let mut out = lock(&self.reporter.out);
+        if let Some(at) = out.preprocessing.iter().position(|task| task == self.task) {
+            out.preprocessing.swap_remove(at);
+        }
+        out.tell_preprocessing();
+    }
 }
 
 /// The state of the device that the launcher knows.
@@ -89,7 +107,11 @@ impl Reporter {
 
     fn new(out: impl Write + Send + 'static) -> (Self, mpsc::Receiver<Line>) {
         let (lines, queued) = mpsc::channel(64);
-        let out = Arc::new(Mutex::new(Out { stdout: Box::new(out), device: Device::ToldIdle }));
+        let out = Arc::new(Mutex::new(Out {
+            stdout: Box::new(out),
+            device: Device::ToldIdle,
+            preprocessing: Vec::new(),
+        }));
         (Self { lines, out }, queued)
     }
 
@@ -100,6 +122,15 @@ impl Reporter {
         let mut out = lock(&self.out);
         out.device = Device::Busy;
         out.write(&line);
+    }
+
+    /// Before a task is preprocessed: tells the launcher, since the process may die of it. Blocks; only for the threads
+    /// that preprocess.
+    pub(super) fn preprocessing<'a>(&'a self, task: &'a TaskName) -> Preprocessing<'a> {
+        let mut out = lock(&self.out);
+        out.preprocessing.push(task.clone());
+        out.tell_preprocessing();
+        Preprocessing { reporter: self, task }
     }
 
     /// The device is idle. The launcher is told with the next line, or by [`Reporter::tell_idle`]: telling it
@@ -152,6 +183,11 @@ impl Out {
         if self.device == Device::Busy {
             self.device = Device::Idle;
         }
+    }
+
+    fn tell_preprocessing(&mut self) {
+        let line = encode(&Event::Preprocessing { tasks: self.preprocessing.clone() });
+        self.write(&line);
     }
 
     /// Write errors are ignored: that the launcher is gone shows as the end of stdin.

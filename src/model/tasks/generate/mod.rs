@@ -2,7 +2,7 @@
 //! response bodies, whole and in parts. Never touches the device.
 
 mod blocks;
-mod grammar;
+pub mod grammar;
 mod network;
 mod options;
 mod sampler;
@@ -169,7 +169,7 @@ pub struct GenerateProcessor {
     /// Ids are below this number.
     words: usize,
     options: Options,
-    /// Made for the first request that needs it, which takes some 100 ms.
+    /// Made for the first request that needs it.
     grammars: OnceLock<Result<Grammars, String>>,
 }
 

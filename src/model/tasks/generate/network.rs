@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::blocks::{Blocks, Table};
-use super::grammar::Constraint;
+use super::grammar::{Constraint, Masks};
 use super::sampler::{Sampler, Seed, log_probabilities};
 use super::text::Text;
 use crate::model::load::vocabulary::TokenTexts;
@@ -87,7 +87,7 @@ struct Sequence {
     /// The answer's tokens so far.
     answer: Vec<u32>,
     sampler: Sampler,
-    constraint: Option<Constraint>,
+    masks: Option<Masks>,
     text: Text,
     scores: Vec<TokenScore>,
 }
@@ -153,8 +153,8 @@ impl TextGenerator {
             self.blocks.publish(&mut sequence.table, &known);
         }
         let Some((id, score)) = chosen else { return Ok(Advance::Fed) };
-        if let Some(constraint) = &mut sequence.constraint {
-            constraint.take(id)?;
+        if let Some(masks) = &mut sequence.masks {
+            masks.take(id)?;
         }
         Ok(sequence.take(id, score, &self.texts, &self.ends))
     }
@@ -173,8 +173,8 @@ impl Sequence {
     ) -> Result<(u32, Option<TokenScore>), TaskError> {
         let raw = self.prompt.logprobs.map(|count| (count, logits.to_vec()));
         let place = self.answer.len();
-        if let Some(constraint) = &mut self.constraint {
-            constraint.mask(logits)?;
+        if let Some(masks) = &mut self.masks {
+            masks.apply(logits)?;
         }
         let id = self.sampler.choose(logits, place).ok_or_else(|| {
             TaskError::internal(format!("the model gave no finite numbers for token {place} of the answer"))
@@ -203,7 +203,7 @@ impl Sequence {
     ) -> Advance<Piece, Answer> {
         self.answer.push(id);
         // A text that must be JSON ends with it.
-        let is_end = ends.contains(&id) && (!self.prompt.ignore_eos || self.constraint.is_some());
+        let is_end = ends.contains(&id) && (!self.prompt.ignore_eos || self.masks.is_some());
         let is_stopped = !is_end && self.text.push(texts.get(id));
         let score = score.filter(|_| !is_end);
         self.scores.extend(score.clone());
@@ -244,7 +244,7 @@ impl Generate for TextGenerator {
             table: Table::new(prompt.owner.clone()),
             answer: Vec::new(),
             sampler,
-            constraint: prompt.constraint.clone(),
+            masks: prompt.constraint.as_ref().map(Constraint::begin).transpose()?,
             text: Text::new(prompt.stop.clone()),
             scores: Vec::new(),
             prompt: prompt.clone(),

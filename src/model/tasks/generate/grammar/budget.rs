@@ -1,0 +1,139 @@
+//! Bounds the work of one operation on a requester's grammar, in a process that does nothing else. The work is counted
+//! in bytes that are allocated: the same operation allocates the same bytes on every machine, however busy it is.
+//! (llguidance has limits of its own, but building a grammar passes some of its work by them: see `server`.) Processor
+//! time is only a backstop. Owns the counters of the process; a process without an armed budget is not counted.
+
+use std::alloc::{GlobalAlloc, Layout};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, Ordering};
+use std::time::Duration;
+
+use mimalloc::MiMalloc;
+use nix::libc;
+
+use super::wire::{self, Status};
+
+/// What one operation may cost.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Budget {
+    /// Bytes that the operation may allocate, freed ones included: its work.
+    pub(super) allocated: i64,
+    /// Bytes that the process may hold at once, counted from its first operation.
+    pub(super) held: i64,
+    /// Processor time, after which the kernel ends the process. Far above what `allocated` takes, so that a slow machine
+    /// does not change a verdict.
+    pub(super) time: Duration,
+}
+
+/// Whether this process counts. Written by its only thread.
+static ARMED: AtomicBool = AtomicBool::new(false);
+/// Bytes that may still be allocated.
+static ALLOCATED_LEFT: AtomicI64 = AtomicI64::new(0);
+/// Bytes that may still be held.
+static HELD_LEFT: AtomicI64 = AtomicI64::new(0);
+/// Bytes held since the first operation.
+static HELD: AtomicI64 = AtomicI64::new(0);
+/// The socket that is told when the budget is exceeded.
+static SOCKET: AtomicI32 = AtomicI32::new(-1);
+
+/// The program's allocator: mimalloc, and the count of a [`Budget`]. Large outputs cost page faults with the system's
+/// allocator. A program with a model of its own installs it with `#[global_allocator]`; with another allocator, grammars
+/// are bounded by processor time and by 1 GiB of address space.
+pub struct Allocator;
+
+/// Whether [`Allocator`] is the allocator of this program.
+pub(super) fn counts() -> bool {
+    let before = 1 << 40;
+    ALLOCATED_LEFT.store(before, Ordering::Relaxed);
+    HELD_LEFT.store(before, Ordering::Relaxed);
+    ARMED.store(true, Ordering::Relaxed);
+    drop(std::hint::black_box(Vec::<u8>::with_capacity(64)));
+    ARMED.store(false, Ordering::Relaxed);
+    ALLOCATED_LEFT.load(Ordering::Relaxed) != before
+}
+
+/// Runs an operation within a budget. If it needs more, the process tells the socket so and ends.
+pub(super) fn within<T>(budget: Budget, socket: &UnixStream, operation: impl FnOnce() -> T) -> T {
+    SOCKET.store(socket.as_raw_fd(), Ordering::Relaxed);
+    ALLOCATED_LEFT.store(budget.allocated, Ordering::Relaxed);
+    HELD_LEFT.store(budget.held - HELD.load(Ordering::Relaxed), Ordering::Relaxed);
+    set_timer(budget.time);
+    ARMED.store(true, Ordering::Relaxed);
+    let result = operation();
+    ARMED.store(false, Ordering::Relaxed);
+    set_timer(Duration::ZERO);
+    HELD.store(budget.held - HELD_LEFT.load(Ordering::Relaxed), Ordering::Relaxed);
+    result
+}
+
+/// The kernel ends the process after this processor time; zero: never.
+#[expect(unsafe_code, reason = "setitimer(2) has no safe form")]
+fn set_timer(time: Duration) {
+    let none = libc::timeval { tv_sec: 0, tv_usec: 0 };
+    let once = libc::itimerval {
+        it_interval: none,
+        it_value: libc::timeval {
+            tv_sec: time.as_secs() as libc::time_t,
+            tv_usec: time.subsec_micros().into(),
+        },
+    };
+    // SAFETY: both structures live until the call returns. SIGPROF has its default action, which ends the process.
+    unsafe { libc::setitimer(libc::ITIMER_PROF, &raw const once, ptr::null_mut()) };
+}
+
+fn charge(bytes: usize, freed: usize) {
+    if !ARMED.load(Ordering::Relaxed) {
+        return;
+    }
+    let (bytes, freed) = (bytes as i64, freed as i64);
+    let allocated = ALLOCATED_LEFT.fetch_sub(bytes, Ordering::Relaxed) - bytes;
+    let held = HELD_LEFT.fetch_sub(bytes - freed, Ordering::Relaxed) - (bytes - freed);
+    if allocated < 0 || held < 0 {
+        exceeded(SOCKET.load(Ordering::Relaxed));
+    }
+}
+
+/// Ends the process from inside an allocation: allocates nothing, and runs no destructors.
+#[cold]
+#[expect(
+    unsafe_code,
+    reason = "an allocator may neither unwind nor allocate; only the bare calls do neither"
+)]
+fn exceeded(socket: RawFd) -> ! {
+    let frame = wire::header(Status::TooCostly, 0);
+    // SAFETY: the frame outlives the call; a socket that is closed meanwhile makes the call fail, which changes nothing.
+    unsafe {
+        libc::send(socket, frame.as_ptr().cast(), frame.len(), libc::MSG_NOSIGNAL);
+        libc::_exit(0)
+    }
+}
+
+// SAFETY: every method passes its arguments on to mimalloc unchanged; counting neither allocates nor unwinds.
+#[expect(unsafe_code, reason = "an allocator is unsafe to write")]
+unsafe impl GlobalAlloc for Allocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        charge(layout.size(), 0);
+        // SAFETY: as for the caller.
+        unsafe { MiMalloc.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        charge(layout.size(), 0);
+        // SAFETY: as for the caller.
+        unsafe { MiMalloc.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        charge(size, layout.size());
+        // SAFETY: as for the caller.
+        unsafe { MiMalloc.realloc(memory, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        charge(0, layout.size());
+        // SAFETY: as for the caller.
+        unsafe { MiMalloc.dealloc(memory, layout) }
+    }
+}

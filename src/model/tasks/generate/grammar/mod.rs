@@ -1,0 +1,285 @@
+//! Which tokens may come next where the text must be JSON or match a regular expression. llguidance decides it, in
+//! processes of its own, because a grammar is a program of a stranger. This file is the worker's side: it starts the
+//! server process, has each grammar built once, and asks for the masks of each sequence.
+//!
+//! | file | decides |
+//! |---|---|
+//! | `server` | what the processes do |
+//! | `budget` | what one operation of theirs may cost |
+//! | `wire` | what is written between them and the worker |
+
+mod budget;
+mod server;
+mod wire;
+
+use std::collections::{BTreeSet, VecDeque};
+use std::fmt;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use llguidance::api::TopLevelGrammar;
+use nix::errno::Errno;
+use nix::sys::socket::{MsgFlags, recv};
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+pub use self::budget::Allocator;
+pub use self::server::serve;
+use self::wire::{Status, read_frame, send_socket, write_frame};
+use crate::model::load::vocabulary::TokenTexts;
+use crate::model::{TaskError, TaskErrorKind};
+use crate::protocol::generate::Format;
+
+/// The command with which this program runs as a grammar server.
+pub const COMMAND: &str = "grammar-server";
+/// Marks a token that is no text, for llguidance.
+const SPECIAL: u8 = 0xff;
+/// Grammars whose builders are kept after their last sequence, and whose refusals are remembered.
+const REMEMBERED: usize = 16;
+/// How long the worker waits for a builder. Its processor time ends it far sooner, unless the machine is overloaded; then
+/// the task is tried again.
+const BUILDING: Duration = Duration::from_secs(20);
+/// The same for one mask. Meanwhile no other sequence advances.
+const MASKING: Duration = Duration::from_secs(3);
+
+/// The program that serves grammars. Set by tests, whose own program does not.
+static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+
+/// Names the program that serves grammars, for test programs; otherwise it is the running one.
+pub fn set_program(program: impl Into<PathBuf>) {
+    let _ = PROGRAM.set(program.into());
+}
+
+/// Builds grammars for one model's tokens.
+pub struct Grammars {
+    vocabulary: Vec<u8>,
+    /// Locked while a grammar is built: one is built at a time.
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Started for the first grammar.
+    server: Option<Server>,
+    /// The grammars used last, by the hash of their text; the latest is first.
+    known: VecDeque<(Fingerprint, Result<Arc<Builder>, String>)>,
+}
+
+type Fingerprint = [u8; 32];
+
+/// The server process. It ends when its socket is closed.
+struct Server {
+    process: Child,
+    socket: UnixStream,
+}
+
+/// The process that holds a grammar. It ends when this is dropped.
+struct Builder(UnixStream);
+
+impl Builder {
+    /// A builder writes nothing after its verdict, so that its socket can only be silent or at its end.
+    fn lives(&self) -> bool {
+        let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+        recv(self.0.as_raw_fd(), &mut [0], flags) == Err(Errno::EAGAIN)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        let _ = self.process.wait();
+    }
+}
+
+impl Server {
+    fn start(vocabulary: &[u8]) -> io::Result<Self> {
+        let (socket, theirs) = UnixStream::pair()?;
+        // Not by its path: the file may have been replaced by a new version.
+        let program = PROGRAM.get().cloned().unwrap_or_else(|| "/proc/self/exe".into());
+        let process = Command::new(program)
+            .arg(COMMAND)
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            // Control lines and logs are the worker's, and their pipes must close when it ends.
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            // Memory that a builder has freed goes back at once.
+            .env("MIMALLOC_PURGE_DELAY", "0")
+            .spawn()?;
+        let server = Self { process, socket };
+        server.socket.set_write_timeout(Some(BUILDING))?;
+        write_frame(&server.socket, Status::Done, vocabulary)?;
+        Ok(server)
+    }
+}
+
+/// A socket to a new child of the process at the other end of `parent`.
+fn child_of(parent: &UnixStream, patience: Duration) -> io::Result<UnixStream> {
+    let (socket, theirs) = UnixStream::pair()?;
+    socket.set_read_timeout(Some(patience))?;
+    socket.set_write_timeout(Some(patience))?;
+    send_socket(parent, &theirs)?;
+    Ok(socket)
+}
+
+impl Grammars {
+    /// For a vocabulary of `vocab_size` tokens. `ends` are the tokens that end an answer; at least one.
+    ///
+    /// # Errors
+    /// The reason why answers of this model cannot be constrained.
+    pub fn new(texts: &TokenTexts, vocab_size: usize, ends: &BTreeSet<u32>) -> Result<Self, String> {
+        let end = ends.first().copied().ok_or("the model has no token that ends an answer")?;
+        let word = |id: u32| match texts.get(id) {
+            [] => [&[SPECIAL][..], format!("<|{id}|>").as_bytes()].concat(),
+            text => text.to_vec(),
+        };
+        let count = u32::try_from(vocab_size).map_err(|error| error.to_string())?;
+        let vocabulary = server::vocabulary_frame(end, (0..count).map(word));
+        Ok(Self { vocabulary, state: Mutex::default() })
+    }
+
+    /// The constraint of a format; none for any text. Blocks while the grammar is built.
+    ///
+    /// # Errors
+    /// `BadInput` for a schema or an expression that cannot be used or costs too much; `Fault` where its process ended
+    /// for another reason: the task is tried again.
+    pub fn constraint(&self, format: &Format) -> Result<Option<Constraint>, TaskError> {
+        let grammar = match format {
+            Format::Text => return Ok(None),
+            Format::JsonObject => json_grammar(json!({"type": "object"})),
+            Format::JsonSchema(schema) => json_grammar(schema.clone()),
+            Format::Regex(expression) => TopLevelGrammar::from_regex(expression),
+        };
+        let grammar = serde_json::to_vec(&grammar).map_err(|error| TaskError::internal(error.to_string()))?;
+        let fingerprint: Fingerprint = Sha256::digest(&grammar).into();
+        let mut state = self.lock();
+        let known = state.known.iter().position(|(of, _)| *of == fingerprint);
+        let built = match known.and_then(|at| state.known.remove(at)) {
+            Some((_, Err(reason))) => Err(reason),
+            Some((_, Ok(builder))) if builder.lives() => Ok(builder),
+            _ => self.build(&mut state, &grammar)?,
+        };
+        state.known.push_front((fingerprint, built.clone()));
+        state.known.truncate(REMEMBERED);
+        built.map(|builder| Some(Constraint(builder))).map_err(refused)
+    }
+
+    /// Builds a grammar. A server that has ended is started again.
+    fn build(&self, state: &mut State, grammar: &[u8]) -> Result<Result<Arc<Builder>, String>, TaskError> {
+        let mut frame = Vec::new();
+        let mut attempt = |server: &Server| {
+            let socket = child_of(&server.socket, BUILDING)?;
+            write_frame(&socket, Status::Done, grammar)?;
+            Ok((read_frame(&socket, &mut frame)?, socket))
+        };
+        let running = state.server.take().map(|server| (attempt(&server), server));
+        let (answer, server) = match running {
+            Some((Ok(answer), server)) => (answer, server),
+            // The server may have ended. If it was the builder that ended, the new server says the same.
+            _ => {
+                let server = Server::start(&self.vocabulary).map_err(|error| fault(&error))?;
+                (attempt(&server).map_err(|error| fault(&error))?, server)
+            }
+        };
+        state.server = Some(server);
+        let (status, socket) = answer;
+        Ok(match status {
+            Status::Done => Ok(Arc::new(Builder(socket))),
+            Status::Refused => Err(String::from_utf8_lossy(&frame).into_owned()),
+            Status::TooCostly => Err(too_costly("building it")),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The grammar of a schema. Without free space: a small model would go on with it until `max_tokens`.
+fn json_grammar(mut schema: serde_json::Value) -> TopLevelGrammar {
+    if let Some(schema) = schema.as_object_mut() {
+        let spaces = json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "});
+        schema.insert("x-guidance".to_owned(), spaces);
+    }
+    TopLevelGrammar::from_json_schema(schema)
+}
+
+fn too_costly(what: &str) -> String {
+    format!("{what} takes more work or memory than one request may; write a simpler schema or expression")
+}
+
+fn refused(reason: String) -> TaskError {
+    TaskError::bad_input("response_format", format!("response_format cannot be used: {reason}"))
+}
+
+/// The processes of the grammar ended without a verdict.
+fn fault(error: &io::Error) -> TaskError {
+    TaskError::new(TaskErrorKind::Fault, format!("the process that serves response_format: {error}"))
+}
+
+/// What the text of an answer must be. Clones share the grammar.
+#[derive(Clone)]
+pub struct Constraint(Arc<Builder>);
+
+impl fmt::Debug for Constraint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Constraint")
+    }
+}
+
+impl Constraint {
+    /// Begins a sequence. Its first mask is computed meanwhile.
+    ///
+    /// # Errors
+    /// `Fault` if the grammar's process has ended.
+    pub fn begin(&self) -> Result<Masks, TaskError> {
+        let Builder(socket) = &*self.0;
+        let socket = child_of(socket, MASKING).map_err(|error| fault(&error))?;
+        Ok(Masks { socket, allowed: Vec::new(), is_read: false })
+    }
+}
+
+/// What may come next in one sequence.
+pub struct Masks {
+    socket: UnixStream,
+    /// A bit for each token that may come next, in little-endian words.
+    allowed: Vec<u8>,
+    /// Whether `allowed` is the mask of the next token. A step that fails is computed again, with the same mask.
+    is_read: bool,
+}
+
+impl Masks {
+    /// Makes tokens that may not come next impossible.
+    ///
+    /// # Errors
+    /// `BadInput` if nothing may come next or the mask costs too much, `Fault` if its process has ended.
+    pub fn apply(&mut self, logits: &mut [f32]) -> Result<(), TaskError> {
+        if !self.is_read {
+            match read_frame(&self.socket, &mut self.allowed).map_err(|error| fault(&error))? {
+                Status::Done => self.is_read = true,
+                Status::Refused => return Err(refused(String::from_utf8_lossy(&self.allowed).into_owned())),
+                Status::TooCostly => return Err(refused(too_costly("finding the next token"))),
+            }
+        }
+        for (id, x) in logits.iter_mut().enumerate() {
+            let bits = self.allowed.get(id / 8).copied().unwrap_or_default();
+            if bits >> (id % 8) & 1 == 0 {
+                *x = f32::NEG_INFINITY;
+            }
+        }
+        Ok(())
+    }
+
+    /// Records the token that was chosen. The next mask is computed meanwhile.
+    ///
+    /// # Errors
+    /// `Fault` if the sequence's process has ended.
+    pub fn take(&mut self, id: u32) -> Result<(), TaskError> {
+        self.is_read = false;
+        write_frame(&self.socket, Status::Done, &id.to_le_bytes()).map_err(|error| fault(&error))
+    }
+}

@@ -1,0 +1,220 @@
+//! The processes that run requesters' grammars. A grammar is a program of a stranger: building it or computing one mask
+//! may take any time and memory, and llguidance bounds only a part of that (building explores `multipleOf` and
+//! intersections of patterns without its fuel). So it runs in processes that hold nothing else and may end at any time:
+//!
+//! - the *server*, one for a worker, holds the vocabulary. It forks
+//! - a *builder* for each grammar, which builds it within [`BUILD`] and says whether it can be used. It forks
+//! - a *matcher* for each sequence, which computes its masks, each within [`MASK`].
+//!
+//! Each has one socket to the worker, gets the sockets of its children over it, and ends when the worker closes it. Forking
+//! is safe here: these processes have one running thread and never touch a device.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use llguidance::api::TopLevelGrammar;
+use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory};
+use nix::libc;
+use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::signal::{SigHandler, Signal, signal};
+use nix::unistd::{ForkResult, fork};
+
+use super::budget::{Budget, counts, within};
+use super::wire::{Status, read_frame, receive_socket, write_frame};
+use crate::protocol::shorten;
+
+/// What building a grammar and computing its first mask may cost. 192 MiB of allocations take 250 ms of a 2.6 GHz Xeon
+/// (`multipleOf`), at most twice as long for the expressions tried. An object of 150 texts takes 5 MiB, a list of 2,000
+/// names 6 MiB, a choice of 300 objects with ranges of numbers 113 MiB.
+pub(super) const BUILD: Budget =
+    Budget { allocated: 192 << 20, held: 64 << 20, time: Duration::from_secs(4) };
+/// What one mask may cost. A mask of a usual schema allocates less than 100 KiB.
+const MASK: Budget = Budget { allocated: 12 << 20, held: 96 << 20, time: Duration::from_secs(1) };
+/// Bytes of address space of a process whose allocator does not count.
+const UNCOUNTED: u64 = 1 << 30;
+/// The most characters of llguidance's reason in an error.
+const REASON: usize = 300;
+
+/// Serves grammars to the worker at the other end of this socket, until the worker closes it.
+///
+/// # Errors
+/// The socket fails, or the vocabulary cannot be used.
+pub fn serve(worker: UnixStream) -> io::Result<()> {
+    ignore_signals()?;
+    let mut frame = Vec::new();
+    read_frame(&worker, &mut frame)?;
+    let factory = factory(&frame).map_err(io::Error::other)?;
+    drop(frame);
+    fork_for_each(worker, |worker| build(&factory, worker))
+}
+
+/// The worker ends these processes by closing their sockets. A signal for its whole group, such as that of Ctrl-C, must
+/// not end them while it drains. Children that have ended are reaped by the kernel.
+#[expect(unsafe_code, reason = "sigaction(2) is unsafe for the handlers that it could install")]
+fn ignore_signals() -> nix::Result<()> {
+    for ignored in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGCHLD] {
+        // SAFETY: to ignore a signal installs no handler.
+        unsafe { signal(ignored, SigHandler::SigIgn) }?;
+    }
+    Ok(())
+}
+
+/// Forks a process for each socket that arrives. The child runs `run` on that socket and ends. Returns at the end of the
+/// stream.
+#[expect(
+    unsafe_code,
+    reason = "fork(2) is unsafe in a process with other running threads, and _exit(2) is C"
+)]
+fn fork_for_each(sockets: UnixStream, mut run: impl FnMut(UnixStream) -> io::Result<()>) -> io::Result<()> {
+    while let Some(socket) = receive_socket(&sockets)? {
+        // SAFETY: the only other thread, that of `main`, waits for this one and holds no lock.
+        if let ForkResult::Child = unsafe { fork() }? {
+            // With this copy open, the worker would not see that the parent has ended.
+            drop(sockets);
+            let _ = run(socket);
+            // SAFETY: nothing of the parent's may be dropped here, where it was copied.
+            unsafe { libc::_exit(0) };
+        }
+    }
+    Ok(())
+}
+
+/// A vocabulary as the server reads it: the number of the end token, then each token with its length.
+pub(super) fn vocabulary_frame(end: u32, words: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
+    let mut frame = end.to_le_bytes().to_vec();
+    for word in words {
+        frame.extend_from_slice(&(word.len() as u32).to_le_bytes());
+        frame.extend_from_slice(&word);
+    }
+    frame
+}
+
+/// # Errors
+/// llguidance's reason.
+fn factory(vocabulary: &[u8]) -> Result<ParserFactory, String> {
+    let number = |bytes: &mut &[u8]| {
+        let (number, rest) = bytes.split_first_chunk::<4>()?;
+        *bytes = rest;
+        Some(u32::from_le_bytes(*number))
+    };
+    let mut rest = vocabulary;
+    let end = number(&mut rest).ok_or("a vocabulary without an end token")?;
+    let mut words = Vec::new();
+    while let Some(length) = number(&mut rest) {
+        let (word, after) = rest.split_at_checked(length as usize).ok_or("a vocabulary that is cut off")?;
+        words.push(word.to_vec());
+        rest = after;
+    }
+    let count = u32::try_from(words.len()).map_err(|error| error.to_string())?;
+    let tokens: TokEnv = Arc::new(ApproximateTokEnv::new(TokTrie::from(&TokRxInfo::new(count, end), &words)));
+    let mut factory = ParserFactory::new_simple(&tokens).map_err(|error| error.to_string())?;
+    factory.quiet();
+    // The state of a parser tells a requester nothing.
+    factory.limits_mut().verbose_errors = false;
+    Ok(factory)
+}
+
+/// A builder: reads a grammar, builds it, answers, and forks a matcher for each sequence.
+fn build(factory: &ParserFactory, worker: UnixStream) -> io::Result<()> {
+    let mut grammar = Vec::new();
+    read_frame(&worker, &mut grammar)?;
+    if !counts() {
+        setrlimit(Resource::RLIMIT_AS, UNCOUNTED, UNCOUNTED)?;
+    }
+    let built = within(BUILD, &worker, || {
+        let grammar: TopLevelGrammar = serde_json::from_slice(&grammar).map_err(|error| error.to_string())?;
+        let mut matcher = Matcher::new(factory.create_parser(grammar));
+        let mask = mask(&mut matcher)?;
+        Ok((matcher, mask))
+    });
+    let (mut matcher, first) = match built {
+        Ok(built) => built,
+        Err(reason) => return refuse(&worker, reason),
+    };
+    write_frame(&worker, Status::Done, &[])?;
+    fork_for_each(worker, |worker| answer(&mut matcher, &first, &worker))
+}
+
+/// A matcher: writes the first mask; then reads each chosen token and writes the mask for the next.
+fn answer(matcher: &mut Matcher, first: &[u8], worker: &UnixStream) -> io::Result<()> {
+    write_frame(worker, Status::Done, first)?;
+    let mut token = Vec::new();
+    while let Ok(Status::Done) = read_frame(worker, &mut token) {
+        let next = within(MASK, worker, || {
+            let id: [u8; 4] = token.as_slice().try_into().map_err(|_| "a token has four bytes")?;
+            if !matcher.is_stopped() {
+                matcher.consume_token(u32::from_le_bytes(id)).map_err(|error| reason(&error))?;
+            }
+            mask(matcher)
+        });
+        match next {
+            Ok(next) => write_frame(worker, Status::Done, &next)?,
+            Err(reason) => return refuse(worker, reason),
+        }
+    }
+    Ok(())
+}
+
+/// Which tokens may come next: a bit for each, in little-endian words of 32.
+fn mask(matcher: &mut Matcher) -> Result<Vec<u8>, String> {
+    let allowed = matcher.compute_mask_or_eos().map_err(|error| reason(&error))?;
+    if allowed.is_zero() {
+        return Err("no text can go on from here".to_owned());
+    }
+    Ok(allowed.as_slice().iter().flat_map(|word| word.to_le_bytes()).collect())
+}
+
+fn reason(error: &impl std::fmt::Display) -> String {
+    shorten(&format!("{error:#}"), REASON)
+}
+
+fn refuse(worker: &UnixStream, reason: String) -> io::Result<()> {
+    write_frame(worker, Status::Refused, reason.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::json_grammar;
+    use super::*;
+
+    const WORDS: [&str; 8] = ["\u{0}", "{", "}", "\"a\"", ": ", "12", "x", ", "];
+
+    fn matcher(grammar: TopLevelGrammar) -> Matcher {
+        let words = WORDS.iter().map(|word| word.as_bytes().to_vec());
+        Matcher::new(factory(&vocabulary_frame(0, words)).unwrap().create_parser(grammar))
+    }
+
+    fn allowed(matcher: &mut Matcher) -> Vec<&'static str> {
+        let mask = mask(matcher).unwrap();
+        (0..WORDS.len()).filter(|id| mask[id / 8] >> (id % 8) & 1 == 1).map(|id| WORDS[id]).collect()
+    }
+
+    #[test]
+    fn only_tokens_that_lead_to_the_format_may_come_next() {
+        let schema = json!({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
+                            "additionalProperties": false});
+        let mut json = matcher(json_grammar(schema));
+        assert_eq!(allowed(&mut json), ["{"]);
+        json.consume_tokens(&[1, 3, 4, 5]).unwrap();
+        assert_eq!(allowed(&mut json), ["}", "12"]);
+        json.consume_token(2).unwrap();
+        assert_eq!(allowed(&mut json), ["\u{0}"], "the end");
+        assert_eq!(allowed(&mut matcher(TopLevelGrammar::from_regex("x(12)+"))), ["x"]);
+    }
+
+    #[test]
+    fn a_grammar_that_allows_no_text_has_no_mask() {
+        for grammar in [
+            TopLevelGrammar::from_regex("("),
+            TopLevelGrammar::from_regex(r"[^\s\S]"),
+            json_grammar(json!({"type": "nothing"})),
+        ] {
+            assert!(mask(&mut matcher(grammar)).is_err());
+        }
+    }
+}

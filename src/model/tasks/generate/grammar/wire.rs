@@ -1,0 +1,82 @@
+//! What a worker and its grammar processes write to each other: frames over Unix sockets, and sockets over sockets.
+
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use nix::cmsg_space;
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+
+/// What a frame holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Status {
+    /// What was asked for.
+    Done = 0,
+    /// The grammar cannot be used; the payload says why.
+    Refused = 1,
+    /// The grammar needs more work or memory than its budget.
+    TooCostly = 2,
+}
+
+/// The bytes before a payload: the status, and the payload's length as little-endian u32.
+const HEADER: usize = 5;
+/// The largest payload, in bytes: a vocabulary of a million tokens has about 10 MiB.
+const MOST: usize = 64 << 20;
+
+pub(super) fn header(status: Status, length: u32) -> [u8; HEADER] {
+    let [a, b, c, d] = length.to_le_bytes();
+    [status as u8, a, b, c, d]
+}
+
+/// Writes a frame by one call, so that the reader wakes once.
+pub(super) fn write_frame(mut stream: &UnixStream, status: Status, payload: &[u8]) -> io::Result<()> {
+    let length = u32::try_from(payload.len()).map_err(io::Error::other)?;
+    stream.write_all(&[&header(status, length)[..], payload].concat())
+}
+
+/// Reads a frame's payload into `payload`.
+pub(super) fn read_frame(mut stream: &UnixStream, payload: &mut Vec<u8>) -> io::Result<Status> {
+    let mut header = [0; HEADER];
+    stream.read_exact(&mut header)?;
+    let [status, length @ ..] = header;
+    let status = match status {
+        0 => Status::Done,
+        1 => Status::Refused,
+        2 => Status::TooCostly,
+        other => return Err(io::Error::other(format!("{other} is no status of a frame"))),
+    };
+    let length = u32::from_le_bytes(length) as usize;
+    if length > MOST {
+        return Err(io::Error::other(format!("a frame of {length} bytes; at most {MOST} are read")));
+    }
+    payload.resize(length, 0);
+    stream.read_exact(payload)?;
+    Ok(status)
+}
+
+/// Hands a socket to the process at the other end of `over`.
+pub(super) fn send_socket(over: &UnixStream, socket: &UnixStream) -> io::Result<()> {
+    let files = [socket.as_raw_fd()];
+    let (data, rights) = ([IoSlice::new(&[0])], [ControlMessage::ScmRights(&files)]);
+    sendmsg::<()>(over.as_raw_fd(), &data, &rights, MsgFlags::MSG_NOSIGNAL, None)?;
+    Ok(())
+}
+
+/// Waits for a socket; none at the end of the stream.
+pub(super) fn receive_socket(over: &UnixStream) -> io::Result<Option<UnixStream>> {
+    let (mut byte, mut space) = ([0], cmsg_space!(i32));
+    let mut data = [IoSliceMut::new(&mut byte)];
+    let flags = MsgFlags::MSG_CMSG_CLOEXEC;
+    let message = recvmsg::<()>(over.as_raw_fd(), &mut data, Some(&mut space), flags)?;
+    if message.bytes == 0 {
+        return Ok(None);
+    }
+    let files = message.cmsgs()?.find_map(|message| match message {
+        ControlMessageOwned::ScmRights(files) => files.first().copied(),
+        _ => None,
+    });
+    let file = files.ok_or_else(|| io::Error::other("a byte came without a socket"))?;
+    #[expect(unsafe_code, reason = "nix returns received descriptors as numbers")]
+    // SAFETY: the kernel made this descriptor for this message, and nothing else owns it.
+    Ok(Some(UnixStream::from(unsafe { OwnedFd::from_raw_fd(file) })))
+}
