@@ -2,7 +2,7 @@
 //! current state. [`Stats::add`] sums them up, so that the launcher can count for a slot over all its workers.
 //! Pure.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use serde::{Deserialize, Serialize};
 
@@ -158,12 +158,66 @@ pub struct Generated {
     pub tokens: TokenCounts,
 }
 
-/// The most users whose tokens are counted apart; those of all others are counted as [`OTHERS`].
+/// The most users whose tokens are counted apart.
 const USERS: usize = 100;
 /// The user that stands for all who are not counted apart.
 pub const OTHERS: &str = "(others)";
-/// Bytes of a user's name that are kept.
-const USER_BYTES: usize = 64;
+/// Bytes of a user's name that are kept: as many as a request may have.
+const USER_BYTES: usize = 256;
+
+/// Tokens by user. At most [`USERS`] are counted apart: the one that was counted longest ago makes room for another,
+/// and its tokens go to [`OTHERS`], so that the sum over all never falls. A user that comes back begins at 0.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Users {
+    tokens: BTreeMap<String, TokenCounts>,
+    /// Those who are counted apart, the one that was counted longest ago first. On the way to the launcher it is lost: a
+    /// control line has a second.
+    #[serde(skip)]
+    recent: VecDeque<String>,
+}
+
+impl PartialEq for Users {
+    /// By the counts.
+    fn eq(&self, other: &Self) -> bool {
+        self.tokens == other.tokens
+    }
+}
+
+impl Users {
+    /// All users with their tokens.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &TokenCounts)> {
+        self.tokens.iter().map(|(user, tokens)| (user.as_str(), tokens))
+    }
+
+    /// Counts the tokens of a user.
+    fn used(&mut self, user: &str, tokens: TokenCounts) {
+        if user != OTHERS {
+            match self.recent.iter().position(|known| known == user) {
+                Some(place) => _ = self.recent.remove(place),
+                None if self.recent.len() >= USERS => self.forget_one(),
+                None => {}
+            }
+            self.recent.push_back(user.to_owned());
+        }
+        self.tokens.entry(user.to_owned()).or_default().add(tokens);
+    }
+
+    fn forget_one(&mut self) {
+        let forgotten = self.recent.pop_front().and_then(|user| self.tokens.remove(&user));
+        self.tokens.entry(OTHERS.to_owned()).or_default().add(forgotten.unwrap_or_default());
+    }
+
+    /// Adds the counts of a further span.
+    fn add(&mut self, more: &Self) {
+        // Those who are known come first. Otherwise a new user could take the place of one who is counted in the same span.
+        let is_known = |user: &&String| self.tokens.contains_key(*user);
+        let (known, new): (Vec<&String>, Vec<&String>) = more.tokens.keys().partition(is_known);
+        for user in known.into_iter().chain(new) {
+            self.used(user, more.tokens[user]);
+        }
+    }
+}
 
 /// Work done in a time span, and the worker's state at its end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -194,7 +248,7 @@ pub struct Stats {
     /// Durations of stages, in the order of [`Stage::ALL`]; bounds: [`SECONDS`].
     pub stages: [Histogram; Stage::ALL.len()],
     /// Tokens of generated replies, by user.
-    pub users: BTreeMap<String, TokenCounts>,
+    pub users: Users,
     /// From a task's acceptance to its first token; bounds: [`SECONDS`].
     pub first_token: Histogram,
     /// For each token of an answer after its first, an average of the answer; bounds: [`SECONDS`].
@@ -255,10 +309,7 @@ impl Stats {
 
     /// Counts the tokens of a user.
     pub fn used(&mut self, user: &str, tokens: TokenCounts) {
-        let user = shorten(user, USER_BYTES);
-        let is_known = self.users.contains_key(&user);
-        let user = if is_known || self.users.len() < USERS { user } else { OTHERS.to_owned() };
-        self.users.entry(user).or_default().add(tokens);
+        self.users.used(&shorten(user, USER_BYTES), tokens);
     }
 
     /// Counts how long a stage of a task took.
@@ -296,9 +347,7 @@ impl Stats {
         for (own, more) in self.stages.iter_mut().zip(&more.stages) {
             own.add(more);
         }
-        for (user, tokens) in &more.users {
-            self.used(user, *tokens);
-        }
+        self.users.add(&more.users);
         self.first_token.add(&more.first_token);
         self.output_token.add(&more.output_token);
         self.batch_seconds.add(&more.batch_seconds);
@@ -352,11 +401,48 @@ mod tests {
             (0..120).for_each(|user| stats.used(&format!("user {}", span * 60 + user), tokens));
             sum.add(&stats);
         }
-        assert!(sum.users.len() <= USERS + 1, "{}", sum.users.len());
-        assert_eq!(sum.users.values().map(|tokens| tokens.prompt).sum::<u64>(), 3 * 360);
-        assert!(sum.users[OTHERS].answer > 0);
+        assert_eq!(sum.users.iter().count(), USERS + 1);
+        assert_eq!(sum.users.iter().map(|(_, tokens)| tokens.prompt).sum::<u64>(), 3 * 360);
+        assert!(answered(&sum, OTHERS).is_some_and(|tokens| tokens > 0));
         sum.used(&"long".repeat(1_000), tokens);
-        assert!(sum.users.keys().all(|user| user.len() < 100));
+        assert!(sum.users.iter().all(|(user, _)| user.len() < 300));
+    }
+
+    fn answered(stats: &Stats, user: &str) -> Option<u64> {
+        stats.users.iter().find(|(name, _)| *name == user).map(|(_, tokens)| tokens.answer)
+    }
+
+    #[test]
+    fn invented_users_take_no_place_for_ever_and_the_sum_never_falls() {
+        let one = TokenCounts { prompt: 3, cached: 1, answer: 2 };
+        // The launcher's sums, of what a worker counts in each second.
+        let (mut sums, mut total) = (Stats::default(), 0);
+        let mut span = |users: &[String]| {
+            let mut stats = Stats::default();
+            users.iter().for_each(|user| stats.used(user, one));
+            // As it comes over the control line, which has no order of users.
+            let stats: Stats = serde_json::from_slice(&serde_json::to_vec(&stats).unwrap()).unwrap();
+            sums.add(&stats);
+            let now: u64 = sums.users.iter().map(|(_, tokens)| tokens.answer).sum();
+            assert_eq!(now, total + 2 * users.len() as u64);
+            total = now;
+            sums.clone()
+        };
+        let invented = |second: usize, count: usize| -> Vec<String> {
+            (0..count).map(|user| format!("invented {second} {user}")).collect()
+        };
+        let real = "real".to_owned();
+        span(std::slice::from_ref(&real));
+        span(&invented(0, 150));
+        let now = span(std::slice::from_ref(&real));
+        assert_eq!(answered(&now, "real"), Some(2), "it was forgotten, and begins again");
+        // One that is at work in each second keeps its place, however many come.
+        for second in 1..5 {
+            let users: Vec<String> = invented(second, 99).into_iter().chain([real.clone()]).collect();
+            assert_eq!(answered(&span(&users), "real"), Some(2 + 2 * second as u64));
+        }
+        let now = span(&["(others)".to_owned()]);
+        assert_eq!(now.users.iter().count(), USERS + 1, "that name is no user's");
     }
 
     #[test]
