@@ -41,7 +41,7 @@ pub enum Request {
 }
 
 /// The `type` of a message by which a requester cancels its own task. Its `correlation_id` and `reply_to` are
-/// the task's. It is not answered: the task is.
+/// the task's; without the latter it is refused, since anybody may guess the former. It is not answered: the task is.
 pub const CANCEL: &str = "control.cancel";
 
 impl Request {

@@ -100,7 +100,7 @@ pub struct Cancellation {
     pub task: Option<String>,
     /// The task's `correlation_id`.
     pub correlation_id: Option<String>,
-    /// The task's `reply_to`; together with `correlation_id`, so that nobody cancels another's task by chance.
+    /// The task's `reply_to`; together with `correlation_id`, which others may guess or count.
     pub reply_to: Option<String>,
     /// The job's id; also those of its tasks that are still in the queue.
     pub job: Option<String>,
@@ -113,7 +113,7 @@ impl Cancellation {
     pub fn problem(&self) -> Option<&'static str> {
         let named = [&self.task, &self.job, &self.stop].into_iter().flatten().count();
         match (named, &self.correlation_id, &self.reply_to) {
-            (1, None, None) | (0, Some(_), _) => None,
+            (1, None, None) | (0, Some(_), Some(_)) => None,
             _ => Some(
                 "cancel needs \"task\", \"job\", \"stop\", or \"correlation_id\" with the task's \"reply_to\"",
             ),
@@ -126,9 +126,10 @@ impl Cancellation {
             _ if self.stop.is_some() => false,
             (Some(id), _) => task.id == *id,
             (None, Some(job)) => task.reply_to() == Some(&job_queue(job)),
+            // Tasks without either are not those of one requester.
             (None, None) => {
-                task.message.properties.correlation_id == self.correlation_id
-                    && task.reply_to() == self.reply_to.as_deref()
+                let own = task.message.properties.correlation_id.as_deref().zip(task.reply_to());
+                own.is_some() && own == self.correlation_id.as_deref().zip(self.reply_to.as_deref())
             }
         }
     }
@@ -299,6 +300,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::protocol::{Message, Properties};
 
     #[test]
     fn lines_survive_the_journey() {
@@ -318,6 +320,38 @@ mod tests {
             assert_eq!(line.iter().filter(|&&byte| byte == b'\n').count(), 1);
             assert_eq!(decode::<Event>(std::str::from_utf8(&line).unwrap()).unwrap(), event);
         }
+    }
+
+    #[test]
+    fn a_task_is_cancelled_by_its_requester_alone_who_knows_where_its_reply_goes() {
+        let task = |correlation_id: Option<&str>, reply_to: Option<&str>| Task {
+            id: "t".into(),
+            received: std::time::SystemTime::UNIX_EPOCH,
+            message: Message {
+                properties: Properties {
+                    correlation_id: correlation_id.map(Into::into),
+                    reply_to: reply_to.map(Into::into),
+                    ..Properties::default()
+                },
+                ..Message::default()
+            },
+        };
+        let cancel = |correlation_id: Option<&str>, reply_to: Option<&str>| Cancellation {
+            correlation_id: correlation_id.map(Into::into),
+            reply_to: reply_to.map(Into::into),
+            ..Cancellation::default()
+        };
+        let own = cancel(Some("1"), Some("mine"));
+        assert_eq!(own.problem(), None);
+        assert!(own.means(&task(Some("1"), Some("mine"))));
+        assert!(!own.means(&task(Some("1"), Some("other"))) && !own.means(&task(Some("1"), None)));
+        for guessed in [cancel(Some("1"), None), cancel(None, Some("mine")), cancel(None, None)] {
+            assert!(guessed.problem().is_some(), "{guessed:?}");
+            assert!(!guessed.means(&task(Some("1"), None)) && !guessed.means(&task(None, Some("mine"))));
+            assert!(!guessed.means(&task(None, None)), "{guessed:?}");
+        }
+        let empty = cancel(Some("1"), Some(""));
+        assert!(!empty.means(&task(Some("1"), None)) && !empty.means(&task(Some("1"), Some(""))));
     }
 
     #[test]
