@@ -2,15 +2,13 @@
 //! GGUF file) and the pool's `task`. Anything not in the table is refused, with a list of what is.
 
 use std::fmt;
-use std::fs::File;
-use std::path::Path;
 
-use candle_core::quantized::gguf_file;
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::LoadError;
 use super::load::ModelFiles;
+use super::load::gguf::Gguf;
 use super::nets::decoder::config::Family as Decoder;
 use super::nets::image::ARCHITECTURES;
 use super::nets::text::config::Family;
@@ -125,7 +123,7 @@ pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, L
 
 fn of_files(files: &ModelFiles, source: &str, task: Option<&str>) -> Result<Served, LoadError> {
     let Some(path) = files.gguf() else { return find(source, files.required_json("config.json")?, task) };
-    let architecture = gguf_architecture(&path)?;
+    let architecture = Gguf::architecture(&path)?;
     let is_read = Decoder::named(&architecture).is_some();
     let name = if is_read { architecture } else { format!("{architecture} in GGUF") };
     find(source, Config { model_type: Some(name), ..Config::default() }, task)
@@ -151,18 +149,12 @@ fn find(source: &str, config: Config, asked: Option<&str>) -> Result<Served, Loa
     Ok(Served { architecture, task: *task })
 }
 
-/// The architecture that a GGUF file names.
-fn gguf_architecture(path: &Path) -> Result<String, LoadError> {
-    let fault = |reason: String| LoadError::File { path: path.into(), reason };
-    let mut file = File::open(path).map_err(|error| fault(error.to_string()))?;
-    let content = gguf_file::Content::read(&mut file).map_err(|error| fault(error.to_string()))?;
-    let architecture = content.metadata.get("general.architecture");
-    let architecture = architecture.and_then(|value| value.to_string().ok()).cloned();
-    architecture.ok_or_else(|| fault("the file names no general.architecture".to_owned()))
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+
+    use candle_core::quantized::gguf_file;
+
     use super::*;
 
     fn folder(config: &str) -> tempfile::TempDir {

@@ -2,7 +2,9 @@
 //! are kept for products, or as f32. Owns the file's mapping. Every place in the file is checked before it is
 //! read.
 
-use std::io::Cursor;
+use std::fs::File;
+use std::io::{BufReader, Cursor, Read, Seek};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use candle_core::quantized::GgmlDType;
@@ -28,8 +30,29 @@ impl Gguf {
     pub fn read(path: &Path) -> Result<Self, LoadError> {
         let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
         let bytes = map(path).map_err(|error| fault(error.to_string()))?;
-        let content = Content::read(&mut Cursor::new(&*bytes)).map_err(|error| fault(error.to_string()))?;
+        let content = content(&mut Cursor::new(&*bytes)).map_err(fault)?;
         Ok(Self { path: path.to_owned(), content, bytes })
+    }
+
+    /// The architecture that a file names, by its beginning alone.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] if it is no GGUF file, or names none.
+    pub fn architecture(path: &Path) -> Result<String, LoadError> {
+        let fault = |reason: String| LoadError::File { path: path.to_owned(), reason };
+        let file = File::open(path).map_err(|error| fault(error.to_string()))?;
+        let content = content(&mut BufReader::new(file)).map_err(fault)?;
+        let architecture = content.metadata.get("general.architecture");
+        let architecture = architecture.and_then(|value| value.to_string().ok()).cloned();
+        architecture.ok_or_else(|| fault("the file names no general.architecture".to_owned()))
+    }
+
+    /// Checks that there is a matrix `[width, depth]`, before anything is made for so many rows.
+    ///
+    /// # Errors
+    /// As [`Gguf::matrix`].
+    pub fn check(&self, name: &str, [depth, width]: [usize; 2]) -> Result<(), LoadError> {
+        self.tensor(name, &[width, depth]).map(drop)
     }
 
     /// A value of the metadata.
@@ -125,7 +148,9 @@ impl Gguf {
         if shape.last().is_some_and(|depth| depth % dtype.block_size() != 0) {
             return Err(self.fault(format!("tensor {name} has rows of no whole blocks of {dtype:?}")));
         }
-        let size = info.shape.elem_count() / dtype.block_size() * dtype.type_size();
+        let numbers = shape.iter().try_fold(1, |count: usize, length| count.checked_mul(*length));
+        let size = numbers.and_then(|count| (count / dtype.block_size()).checked_mul(dtype.type_size()));
+        let size = size.ok_or_else(|| self.fault(format!("tensor {name} is too large: {shape:?}")))?;
         let place = self.content.tensor_data_offset.checked_add(info.offset);
         let place = place.and_then(|start| usize::try_from(start).ok());
         let place = place.and_then(|start| Some(start..start.checked_add(size)?));
@@ -137,6 +162,16 @@ impl Gguf {
     /// An error of this file.
     pub fn fault(&self, reason: String) -> LoadError {
         LoadError::File { path: self.path.clone(), reason }
+    }
+}
+
+/// A file's beginning. The library bounds each count in it by the bytes that the file has.
+fn content<R: Read + Seek>(file: &mut R) -> Result<Content, String> {
+    // It divides by the alignment that the file states, which can be 0.
+    let read = catch_unwind(AssertUnwindSafe(|| Content::read(file)));
+    match read {
+        Ok(read) => read.map_err(|error| error.to_string()),
+        Err(_) => Err("its metadata cannot be read: general.alignment is 0".to_owned()),
     }
 }
 
@@ -289,6 +324,51 @@ mod tests {
         assert!(error(&Gguf::read(&path).unwrap(), "w", [32, 2]).contains("behind the file's end"));
         std::fs::write(&path, &bytes[..9]).unwrap();
         assert!(Gguf::read(&path).is_err());
+    }
+
+    /// A file with one tensor, whose dimensions and metadata may be lies.
+    fn lie(dimensions: [u64; 2], metadata: &[(&str, u32)]) -> Result<Gguf, LoadError> {
+        let mut bytes = b"GGUF".to_vec();
+        let text = |bytes: &mut Vec<u8>, text: &str| {
+            bytes.extend((text.len() as u64).to_le_bytes());
+            bytes.extend(text.as_bytes());
+        };
+        bytes.extend(3_u32.to_le_bytes());
+        [1, metadata.len() as u64].iter().for_each(|count| bytes.extend(count.to_le_bytes()));
+        for (key, value) in metadata {
+            text(&mut bytes, key);
+            [4_u32, *value].iter().for_each(|it| bytes.extend(it.to_le_bytes()));
+        }
+        text(&mut bytes, "w");
+        bytes.extend(2_u32.to_le_bytes());
+        dimensions.iter().for_each(|length| bytes.extend(length.to_le_bytes()));
+        bytes.extend(0_u32.to_le_bytes());
+        bytes.extend(0_u64.to_le_bytes());
+        bytes.extend([0; 64]);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        std::fs::write(&path, bytes).unwrap();
+        Gguf::read(&path)
+    }
+
+    #[test]
+    fn sizes_that_the_file_has_not_are_an_error_before_memory_is_asked_for() {
+        for (dimensions, words) in [
+            ([1 << 33, 1 << 31], "is too large"),
+            ([1 << 32, 1 << 32], "is too large"),
+            ([u64::MAX, 1], "is too large"),
+            ([1 << 20, 1 << 20], "behind the file's end"),
+            ([32, 1], "behind the file's end"),
+        ] {
+            let gguf = lie(dimensions, &[]).unwrap();
+            let [depth, width] = dimensions.map(|length| length as usize);
+            let error = gguf.check("w", [depth, width]).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+            let error = gguf.matrix("w", [depth, width], |row| row).err().unwrap().to_string();
+            assert!(error.contains(words), "{error}");
+        }
+        let error = lie([4, 4], &[("general.alignment", 0)]).err().unwrap().to_string();
+        assert!(error.contains("general.alignment is 0"), "{error}");
     }
 
     #[test]

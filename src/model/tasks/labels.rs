@@ -17,6 +17,9 @@ use crate::model::{Body, Device, LoadError, LoadSpec, Message, Preprocessed, Pro
 use crate::protocol::labels::{ClassifyRequest, write_labels};
 use crate::protocol::reply::Usage;
 
+/// The most labels of a classifier: far above any model's. Each gets a name before a tensor shows their number.
+const MOST_LABELS: usize = 1 << 20;
+
 /// The labels of a classifier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Labels {
@@ -53,6 +56,10 @@ impl Labels {
     pub fn read(files: &ModelFiles, source: &str) -> Result<Self, LoadError> {
         let path = files.required("config.json")?;
         let config: Config = files.required_json("config.json")?;
+        if let Some(count) = config.num_labels.filter(|count| *count > MOST_LABELS) {
+            let reason = format!("num_labels is {count}; at most {MOST_LABELS} are read");
+            return Err(LoadError::File { path, reason });
+        }
         let names = match config.id2label {
             None => (0..config.num_labels.unwrap_or(2)).map(|id| format!("LABEL_{id}")).collect(),
             Some(mut names) => {
@@ -197,6 +204,7 @@ mod tests {
         assert_eq!(of("regression").unwrap().names, ["LABEL_0", "LABEL_1", "LABEL_2"]);
         assert!(of("ranking").unwrap_err().contains("\"ranking\""));
         assert!(labels(r#"{"id2label":{"0":"a","7":"b"}}"#).unwrap_err().contains("\"7\""));
+        assert!(labels(r#"{"num_labels":18446744073709551615}"#).unwrap_err().contains("at most 1048576"));
     }
 
     #[test]

@@ -98,6 +98,14 @@ struct Rope {
 /// What is not done here, or is impossible.
 type Refusal = String;
 
+/// The largest sizes that are read. They are far above any model's, so small that their products are numbers, and what
+/// is made of them before a tensor shows them to be wrong takes some 100 MB.
+const MOST_LAYERS: usize = 1 << 16;
+const MOST_HEADS: usize = 1 << 16;
+const MOST_WIDTH: usize = 1 << 24;
+const MOST_WORDS: usize = 1 << 22;
+const MOST_CONTEXT: usize = 1 << 31;
+
 impl DecoderConfig {
     /// Reads `config.json`.
     ///
@@ -126,6 +134,7 @@ impl DecoderConfig {
             return Err(format!("hidden_act is {other:?}, and only silu is supported"));
         }
         let head_width = written.head_dim.unwrap_or(written.hidden_size / heads.max(1));
+        at_most("head_dim", head_width, MOST_HEADS)?;
         let rope = written.rope_parameters.or(written.rope_scaling);
         let base = rope.as_ref().and_then(|rope| rope.rope_theta).or(written.rope_theta).unwrap_or(10_000.0);
         let mut frequencies = frequencies(base, head_width);
@@ -168,6 +177,7 @@ impl DecoderConfig {
         }
         let (hidden, heads) = (number("embedding_length")?, number("attention.head_count")?);
         let head_width = optional("attention.key_length").unwrap_or(hidden / heads.max(1));
+        at_most("attention.key_length", head_width, MOST_HEADS).map_err(|reason| gguf.fault(reason))?;
         let mut frequencies = frequencies(float("rope.freq_base").map_or(10_000.0, f64::from), head_width);
         if gguf.has("rope_freqs.weight") {
             let factors = gguf.vector("rope_freqs.weight", head_width / 2)?;
@@ -193,6 +203,17 @@ impl DecoderConfig {
 
     fn checked(self) -> Result<Self, Refusal> {
         let Self { hidden, heads, kv_heads, head_width, .. } = self;
+        for (name, size, most) in [
+            ("the number of layers", self.layers, MOST_LAYERS),
+            ("the number of heads", heads, MOST_HEADS),
+            ("the number of heads of keys", kv_heads, MOST_HEADS),
+            ("the width", hidden, MOST_WIDTH),
+            ("the width of the feed-forward half", self.inner, MOST_WIDTH),
+            ("the vocabulary", self.vocabulary, MOST_WORDS),
+            ("the context", self.context, MOST_CONTEXT),
+        ] {
+            at_most(name, size, most)?;
+        }
         if hidden == 0 || kv_heads == 0 || heads == 0 || heads % kv_heads != 0 {
             return Err(format!("{heads} heads of queries cannot share {kv_heads} heads of keys"));
         }
@@ -204,6 +225,10 @@ impl DecoderConfig {
         }
         Ok(self)
     }
+}
+
+fn at_most(name: &str, size: usize, most: usize) -> Result<(), Refusal> {
+    if size > most { Err(format!("{name} is {size}; at most {most} is read")) } else { Ok(()) }
 }
 
 /// The turn of each pair of numbers from one place to the next.
@@ -236,5 +261,77 @@ impl Rope {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::quantized::gguf_file;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn read(changes: &[(&str, Value)]) -> Result<DecoderConfig, String> {
+        let mut written = json!({
+            "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        });
+        changes.iter().for_each(|(name, value)| written[*name] = value.clone());
+        let written: Written = serde_json::from_value(written).unwrap();
+        DecoderConfig::of(written).and_then(DecoderConfig::checked)
+    }
+
+    #[test]
+    fn a_size_that_no_model_has_is_refused_before_memory_is_asked_for() {
+        assert_eq!(read(&[]).unwrap().frequencies.len(), 8);
+        for (name, words) in [
+            ("hidden_size", "head_dim is"),
+            ("intermediate_size", "the width of the feed-forward half is"),
+            ("num_hidden_layers", "the number of layers is"),
+            ("num_attention_heads", "the number of heads is"),
+            ("num_key_value_heads", "the number of heads of keys is"),
+            ("head_dim", "head_dim is"),
+            ("vocab_size", "the vocabulary is"),
+            ("max_position_embeddings", "the context is"),
+        ] {
+            for size in [1_u64 << 32, u64::MAX] {
+                let error = read(&[(name, size.into())]).unwrap_err();
+                assert!(error.starts_with(words) && error.ends_with("is read"), "{name}: {error}");
+            }
+        }
+    }
+
+    #[test]
+    fn so_it_is_in_a_gguf_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.gguf");
+        let names = ["architecture", "block_count", "embedding_length", "feed_forward_length"];
+        let names = [&names[..], &["attention.head_count", "context_length", "vocab_size"]].concat();
+        let names: Vec<String> = names
+            .into_iter()
+            .map(
+                |name| {
+                    if name == "architecture" { format!("general.{name}") } else { format!("llama.{name}") }
+                },
+            )
+            .collect();
+        let read = |lie: &str| {
+            let value = |name: &String| match name.as_str() {
+                "general.architecture" => gguf_file::Value::String("llama".to_owned()),
+                name if name.ends_with(lie) => gguf_file::Value::U32(u32::MAX),
+                _ => gguf_file::Value::U32(4),
+            };
+            let values: Vec<(&String, gguf_file::Value)> =
+                names.iter().map(|name| (name, value(name))).collect();
+            let values: Vec<_> = values.iter().map(|(name, value)| (name.as_str(), value)).collect();
+            let values = [&values[..], &[("llama.attention.key_length", &gguf_file::Value::U32(2))]].concat();
+            gguf_file::write(&mut std::fs::File::create(&path).unwrap(), &values, &[]).unwrap();
+            DecoderConfig::of_gguf(&Gguf::read(&path).unwrap()).map_err(|error| error.to_string())
+        };
+        assert_eq!(read("none").unwrap().vocabulary, 4);
+        for name in &names[1..] {
+            let name = name.trim_start_matches("llama.");
+            assert!(read(name).unwrap_err().ends_with("is read"), "{name}");
+        }
     }
 }

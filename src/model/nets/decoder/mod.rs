@@ -97,6 +97,9 @@ pub struct Parts {
 /// The last layer in safetensors files; its name has no prefix.
 const HEAD: &str = "lm_head.weight";
 
+/// The words' vectors in GGUF files.
+pub const GGUF_WORDS: &str = "token_embd.weight";
+
 const SAFETENSORS: Parts = Parts {
     norm: "input_layernorm.weight",
     qkv: ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
@@ -235,7 +238,7 @@ impl Weights {
     fn words_name(&self) -> &'static str {
         match self.files {
             Files::Safetensors(_) => "embed_tokens.weight",
-            Files::Gguf(_) => "token_embd.weight",
+            Files::Gguf(_) => GGUF_WORDS,
         }
     }
 

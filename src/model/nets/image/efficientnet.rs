@@ -5,9 +5,11 @@
 use candle_core::{Result, Tensor};
 use serde::Deserialize;
 
-use super::{Body, Loaded, Normed};
+use super::{Body, NetError, Normed};
 use crate::model::load::weights::Weights;
 use crate::model::ops::{Clamp, Convolution, Padding, mean_pool};
+
+type Read<T> = std::result::Result<T, NetError>;
 
 /// The sizes of `config.json`; the lists have an entry for each stage.
 #[derive(Deserialize)]
@@ -38,9 +40,22 @@ struct Block {
     is_residual: bool,
 }
 
+impl Config {
+    /// Whether each list has an entry for each stage.
+    fn is_whole(&self) -> bool {
+        let Self { kernel_sizes, strides, in_channels, out_channels, expand_ratios, .. } = self;
+        let stages = self.num_block_repeats.len();
+        [kernel_sizes, strides, in_channels, out_channels, expand_ratios].iter().all(|it| it.len() >= stages)
+    }
+}
+
 impl Lite {
     /// The network, and the width of its vectors.
-    pub(super) fn load(weights: &Weights, config: &Config) -> Loaded<(Self, usize)> {
+    pub(super) fn load(weights: &Weights, config: &Config) -> Read<(Self, usize)> {
+        if !config.is_whole() {
+            let reason = "config.json has more num_block_repeats than another list has entries".to_owned();
+            return Err(NetError::Refused(reason));
+        }
         let normed = |convolution: String, norm: String, shape, stride, clamp| Normed {
             convolution,
             norm,
@@ -65,7 +80,7 @@ impl Lite {
                 };
                 let stride = if repeat == 0 { config.strides[stage] } else { 1 };
                 let size = config.kernel_sizes[stage];
-                let wide = from * config.expand_ratios[stage];
+                let wide = from.saturating_mul(config.expand_ratios[stage]);
                 let index = blocks.len();
                 let named = |name: &str| format!("_blocks.{index}.{name}");
                 let expand = (wide != from).then(|| {

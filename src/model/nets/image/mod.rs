@@ -105,7 +105,9 @@ impl ImageNetwork {
         let (body, weights, [name, bias], width): (Box<dyn Body>, _, _, _) = match model_type {
             "efficientnet_lite" => {
                 let weights = read("efficientnet", "_conv_stem.weight")?;
-                let (body, width) = efficientnet::Lite::load(&weights, &files.required_json("config.json")?)?;
+                let config = files.required_json("config.json")?;
+                let (body, width) =
+                    efficientnet::Lite::load(&weights, &config).map_err(|error| error.or(refused))?;
                 (Box::new(body), weights, ["_fc.weight", "_fc.bias"], width)
             }
             "resnet" => {

@@ -50,6 +50,12 @@ impl Vit {
             );
             return Err(NetError::Refused(reason));
         }
+        let heads = config.num_attention_heads;
+        if patch == 0 || heads == 0 || hidden % heads != 0 {
+            let reason =
+                format!("{heads} heads of {hidden} numbers, and patches of {patch} pixels, are no ViT");
+            return Err(NetError::Refused(reason));
+        }
         let activation = match config.hidden_act.as_str() {
             "gelu" => Activation::Gelu,
             "gelu_new" | "gelu_pytorch_tanh" => Activation::GeluTanh,

@@ -63,6 +63,12 @@ impl Family {
     }
 }
 
+/// The largest sizes that are read: far above any model's. Not all of them are those of a tensor, and tables are made of
+/// some.
+const MOST_LAYERS: usize = 1 << 12;
+const MOST_WIDTH: usize = 1 << 20;
+const MOST_POSITIONS: usize = 1 << 17;
+
 /// A network's sizes.
 #[derive(Clone, Debug)]
 pub struct NetworkConfig {
@@ -161,6 +167,11 @@ impl NetworkConfig {
         };
         written.only("is_decoder", &false.into())?;
         // The config of Nomic has the names of GPT-2, and the usual ones with other meanings.
+        // A list with an entry for each is made at once.
+        let layers: Option<usize> = written.optional(&["num_hidden_layers", "n_layers", "n_layer"])?;
+        if let Some(layers) = layers.filter(|layers| *layers > MOST_LAYERS) {
+            return Err(written.fault(format!("it has {layers} layers; at most {MOST_LAYERS} are read")));
+        }
         let config = if family == Family::Nomic { nomic(&written) } else { usual(&written, family) }?;
         config.check().map_err(|reason| written.fault(reason))?;
         Ok(config)
@@ -173,6 +184,15 @@ impl NetworkConfig {
 
     fn check(&self) -> Result<(), String> {
         let Self { hidden, heads, positions, .. } = *self;
+        for (name, size, most) in [
+            ("the width", hidden, MOST_WIDTH),
+            ("the width of the feed-forward half", self.inner, MOST_WIDTH),
+            ("max_position_embeddings", positions, MOST_POSITIONS),
+        ] {
+            if size > most {
+                return Err(format!("{name} is {size}; at most {most} is read"));
+            }
+        }
         if hidden == 0 || heads == 0 || hidden % heads != 0 {
             return Err(format!("hidden_size {hidden} does not divide into {heads} heads"));
         }
@@ -288,4 +308,42 @@ fn nomic(written: &Written<'_>) -> Result<NetworkConfig, LoadError> {
         distances: vec![LayerDistances { rotary, window: None }; layers],
         head_of_mean: false,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_size_that_no_model_has_is_refused_before_memory_is_asked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let source = folder.path().to_str().unwrap();
+        let read = |config: &Value| {
+            std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+            NetworkConfig::read(&ModelFiles::locate(source).unwrap(), source)
+                .map_err(|error| error.to_string())
+        };
+        let modern = json!({
+            "model_type": "modernbert", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512,
+        });
+        let nomic = json!({
+            "model_type": "nomic_bert", "n_embd": 64, "n_inner": 128, "n_layer": 2, "n_head": 4, "vocab_size": 100,
+            "n_positions": 512, "activation_function": "swiglu", "rotary_emb_fraction": 1.0,
+        });
+        for (config, names) in [
+            (modern, ["hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"]),
+            (nomic, ["n_embd", "n_inner", "n_layer", "n_positions"]),
+        ] {
+            assert!(read(&config).is_ok());
+            for name in names {
+                let mut config = config.clone();
+                config[name] = (1_u64 << 40).into();
+                let error = read(&config).unwrap_err();
+                assert!(error.contains("1099511627776") && error.contains("read"), "{name}: {error}");
+            }
+        }
+    }
 }

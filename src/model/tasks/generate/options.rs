@@ -114,7 +114,7 @@ impl Options {
             activations,
             context,
             sequences: written.sequences.unwrap_or(SEQUENCES),
-            kv_tokens: written.kv_tokens.unwrap_or(CONTEXTS * context),
+            kv_tokens: written.kv_tokens.unwrap_or(CONTEXTS.saturating_mul(context)),
             kv_numbers: match written.kv_numbers {
                 KvName::F32 => KvNumbers::F32,
                 KvName::Bf16 => KvNumbers::Bf16,
