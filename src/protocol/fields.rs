@@ -5,7 +5,7 @@
 use std::fmt;
 
 use serde::Deserialize;
-use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::{TaskError, TaskErrorKind};
@@ -81,6 +81,14 @@ impl<'a> Fields<'a> {
     /// `BadInput` if it is of another type.
     pub fn string(&self, key: &str) -> Result<Option<String>, TaskError> {
         self.get(key).map(|raw| string(raw.get(), key)).transpose()
+    }
+
+    /// A text of at most so many bytes, for one that is kept beside others.
+    ///
+    /// # Errors
+    /// `BadInput` if it is longer or of another type.
+    pub fn short(&self, key: &str, most: usize) -> Result<Option<String>, TaskError> {
+        self.get(key).map(|raw| short_string(raw.get(), key, most)).transpose()
     }
 
     /// A truth value; `default` if it is absent.
@@ -159,7 +167,10 @@ impl Read<'_, '_> {
             return None;
         }
         let names = self.keys.taken.iter().chain(self.keys.refused.iter().map(|(name, _)| name));
-        names.copied().find(|name| strsim::osa_distance(name, key) == 1)
+        // A comparison takes time and memory by the product of the lengths, and a key can be as long as the body. One
+        // letter more or less is at most four bytes.
+        let is_near = |name: &&str| key.len().abs_diff(name.len()) <= 4;
+        names.copied().filter(is_near).find(|name| strsim::osa_distance(name, key) == 1)
     }
 }
 
@@ -191,15 +202,99 @@ pub fn list<'a>(raw: &'a str, path: &str, most: usize) -> Result<Vec<&'a RawValu
     if !raw.starts_with('[') {
         return Err(wrong(path, "a list", raw));
     }
-    let items: Vec<&RawValue> = read(raw, path)?;
-    if items.is_empty() {
+    let Listed { items, count } = listed(raw, path, most)?;
+    if count == 0 {
         return Err(TaskError::bad_input(path, format!("{path} is an empty list")));
     }
-    if items.len() > most {
-        let message = format!("{path} holds {} items; this pool takes at most {most}", items.len());
+    if count > most {
+        let message = format!("{path} holds {count} items; this pool takes at most {most}");
         return Err(TaskError::new(TaskErrorKind::TooLarge, message).at(path));
     }
     Ok(items)
+}
+
+/// The first items of a list.
+pub struct Listed<'a> {
+    /// Up to a bound.
+    pub items: Vec<&'a RawValue>,
+    /// The number of all.
+    pub count: usize,
+}
+
+/// The first items of a list, which may be empty. Those over the bound `most` are counted and not kept: an item can
+/// have two bytes in the body, and has 16 among the items.
+///
+/// # Errors
+/// `BadInput` if it is no list.
+pub fn listed<'a>(raw: &'a str, path: &str, most: usize) -> Result<Listed<'a>, TaskError> {
+    let mut items = Vec::new();
+    let count = each(raw, path, |index, item| {
+        if index < most {
+            items.push(item);
+        }
+    })?;
+    Ok(Listed { items, count })
+}
+
+/// A list of token ids, at least one.
+///
+/// # Errors
+/// `BadInput`, with the path of the first item that is none.
+pub fn token_ids(raw: &str, path: &str) -> Result<Vec<u32>, TaskError> {
+    match serde_json::from_str::<Vec<u32>>(raw) {
+        Ok(ids) if ids.is_empty() => Err(TaskError::bad_input(path, format!("{path} is an empty list"))),
+        Ok(ids) => Ok(ids),
+        // The items are read one by one only after an error, to find the wrong one.
+        Err(_) => {
+            let mut bad = None;
+            each(raw, path, |index, item| {
+                if bad.is_none() && serde_json::from_str::<u32>(item.get()).is_err() {
+                    bad = Some((index, item.get()));
+                }
+            })?;
+            let (index, value) = bad.unwrap_or_default();
+            Err(wrong(&format!("{path}[{index}]"), "a token id (an integer from 0)", value))
+        }
+    }
+}
+
+/// Whether a value is a number.
+pub fn is_number(raw: &str) -> bool {
+    raw.starts_with(|c: char| c == '-' || c.is_ascii_digit())
+}
+
+/// Shows each item of a list, with its index. Returns their number.
+fn each<'a>(raw: &'a str, path: &str, show: impl FnMut(usize, &'a RawValue)) -> Result<usize, TaskError> {
+    Each(show)
+        .deserialize(&mut serde_json::Deserializer::from_str(raw))
+        .map_err(|error| unreadable(path, &error))
+}
+
+struct Each<F>(F);
+
+impl<'de, F: FnMut(usize, &'de RawValue)> DeserializeSeed<'de> for Each<F> {
+    type Value = usize;
+
+    fn deserialize<D: Deserializer<'de>>(self, list: D) -> Result<usize, D::Error> {
+        list.deserialize_seq(self)
+    }
+}
+
+impl<'de, F: FnMut(usize, &'de RawValue)> Visitor<'de> for Each<F> {
+    type Value = usize;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut list: A) -> Result<usize, A::Error> {
+        let mut count = 0;
+        while let Some(item) = list.next_element()? {
+            (self.0)(count, item);
+            count += 1;
+        }
+        Ok(count)
+    }
 }
 
 /// A text.
@@ -210,21 +305,36 @@ pub fn string(raw: &str, path: &str) -> Result<String, TaskError> {
     if raw.starts_with('"') { read(raw, path) } else { Err(wrong(path, "a string", raw)) }
 }
 
+/// A text of at most so many bytes.
+///
+/// # Errors
+/// `BadInput` if it is longer or of another type.
+pub fn short_string(raw: &str, path: &str, most: usize) -> Result<String, TaskError> {
+    let text = string(raw, path)?;
+    if text.len() > most {
+        let message = format!("{path} has {} bytes; at most {most} are taken", text.len());
+        return Err(TaskError::bad_input(path, message));
+    }
+    Ok(text)
+}
+
 /// Reads a value whose type is known; it can still fail on an escape inside a string.
 ///
 /// # Errors
 /// `BadInput`.
 pub fn read<'a, T: Deserialize<'a>>(raw: &'a str, path: &str) -> Result<T, TaskError> {
-    serde_json::from_str(raw).map_err(|error| {
-        // The library's words for it are of escapes, and differ.
-        let words = match error.to_string() {
-            it if it.contains("surrogate") || it.contains("hex escape") => {
-                "it has one half of a surrogate pair (\\ud800 to \\udfff), which is no character".to_owned()
-            }
-            it => it,
-        };
-        TaskError::bad_input(path, format!("{path} cannot be read: {words}"))
-    })
+    serde_json::from_str(raw).map_err(|error| unreadable(path, &error))
+}
+
+fn unreadable(path: &str, error: &serde_json::Error) -> TaskError {
+    // The library's words for it are of escapes, and differ.
+    let words = match error.to_string() {
+        it if it.contains("surrogate") || it.contains("hex escape") => {
+            "it has one half of a surrogate pair (\\ud800 to \\udfff), which is no character".to_owned()
+        }
+        it => it,
+    };
+    TaskError::bad_input(path, format!("{path} cannot be read: {words}"))
 }
 
 /// The error of a value of the wrong type or range.
@@ -292,6 +402,26 @@ mod tests {
         assert_eq!(refusal(r#"{"stream":true"#).0, TaskErrorKind::Undecodable);
         assert_eq!(refusal(r#"{"query":"a"} x"#).0, TaskErrorKind::Undecodable);
         assert_eq!(refusal(r#"{"query":1,"query":2}"#).0, TaskErrorKind::BadInput);
+    }
+
+    #[test]
+    fn items_over_the_bound_are_counted_and_not_kept() {
+        let raw = format!("[{}0]", "0,".repeat(999));
+        let error = list(&raw, "a", 7).unwrap_err();
+        assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("a")));
+        assert_eq!(error.message, "a holds 1000 items; this pool takes at most 7");
+        assert_eq!(list(&raw, "a", 1_000).unwrap().len(), 1_000);
+        let raw = format!("[{}-1,true]", "0,".repeat(999));
+        let error = token_ids(&raw, "a").unwrap_err();
+        assert_eq!(error.message, "a[999] must be a token id (an integer from 0), got -1");
+    }
+
+    #[test]
+    fn a_short_text_is_measured_in_bytes() {
+        let fields = Fields::parse(r#"{"query":"\u00e9é"}"#.as_bytes(), &KEYS).unwrap();
+        assert_eq!(fields.short("query", 4).unwrap().as_deref(), Some("éé"));
+        let error = fields.short("query", 3).unwrap_err();
+        assert_eq!(error.message, "query has 4 bytes; at most 3 are taken");
     }
 
     #[test]

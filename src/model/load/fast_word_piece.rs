@@ -5,6 +5,8 @@
 use tokenizers::models::wordpiece::WordPiece;
 use tokenizers::{Model as _, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper, Tokenizer};
 
+use super::long_text::{Side, ids_of};
+
 /// The ASCII characters between words.
 const BLANKS: [char; 4] = [' ', '\t', '\n', '\r'];
 
@@ -55,7 +57,10 @@ impl FastWordPiece {
             self.words(model, plain, &mut ids, most);
             let (foreign, behind) = behind.split_at(words_of(behind, false));
             if !foreign.is_empty() && ids.len() < most {
-                ids.extend(tokenizer.encode_fast(foreign, false).ok()?.get_ids());
+                let encode = |text: &str| Ok(tokenizer.encode_fast(text, false)?.get_ids().to_vec());
+                let foreign: tokenizers::Result<_> =
+                    ids_of(foreign, most - ids.len(), Side::Beginning, encode);
+                ids.extend(foreign.ok()?.ids);
             }
             rest = behind;
         }

@@ -14,6 +14,7 @@ mod fast_word_piece;
 pub mod gguf;
 mod hub;
 pub mod laid_out;
+pub mod long_text;
 pub mod tokenizer;
 pub mod vocabulary;
 pub mod weights;

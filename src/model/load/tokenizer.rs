@@ -3,10 +3,11 @@
 
 use std::path::PathBuf;
 
+use tokenizers::Tokenizer;
 use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
-use tokenizers::{Tokenizer, TruncationParams};
 
 use super::fast_word_piece::FastWordPiece;
+use super::long_text::{Side, ids_of};
 use crate::model::{LoadError, TaskError};
 
 /// One text or pair of texts for a network.
@@ -82,9 +83,6 @@ impl TextTokenizer {
         if max_tokens <= special {
             return Err(fault(format!("no text fits into {max_tokens} tokens")));
         }
-        // One more than has room, to know whether a text is cut.
-        let truncation = TruncationParams { max_length: max_tokens + 1, ..Default::default() };
-        tokenizer.with_truncation(Some(truncation)).map_err(of_library)?;
         Ok(Self {
             fast: FastWordPiece::of(&tokenizer),
             tokenizer,
@@ -130,13 +128,18 @@ impl TextTokenizer {
     /// # Errors
     /// `Internal` if the tokenizer fails, or gives an id outside the vocabulary.
     pub fn pieces(&self, text: &str) -> Result<Vec<u32>, TaskError> {
-        let fast = self.fast.as_ref().and_then(|fast| fast.ids(&self.tokenizer, text, self.max_tokens + 1));
+        // One more than has room, to know whether a text is cut.
+        let most = self.max_tokens + 1;
+        let fast = self.fast.as_ref().and_then(|fast| fast.ids(&self.tokenizer, text, most));
         let ids = match fast {
             Some(ids) => ids,
             None => {
-                let encoding = self.tokenizer.encode_fast(text, false);
-                let failed = |error| TaskError::internal(format!("the tokenizer failed: {error}"));
-                encoding.map_err(failed)?.get_ids().to_vec()
+                let encode = |text: &str| Ok(self.tokenizer.encode_fast(text, false)?.get_ids().to_vec());
+                let failed =
+                    |error: tokenizers::Error| TaskError::internal(format!("the tokenizer failed: {error}"));
+                let mut ids = ids_of(text, most, Side::Beginning, encode).map_err(failed)?.ids;
+                ids.truncate(most);
+                ids
             }
         };
         match ids.iter().find(|id| **id >= self.vocabulary) {

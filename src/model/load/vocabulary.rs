@@ -16,6 +16,7 @@ use tokenizers::{AddedToken, DecoderWrapper, PreTokenizerWrapper, SplitDelimiter
 use super::ModelFiles;
 use super::chat_template::ChatTemplate;
 use super::gguf::Gguf;
+use super::long_text::{Side, TextIds, ids_of};
 use crate::model::{LoadError, TaskError};
 
 /// A model's tokens.
@@ -28,6 +29,15 @@ pub struct Vocabulary {
     /// None: the model has no conversations.
     pub chat: Option<ChatTemplate>,
     texts: TokenTexts,
+}
+
+/// How much is wanted of a prompt that is too long.
+#[derive(Clone, Copy, Debug)]
+pub struct Reach {
+    /// The most tokens that can be taken.
+    pub most: usize,
+    /// From where.
+    pub side: Side,
 }
 
 /// The bytes that each token adds to a text.
@@ -187,29 +197,28 @@ impl Vocabulary {
         Ok(Self { tokenizer, begin, ends, chat: chat.transpose()?, texts })
     }
 
-    /// The tokens of a prompt.
+    /// The tokens of a prompt, as [`ids_of`] gives them.
     ///
     /// # Errors
     /// `Internal` if the tokenizer fails.
-    pub fn prompt(&self, text: &str) -> Result<Vec<u32>, TaskError> {
-        let mut ids: Vec<u32> = self.begin.into_iter().collect();
-        ids.extend(self.ids(text, true)?);
-        Ok(ids)
+    pub fn prompt(&self, text: &str, reach: Reach) -> Result<TextIds, TaskError> {
+        let mut prompt = self.ids(text, true, reach)?;
+        prompt.ids.splice(0..0, self.begin);
+        Ok(prompt)
     }
 
     /// The tokens of a rendered conversation, whose template has written the special ones.
     ///
     /// # Errors
     /// As [`Vocabulary::prompt`].
-    pub fn conversation(&self, text: &str) -> Result<Vec<u32>, TaskError> {
-        self.ids(text, false)
+    pub fn conversation(&self, text: &str, reach: Reach) -> Result<TextIds, TaskError> {
+        self.ids(text, false, reach)
     }
 
-    fn ids(&self, text: &str, special: bool) -> Result<Vec<u32>, TaskError> {
-        let encoded = self.tokenizer.encode_fast(text, special);
-        let encoded =
-            encoded.map_err(|error| TaskError::internal(format!("the tokenizer fails: {error}")))?;
-        Ok(encoded.get_ids().to_vec())
+    fn ids(&self, text: &str, special: bool, reach: Reach) -> Result<TextIds, TaskError> {
+        let encode = |text: &str| Ok(self.tokenizer.encode_fast(text, special)?.get_ids().to_vec());
+        let failed = |error: tokenizers::Error| TaskError::internal(format!("the tokenizer fails: {error}"));
+        ids_of(text, reach.most, reach.side, encode).map_err(failed)
     }
 
     /// The bytes of each token.

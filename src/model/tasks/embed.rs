@@ -170,6 +170,24 @@ mod tests {
     }
 
     #[test]
+    fn of_a_long_text_the_first_tokens_are_those_of_the_whole() {
+        let prose = "Über  die “ﬁne” 中文 art,\tof tokenising: e\u{301}clairs\u{a0}&c. don’t x1234567890 ";
+        for name in ["tiny-bert-cls", "tiny-xlm-roberta", "tiny-modernbert", "tiny-mpnet"] {
+            let folder = format!("{}/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"));
+            let processor = load(&LoadSpec::new(&folder), &Device::Cpu).unwrap().0;
+            let path = format!("{folder}/tokenizer.json");
+            let mut library = tokenizers::Tokenizer::from_file(path).unwrap();
+            library.with_padding(None).with_truncation(None).unwrap();
+            for text in [prose.repeat(2_000), prose.replace(' ', "").repeat(1_000), "中".repeat(100_000)] {
+                let ours = processor.tokenizer.pieces(&text).unwrap();
+                let whole = library.encode(text.as_str(), false).unwrap();
+                let same = ours.iter().zip(whole.get_ids()).take_while(|(a, b)| a == b).count();
+                assert_eq!(same, whole.len().min(processor.tokenizer.max_tokens() + 1), "{name}");
+            }
+        }
+    }
+
+    #[test]
     fn threads_that_share_many_texts_keep_their_order() {
         let texts: Vec<String> = (0..300).map(|n| format!("text {n} {}", "a b ".repeat(n % 7))).collect();
         assert_eq!(ids_of(&texts.into()).unwrap().len(), 300);

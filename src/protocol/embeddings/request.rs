@@ -4,7 +4,7 @@ use serde_json::value::RawValue;
 
 use super::Encoding;
 use crate::protocol::TaskError;
-use crate::protocol::fields::{Fields, Keys, list, read, string, wrong};
+use crate::protocol::fields::{Fields, Keys, is_number, list, read, string, token_ids, wrong};
 
 const KEYS: Keys = Keys {
     taken: &["input", "model", "encoding_format", "dimensions", "errors", "prompt_name", "truncate"],
@@ -98,7 +98,7 @@ fn texts(raw: &str, max_inputs: usize) -> Result<(Vec<Result<Text, TaskError>>, 
     }
     // The ids of one text are not bounded by the number of texts.
     if is_number(raw[1..].trim_start()) {
-        return Ok((vec![Ok(Text::Ids(ids(raw, "input")?))], false));
+        return Ok((vec![Ok(Text::Ids(token_ids(raw, "input")?))], false));
     }
     let items = list(raw, "input", max_inputs)?;
     let of_strings = items.first().is_some_and(|first| first.get().starts_with('"'));
@@ -110,30 +110,11 @@ fn item_text(raw: &str, index: usize, of_strings: bool) -> Result<Text, TaskErro
     let path = format!("input[{index}]");
     match (raw.as_bytes().first(), of_strings) {
         (Some(b'"'), true) => Ok(Text::Plain(read(raw, &path)?)),
-        (Some(b'['), false) => Ok(Text::Ids(ids(raw, &path)?)),
+        (Some(b'['), false) => Ok(Text::Ids(token_ids(raw, &path)?)),
         (Some(b'"'), false) => Err(wrong(&path, "a list of token ids, as input[0] is", raw)),
         (Some(b'['), true) => Err(wrong(&path, "a string, as input[0] is", raw)),
         _ => Err(wrong(&path, "a string or a list of token ids", raw)),
     }
-}
-
-fn ids(raw: &str, path: &str) -> Result<Vec<u32>, TaskError> {
-    match serde_json::from_str::<Vec<u32>>(raw) {
-        Ok(ids) if ids.is_empty() => Err(TaskError::bad_input(path, format!("{path} is an empty list"))),
-        Ok(ids) => Ok(ids),
-        // The texts are read one by one only after an error, to find the wrong one.
-        Err(_) => {
-            let items: Vec<&RawValue> = read(raw, path)?;
-            let bad = items.iter().position(|item| serde_json::from_str::<u32>(item.get()).is_err());
-            let index = bad.unwrap_or(0);
-            let value = items.get(index).map_or("", |item| item.get());
-            Err(wrong(&format!("{path}[{index}]"), "a token id (an integer from 0)", value))
-        }
-    }
-}
-
-fn is_number(raw: &str) -> bool {
-    raw.starts_with(|c: char| c == '-' || c.is_ascii_digit())
 }
 
 fn encoding(raw: &RawValue) -> Result<Encoding, TaskError> {

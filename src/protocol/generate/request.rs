@@ -6,13 +6,24 @@ use std::ops::RangeInclusive;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use crate::protocol::fields::{Fields, Keys, list, read, string, wrong};
+use crate::protocol::fields::{
+    Fields, Keys, Listed, is_number, list, listed, read, short_string, string, token_ids, wrong,
+};
 use crate::protocol::{TaskError, TaskErrorKind};
 
 /// The most answers to one prompt.
 const MOST_CHOICES: usize = 8;
 /// The most stop strings, as OpenAI's.
 const MOST_STOPS: usize = 4;
+/// The most bytes of a stop string. It is searched for after each token, and its beginnings are held back.
+const STOP_BYTES: usize = 1_024;
+/// The most bytes of `user` and `cache_salt`. A user's name is the label of metrics.
+const NAME_BYTES: usize = 256;
+/// The most messages of a conversation, and parts of a message: each takes some hundred bytes when the template is
+/// rendered, and can have 26 in the body.
+const MOST_MESSAGES: usize = 16_384;
+/// The most bytes of `response_format`, as written. A value of the schema takes 32 bytes, and can have two in the body.
+const FORMAT_BYTES: usize = 128 << 10;
 /// The most tokens listed beside each token of a completion, as OpenAI's.
 const MOST_LOGPROBS: usize = 5;
 /// The most tokens listed beside each token of a chat's answer, as OpenAI's.
@@ -140,7 +151,8 @@ const TEMPERATURE: Span = Span { low: 0.0, with_low: true, high: 2.0 };
 const TOP_P: Span = Span { low: 0.0, with_low: false, high: 1.0 };
 const MIN_P: Span = Span { low: 0.0, with_low: true, high: 1.0 };
 const PENALTY: Span = Span { low: -2.0, with_low: true, high: 2.0 };
-const REPETITION_PENALTY: Span = Span { low: 0.0, with_low: false, high: 10.0 };
+/// As far to either side of 1. A logit is divided by it: by one near 0 it would become infinite.
+const REPETITION_PENALTY: Span = Span { low: 0.1, with_low: true, high: 10.0 };
 
 /// The endpoint, which decides the fields of the request and the form of the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -225,7 +237,7 @@ pub struct Sampling {
     pub frequency_penalty: f32,
     /// Subtracted from the logit of a token that was generated. -2 to 2.
     pub presence_penalty: f32,
-    /// Divides positive logits of tokens that occurred, and multiplies negative ones. Above 0, at most 10.
+    /// Divides positive logits of tokens that occurred, and multiplies negative ones. 0.1 to 10.
     pub repetition_penalty: f32,
 }
 
@@ -264,7 +276,7 @@ pub struct GenerateRequest {
     pub echo: bool,
     /// Whether the reply has each token's log probability, and those of so many of the most probable tokens.
     pub logprobs: Option<usize>,
-    /// Texts that end the answer, which does not have them; at most 4, none empty.
+    /// Texts that end the answer, which does not have them; at most 4, none empty, of 1 KiB at most.
     pub stop: Vec<String>,
     /// Whether parts are sent before the reply.
     pub stream: bool,
@@ -274,9 +286,9 @@ pub struct GenerateRequest {
     pub seed: Option<u64>,
     /// What the text must be.
     pub format: Format,
-    /// Whose computed prompts may be used again for this one: `cache_salt`, else `user`.
+    /// Whose computed prompts may be used again for this one: `cache_salt`, else `user`; of 256 bytes at most.
     pub owner: Option<String>,
-    /// The requester's name for its user.
+    /// The requester's name for its user; of 256 bytes at most.
     pub user: Option<String>,
 }
 
@@ -299,7 +311,7 @@ impl GenerateRequest {
             Api::Chat => chat_logprobs(&fields)?,
         };
         let stream = fields.boolean("stream", false)?;
-        let user = fields.string("user")?;
+        let user = fields.short("user", NAME_BYTES)?;
         Ok(Self {
             api,
             model: fields.string("model")?,
@@ -317,7 +329,7 @@ impl GenerateRequest {
             format: fields
                 .get("response_format")
                 .map_or(Ok(Format::Text), |raw| response_format(raw.get()))?,
-            owner: fields.string("cache_salt")?.or_else(|| user.clone()),
+            owner: fields.short("cache_salt", NAME_BYTES)?.or_else(|| user.clone()),
             user,
         })
     }
@@ -450,22 +462,26 @@ fn stop(raw: &str) -> Result<Vec<String>, TaskError> {
     if !raw.starts_with('[') {
         return Err(wrong("stop", "a string or a list of strings", raw));
     }
-    let items: Vec<&RawValue> = read(raw, "stop")?;
-    if items.len() > MOST_STOPS {
-        let message = format!("stop holds {} strings; at most {MOST_STOPS} are taken", items.len());
+    let Listed { items, count } = listed(raw, "stop", MOST_STOPS)?;
+    if count > MOST_STOPS {
+        let message = format!("stop holds {count} strings; at most {MOST_STOPS} are taken");
         return Err(TaskError::bad_input("stop", message));
     }
     items.iter().enumerate().map(|(index, item)| stop_string(item.get(), &format!("stop[{index}]"))).collect()
 }
 
 fn stop_string(raw: &str, path: &str) -> Result<String, TaskError> {
-    let text = string(raw, path)?;
+    let text = short_string(raw, path, STOP_BYTES)?;
     if text.is_empty() { Err(wrong(path, "a string that is not empty", raw)) } else { Ok(text) }
 }
 
 fn response_format(raw: &str) -> Result<Format, TaskError> {
     const PATH: &str = "response_format";
     const TYPE: &str = "response_format.type";
+    if raw.len() > FORMAT_BYTES {
+        let message = format!("{PATH} has {} bytes; at most {FORMAT_BYTES} are taken", raw.len());
+        return Err(TaskError::bad_input(PATH, message));
+    }
     let fields = object(raw, PATH, &RESPONSE_FORMAT)?;
     let kind = member(&fields, PATH, "type")?;
     match string(kind, TYPE)?.as_str() {
@@ -537,26 +553,6 @@ fn completion_prompts(raw: &str, most: usize) -> Result<Prompts, TaskError> {
     }
 }
 
-/// A list of token ids, at least one.
-fn token_ids(raw: &str, path: &str) -> Result<Vec<u32>, TaskError> {
-    match serde_json::from_str::<Vec<u32>>(raw) {
-        Ok(ids) if ids.is_empty() => Err(TaskError::bad_input(path, format!("{path} is an empty list"))),
-        Ok(ids) => Ok(ids),
-        // The ids are read one by one only after an error, to find the wrong one.
-        Err(_) => {
-            let items: Vec<&RawValue> = read(raw, path)?;
-            let bad = items.iter().position(|item| serde_json::from_str::<u32>(item.get()).is_err());
-            let index = bad.unwrap_or(0);
-            let value = items.get(index).map_or("", |item| item.get());
-            Err(wrong(&format!("{path}[{index}]"), "a token id (an integer from 0)", value))
-        }
-    }
-}
-
-fn is_number(raw: &str) -> bool {
-    raw.starts_with(|c: char| c == '-' || c.is_ascii_digit())
-}
-
 fn bounded(prompts: &Prompts, n: usize, most: usize) -> Result<(), TaskError> {
     let count = prompts.count();
     let inputs = count.saturating_mul(n);
@@ -569,9 +565,9 @@ fn bounded(prompts: &Prompts, n: usize, most: usize) -> Result<(), TaskError> {
     Err(TaskError::new(TaskErrorKind::TooLarge, message).at("n"))
 }
 
-/// The messages of a conversation, at least one. Their number is bounded by the body and the context alone.
+/// The messages of a conversation, at least one.
 fn messages(raw: &str) -> Result<Vec<ChatMessage>, TaskError> {
-    let items = list(raw, "messages", usize::MAX)?;
+    let items = list(raw, "messages", MOST_MESSAGES)?;
     items.iter().enumerate().map(|(index, item)| message(item.get(), &format!("messages[{index}]"))).collect()
 }
 
@@ -597,7 +593,7 @@ fn content(raw: &str, path: &str) -> Result<String, TaskError> {
     if !raw.starts_with('[') {
         return Err(wrong(path, "a string or a list of text parts", raw));
     }
-    let items = list(raw, path, usize::MAX)?;
+    let items = list(raw, path, MOST_MESSAGES)?;
     let texts = items.iter().enumerate().map(|(index, item)| part(item.get(), &format!("{path}[{index}]")));
     // As vLLM and llama.cpp join them.
     Ok(texts.collect::<Result<Vec<_>, _>>()?.join("\n"))
@@ -756,6 +752,11 @@ mod tests {
                     "presence_penalty",
                     " must be a number from -2 to 2, got -2.1",
                 ),
+                (
+                    r#","repetition_penalty":1e-38"#,
+                    "repetition_penalty",
+                    " must be a number from 0.1 to 10, got 1e-38",
+                ),
                 (r#","n":9"#, "n", " must be an integer from 1 to 8, got 9"),
                 (r#","logprobs":true"#, "logprobs", " must be an integer from 0 to 5, got true"),
                 (r#","max_tokens":0"#, "max_tokens", " must be a positive integer, got 0"),
@@ -763,6 +764,8 @@ mod tests {
             ],
         );
         assert!(completion(r#","top_k":-2"#).unwrap_err().message.ends_with("got -2"));
+        let lowest = completion(r#","repetition_penalty":0.1"#).unwrap().sampling;
+        assert_eq!(lowest.repetition_penalty, 0.1);
     }
 
     #[test]
@@ -786,6 +789,27 @@ mod tests {
                 (r#","stop":7"#, "stop", " must be a string or a list of strings, got 7"),
             ],
         );
+    }
+
+    #[test]
+    fn texts_that_are_kept_beside_others_are_short() {
+        let quoted = |length: usize| format!("\"{}\"", "a".repeat(length));
+        for (field, most) in [("user", 256), ("cache_salt", 256), ("stop", 1_024)] {
+            assert!(completion(&format!(r#","{field}":{}"#, quoted(most))).is_ok());
+            let error = completion(&format!(r#","{field}":{}"#, quoted(most + 1))).unwrap_err();
+            assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::BadInput, Some(field)));
+            assert_eq!(error.message, format!("{field} has {} bytes; at most {most} are taken", most + 1));
+        }
+        let error = completion(&format!(r#","stop":["a",{}]"#, quoted(2_000))).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("stop[1]"));
+        let schema = format!(r#"{{"enum":[{}]}}"#, quoted(FORMAT_BYTES));
+        let format = format!(r#"{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}"#);
+        let error = completion(&format!(r#","response_format":{format}"#)).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("response_format"));
+        assert!(error.message.ends_with("bytes; at most 131072 are taken"), "{}", error.message);
+        let many = "[".to_owned() + &r#"{"role":"user","content":""},"#.repeat(MOST_MESSAGES) + "0]";
+        let error = conversation(&many).unwrap_err();
+        assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("messages")));
     }
 
     #[test]
@@ -928,7 +952,7 @@ mod tests {
             let error = GenerateRequest::read(Api::Chat, &body.as_bytes()[..end], 8).unwrap_err();
             assert_eq!(error.kind, TaskErrorKind::Undecodable, "{}", error.message);
         }
-        let deep = "[".repeat(100_000) + &"]".repeat(100_000);
+        let deep = "[".repeat(60_000) + &"]".repeat(60_000);
         let schema = format!(r#"{{"type":"json_schema","json_schema":{{"schema":{{"a":{deep}}}}}}}"#);
         let error = chat(&format!(r#","response_format":{schema}"#)).unwrap_err();
         assert_eq!(error.param.as_deref(), Some("response_format.json_schema.schema"));

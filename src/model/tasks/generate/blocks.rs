@@ -4,15 +4,27 @@
 //! numbers.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
 
 use crate::model::ops::kv::BLOCK;
+
+/// Who may share a block: the SHA-256 of the requester's text, which a block would keep for as long as it is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Owner([u8; 32]);
+
+impl Owner {
+    /// The owner that a request names by this text.
+    pub fn of(text: &str) -> Self {
+        Self(Sha256::digest(text).into())
+    }
+}
 
 /// Whose block it is, and what precedes it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Before {
     /// Nothing; with the owner.
-    Owner(Arc<str>),
+    Owner(Owner),
     /// The known block with this name.
     Known(u64),
 }
@@ -54,20 +66,20 @@ pub struct Blocks {
 pub struct Table {
     /// In order.
     pub blocks: Vec<u32>,
-    owner: Arc<str>,
+    owner: Owner,
     /// The names of its first blocks; as many as are known.
     names: Vec<Name>,
 }
 
 impl Table {
     /// An empty table of a sequence of this owner.
-    pub fn new(owner: Arc<str>) -> Self {
+    pub fn new(owner: Owner) -> Self {
         Self { blocks: Vec::new(), owner, names: Vec::new() }
     }
 
     fn content(&self, index: usize, tokens: &[u32]) -> Option<Content> {
         let before = match index.checked_sub(1) {
-            None => Before::Owner(self.owner.clone()),
+            None => Before::Owner(self.owner),
             Some(last) => Before::Known(*self.names.get(last)?),
         };
         Some(Content { before, tokens: tokens.get(index * BLOCK..)?.first_chunk().copied()? })
@@ -175,7 +187,7 @@ mod tests {
     use super::*;
 
     fn computed(blocks: &mut Blocks, owner: &str, tokens: &[u32]) -> (Table, usize) {
-        let mut table = Table::new(owner.into());
+        let mut table = Table::new(Owner::of(owner));
         let reused = blocks.reuse(&mut table, tokens);
         blocks.grow(&mut table, tokens.len()).unwrap();
         blocks.publish(&mut table, tokens);
@@ -214,6 +226,19 @@ mod tests {
     }
 
     #[test]
+    fn a_block_is_as_large_for_an_owner_of_any_length() {
+        let long = "s".repeat(1 << 20);
+        let mut blocks = Blocks::new(10);
+        let (first, _) = computed(&mut blocks, &long, &tokens(1, 70));
+        blocks.leave(first);
+        let kept: Vec<&Before> = blocks.known.keys().map(|content| &content.before).collect();
+        assert!(kept.contains(&&Before::Owner(Owner::of(&long))), "{kept:?}");
+        assert!(size_of::<Content>() <= size_of::<[u32; BLOCK]>() + 40, "{}", size_of::<Content>());
+        assert_eq!(computed(&mut blocks, &long, &tokens(1, 70)).1, 64);
+        assert_eq!(computed(&mut blocks, &long[1..], &tokens(1, 70)).1, 0, "another one's");
+    }
+
+    #[test]
     fn what_is_longest_unused_makes_room() {
         let mut blocks = Blocks::new(4);
         for seed in [1, 2] {
@@ -224,7 +249,7 @@ mod tests {
         let (table, reused) = computed(&mut blocks, "a", &tokens(2, 65));
         assert_eq!(reused, 64);
         blocks.leave(table);
-        let mut table = Table::new("a".into());
+        let mut table = Table::new(Owner::of("a"));
         assert_eq!(blocks.grow(&mut table, 5 * BLOCK), None, "there are four");
         assert_eq!(blocks.leave(table).len(), 4);
         assert_eq!(computed(&mut blocks, "a", &tokens(2, 65)).1, 0);
@@ -239,7 +264,7 @@ mod tests {
             let mut running: Vec<(Vec<u32>, Table)> = Vec::new();
             for (seed, count, leaves) in works {
                 let own = tokens(seed, count);
-                let mut table = Table::new("a".into());
+                let mut table = Table::new(Owner::of("a"));
                 blocks.reuse(&mut table, &own);
                 if blocks.grow(&mut table, count).is_some() {
                     blocks.publish(&mut table, &own);

@@ -13,6 +13,7 @@ use std::sync::{Arc, OnceLock};
 
 use sha2::{Digest, Sha256};
 
+use self::blocks::Owner;
 use self::grammar::{Constraint, Grammars};
 pub use self::network::{Answer, Piece, Prompt, TextGenerator};
 use self::options::{Computes, Options};
@@ -22,13 +23,14 @@ use super::{MANY_TEXTS, prepared};
 use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
 use crate::model::load::laid_out::{self, LaidOut};
-use crate::model::load::vocabulary::Vocabulary;
+use crate::model::load::long_text::{Side, TextIds};
+use crate::model::load::vocabulary::{Reach, Vocabulary};
 use crate::model::nets::decoder::config::DecoderConfig;
-use crate::model::nets::decoder::{Decoder, DeviceDecoder, Held, Weights, WithBlocks};
+use crate::model::nets::decoder::{Decoder, DeviceDecoder, GGUF_WORDS, Held, Weights, WithBlocks};
 use crate::model::ops::kv::{KvBlocks, KvShape};
 use crate::model::{
     Body, Capacity, Device, Dtype, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route,
-    SizedInput, TaskError,
+    SizedInput, TaskError, TaskErrorKind,
 };
 use crate::protocol::generate::{Api, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id};
 use crate::protocol::stats::{Generated, TokenCounts};
@@ -39,6 +41,12 @@ const CHAT: &str = "/v1/chat/completions";
 const COMPLETION_TOKENS: usize = 16;
 /// The same for conversations.
 const CHAT_TOKENS: usize = 512;
+/// The most bytes of prompts that are repeated before a task's answers: a token has up to 128 bytes of text, and two in
+/// a body, and is repeated for each answer.
+const MOST_ECHOED: usize = 8 << 20;
+/// The most tokens that are listed with their probabilities for a task's answers: each takes about 100 bytes here and as
+/// many in the reply.
+const MOST_LISTED: usize = 1 << 19;
 
 /// Loads a model that generates text: onto a CPU with weights as in the file, onto a GPU by
 /// [`load_onto`].
@@ -103,6 +111,7 @@ impl Model {
         if let Some(path) = files.gguf() {
             let gguf = Gguf::read(&path)?;
             let config = DecoderConfig::of_gguf(&gguf)?;
+            gguf.check(GGUF_WORDS, [config.hidden, config.vocabulary])?;
             let vocabulary = Vocabulary::of_gguf(&gguf, config.vocabulary)?;
             let weights = Weights::of_gguf(gguf, &config);
             return Ok(Self { files, config, vocabulary, weights });
@@ -186,8 +195,8 @@ pub struct GenerateContext {
     usage: Usage,
     /// Answers whose end was not told in parts.
     answering: usize,
-    /// What each answer's text begins with.
-    echoed: Vec<String>,
+    /// What each answer's text begins with; answers to one prompt share it. Empty where prompts are not repeated.
+    echoed: Vec<Arc<str>>,
     /// What was told of each answer in parts.
     told: Vec<Told>,
 }
@@ -227,6 +236,8 @@ impl Processor for GenerateProcessor {
         let constraint = self.constraint(&request.format)?;
         let prompts = self.prompts(&request)?;
         let seed = request.seed.unwrap_or_else(|| self.options.seed_of(&message.properties));
+        let stop: Arc<[String]> = request.stop.as_slice().into();
+        let owner = Owner::of(request.owner.as_deref().unwrap_or_default());
         let mut inputs = Vec::with_capacity(prompts.len() * request.n);
         let mut prompt_tokens = 0;
         for (index, ids) in prompts.into_iter().enumerate() {
@@ -240,16 +251,17 @@ impl Processor for GenerateProcessor {
                     max_tokens,
                     sampling: request.sampling,
                     seed: Seed { task: seed, sequence },
-                    stop: request.stop.clone(),
+                    stop: stop.clone(),
                     ignore_eos: request.ignore_eos,
                     logprobs: request.logprobs,
                     constraint: constraint.clone(),
-                    owner: request.owner.as_deref().unwrap_or_default().into(),
+                    owner,
                 };
                 inputs.push(SizedInput { input: prompt, tokens: ids.len(), answer_tokens: max_tokens });
             }
         }
-        let echoed = self.echoed(&request, &inputs);
+        check_listed(&request, &inputs)?;
+        let echoed = self.echoed(&request, &inputs)?;
         let context = GenerateContext {
             api,
             id: new_id(api),
@@ -274,8 +286,8 @@ impl Processor for GenerateProcessor {
         let GenerateContext { api, id, created, echoed, told, usage, answering, .. } = context;
         let Some(told) = told.get_mut(input) else { return Vec::new() };
         usage.completion_tokens += pieces.len();
-        let mut text =
-            if told.is_begun { String::new() } else { echoed.get(input).cloned().unwrap_or_default() };
+        let echoed = echoed.get(input).filter(|_| !told.is_begun);
+        let mut text = echoed.map_or_else(String::new, |text| (**text).to_owned());
         pieces.iter().for_each(|piece| text.push_str(&piece.text));
         let scores: Vec<_> = pieces.iter().filter_map(|piece| piece.score.clone()).collect();
         let end = pieces.iter().find_map(|piece| piece.end);
@@ -308,7 +320,7 @@ impl Processor for GenerateProcessor {
         };
         let choices = answers.into_iter().enumerate().map(|(index, answer)| {
             let Answer { text, finish, scores, .. } = answer;
-            let text = echoed.get(index).cloned().unwrap_or_default() + &text;
+            let text = echoed.get(index).map_or_else(String::new, |text| (**text).to_owned()) + &text;
             Choice { index, text, finish, logprobs: scores }
         });
         let choices: Vec<Choice> = choices.collect();
@@ -343,10 +355,14 @@ impl GenerateProcessor {
                 let chat = self.vocabulary.chat.as_ref();
                 let chat =
                     chat.ok_or_else(|| TaskError::bad_input("messages", "this model has no chat template"))?;
-                vec![self.vocabulary.conversation(&chat.render(messages)?)?]
+                vec![self.taken(
+                    self.vocabulary.conversation(&chat.render(messages)?, self.reach())?,
+                    "messages",
+                )?]
             }
             Prompts::Texts { texts } => prepared(texts.iter().collect(), MANY_TEXTS, |index, text| {
-                self.vocabulary.prompt(text).map_err(at(index))
+                let prompt = self.vocabulary.prompt(text, self.reach()).map_err(at(index))?;
+                self.taken(prompt, &request.path(index))
             })?,
             Prompts::Tokens(lists) => {
                 for (index, list) in lists.iter().enumerate() {
@@ -370,6 +386,30 @@ impl GenerateProcessor {
         }
     }
 
+    /// What of a text's tokens can be of use.
+    fn reach(&self) -> Reach {
+        let side = if self.options.truncate_prompts { Side::End } else { Side::Beginning };
+        Reach { most: self.most(), side }
+    }
+
+    /// The tokens of a prompt, unless it is so much too long that they are not all known.
+    fn taken(&self, prompt: TextIds, path: &str) -> Result<Vec<u32>, TaskError> {
+        let TextIds { ids, is_whole } = prompt;
+        if is_whole || self.options.truncate_prompts {
+            return Ok(ids);
+        }
+        let (known, most) = (ids.len(), self.most());
+        let message = format!(
+            "{path} has more than {known} tokens; this pool holds {most} of a prompt and its answer together"
+        );
+        Err(TaskError::bad_input(path, message))
+    }
+
+    /// The most tokens of a prompt and its answer.
+    fn most(&self) -> usize {
+        self.options.context.min(self.options.kv_tokens)
+    }
+
     /// A prompt and its answer's most tokens, if both together fit.
     fn bounded(
         &self,
@@ -377,13 +417,13 @@ impl GenerateProcessor {
         index: usize,
         mut ids: Vec<u32>,
     ) -> Result<(Vec<u32>, usize), TaskError> {
-        let most = self.options.context.min(self.options.kv_tokens);
+        let most = self.most();
         let default = match request.api {
             Api::Completions => COMPLETION_TOKENS,
             Api::Chat => CHAT_TOKENS,
         };
         let wanted = request.max_tokens.unwrap_or(1);
-        if ids.len() + wanted > most && self.options.truncate_prompts && wanted < most {
+        if ids.len().saturating_add(wanted) > most && self.options.truncate_prompts && wanted < most {
             // What was said last is what is to be continued.
             ids.drain(..ids.len() + wanted - most);
         }
@@ -399,20 +439,57 @@ impl GenerateProcessor {
     }
 
     /// What each answer's text begins with, if the prompts are to be repeated.
-    fn echoed(&self, request: &GenerateRequest, inputs: &[SizedInput<Prompt>]) -> Vec<String> {
+    fn echoed(
+        &self,
+        request: &GenerateRequest,
+        inputs: &[SizedInput<Prompt>],
+    ) -> Result<Vec<Arc<str>>, TaskError> {
         if !request.echo {
-            return Vec::new();
+            return Ok(Vec::new());
         }
-        let texts = self.vocabulary.texts();
-        let text = |(index, sized): (usize, &SizedInput<Prompt>)| match &request.prompts {
-            Prompts::Texts { texts } => texts[index / request.n].clone(),
-            _ => {
-                let bytes: Vec<u8> = sized.input.ids.iter().flat_map(|id| texts.get(*id)).copied().collect();
-                String::from_utf8_lossy(&bytes).into_owned()
-            }
+        let tokens = self.vocabulary.texts();
+        // One for each prompt.
+        let prompts = || inputs.iter().step_by(request.n);
+        let length = |sized: &SizedInput<Prompt>| -> usize {
+            sized.input.ids.iter().map(|id| tokens.get(*id).len()).sum()
         };
-        inputs.iter().enumerate().map(text).collect()
+        let bytes: usize = match &request.prompts {
+            Prompts::Texts { texts } => texts.iter().map(String::len).sum(),
+            _ => prompts().map(length).sum(),
+        };
+        let bytes = bytes.saturating_mul(request.n);
+        if bytes > MOST_ECHOED {
+            let message = format!(
+                "echo repeats {bytes} bytes of prompts before the answers; at most {MOST_ECHOED} are repeated"
+            );
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message).at("echo"));
+        }
+        let text = |sized: &SizedInput<Prompt>| -> Arc<str> {
+            let bytes: Vec<u8> = sized.input.ids.iter().flat_map(|id| tokens.get(*id)).copied().collect();
+            String::from_utf8_lossy(&bytes).into()
+        };
+        let echoed: Vec<Arc<str>> = match &request.prompts {
+            Prompts::Texts { texts } => texts.iter().map(|text| text.as_str().into()).collect(),
+            _ => prompts().map(text).collect(),
+        };
+        Ok(echoed.into_iter().flat_map(|text| std::iter::repeat_n(text, request.n)).collect())
     }
+}
+
+/// Refuses answers with more listed tokens than a worker should hold, and a reply.
+fn check_listed(request: &GenerateRequest, inputs: &[SizedInput<Prompt>]) -> Result<(), TaskError> {
+    let Some(count) = request.logprobs else { return Ok(()) };
+    let tokens: usize = inputs.iter().map(|sized| sized.answer_tokens).sum();
+    let listed = tokens.saturating_mul(count + 1);
+    if listed <= MOST_LISTED {
+        return Ok(());
+    }
+    let message = format!(
+        "logprobs lists {} tokens for each of the {tokens} that the answers may have, {listed} together; at most \
+         {MOST_LISTED} are listed: set max_tokens, or ask for fewer",
+        count + 1
+    );
+    Err(TaskError::new(TaskErrorKind::TooLarge, message).at("logprobs"))
 }
 
 fn unix_seconds() -> u64 {

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::blocks::{Blocks, Table};
+use super::blocks::{Blocks, Owner, Table};
 use super::grammar::{Constraint, Masks};
 use super::sampler::{Sampler, Seed, log_probabilities};
 use super::text::Text;
@@ -26,8 +26,8 @@ pub struct Prompt {
     pub sampling: Sampling,
     /// What keys the choice.
     pub seed: Seed,
-    /// Strings before which the answer ends.
-    pub stop: Vec<String>,
+    /// Strings before which the answer ends; shared by all answers of a task.
+    pub stop: Arc<[String]>,
     /// Whether the model's end token does not end the answer.
     pub ignore_eos: bool,
     /// How many of the likeliest tokens are listed for each token; None: not even the chosen one.
@@ -35,7 +35,7 @@ pub struct Prompt {
     /// What the text must be.
     pub constraint: Option<Constraint>,
     /// Whose prompts may share computed beginnings.
-    pub owner: Arc<str>,
+    pub owner: Owner,
 }
 
 /// What a step adds to an answer.
@@ -241,7 +241,7 @@ impl Generate for TextGenerator {
             fed: 0,
             held: 0,
             cached: 0,
-            table: Table::new(prompt.owner.clone()),
+            table: Table::new(prompt.owner),
             answer: Vec::new(),
             sampler,
             masks: prompt.constraint.as_ref().map(Constraint::begin).transpose()?,

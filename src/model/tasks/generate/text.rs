@@ -1,10 +1,13 @@
 //! Makes the text of an answer of its tokens' bytes. Decides what may be shown: no half of a character, and
 //! nothing that may be the beginning of a stop string. Owns the text so far.
 
+use std::sync::Arc;
+
 /// The text of one answer.
 #[derive(Clone, Debug, Default)]
 pub struct Text {
-    stops: Vec<String>,
+    /// Shared by all answers of a task.
+    stops: Arc<[String]>,
     text: String,
     /// Bytes of a character that is not whole yet.
     rest: Vec<u8>,
@@ -14,7 +17,7 @@ pub struct Text {
 
 impl Text {
     /// An empty text, which ends before any of these strings.
-    pub fn new(stops: Vec<String>) -> Self {
+    pub fn new(stops: Arc<[String]>) -> Self {
         Self { stops, ..Self::default() }
     }
 
@@ -101,7 +104,7 @@ mod tests {
 
     #[test]
     fn half_a_character_is_not_shown_and_a_broken_one_is_replaced() {
-        let mut text = Text::new(Vec::new());
+        let mut text = Text::new(Arc::default());
         let bytes = "añ€😀".as_bytes();
         let mut parts = String::new();
         for byte in bytes {
@@ -116,7 +119,7 @@ mod tests {
 
     #[test]
     fn the_beginning_of_a_stop_string_is_held_back_until_it_cannot_be_one() {
-        let mut text = Text::new(vec!["\n\nQ".to_owned(), "END".to_owned()]);
+        let mut text = Text::new(["\n\nQ", "END"].map(str::to_owned).into());
         assert!(!text.push(b"one\n"));
         assert_eq!(text.new_part(), "one");
         assert!(!text.push(b"\n"));
@@ -129,7 +132,7 @@ mod tests {
 
     #[test]
     fn an_end_shows_what_was_held_back() {
-        let mut text = Text::new(vec!["stop".to_owned()]);
+        let mut text = Text::new(["stop".to_owned()].into());
         assert!(!text.push(b"it is st"));
         assert_eq!((text.new_part().as_str(), text.end().as_str()), ("it is ", "st"));
     }
@@ -140,7 +143,7 @@ mod tests {
             pieces in prop::collection::vec("[ab€]{0,3}", 0..20),
             stops in prop::collection::vec("[ab€]{1,4}", 0..3),
         ) {
-            let mut text = Text::new(stops.clone());
+            let mut text = Text::new(stops.clone().into());
             let (mut parts, mut given, mut stopped) = (String::new(), String::new(), false);
             for piece in &pieces {
                 given.push_str(piece);
