@@ -87,6 +87,9 @@ pub trait Consumer: Send {
     /// top.
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()>;
 
+    /// How many unsettled messages the broker sends at most now. Over AMQP it may differ from what was set last.
+    fn granted(&self) -> u16;
+
     /// Stops the deliveries; messages that the broker sent before still come from `next`, then
     /// [`Event::End`].
     fn cancel(&mut self) -> BoxFuture<'_, ()>;
@@ -152,6 +155,8 @@ pub enum Published {
 pub enum Seen {
     /// It does not exist.
     Gone,
+    /// It exists, and cannot be reached now: the node that holds it is down.
+    Away,
     /// It is another connection's own.
     Private,
     /// It exists.

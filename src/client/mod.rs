@@ -383,8 +383,8 @@ impl<'a, M> Run<'a, M> {
         let consumed = match seen {
             Some(Seen::There { consumers, .. }) => consumers > 0,
             Some(Seen::Gone) => false,
-            // Where looking is not allowed, workers may be there.
-            Some(Seen::Private) | None => self.publisher.takes_messages(),
+            // Where the queue cannot be seen, workers may be there.
+            Some(Seen::Private | Seen::Away) | None => self.publisher.takes_messages(),
         };
         let now = Instant::now();
         resends.consumed(consumed, now);

@@ -82,6 +82,10 @@ impl Consumer for Incoming {
         Box::pin(std::future::ready(()))
     }
 
+    fn granted(&self) -> u16 {
+        u16::MAX
+    }
+
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
         Box::pin(std::future::ready(()))
     }

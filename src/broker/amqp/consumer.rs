@@ -5,6 +5,7 @@
 use std::mem;
 use std::num::NonZeroU16;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
@@ -38,6 +39,8 @@ pub struct AmqpConsumer {
     cancel: CancellationToken,
     /// The wanted prefetch. Read by the supervisor.
     prefetch: watch::Sender<u16>,
+    /// The prefetch of the broker's consumer. Written by the supervisor.
+    granted: Arc<AtomicU16>,
     current: Current,
     /// Ends the supervisor, which drops its end of `events` when the session is closed.
     close: CancellationToken,
@@ -52,19 +55,21 @@ pub fn subscribe(
     let (events_in, events) = mpsc::channel(usize::from(prefetch).max(EVENTS));
     let close = CancellationToken::new();
     let cancel = close.child_token();
+    let granted = Arc::new(AtomicU16::new(prefetch));
     let (prefetch, wanted) = watch::channel(prefetch);
     let current = Current::default();
     let supervisor = Supervisor {
         connector,
         subscription,
         prefetch: wanted,
+        granted: granted.clone(),
         events: events_in,
         cancel: cancel.clone(),
         close: close.clone(),
         current: current.clone(),
     };
     tokio::spawn(supervisor.run());
-    let consumer = AmqpConsumer { events, cancel, prefetch, current: current.clone(), close };
+    let consumer = AmqpConsumer { events, cancel, prefetch, granted, current: current.clone(), close };
     (consumer, AmqpAcker::new(current))
 }
 
@@ -76,6 +81,10 @@ impl Consumer for AmqpConsumer {
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()> {
         self.prefetch.send_replace(prefetch.get());
         Box::pin(std::future::ready(()))
+    }
+
+    fn granted(&self) -> u16 {
+        self.granted.load(Ordering::Relaxed)
     }
 
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
@@ -111,6 +120,7 @@ struct Supervisor {
     connector: Connector,
     subscription: Subscription,
     prefetch: watch::Receiver<u16>,
+    granted: Arc<AtomicU16>,
     events: mpsc::Sender<Result<Event, BrokerError>>,
     cancel: CancellationToken,
     close: CancellationToken,
@@ -189,6 +199,7 @@ impl Supervisor {
         let consumer_tag = Arc::new(tokio::sync::Mutex::new(session.consumer.tag()));
         let channel = session.channel.clone();
         let open = Open { session: number, channel, consumer_tag, ack_tracker: Arc::default() };
+        self.granted.store(session.prefetch, Ordering::Relaxed);
         self.let_acks_gather(&open, session.prefetch);
         self.current.hold(Some(open.clone()));
         let lost = tokio::select! {
@@ -268,6 +279,7 @@ impl Supervisor {
         let prefetch = *self.prefetch.borrow_and_update();
         session.consume_anew(prefetch, &self.connector).await.map_err(|error| Lost::from(&error))?;
         *consumer_tag = session.consumer.tag();
+        self.granted.store(prefetch, Ordering::Relaxed);
         self.let_acks_gather(open, prefetch);
         tracing::debug!(prefetch, "prefetch changed");
         Ok(true)

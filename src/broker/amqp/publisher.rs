@@ -3,6 +3,7 @@
 //! for messages with plain headers, and a second, opened when needed, for messages with foreign headers,
 //! because a broker may close a connection over those.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -14,9 +15,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::admin::{connect, declare};
 use super::connect::{Connector, OpenConnection};
-use super::exchange::{Answer, Request, code};
+use super::exchange::{Answer, Request};
 use super::sending::{REQUESTS, Sending};
-use super::topology::{Topology, look, retry_queue};
+use super::topology::{Topology, Unseen, look, retry_queue, unseen};
 use crate::broker::{BrokerError, Delay, Publisher, Seen};
 use crate::protocol::Message;
 
@@ -25,6 +26,11 @@ const RESTORED: Duration = Duration::from_secs(1);
 /// Messages with larger bodies get a channel of their own, because the broker may refuse them; used where no
 /// pool sets a limit.
 const LARGE: usize = 1 << 20;
+
+/// How long a queue that we may not look at is not looked at again. Each refusal is a line in the broker's log.
+const REFUSED: Duration = Duration::from_secs(60);
+/// The most such queues that are remembered: requesters choose their names.
+const MOST_REFUSED: usize = 1_024;
 
 /// Publishes over connections of its own: one for messages with plain headers, one for all others.
 pub struct AmqpPublisher {
@@ -36,11 +42,52 @@ pub struct AmqpPublisher {
     restored: Mutex<Option<Instant>>,
     plain: Line,
     foreign: Line,
-    /// A connection that only looks at queues, opened when needed: an alarm blocks those that publish. Locked
-    /// during a look, so that there is one at a time.
-    looking: Mutex<Option<OpenConnection>>,
-    /// The broker has refused a look: it is not asked again.
-    may_not_look: AtomicBool,
+    /// Locked during a look, so that there is one at a time.
+    looking: Mutex<Looking>,
+}
+
+/// What looks at queues need.
+#[derive(Default)]
+struct Looking {
+    /// A connection that only looks, opened when needed: an alarm blocks those that publish.
+    connection: Option<OpenConnection>,
+    /// The queues that we may not look at, and when the broker said so. The oldest is first.
+    refused: VecDeque<(String, Instant)>,
+}
+
+impl Looking {
+    async fn look(&mut self, connector: &Connector, queue: &str) -> Option<Seen> {
+        let now = Instant::now();
+        while self.refused.front().is_some_and(|(_, since)| now >= *since + REFUSED) {
+            self.refused.pop_front();
+        }
+        if self.refused.iter().any(|(name, _)| name == queue) {
+            return None;
+        }
+        if !self.connection.as_ref().is_some_and(|connection| connection.status().connected()) {
+            self.connection = Some(connect(connector).await.ok()?.0);
+        }
+        let error = match look(self.connection.as_ref()?, queue).await {
+            Ok(queue) => {
+                let (consumers, ready) = (queue.consumer_count(), queue.message_count());
+                return Some(Seen::There { consumers, ready });
+            }
+            Err(error) => error,
+        };
+        match unseen(&error) {
+            Unseen::Missing => Some(Seen::Gone),
+            Unseen::Away => Some(Seen::Away),
+            Unseen::Private => Some(Seen::Private),
+            Unseen::Forbidden => {
+                if self.refused.len() == MOST_REFUSED {
+                    self.refused.pop_front();
+                }
+                self.refused.push_back((queue.to_owned(), now));
+                None
+            }
+            Unseen::Unknown => None,
+        }
+    }
 }
 
 /// Handle of the task that owns a connection.
@@ -68,9 +115,8 @@ impl AmqpPublisher {
         let connector = Arc::new(connector);
         let plain = Line::start(connector.clone(), Some(large));
         let restored = Mutex::default();
-        let (looking, may_not_look) = (Mutex::default(), AtomicBool::new(false));
-        let foreign = Line::start(foreign, None);
-        Self { connector, topology, restored, plain, foreign, looking, may_not_look }
+        let (looking, foreign) = (Mutex::default(), Line::start(foreign, None));
+        Self { connector, topology, restored, plain, foreign, looking }
     }
 }
 
@@ -138,32 +184,7 @@ impl Publisher for AmqpPublisher {
     }
 
     fn look<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<Seen>> {
-        let look = async move {
-            let mut looking = self.looking.lock().await;
-            if self.may_not_look.load(Ordering::Relaxed) {
-                return None;
-            }
-            if !looking.as_ref().is_some_and(|connection| connection.status().connected()) {
-                *looking = Some(connect(&self.connector).await.ok()?.0);
-            }
-            match look(looking.as_ref()?, queue).await {
-                Ok(queue) => {
-                    let (consumers, ready) = (queue.consumer_count(), queue.message_count());
-                    Some(Seen::There { consumers, ready })
-                }
-                Err(error) => match code(&error) {
-                    Some(404) => Some(Seen::Gone),
-                    // An exclusive queue of another connection.
-                    Some(405) => Some(Seen::Private),
-                    // RabbitMQ 4.3 asks for the permission `configure`.
-                    Some(403) => {
-                        self.may_not_look.store(true, Ordering::Relaxed);
-                        None
-                    }
-                    _ => None,
-                },
-            }
-        };
+        let look = async move { self.looking.lock().await.look(&self.connector, queue).await };
         let limit = self.connector.settings.connect_timeout;
         Box::pin(async move { timeout(limit, look).await.ok().flatten() })
     }
@@ -171,7 +192,7 @@ impl Publisher for AmqpPublisher {
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
             tokio::join!(self.plain.close(), self.foreign.close());
-            if let Some(connection) = self.looking.lock().await.take() {
+            if let Some(connection) = self.looking.lock().await.connection.take() {
                 let _ = connection.close(200, "done".into()).await;
             }
         })

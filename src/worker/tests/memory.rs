@@ -49,7 +49,11 @@ struct State {
     settled: Vec<Settled>,
     published: Vec<(String, Message)>,
     queues: HashMap<String, Does>,
+    /// What is seen of queues where it does not follow from what they do.
+    seen: HashMap<String, Option<Seen>>,
     prefetch: Vec<u16>,
+    /// How many unsettled messages the consumer says that it may get; none: the prefetch that was set last.
+    granted: Option<u16>,
 }
 
 impl Memory {
@@ -92,6 +96,15 @@ impl Memory {
 
     pub(super) fn queue(&self, name: &str, does: Does) {
         self.lock().queues.insert(name.to_owned(), does);
+    }
+
+    /// Whoever looks at the queue sees this.
+    pub(super) fn sees(&self, name: &str, seen: Option<Seen>) {
+        self.lock().seen.insert(name.to_owned(), seen);
+    }
+
+    pub(super) fn grant(&self, granted: u16) {
+        self.lock().granted = Some(granted);
     }
 
     pub(super) fn settled(&self) -> Vec<Settled> {
@@ -138,6 +151,20 @@ impl Memory {
         BrokerSession { consumer, background: None, acker, publisher }
     }
 
+    /// Handles a message that is published to a queue; to a task's retry queue under the name `<queue>, later`.
+    async fn arrive(&self, queue: &str, message: &Message) -> Published {
+        let does = self.lock().take(queue, message);
+        self.0.changed.notify_waiters();
+        match does {
+            Does::Answer(published) => published,
+            Does::Wait(time) => {
+                tokio::time::sleep(time).await;
+                Published::Confirmed
+            }
+            Does::Nothing => std::future::pending().await,
+        }
+    }
+
     fn settle(&self, settled: Settled) -> BoxFuture<'_, bool> {
         self.lock().settled.push(settled);
         self.0.changed.notify_waiters();
@@ -168,6 +195,11 @@ impl Consumer for Session {
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()> {
         self.memory.lock().prefetch.push(prefetch.get());
         Box::pin(ready(()))
+    }
+
+    fn granted(&self) -> u16 {
+        let state = self.memory.lock();
+        state.granted.or(state.prefetch.last().copied()).unwrap_or(u16::MAX)
     }
 
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
@@ -204,18 +236,7 @@ impl Publisher for Memory {
         queue: &'a str,
         message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>> {
-        Box::pin(async move {
-            let does = self.lock().take(queue, &message);
-            self.0.changed.notify_waiters();
-            Ok(match does {
-                Does::Answer(published) => published,
-                Does::Wait(time) => {
-                    tokio::time::sleep(time).await;
-                    Published::Confirmed
-                }
-                Does::Nothing => std::future::pending().await,
-            })
-        })
+        Box::pin(async move { Ok(self.arrive(queue, &message).await) })
     }
 
     fn publish_later<'a>(
@@ -224,16 +245,14 @@ impl Publisher for Memory {
         _: Delay,
         message: Arc<Message>,
     ) -> BoxFuture<'a, Result<Published, BrokerError>> {
-        Box::pin(async move {
-            self.lock().published.push((format!("{queue}, later"), (*message).clone()));
-            self.0.changed.notify_waiters();
-            Ok(Published::Confirmed)
-        })
+        Box::pin(async move { Ok(self.arrive(&format!("{queue}, later"), &message).await) })
     }
 
     fn look<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Option<Seen>> {
-        let is_gone = matches!(self.lock().queues.get(queue), Some(Does::Answer(Published::Unroutable)));
-        Box::pin(ready(Some(if is_gone { Seen::Gone } else { Seen::There { consumers: 0, ready: 0 } })))
+        let state = self.lock();
+        let is_gone = matches!(state.queues.get(queue), Some(Does::Answer(Published::Unroutable)));
+        let usual = Some(if is_gone { Seen::Gone } else { Seen::There { consumers: 0, ready: 0 } });
+        Box::pin(ready(state.seen.get(queue).copied().unwrap_or(usual)))
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

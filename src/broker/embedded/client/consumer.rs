@@ -18,6 +18,7 @@ use crate::protocol::Message;
 pub(super) struct SocketConsumer {
     wire: Arc<Wire>,
     incoming: mpsc::Receiver<Incoming>,
+    prefetch: NonZeroU16,
     ended: bool,
 }
 
@@ -28,7 +29,7 @@ impl SocketConsumer {
         incoming: mpsc::Receiver<Incoming>,
         (queue, prefetch): (String, NonZeroU16),
     ) -> Result<Self, BrokerError> {
-        let mut consumer = Self { wire, incoming, ended: false };
+        let mut consumer = Self { wire, incoming, prefetch, ended: false };
         consumer.wire.send(&Request::Consume { queue, prefetch }).await?;
         match consumer.incoming.recv().await {
             Some(Ok((Response::Consuming, _))) => Ok(consumer),
@@ -64,11 +65,16 @@ impl Consumer for SocketConsumer {
     }
 
     fn set_prefetch(&mut self, prefetch: NonZeroU16) -> BoxFuture<'_, ()> {
+        self.prefetch = prefetch;
         async move {
             // When this fails, `next` says so.
             let _ = self.wire.send(&Request::Prefetch { prefetch }).await;
         }
         .boxed()
+    }
+
+    fn granted(&self) -> u16 {
+        self.prefetch.get()
     }
 
     fn cancel(&mut self) -> BoxFuture<'_, ()> {
