@@ -95,11 +95,13 @@ section! {
         reply_queue: Option<String> = "sconce.replies", read::optional_queue;
         /// Queue for messages that cannot be answered.
         dead_letter_queue: String = "sconce.dead", read::queue;
-        /// How long a worker waits for a queue named in `reply_to` that does not take a reply (it is full, or
-        /// has lost its majority); a task's deadline may end the wait earlier. Then the task is dead-lettered
-        /// with the reason `unconfirmed`. At most half of a worker's prefetch, and "prefetch_bytes" of replies,
-        /// wait so: beyond that the oldest is dead-lettered at once. The pool's own reply_queue instead holds
-        /// up the pool, for three quarters of broker.consumer_timeout.
+        /// How long a task waits for the queue in its `reply_to` if that takes nothing (it is full, or has lost
+        /// its majority); a deadline may end the wait earlier. Then the task is dead-lettered with the reason
+        /// `unconfirmed`. Tasks of such a queue are put off and not computed meanwhile (docs/messages.md). Of
+        /// replies that are computed already, half of what the broker may send to the worker unacknowledged,
+        /// and "prefetch_bytes", may wait: beyond that the oldest is dropped, and its task is put off. If the
+        /// broker has that reply and has not answered, the task is dead-lettered. The pool's own reply_queue
+        /// instead holds up the pool, for three quarters of broker.consumer_timeout.
         reply_timeout: Duration = "90s", read::duration(WAIT);
         /// A larger reply is sent on its own channel, so that its refusal affects no other reply.
         large_reply: u64 = "1MiB", read::size(BODY);
@@ -332,9 +334,15 @@ impl Retry {
         Backoff { first: self.delay, most: self.delay_max }
     }
 
-    /// The ceilings of these delays, without duplicates, ascending.
+    /// Longest wait of a task whose reply queue takes nothing, before it is looked at again. The pool has a retry queue
+    /// of this delay. Long, because many thousand tasks of one requester may go round at once.
+    pub const PUT_OFF: Duration = Duration::from_secs(15);
+
+    /// The ceilings of all delays, without duplicates, ascending: one retry queue each.
     pub fn ceilings(&self) -> Vec<Duration> {
-        let mut ceilings: Vec<_> = (1..self.max_attempts).map(|made| self.backoff().ceiling(made)).collect();
+        let attempts = (1..self.max_attempts).map(|made| self.backoff().ceiling(made));
+        let mut ceilings: Vec<_> = attempts.chain([Self::PUT_OFF]).collect();
+        ceilings.sort_unstable();
         ceilings.dedup();
         ceilings
     }

@@ -6,8 +6,8 @@ use std::time::{Duration, SystemTime};
 use jiff::Timestamp;
 
 use super::control::CrashRecord;
-use super::message::{ORIGINAL_EXPIRATION, ORIGINALS, without_acting_properties};
-use super::task::{ATTEMPT, EXPIRES, is_control};
+use super::message::{ORIGINAL_EXPIRATION, ORIGINALS, is_the_brokers, without_acting_properties};
+use super::task::{ATTEMPT, EXPIRES, PUT_OFF_SINCE, is_control};
 use super::{Headers, Message, Task, Value, shorten};
 
 /// Longest `error` header: all headers, the producer's too, must fit one AMQP frame.
@@ -93,11 +93,13 @@ pub struct Cause<'a> {
     pub at: SystemTime,
 }
 
-/// The dead letter of `task`. If somebody puts it back into the task queue, its attempts are counted anew.
+/// The dead letter of `task`. If somebody puts it back into the task queue, its attempts are counted anew, and so is
+/// the time for which it may be put off.
 pub fn dead_letter(task: &Task, cause: &Cause<'_>) -> Message {
     let mut message = without_acting_properties(task.message.clone());
     let headers = &mut message.properties.headers;
     headers.remove(ATTEMPT);
+    headers.remove(PUT_OFF_SINCE);
     headers.extend(Headers::from([
         ("reason".into(), cause.reason.as_str().into()),
         ("error".into(), shorten(cause.error, ERROR_BYTES).into()),
@@ -280,13 +282,6 @@ pub fn restored(mut message: Message) -> Message {
         headers.retain(|name, _| !ORIGINALS.contains(&name.as_str()));
     }
     message
-}
-
-/// Whether RabbitMQ writes this header into a message that it dead-letters or redelivers.
-fn is_the_brokers(header: &str) -> bool {
-    matches!(header, "x-death" | "x-delivery-count" | "x-acquired-count")
-        || header.starts_with("x-first-death-")
-        || header.starts_with("x-last-death-")
 }
 
 #[cfg(test)]

@@ -216,6 +216,13 @@ pub fn without_acting_properties(mut message: Message) -> Message {
     message
 }
 
+/// Whether RabbitMQ writes this header into a message that it dead-letters or redelivers.
+pub(super) fn is_the_brokers(header: &str) -> bool {
+    matches!(header, "x-death" | "x-delivery-count" | "x-acquired-count")
+        || header.starts_with("x-first-death-")
+        || header.starts_with("x-last-death-")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

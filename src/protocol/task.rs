@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 
 use jiff::{Timestamp, civil::DateTime, tz::TimeZone};
 
-use super::message::without_acting_properties;
+use super::message::{is_the_brokers, without_acting_properties};
 use super::{Message, TaskError, TaskErrorKind, Value, shorten};
 
 /// Value of the `type` property that makes a message a sentinel.
@@ -20,6 +20,8 @@ pub const STOP: &str = "sconce_stop";
 pub const EXPIRES: &str = "expires";
 /// Header of a retried task: the number of its next attempt.
 pub const ATTEMPT: &str = "sconce_attempt";
+/// Header of a task that was put off because its reply queue took nothing: when that happened first, ISO-8601.
+pub const PUT_OFF_SINCE: &str = "sconce_put_off_since";
 
 /// Bytes of a body that the fingerprint includes.
 const FINGERPRINTED: usize = 64 << 10;
@@ -124,9 +126,36 @@ impl Task {
     /// The message for the next attempt. It keeps `deadline` instead of the `expiration`, which would begin
     /// anew.
     pub fn next_attempt(&self, deadline: Option<SystemTime>) -> Message {
+        let mut message = self.again(deadline);
+        let next = i64::from(self.attempt().saturating_add(1));
+        message.properties.headers.insert(ATTEMPT.into(), next.into());
+        message
+    }
+
+    /// The message of a task that was first put off at `since` and is put off again; this attempt does not count.
+    /// `deadline` as in [`Task::next_attempt`].
+    pub fn put_off(&self, since: SystemTime, deadline: Option<SystemTime>) -> Message {
+        let mut message = self.again(deadline);
+        let headers = &mut message.properties.headers;
+        // The broker writes these anew, and they would make the headers foreign (`Properties::is_plain`).
+        headers.retain(|name, _| !is_the_brokers(name));
+        if let Ok(since) = Timestamp::try_from(since) {
+            headers.insert(PUT_OFF_SINCE.into(), format!("{since:.3}").into());
+        }
+        message
+    }
+
+    /// Since when the task is put off, which is at most `now`; `now` if it was not, or if the header is malformed. A
+    /// producer who writes the header can only shorten its own time.
+    pub fn put_off_since(&self, now: SystemTime) -> SystemTime {
+        let written = self.message.properties.headers.get(PUT_OFF_SINCE).and_then(Value::as_str);
+        let since = written.and_then(|text| text.parse::<Timestamp>().ok()).map(SystemTime::from);
+        since.map_or(now, |since| since.min(now))
+    }
+
+    fn again(&self, deadline: Option<SystemTime>) -> Message {
         let mut message = without_acting_properties(self.message.clone());
         let headers = &mut message.properties.headers;
-        headers.insert(ATTEMPT.into(), i64::from(self.attempt().saturating_add(1)).into());
         if let Some(deadline) = deadline.and_then(|at| Timestamp::try_from(at).ok()) {
             headers.insert(EXPIRES.into(), deadline.to_string().into());
         }
@@ -326,6 +355,36 @@ mod tests {
         assert_eq!(id(Some("m"), Some("c")), "m");
         assert_eq!(id(Some(""), Some("c")), "c");
         assert_eq!(id(None, None), "made");
+    }
+
+    #[test]
+    fn a_task_that_is_put_off_keeps_its_attempt_its_priority_and_the_time_of_the_first() {
+        let at = |seconds| SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
+        let mut message = message(None, "{}");
+        message.properties.priority = Some(7);
+        message.properties.expiration = Some("5000".into());
+        message.properties.headers.insert(ATTEMPT.into(), 2.into());
+        message.properties.headers.insert("x-death".into(), Value::Array(Vec::new()));
+        let task = Task::new(message, at(100), || "made".into());
+        assert_eq!(task.put_off_since(at(100)), at(100), "it was not put off yet");
+        let again = task.put_off(at(100), task.deadline().unwrap());
+        assert_eq!((again.properties.priority, again.properties.expiration.as_deref()), (Some(7), None));
+        assert_eq!(again.properties.headers.get("x-death"), None);
+        let task = Task::new(again, at(110), || "made".into());
+        assert_eq!((task.attempt(), task.put_off_since(at(110))), (2, at(100)));
+        assert_eq!(task.deadline(), Ok(Some(at(105))));
+    }
+
+    #[test]
+    fn a_time_of_putting_off_that_is_in_the_future_or_cannot_be_read_is_now() {
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000);
+        for written in
+            [Value::from("2999-01-01T00:00:00Z"), Value::from("yesterday"), Value::I64(0), Value::Void]
+        {
+            let mut message = message(None, "{}");
+            message.properties.headers.insert(PUT_OFF_SINCE.into(), written);
+            assert_eq!(Task::new(message, now, || "made".into()).put_off_since(now), now);
+        }
     }
 
     proptest! {

@@ -66,8 +66,8 @@ pub(super) struct Intake<'a> {
     shared: Arc<Shared>,
     /// None: it has ended.
     consumers: Consumers<'a>,
-    /// What the broker may send of each before it is settled.
-    prefetches: [u16; 2],
+    /// How many unsettled messages the broker sends at most of all of them, as the settlement knows it.
+    granted: u16,
     stop: Stop,
     settings: LiveSettings,
     cancellations: broadcast::Receiver<Cancellation>,
@@ -96,12 +96,12 @@ async fn next_of(consumers: &mut Consumers<'_>) -> (usize, Result<Event, BrokerE
 impl<'a> Intake<'a> {
     pub(super) fn new(
         shared: Arc<Shared>,
-        (consumers, first_prefetch): (Consumers<'a>, u16),
+        consumers: Consumers<'a>,
         (stop, settings): (Stop, LiveSettings),
         cancellations: broadcast::Receiver<Cancellation>,
     ) -> Self {
         Self {
-            prefetches: [first_prefetch, if consumers[1].is_some() { first_prefetch } else { 0 }],
+            granted: 0,
             shared,
             consumers,
             stop,
@@ -189,11 +189,15 @@ impl<'a> Intake<'a> {
         }
         let queue = usize::from(delivery_tag.is_background());
         if let Some(prefetch) = self.shared.prefetch[queue].came(delivery.message.body.len()) {
-            self.prefetches[queue] = prefetch.get();
-            self.shared.settlement.stalled.set_prefetch(self.prefetches.iter().sum());
             if let Some(consumer) = &mut self.consumers[queue] {
                 consumer.set_prefetch(prefetch).await;
             }
+        }
+        // A consumer gets a changed prefetch later, or never: it is read again with each message.
+        let granted = self.consumers.iter().flatten().fold(0_u16, |sum, it| sum.saturating_add(it.granted()));
+        if granted != self.granted {
+            self.granted = granted;
+            self.shared.settlement.stalled.set_granted(granted);
         }
         match classify(delivery.message, now, self.shared.sentinels, made_id) {
             Incoming::Task(task) => self.begin(Accepted::new(task, delivery_tag, redeliveries)),

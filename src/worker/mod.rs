@@ -7,6 +7,7 @@
 //! | `intake` | what a delivery is; what is handed back; when the worker has ended |
 //! | `prefetch` | how many messages to hold ahead |
 //! | `task_run` | the steps of one task |
+//! | `requester` | when a requester has left |
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
 //! | `cpu_pool` | which CPU work runs on threads of its own |
 //! | `settle/` | publish → confirm → ack; what becomes of a task's message |
@@ -20,6 +21,7 @@ mod isolation;
 mod live_settings;
 mod prefetch;
 mod report;
+mod requester;
 mod session;
 mod settle;
 mod task_run;

@@ -13,7 +13,7 @@ use super::intake::{Ended, Intake, SessionEnd};
 use super::isolation::Isolation;
 use super::prefetch::{Limits, Live, Prefetch};
 use super::report::{Counters, connection};
-use super::settle::{Queues, Settlement, Stalled, Waits};
+use super::settle::{Breakers, Queues, Settlement, Stalled, Waits};
 use super::task_run::Shared;
 use super::{Control, WorkerError, live_settings};
 use crate::batching::Policy;
@@ -58,7 +58,6 @@ impl Worker {
         let settings = self.control.settings.clone();
         let cancellations = self.control.cancellations.subscribe();
         let consumers = [Some(&mut link.consumer), link.background.as_mut()];
-        let consumers = (consumers, self.assignment.first_prefetch());
         let intake = Intake::new(shared, consumers, (stop.clone(), settings), cancellations);
         let ended = intake.run(fault).await;
         for helper in [connection, follower] {
@@ -93,6 +92,7 @@ impl Worker {
             retry: pool.retry.clone(),
             waits: self.waits(),
             stalled: Stalled::new(self.assignment.first_prefetch(), pool.prefetch_bytes),
+            breakers: Breakers::default(),
             counters: self.counters.clone(),
             stop: stop.clone(),
             lost: [0, DeliveryTag::BACKGROUND].map(AtomicU64::new),

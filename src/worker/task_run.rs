@@ -6,14 +6,15 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use futures_util::FutureExt as _;
+use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::cpu_pool::CpuPool;
-use super::isolation::{CrashRecords, Isolation, suspicion};
+use super::isolation::{CrashRecords, Isolation, Stay, suspicion};
 use super::prefetch::Live;
-use super::settle::{Accepted, Outcome, Parts, Settlement};
-use super::{Withdrawn, WorkerError};
-use crate::broker::Seen;
+use super::settle::{Accepted, Outcome, Parts, PartsAnswered, Probe, Settled, Settlement};
+use super::{Withdrawn, WorkerError, requester};
 use crate::engine::{Computed, Engine, Expect, Job, JobEvent, TaskState, now};
 use crate::model::Route;
 use crate::protocol::reply::micros;
@@ -22,8 +23,6 @@ use crate::telemetry::traces::Traces;
 
 /// How long a redelivered task waits for the launcher's records of what a worker died of.
 const NEWS: Duration = Duration::from_millis(200);
-/// How often the broker is asked whether a requester's queue still exists, while its sequences wait or run.
-const LOOK: Duration = Duration::from_secs(5);
 /// The largest body that counts as small work: a tokenizer takes about 2 ms for 4 KiB of text.
 const SMALL_BODY: usize = 2 << 10;
 /// The most inputs whose reply counts as small work: writing 384 numbers takes 10 µs.
@@ -64,6 +63,13 @@ impl Drop for Expected {
     }
 }
 
+/// A task that is computed.
+struct Admitted<'a> {
+    expected: Expected,
+    /// It tries its reply queue, which took nothing.
+    probe: Option<Probe<'a>>,
+}
+
 impl Shared {
     /// Runs one task to its end.
     ///
@@ -77,54 +83,94 @@ impl Shared {
     ) -> Result<(), WorkerError> {
         let mut timings =
             Timings { queue_us: micros(accepted.task.queued(SystemTime::now())), ..Timings::default() };
-        let again = accepted.redeliveries > 0;
-        let mut stay = None;
-        if again {
-            // The engine should not wait for this task meanwhile.
-            drop(expected);
-            // The launcher learns of a worker's death at about the same time as the broker.
-            tokio::time::sleep(NEWS).await;
-            let known = self.crashes.of(&state.name.fingerprint);
-            if let Some(most) = suspicion(accepted.redeliveries, accepted.counted, known.as_ref()) {
-                stay = self.isolation.enter(state.name.clone(), most).await;
-            }
-            // Read after the wait for a group: another worker may have died of the task meanwhile.
-            accepted.deaths = self.crashes.of(&state.name.fingerprint);
-            expected = Expected::new(&self.engine);
-        }
-        let is_poison = accepted.deaths.as_ref().is_some_and(|deaths| deaths.poison.is_some());
-        let refused = if let Some(queue) = self.misaddressed(&accepted.task) {
-            Some(Outcome::Misaddressed(queue))
-        } else if again && is_poison {
-            Some(Outcome::Poison)
-        } else if accepted.redeliveries >= self.max_deliveries {
-            Some(Outcome::OutOfDeliveries(accepted.redeliveries))
-        } else {
-            None
-        };
-        let outcome = if let Some(refused) = refused {
+        let isolated;
+        (isolated, expected) = self.isolate(&mut accepted, &state, expected).await;
+        let mut probe = None;
+        let outcome = if let Some(refused) = self.refused(&accepted) {
             drop(expected);
             refused
         } else {
-            let run = Run { shared: self, task: &accepted.task, state: &state, isolated: stay.is_some() };
+            let Some(admitted) = self.admit(&accepted, &state, expected).await? else { return Ok(()) };
+            probe = admitted.probe;
+            let run = Run { shared: self, task: &accepted.task, state: &state, isolated: isolated.is_some() };
             let computed = tokio::select! {
                 biased;
-                computed = run.compute(expected, &mut timings) => computed,
-                error = self.expired(&state) => Err(error),
+                computed = run.compute(admitted.expected, (&mut timings, &mut accepted.parts)) => computed,
+                error = self.expired(&state) => Err(error.into()),
             };
-            match computed {
-                Ok(body) => Outcome::Answered(body),
-                Err(error) => Outcome::Failed(error),
-            }
+            computed.map_or_else(|failed| failed, Outcome::Answered)
         };
-        if let Some(stay) = stay {
+        if let Some(stay) = isolated {
             stay.end();
         }
         if !state.commit() {
             return Ok(());
         }
         accepted.traced.worked(&timings, accepted.attempt());
-        self.settlement.settle(&accepted, outcome, &timings).await
+        let settled = self.settlement.settle(&accepted, outcome, &timings).await;
+        // Only now is known whether the queue has taken the reply.
+        drop(probe);
+        settled.map(|_| ())
+    }
+
+    /// Lets a task that was delivered before wait for its group, if it is to run apart from others.
+    async fn isolate(
+        &self,
+        accepted: &mut Accepted,
+        state: &TaskState,
+        expected: Expected,
+    ) -> (Option<Stay>, Expected) {
+        if accepted.redeliveries == 0 {
+            return (None, expected);
+        }
+        // The engine should not wait for this task meanwhile.
+        drop(expected);
+        // The launcher learns of a worker's death at about the same time as the broker.
+        tokio::time::sleep(NEWS).await;
+        let known = self.crashes.of(&state.name.fingerprint);
+        let stay = match suspicion(accepted.redeliveries, accepted.counted, known.as_ref()) {
+            Some(most) => self.isolation.enter(state.name.clone(), most).await,
+            None => None,
+        };
+        // Read after the wait for a group: another worker may have died of the task meanwhile.
+        accepted.deaths = self.crashes.of(&state.name.fingerprint);
+        (stay, Expected::new(&self.engine))
+    }
+
+    /// Why a task is not computed, whatever it is.
+    fn refused(&self, accepted: &Accepted) -> Option<Outcome> {
+        let is_poison = accepted.deaths.as_ref().is_some_and(|deaths| deaths.poison.is_some());
+        if let Some(queue) = self.misaddressed(&accepted.task) {
+            Some(Outcome::Misaddressed(queue))
+        } else if is_poison {
+            Some(Outcome::Poison)
+        } else if accepted.redeliveries >= self.max_deliveries {
+            Some(Outcome::OutOfDeliveries(accepted.redeliveries))
+        } else {
+            None
+        }
+    }
+
+    /// Settles a task whose reply queue takes nothing; it is not computed. None: that is done.
+    async fn admit(
+        &self,
+        accepted: &Accepted,
+        state: &TaskState,
+        expected: Expected,
+    ) -> Result<Option<Admitted<'_>>, WorkerError> {
+        let held = match self.settlement.admit(accepted) {
+            Ok(probe) => return Ok(Some(Admitted { expected, probe })),
+            Err(held) => held,
+        };
+        drop(expected);
+        // Not handed back from here: it may be in a retry queue already.
+        if !state.commit() {
+            return Ok(None);
+        }
+        Ok(match self.settlement.settle(accepted, held, &Timings::default()).await? {
+            Settled::Yes => None,
+            Settled::MustCompute => Some(Admitted { expected: Expected::new(&self.engine), probe: None }),
+        })
     }
 
     /// Returns when the deadline of a task has passed that is not on the device yet; it will not come there. (Of
@@ -150,7 +196,8 @@ impl Shared {
     /// # Errors
     /// As [`Settlement::settle`].
     pub(super) async fn refuse_control(&self, accepted: Accepted, kind: String) -> Result<(), WorkerError> {
-        self.settlement.settle(&accepted, Outcome::UnknownControl(kind), &Timings::default()).await
+        let outcome = Outcome::UnknownControl(kind);
+        self.settlement.settle(&accepted, outcome, &Timings::default()).await.map(|_| ())
     }
 
     /// Checks what can be checked without reading the body.
@@ -200,6 +247,13 @@ impl Shared {
     }
 }
 
+/// How a task's job ended.
+struct Ended {
+    computed: Computed,
+    /// Its requester has left, and nobody had cancelled it before.
+    has_left: bool,
+}
+
 /// One task on its way through the engine.
 struct Run<'a> {
     shared: &'a Shared,
@@ -209,7 +263,12 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    async fn compute(&self, expected: Expected, timings: &mut Timings) -> Result<Body, TaskError> {
+    /// Computes the task's answer. The parts of its reply are left in `answered`.
+    async fn compute(
+        &self,
+        expected: Expected,
+        (timings, answered): (&mut Timings, &mut Option<PartsAnswered>),
+    ) -> Result<Body, Outcome> {
         let Self { shared, task, state, isolated } = *self;
         let accepted = now();
         task.deadline()?;
@@ -228,9 +287,11 @@ impl Run<'_> {
         drop(expected);
         let mut parts = Parts::of(&shared.settlement, task, &*job);
         let limit = shared.settlement.waits.own;
-        let Ok(computed) = timeout(limit, self.events(&mut *job, parts.as_mut())).await else {
+        let ended = timeout(limit, self.events(&mut *job, parts.as_mut())).await;
+        *answered = parts.map(Parts::finish);
+        let Ok(Ended { computed, has_left }) = ended else {
             let words = format!("not finished within {limit:?}, after which the broker takes the task back");
-            return Err(TaskError::new(TaskErrorKind::Fault, words));
+            return Err(TaskError::new(TaskErrorKind::Fault, words).into());
         };
         // From here the task is answered even if the worker ends, so that the result is not lost.
         if !state.commit() {
@@ -244,30 +305,29 @@ impl Run<'_> {
             timings.first_token_us = Some(micros(first.saturating_duration_since(accepted)));
             timings.answer_us = micros(now().saturating_duration_since(first));
         }
+        if has_left {
+            return Err(Outcome::RequesterLeft(task.reply_to().unwrap_or_default().to_owned()));
+        }
         // If the task failed, the error reply is quickly written.
         let small = computed.failed || job.inputs() <= SMALL_REPLY;
         let reply = self.beside_others(shared.reply.run(small, move || job.finish()));
-        let sent = async {
-            match parts {
-                Some(parts) => parts.finish().await,
-                None => false,
-            }
+        // The last parts are on their way meanwhile.
+        let reply = match answered.clone() {
+            Some(answered) => beside(reply, answered).await,
+            None => reply.await,
         };
-        let (reply, reaches_nobody) = tokio::join!(reply, sent);
-        if reaches_nobody {
-            state.cancel();
-        }
         match state.cancellation() {
-            Some(error) => Err(error),
-            None => reply.map_err(internal)?,
+            Some(error) => Err(error.into()),
+            None => Ok(reply.map_err(internal)??),
         }
     }
 
-    /// Waits until the job is done, and sends its parts. If the broker cannot route a part, the task is
-    /// cancelled. Never returns if the device has failed: that is not the task's fault, so the task goes back
-    /// with the session.
-    async fn events(&self, job: &mut dyn Job, mut parts: Option<&mut Parts<'_>>) -> Computed {
-        let mut leaves = pin!(self.requester_leaves());
+    /// Waits until the job is done, and sends its parts. If the requester leaves meanwhile, the sequences end. Never
+    /// returns if the device has failed: that is not the task's fault, so the task goes back with the session.
+    async fn events(&self, job: &mut dyn Job, mut parts: Option<&mut Parts<'_>>) -> Ended {
+        // Whether the latest part came back. Written here, read by `requester_leaves`.
+        let (unroutable, is_unroutable) = watch::channel(false);
+        let mut leaves = pin!(self.requester_leaves(is_unroutable));
         let mut has_left = false;
         loop {
             let ready = parts.as_ref().is_some_and(|parts| parts.is_ready());
@@ -281,20 +341,21 @@ impl Run<'_> {
                 biased;
                 event = poll_fn(|context| job.poll_event(context, ready)) => event,
                 () = progress => {
-                    if parts.as_ref().is_some_and(|parts| parts.reaches_nobody()) {
-                        self.state.cancel();
+                    if let Some(parts) = &parts {
+                        let now = parts.is_unroutable();
+                        unroutable.send_if_modified(|before| std::mem::replace(before, now) != now);
                     }
                     continue;
                 }
-                () = &mut leaves, if !has_left => {
-                    tracing::info!(task.id = self.task.id, "cancelled: its reply_to does not exist any more");
+                () = &mut leaves, if !has_left && self.state.cancellation().is_none() => {
+                    tracing::info!(task.id = self.task.id, "its reply_to does not exist any more; it ends");
                     has_left = true;
                     self.state.cancel();
                     continue;
                 }
             };
             match (event, parts.as_deref_mut()) {
-                (JobEvent::Done(computed), _) => return computed,
+                (JobEvent::Done(computed), _) => return Ended { computed, has_left },
                 (JobEvent::Parts(bodies), Some(parts)) => parts.send(bodies),
                 (JobEvent::Parts(_), None) => {}
             }
@@ -318,25 +379,30 @@ impl Run<'_> {
         }
     }
 
-    /// Returns once the requester's queue is gone; asked only for models whose tasks take long, those of
-    /// sequences. A part that comes back says it too, but not each task asks for parts, and a part to a direct
-    /// reply-to never comes back.
-    async fn requester_leaves(&self) {
-        let publisher = &self.shared.settlement.publisher;
+    /// Returns once the requester has left; looked for only with models whose tasks take long, those of sequences.
+    async fn requester_leaves(&self, unroutable: watch::Receiver<bool>) {
         let queue = self.task.reply_to().filter(|_| self.shared.engine.sequences().is_some());
         let Some(queue) = queue else { return pending().await };
-        loop {
-            tokio::time::sleep(LOOK).await;
-            if publisher.look(queue).await == Some(Seen::Gone) {
-                return;
-            }
-        }
+        requester::leaves(&*self.shared.settlement.publisher, queue, unroutable).await;
     }
 
     /// Does `work` of this task. Unless the task is isolated, no group runs meanwhile.
     async fn beside_others<T>(&self, work: impl Future<Output = T>) -> T {
         let _out = if self.isolated { None } else { Some(self.shared.isolation.keep_out().await) };
         work.await
+    }
+}
+
+/// The result of `work`, while `aside` goes on for as long as that takes.
+async fn beside<T>(work: impl Future<Output = T>, aside: impl Future<Output = ()>) -> T {
+    let mut aside = pin!(aside.fuse());
+    let mut work = pin!(work);
+    loop {
+        tokio::select! {
+            biased;
+            done = &mut work => return done,
+            () = &mut aside => {}
+        }
     }
 }
 

@@ -12,6 +12,7 @@ use tokio::sync::{Mutex, MutexGuard, OnceCell};
 use crate::support::client::{Client, Inbox, Task};
 use crate::support::cluster::Cluster;
 use crate::support::sconce::{Sconce, Settings};
+use crate::support::wait::until_within;
 
 const TASKS: usize = 400;
 const WORKERS: usize = 3;
@@ -133,6 +134,39 @@ async fn a_killed_node_that_comes_back_carries_the_work_when_another_dies() {
         all_answered(&mut replies, &mut answered, (round + 1) * TASKS).await;
     }
     client.ready_becomes(&settings.tasks, 0).await;
+    assert_eq!(client.look(&settings.dead).await.map(|(ready, _)| ready), Some(0));
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_classic_reply_queue_whose_node_is_down_for_a_while_gets_its_generated_reply() {
+    const AWAY: usize = 2;
+    // A minute, in which the node is back.
+    const TOKENS: usize = 3_000;
+    let cluster = cluster().await;
+    let settings = Settings::echo(cluster.url_from(0))
+        .set("pool[0].model", "script?sequences=2&context=20000&tokens=80000");
+    let sconce = Sconce::launched(&settings).await;
+    let client = Client::connect(&cluster.nodes[0].url()).await;
+    let far = format!("{}.far", settings.name);
+    // RabbitMQ puts a classic queue on the node that the client is connected to.
+    Client::connect(&cluster.nodes[AWAY].url()).await.declare(&far, &[]).await;
+    let task = Task::new(json!({"prompt": 4, "max_tokens": TOKENS, "step_ms": 20})).reply_to(&far);
+    client.publish(&settings.tasks, task).await;
+    client.ready_becomes(&settings.tasks, 0).await;
+    tokio::task::block_in_place(|| cluster.nodes[AWAY].kill());
+    // Longer than a queue may be missing whose requester still counts as being there.
+    tokio::time::sleep(Duration::from_secs(18)).await;
+    assert_eq!(sconce.logged("it ends"), 0, "{}", sconce.log());
+    cluster.bring_back(AWAY, &[&settings.tasks, &settings.dead]).await;
+    let back = Client::connect(&cluster.nodes[AWAY].url()).await;
+    let found = until_within(Duration::from_secs(120), "a reply, or a dead letter", || async {
+        let ready = async |queue| back.look(queue).await.map_or(0, |(ready, _)| ready);
+        (ready(&far).await + ready(&settings.dead).await > 0).then_some(())
+    });
+    found.await;
+    let reply = back.get(&far).await;
+    assert_eq!(reply.status_code(), 200, "{reply:?}");
     assert_eq!(client.look(&settings.dead).await.map(|(ready, _)| ready), Some(0));
     assert_eq!(sconce.stop().await, 0);
 }

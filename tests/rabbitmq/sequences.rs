@@ -76,21 +76,44 @@ async fn parts_come_in_order_before_their_reply_over_any_kind_of_queue() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_sequence_ends_when_its_reader_has_left_and_the_device_is_free_again() {
-    let settings = settings().set("pool[0].model", "script?sequences=1");
+    let settings = settings().set("pool[0].model", "script?sequences=1&context=20000&tokens=80000");
     let (_sconce, client, mut inbox) = serve(&settings).await;
     let gone = format!("{}.gone", settings.name);
     client.declare(&gone, &[]).await;
-    // 20 s.
-    let long = Task::new(sequence(1_000, json!({"stream": true}))).reply_to(&gone);
+    // 200 s.
+    let long = Task::new(sequence(10_000, json!({"stream": true}))).id("long").reply_to(&gone);
     client.publish(&settings.tasks, long).await;
     until("a part", || async { client.look(&gone).await.filter(|(ready, _)| *ready > 0) }).await;
-    let begun = Instant::now();
     client.delete(&gone).await;
     client.publish(&settings.tasks, Task::new(sequence(2, json!({}))).id("next")).await;
     assert_eq!(inbox.next().await.correlation_id, "next");
-    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     client.becomes(&settings.tasks, (0, 1)).await;
-    assert_eq!(client.look(&settings.dead).await.expect("a queue").0, 0, "nothing is parked");
+    let letter = client.get(&settings.dead).await;
+    assert_eq!((&*letter.correlation_id, &*letter.header("reason")), ("long", "unroutable"), "it is kept");
+    assert!(letter.header("error").contains(&gone), "{letter:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reply_queue_that_is_made_again_after_a_moment_costs_no_generated_task() {
+    let settings = settings();
+    let (_sconce, client, _inbox) = serve(&settings).await;
+    let again = format!("{}.again", settings.name);
+    client.declare(&again, &[]).await;
+    // 12 s.
+    let task =
+        |n: usize| Task::new(sequence(600, json!({"stream": true}))).id(n.to_string()).reply_to(&again);
+    client.publish_all(&settings.tasks, (0..3).map(task)).await;
+    let mut running = std::collections::BTreeSet::new();
+    while running.len() < 3 {
+        running.insert(client.get(&again).await.correlation_id);
+    }
+    client.delete(&again).await;
+    tokio::time::sleep(Duration::from_millis(1_400)).await;
+    client.declare(&again, &[]).await;
+    let mut inbox = client.inbox(&again).await;
+    let texts = texts(&mut inbox, 3).await;
+    assert!(texts.values().all(|text| *text == words(600)), "{texts:?}");
+    assert_eq!(client.look(&settings.dead).await.expect("a queue").0, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -279,9 +302,11 @@ async fn requesters_who_left_and_asked_for_no_parts_are_missed_also_over_direct_
     drop((own, named, unheard));
     assert_eq!(inbox.next().await.correlation_id, "stays");
     client.becomes(&settings.tasks, (0, 1)).await;
-    until("both are missed", || async { (sconce.logged("does not exist any more") == 2).then_some(()) })
-        .await;
-    assert_eq!(client.look(&settings.dead).await.expect("a queue").0, 0, "nothing is parked");
+    until("both are missed", || async { (sconce.logged("it ends") == 2).then_some(()) }).await;
+    for _ in 0..2 {
+        let letter = client.get(&settings.dead).await;
+        assert_eq!((&letter.header("reason")[..], &letter.body), ("unroutable", &long), "it is kept");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

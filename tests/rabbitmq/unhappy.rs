@@ -1,7 +1,10 @@
 //! `nobody-stops-the-others`: a reply queue that takes nothing, a queue that somebody deleted, a broker
 //! that refuses. Each costs its own tasks, and every other one is answered, once.
 
+#![allow(clippy::print_stderr, reason = "how long others waited is worth seeing")]
+
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use lapin::types::AMQPValue;
 use nix::sys::signal::Signal;
@@ -84,7 +87,11 @@ async fn a_reply_queue_that_never_confirms_costs_the_tasks_that_name_it_and_no_o
     client.publish(&settings.tasks, Task::sentinel()).await;
     assert_eq!(sconce.exit_code().await, 0, "a sentinel behind such tasks completes");
     assert_eq!(sconce.logged("connecting anew"), 0, "{}", sconce.log());
-    assert_eq!(letters(&client, &settings, 3).await.len(), 3);
+    until("the last three are dead letters, or come back from where they waited", || async {
+        let ready = async |queue| client.look(queue).await.map_or(0, |(ready, _)| ready);
+        (ready(&settings.dead).await + ready(&settings.tasks).await == 3).then_some(())
+    })
+    .await;
     revive(rabbit, &stuck);
 }
 
@@ -134,6 +141,41 @@ async fn a_requesters_full_reply_queue_holds_its_tasks_until_their_time_is_over_
     assert!(dead.iter().all(|(reason, _)| reason == "unconfirmed"), "{dead:?}");
     assert_eq!(client.get(&full).await.status_code(), 200, "the one that had room");
     rabbit.stats_become(&settings.tasks, IDLE).await;
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn thousands_of_tasks_whose_reply_queue_is_full_wait_uncomputed_and_others_are_answered() {
+    const MANY: usize = 2_500;
+    let rabbit = Rabbit::shared();
+    let settings = Settings::echo(rabbit.url());
+    let client = Client::connect(&rabbit.url()).await;
+    let full = format!("{}.full", settings.name);
+    let overflow = AMQPValue::LongString("reject-publish".into());
+    let one = [quorum(), ("x-max-length", AMQPValue::LongInt(1)), ("x-overflow", overflow)];
+    client.declare(&full, &one).await;
+    let sconce = Sconce::launched(&settings).await;
+    client.publish_all(&settings.tasks, tasks("f", MANY, &full)).await;
+    let mut own = client.private_inbox().await;
+    let begun = Instant::now();
+    client.publish_all(&settings.tasks, tasks("n", 50, &own.queue)).await;
+    one_each(&mut own, 50).await;
+    let took = begun.elapsed();
+    eprintln!("50 replies beside {MANY} that no queue takes: {took:?}");
+    assert!(took < Duration::from_secs(60), "{took:?}: their time is 90 s");
+    assert_eq!(
+        client.look(&settings.dead).await.map(|(ready, _)| ready),
+        Some(0),
+        "none has waited its time"
+    );
+    // Somebody reads again.
+    let begun = Instant::now();
+    let mut inbox = client.inbox(&full).await;
+    let replies = one_each(&mut inbox, MANY).await;
+    eprintln!("{MANY} replies once they are read: {:?}", begun.elapsed());
+    assert!(replies.values().all(|it| it.status_code() == 200 && it.header("attempt") == "1"));
+    rabbit.stats_become(&settings.tasks, IDLE).await;
+    assert_eq!(client.look(&settings.dead).await.map(|(ready, _)| ready), Some(0));
     assert_eq!(sconce.stop().await, 0);
 }
 

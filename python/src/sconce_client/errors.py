@@ -86,7 +86,7 @@ class TooLarge(TaskError):
 
 
 class Cancelled(TaskError):
-    """499: on request, or because nobody was there to read the reply."""
+    """499: on request."""
 
 
 class Failed(TaskError):

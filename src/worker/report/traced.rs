@@ -96,6 +96,13 @@ impl Traced {
         fail(span, error);
     }
 
+    /// The task waits for its reply queue, and comes again.
+    pub(in crate::worker) fn put_off(&self) {
+        if let Some(span) = self.span() {
+            span.tell("sconce.status", "put_off");
+        }
+    }
+
     /// The task is acked, so the recorded outcome is final. Otherwise it went back to the broker.
     pub(in crate::worker) fn settled(&self) {
         if let Some(begun) = &self.0 {

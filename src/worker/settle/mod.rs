@@ -1,15 +1,22 @@
-//! Carries out a disposition: publish, confirm, ack, always in this order (`confirm-before-ack`). Decides how
-//! long to wait for a queue that does not accept a message, and what becomes of the task then. Owns nothing. A
-//! delivery of a session that is over is not settled, since the broker has it again.
+//! Carries out what `outcome` and `follow` decide: publish, confirm, ack, always in this order (`confirm-before-ack`).
+//! Owns nothing. A delivery of a session that is over is not settled, since the broker has it again.
 //!
 //! | file | decides |
 //! |---|---|
 //! | `outcome` | what happened to a task → what becomes of its message |
+//! | `follow` | what was published, and what became of it → what is done next |
+//! | `publishing` | how long a queue is waited for that does not accept a message |
+//! | `breaker` | which tasks are computed whose reply queue accepts nothing |
+//! | `stalled` | how many computed replies may wait for such queues |
 //! | `parts` | when parts of a reply are sent |
-//! | `stalled` | how many tasks may wait for a reply queue that accepts nothing |
+//! | `counting` | what is counted of an answer |
 
+mod breaker;
+mod counting;
+mod follow;
 mod outcome;
 mod parts;
+mod publishing;
 mod stalled;
 
 use std::pin::pin;
@@ -19,26 +26,27 @@ use std::time::{Duration, Instant, SystemTime};
 
 use tokio::time::timeout;
 
-use self::outcome::{Disposition, Tries, disposition};
+use self::breaker::Admission;
+use self::counting::Answered;
+use self::follow::{Letter, Next, Parked, Reply, Sent, follow};
+use self::outcome::{Disposition, Tries, disposition, wait};
+use self::publishing::{Owner, To};
 use super::WorkerError;
 use super::report::{Counters, Traced};
-use crate::backoff::Backoff;
-use crate::broker::{Acker, Delay, DeliveryTag as DeliveryReceipt, Published, Publisher};
+use crate::broker::{Acker, Delay, DeliveryTag as DeliveryReceipt, Publisher};
 use crate::config::Retry;
 use crate::protocol::control::CrashRecord;
-use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths, without_producer_headers};
+use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths};
 use crate::protocol::reply::reply;
-use crate::protocol::stats::{Generated, SECONDS, Stage, Stats};
 use crate::protocol::{Body, Message, Task, TaskError, TaskErrorKind, Timings, WorkerInfo};
 use crate::shutdown::{Phase, Stop};
 
-pub(super) use self::outcome::Outcome;
-pub(super) use self::parts::Parts;
+pub(super) use self::breaker::{Breakers, Probe};
+pub(super) use self::outcome::{Held, Outcome};
+pub(super) use self::parts::{Parts, PartsAnswered};
 pub(super) use self::stalled::Stalled;
 
-/// The pause between attempts to publish into a queue that refuses a message.
-const NACKED: Backoff = Backoff { first: Duration::from_millis(200), most: Duration::from_secs(10) };
-/// After this time an unconfirmed reply counts as stalled; see [`Stalled`].
+/// After this time an unconfirmed reply counts as stalled; see [`Stalled`] and [`Breakers`].
 const STALLED: Duration = Duration::from_secs(2);
 /// The least time for publishing a reply, however close the task's deadline is.
 const LEAST: Duration = Duration::from_secs(1);
@@ -57,6 +65,8 @@ pub(super) struct Settlement {
     pub(super) waits: Waits,
     /// Tasks whose reply queue accepts nothing.
     pub(super) stalled: Stalled,
+    /// Reply queues that accept nothing.
+    pub(super) breakers: Breakers,
     pub(super) counters: Arc<Counters>,
     pub(super) stop: Stop,
     /// The numbers of the latest sessions that are over, of the task queue and of the background queue. Written by the
@@ -94,14 +104,34 @@ pub(super) struct Accepted {
     pub(super) deadline: Option<SystemTime>,
     /// The record of workers that died with this task on their device.
     pub(super) deaths: Option<CrashRecord>,
+    /// The parts of its reply, which come before the reply; none: it has none.
+    pub(super) parts: Option<PartsAnswered>,
     /// The task's span, which ends when this is dropped.
     pub(super) traced: Traced,
+}
+
+/// Whether a task is settled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub(super) enum Settled {
+    Yes,
+    /// It was to wait for its reply queue, and there is no queue to wait in: it is to be computed.
+    MustCompute,
 }
 
 impl Accepted {
     pub(super) fn new(task: Task, delivery: DeliveryReceipt, (redeliveries, counted): (i64, bool)) -> Self {
         let (deadline, task) = (task.deadline().ok().flatten(), Arc::new(task));
-        Self { task, delivery, redeliveries, counted, deadline, deaths: None, traced: Traced::not() }
+        Self {
+            task,
+            delivery,
+            redeliveries,
+            counted,
+            deadline,
+            deaths: None,
+            parts: None,
+            traced: Traced::not(),
+        }
     }
 
     /// Which attempt this is, for the reply. Counts attempts that failed and those in which a worker died,
@@ -136,6 +166,28 @@ impl Queues {
 }
 
 impl Settlement {
+    /// Whether a task is computed now. An outcome: it is not, because its reply queue takes nothing. A probe: it tries
+    /// that queue, for as long as the probe exists. Tasks of the background queue are computed, since the retry queues
+    /// lead to the other one.
+    pub(super) fn admit(&self, accepted: &Accepted) -> Result<Option<Probe<'_>>, Outcome> {
+        let Some(queue) = self.queues.of_reply(&accepted.task).filter(|queue| !self.is_own(queue)) else {
+            return Ok(None);
+        };
+        if accepted.delivery.is_background() {
+            return Ok(None);
+        }
+        let held = |is_refused| {
+            let left = self.time_to_wait(accepted);
+            Outcome::Held(Held { queue: queue.to_owned(), left, is_refused })
+        };
+        match self.breakers.admit(queue, tokio::time::Instant::now()) {
+            Admission::Compute => Ok(None),
+            Admission::Probe(probe) => Ok(Some(probe)),
+            Admission::Probed => Err(held(false)),
+            Admission::Refused => Err(held(true)),
+        }
+    }
+
     /// Settles one task.
     ///
     /// # Errors
@@ -145,10 +197,10 @@ impl Settlement {
         accepted: &Accepted,
         outcome: Outcome,
         timings: &Timings,
-    ) -> Result<(), WorkerError> {
+    ) -> Result<Settled, WorkerError> {
         let lost = &self.lost[usize::from(accepted.delivery.is_background())];
         if accepted.delivery.is_over_with(lost.load(Ordering::Acquire)) {
-            return Ok(());
+            return Ok(Settled::Yes);
         }
         let tries = Tries {
             retry: &self.retry,
@@ -159,22 +211,24 @@ impl Settlement {
         let mut carried_out = pin!(self.carry_out(accepted, disposition(outcome, tries), timings));
         // Nearly all finish within this time; waiting for several events at once costs more.
         let soon = timeout(TICK, &mut carried_out).await;
-        let published = tokio::select! {
+        let settled = tokio::select! {
             biased;
-            published = async { match soon { Ok(published) => published, Err(_) => carried_out.await } } => published,
+            settled = async { match soon { Ok(settled) => settled, Err(_) => carried_out.await } } => settled,
             () = self.leaving() => {
                 tracing::info!(task.id = accepted.task.id, "no queue takes what came of the task; handing it back");
                 self.counters.count(|stats| stats.requeued += 1);
                 self.acker.requeue(accepted.delivery).await;
-                return Ok(());
+                return Ok(Settled::Yes);
             }
         };
-        published?;
+        if settled? == Settled::MustCompute {
+            return Ok(Settled::MustCompute);
+        }
         if !self.acker.ack(accepted.delivery).await {
             tracing::info!(task.id = accepted.task.id, "late ack discarded; the task will come again");
         }
         accepted.traced.settled();
-        Ok(())
+        Ok(Settled::Yes)
     }
 
     /// Returns when the task must be handed back although its result is not published: [`PARTING`] after the
@@ -190,31 +244,40 @@ impl Settlement {
         }
     }
 
-    /// Publishes what a disposition says, and waits for the confirms.
+    /// Publishes what a disposition says, and what follows from it, and waits for the confirms.
     async fn carry_out(
         &self,
         accepted: &Accepted,
         disposition: Disposition,
         timings: &Timings,
-    ) -> Result<(), WorkerError> {
+    ) -> Result<Settled, WorkerError> {
         match disposition {
-            Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), (timings, Parked::No)).await,
+            Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), (timings, Parked::No)).await?,
             Disposition::ReplyErrorAndAck(error) => {
                 // Nobody may be left to receive the answer of a cancelled task.
                 let wanted = error.kind != TaskErrorKind::Cancelled;
                 let parked = if wanted { Parked::No } else { Parked::Never };
-                self.answer(accepted, Err(&error), (timings, parked)).await
+                self.answer(accepted, Err(&error), (timings, parked)).await?;
             }
-            Disposition::Retry(delay, error) => self.put_off(accepted, delay, &error, timings).await,
+            Disposition::Retry(delay, error) => self.try_again(accepted, delay, &error, timings).await?,
+            Disposition::PutOff(delay) => {
+                let sent = self.put_off(accepted, delay).await?;
+                match follow(sent, Letter::PutOff) {
+                    Next::Compute => return Ok(Settled::MustCompute),
+                    next => self.conclude(accepted, next).await?,
+                }
+            }
             Disposition::DeadLetter(reason, error) => {
                 self.dead_letter(accepted, reason, &error).await?;
-                self.answer(accepted, Err(&error), (timings, Parked::Already)).await
+                self.answer(accepted, Err(&error), (timings, Parked::Already)).await?;
             }
+            Disposition::Park(reason, error) => self.dead_letter(accepted, reason, &error).await?,
         }
+        Ok(Settled::Yes)
     }
 
     /// Publishes the task again with a delay. If the broker cannot take it, this was the last attempt.
-    async fn put_off(
+    async fn try_again(
         &self,
         accepted: &Accepted,
         delay: Delay,
@@ -223,22 +286,42 @@ impl Settlement {
     ) -> Result<(), WorkerError> {
         let task = &accepted.task;
         let message = Arc::new(accepted.traced.passed_on(task.next_attempt(accepted.deadline)));
-        let waiting = (&*self.queues.task, Some(delay));
-        let words = match self.within(accepted, (waiting, Owner::Pool), &message).await? {
-            Sent::Confirmed => {
-                accepted.traced.retried(error);
-                let delay_ms = delay.after.as_millis() as u64;
-                tracing::warn!(task.id = task.id, %error, delay_ms, "the task failed; it is tried again");
-                self.counters.count(|stats| stats.retried += 1);
-                return Ok(());
+        let to = To { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
+        let sent = self.within(accepted, to, &message).await?;
+        if sent == Sent::Confirmed {
+            accepted.traced.retried(error);
+            let delay_ms = delay.after.as_millis() as u64;
+            tracing::warn!(task.id = task.id, %error, delay_ms, "the task failed; it is tried again");
+            self.counters.count(|stats| stats.retried += 1);
+        } else {
+            tracing::warn!(task.id = task.id, queue = self.queues.task, ?sent, "cannot try again");
+        }
+        match follow(sent, Letter::NextAttempt(error)) {
+            Next::DeadLetterAndReply(reason, error) => {
+                self.dead_letter(accepted, reason, &error).await?;
+                self.answer(accepted, Err(&error), (timings, Parked::Already)).await
             }
-            Sent::Unroutable => "there is no queue to wait in for another attempt".to_owned(),
-            Sent::Unconfirmed(words) | Sent::Refused(words) => words,
-        };
-        tracing::warn!(task.id = task.id, queue = self.queues.task, error = words, "cannot try again");
-        let error = TaskError::new(error.kind, format!("{error}; {words}"));
-        self.dead_letter(accepted, Reason::Attempts, &error).await?;
-        self.answer(accepted, Err(&error), (timings, Parked::Already)).await
+            next => self.conclude(accepted, next).await,
+        }
+    }
+
+    /// Publishes the task again with a delay, without counting an attempt.
+    async fn put_off(&self, accepted: &Accepted, delay: Delay) -> Result<Sent, WorkerError> {
+        let task = &accepted.task;
+        let since = task.put_off_since(SystemTime::now());
+        let message = Arc::new(accepted.traced.passed_on(task.put_off(since, accepted.deadline)));
+        let to = To { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
+        let mut sent = self.within(accepted, to, &message).await?;
+        if sent == Sent::Unroutable && matches!(self.publisher.restore().await, Ok(true)) {
+            sent = self.within(accepted, to, &message).await?;
+        }
+        if sent == Sent::Confirmed {
+            accepted.traced.put_off();
+            let (reply_to, delay_ms) = (task.reply_to(), delay.after.as_millis() as u64);
+            tracing::debug!(task.id = task.id, reply_to, delay_ms, "put off: its reply queue takes nothing");
+            self.counters.count(|stats| stats.retried += 1);
+        }
+        Ok(sent)
     }
 
     async fn dead_letter(
@@ -259,23 +342,18 @@ impl Settlement {
         self.park(message, reason).await
     }
 
+    /// Publishes the reply, if one is wanted, and counts the answer, unless the task is put off.
     async fn answer(
         &self,
         accepted: &Accepted,
         body: Result<Body, &TaskError>,
         (timings, parked): (&Timings, Parked),
     ) -> Result<(), WorkerError> {
-        let (status, reason) = match &body {
-            Ok(_) => ("succeeded", ""),
-            Err(error) => {
-                let (status, _, _, code) = error.kind.wire();
-                (status, code)
-            }
-        };
-        let generated = body.as_ref().ok().and_then(|body| body.generated.clone());
+        let answered = Answered::of(&body);
         let began = Instant::now();
         let error = body.as_ref().err().map(|error| tracing::field::display(*error));
         let (task, compute_us) = (&accepted.task, timings.compute_us);
+        let status = answered.status;
         tracing::debug!(
             task.id = task.id,
             reply_to = task.reply_to(),
@@ -284,234 +362,100 @@ impl Settlement {
             compute_us,
             "answering"
         );
-        self.reply(accepted, body, (timings, parked)).await?;
-        self.counters.count(|stats| {
-            stats.answered(status, reason, 1);
-            let seconds = |us: i64| us as f64 / 1e6;
-            stats.took(Stage::Queue, seconds(timings.queue_us));
-            stats.took(Stage::Prepare, seconds(timings.prepare_us));
-            stats.took(Stage::Publish, began.elapsed().as_secs_f64());
-            // A task that never was on the device has not waited for the device.
-            if timings.batch_size > 0 {
-                stats.took(Stage::Wait, seconds(timings.wait_us));
-                stats.took(Stage::Compute, seconds(timings.compute_us));
+        let next = match self.queues.of_reply(task) {
+            Some(queue) => self.reply(accepted, (queue, body), (timings, parked)).await?,
+            None => {
+                accepted.traced.answered(body.as_ref().err().copied());
+                Next::Ack
             }
-            if let Some(first) = timings.first_token_us {
-                stats.first_token.observe(&SECONDS, seconds(first));
-            }
-            if let Some(Generated { user, answers, tokens }) = generated {
-                stats.used(&user, tokens);
-                let later = tokens.answer.saturating_sub(answers);
-                if later > 0 {
-                    let each = seconds(timings.answer_us) * answers as f64 / later as f64;
-                    stats.output_token.observe(&SECONDS, each);
-                }
-            }
-        });
+        };
+        let is_put_off = matches!(next, Next::PutOff(..));
+        self.conclude(accepted, next).await?;
+        if !is_put_off {
+            self.count(answered, timings, began.elapsed());
+        }
         Ok(())
     }
 
-    /// Publishes the reply, if one is wanted. If its queue does not accept it, the task becomes a dead letter:
-    /// the task can be computed again, and is usually far smaller than its result.
+    /// Publishes the reply, or an error in its place. What follows where its queue does not accept it keeps the task and
+    /// not the reply: the task can be computed again, and is usually far smaller than its result.
     async fn reply(
         &self,
         accepted: &Accepted,
-        body: Result<Body, &TaskError>,
+        (queue, body): (&str, Result<Body, &TaskError>),
         (timings, parked): (&Timings, Parked),
-    ) -> Result<(), WorkerError> {
-        let (task, traced) = (&accepted.task, &accepted.traced);
-        let refusal = body.as_ref().err().copied();
-        traced.answered(refusal);
-        let Some(queue) = self.queues.of_reply(task) else { return Ok(()) };
-        let message = reply(task, body, timings, &self.worker_info, accepted.attempt());
-        let message = Arc::new(traced.reply(message));
-        let own = self.queues.reply.as_deref() == Some(queue);
-        let owner = if own { Owner::Pool } else { Owner::Requester };
-        let mut sent = self.within(accepted, ((queue, None), owner), &message).await?;
-        if let Sent::Refused(refusal) = &sent {
-            let words = format!("the broker refuses the reply of {} bytes: {refusal}", message.body.len());
-            tracing::warn!(task.id = task.id, error = words, "answering with an error instead");
-            let error = TaskError::new(TaskErrorKind::TooLarge, words);
-            traced.answered(Some(&error));
-            let smaller = reply(task, Err(&error), timings, &self.worker_info, accepted.attempt());
-            let smaller = Arc::new(traced.reply(smaller));
-            sent = self.within(accepted, ((queue, None), owner), &smaller).await?;
+    ) -> Result<Next, WorkerError> {
+        let (task, attempt) = (&accepted.task, accepted.attempt());
+        let owner = if self.is_own(queue) { Owner::Pool } else { Owner::Requester };
+        let error = body.as_ref().err().copied();
+        accepted.traced.answered(error);
+        let message = accepted.traced.reply(reply(task, body, timings, &self.worker_info, attempt));
+        let mut letter =
+            Reply { queue, bytes: message.body.len(), error, parked, is_second: false, wait: None };
+        let mut next = self.publish_reply(accepted, (letter, owner), message).await?;
+        if let Next::ReplyError(error) = &next {
+            tracing::warn!(task.id = task.id, %error, "answering with an error instead");
+            accepted.traced.answered(Some(error));
+            let smaller = accepted.traced.reply(reply(task, Err(error), timings, &self.worker_info, attempt));
+            letter.is_second = true;
+            next = self.publish_reply(accepted, (letter, owner), smaller).await?;
         }
-        let (mut reason, mut words) = match sent {
-            Sent::Confirmed => return Ok(()),
-            Sent::Unroutable => (Reason::Unroutable, format!("reply queue {queue:?} does not exist")),
-            Sent::Refused(words) => (Reason::Unroutable, format!("reply queue {queue:?}: {words}")),
-            Sent::Unconfirmed(words) => (Reason::Unconfirmed, words),
-        };
-        match parked {
-            Parked::No => {}
-            Parked::Already => {
-                let task = &task.id;
-                tracing::warn!(
-                    task.id = task,
-                    error = words,
-                    "the error reply to a dead letter reaches nobody"
-                );
-                return Ok(());
-            }
-            Parked::Never if reason == Reason::Unroutable => return Ok(()),
-            Parked::Never => {}
-        }
-        // Computing it again would bring the same refusal.
-        if let (Reason::Unroutable, Some(refusal)) = (reason, refusal.filter(|it| it.kind.is_refusal())) {
-            (reason, words) = (Reason::Refused, format!("{refusal}; {words}"));
-        }
-        self.dead_letter(accepted, reason, &TaskError::new(TaskErrorKind::Internal, words)).await
+        Ok(next)
     }
 
-    /// Publishes, for as long as this queue may be waited for.
-    async fn within(
+    async fn publish_reply(
         &self,
         accepted: &Accepted,
-        (to, owner): ((&str, Option<Delay>), Owner),
-        message: &Arc<Message>,
-    ) -> Result<Sent, WorkerError> {
-        let limit = if owner == Owner::Pool { self.waits.own } else { self.waits.requesters };
-        let limit = accepted.time_left().map_or(limit, |left| limit.min(left.max(LEAST)));
-        let mut published = pin!(self.publish(to, message));
-        if let Ok(sent) = timeout(limit.min(TICK), &mut published).await {
-            return sent;
+        (mut letter, owner): (Reply<'_>, Owner),
+        message: Message,
+    ) -> Result<Next, WorkerError> {
+        let to = To { queue: letter.queue, delay: None, owner };
+        let sent = self.within(accepted, to, &Arc::new(message)).await?;
+        if owner == Owner::Requester && matches!(sent, Sent::Confirmed | Sent::Unroutable) {
+            self.breakers.took(letter.queue, tokio::time::Instant::now());
         }
-        let unconfirmed = async {
-            let queue = to.0;
-            let in_vain = || format!("queue {queue:?} has not taken the message for {limit:?}");
-            if owner == Owner::Pool || limit <= STALLED {
-                self.broker_takes_messages_for(limit).await;
-                return in_vain();
-            }
-            self.broker_takes_messages_for(STALLED).await;
-            let evicted = self.stalled.enter(message.body.len());
-            tokio::select! {
-                () = self.broker_takes_messages_for(limit - STALLED) => in_vain(),
-                _ = evicted => format!(
-                    "queue {queue:?} takes no message now, and too many tasks wait for such queues"
-                ),
-            }
-        };
-        tokio::select! {
-            biased;
-            sent = published => sent,
-            words = unconfirmed => Ok(Sent::Unconfirmed(words)),
+        if matches!(sent, Sent::Evicted(_)) && !accepted.delivery.is_background() {
+            letter.wait = wait(&self.retry, self.time_to_wait(accepted), rand::random());
         }
+        Ok(follow(sent, Letter::Reply(letter)))
     }
 
-    /// Returns once the broker has accepted messages for `time` in all: a lost connection or an alarm is not
-    /// the fault of the queue.
-    async fn broker_takes_messages_for(&self, time: Duration) {
-        let mut left = time;
-        while !left.is_zero() {
-            let tick = left.min(TICK);
-            tokio::time::sleep(tick).await;
-            if self.publisher.takes_messages() {
-                left -= tick;
-            }
-        }
-    }
-
-    /// Publishes until the broker accepts the message or refuses it for good.
-    async fn publish(
-        &self,
-        (queue, delay): (&str, Option<Delay>),
-        message: &Arc<Message>,
-    ) -> Result<Sent, WorkerError> {
-        let mut failures = 0;
+    /// Does what follows from a publish, up to the ack.
+    async fn conclude(&self, accepted: &Accepted, mut next: Next) -> Result<(), WorkerError> {
         loop {
-            let publishing = match delay {
-                None => self.publisher.publish(queue, message.clone()),
-                Some(delay) => self.publisher.publish_later(queue, delay, message.clone()),
-            };
-            let why = match publishing.await? {
-                Published::Confirmed => return Ok(Sent::Confirmed),
-                Published::Unroutable => return Ok(Sent::Unroutable),
-                Published::Refused(words) => return Ok(Sent::Refused(words)),
-                Published::Nacked => "is it full?".to_owned(),
-                Published::Forbidden(words) => words,
-            };
-            failures += 1;
-            if failures == 1 {
-                tracing::warn!(queue, why, "the queue takes no message now; trying again");
-            }
-            tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
-        }
-    }
-
-    /// Publishes a dead letter, however long that takes: an ack without it would lose the message, and a
-    /// requeue would loop. Other tasks go on meanwhile, within the prefetch.
-    async fn park(&self, mut dead_letter: Message, reason: Reason) -> Result<(), WorkerError> {
-        let queue = &self.queues.dead_letter;
-        let (mut failures, mut is_bare) = (0, false);
-        let mut waits = None;
-        loop {
-            let message = Arc::new(dead_letter.clone());
-            let publish = self.publish((queue, None), &message);
-            tokio::pin!(publish);
-            let sent = tokio::select! {
-                sent = &mut publish => sent?,
-                () = self.broker_takes_messages_for(STALLED) => {
-                    let words = format!("dead-letter queue {queue:?} takes no message now");
-                    waits = Some(self.counters.wait_to_park(words, waits));
-                    publish.await?
+            next = match next {
+                Next::PutOff(delay, reason) => {
+                    let sent = self.put_off(accepted, delay).await?;
+                    follow(sent, Letter::PutOffAgain(&reason))
                 }
-            };
-            let why = match sent {
-                Sent::Confirmed => {
-                    let dead = reason.as_str().to_owned();
-                    self.counters
-                        .count(|stats: &mut Stats| *stats.dead_lettered.entry(dead).or_default() += 1);
+                Next::DeadLetter(reason, error) | Next::DeadLetterAndReply(reason, error) => {
+                    return self.dead_letter(accepted, reason, &error).await;
+                }
+                Next::AckUnheard(error) => {
+                    let task = &accepted.task;
+                    tracing::warn!(
+                        task.id = task.id,
+                        error,
+                        "the error reply to a dead letter reaches nobody"
+                    );
                     return Ok(());
                 }
-                Sent::Refused(words) if !is_bare => {
-                    tracing::warn!(
-                        queue,
-                        error = words,
-                        "dead letter refused; dropping its producer's headers"
-                    );
-                    (dead_letter, is_bare) = (without_producer_headers(dead_letter), true);
-                    continue;
-                }
-                Sent::Unroutable => match self.publisher.restore().await {
-                    Ok(true) if failures == 0 => "it did not exist, and was made again".to_owned(),
-                    Ok(true) => "it does not exist, though it was made again".to_owned(),
-                    Ok(false) => "it does not exist; make it, or set broker.declare = true".to_owned(),
-                    Err(error) => format!("it does not exist, and cannot be made: {error}"),
-                },
-                Sent::Unconfirmed(words) | Sent::Refused(words) => words,
+                // The callers have answered with the error, or compute the task.
+                Next::Ack | Next::ReplyError(_) | Next::Compute => return Ok(()),
             };
-            failures += 1;
-            let words = format!("dead-letter queue {queue:?}: {why}");
-            tracing::warn!(error = words, failures, "a dead letter waits");
-            waits = Some(self.counters.wait_to_park(words, waits));
-            tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
         }
     }
-}
 
-/// Whose queue a message is for: the pool's own may hold up the pool, a requester's only its own tasks.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Owner {
-    Pool,
-    Requester,
-}
+    /// How long the task may still wait for its reply queue: `pool.reply_timeout`, counted from when it was first put
+    /// off, and until its deadline.
+    fn time_to_wait(&self, accepted: &Accepted) -> Duration {
+        let now = SystemTime::now();
+        let waited = now.duration_since(accepted.task.put_off_since(now)).unwrap_or_default();
+        let left = self.waits.requesters.saturating_sub(waited);
+        accepted.time_left().map_or(left, |until| until.min(left))
+    }
 
-/// Whether a task is among the dead letters already; it must not be there twice.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Parked {
-    No,
-    Already,
-    /// The task is cancelled: if its reply queue is gone, no dead letter is written.
-    Never,
-}
-
-/// The final result of publishing a message.
-enum Sent {
-    Confirmed,
-    Unroutable,
-    /// Not confirmed in time, with the reason: the broker may or may not have it.
-    Unconfirmed(String),
-    Refused(String),
+    fn is_own(&self, queue: &str) -> bool {
+        self.queues.reply.as_deref() == Some(queue)
+    }
 }

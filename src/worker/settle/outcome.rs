@@ -24,6 +24,26 @@ pub(in crate::worker) enum Outcome {
     OutOfDeliveries(i64),
     /// Not a task but a control message of an unknown type.
     UnknownControl(String),
+    /// The reply queue takes nothing, so the task was not computed.
+    Held(Held),
+    /// The task was not computed to its end, because this queue, its `reply_to`, does not exist any more.
+    RequesterLeft(String),
+}
+
+/// A task whose reply queue takes nothing.
+#[derive(Debug, PartialEq, Eq)]
+pub(in crate::worker) struct Held {
+    pub(in crate::worker) queue: String,
+    /// How long the task may still wait for the queue.
+    pub(in crate::worker) left: Duration,
+    /// The queue has refused a reply a moment ago. Otherwise another task is being computed in order to try it.
+    pub(in crate::worker) is_refused: bool,
+}
+
+impl From<TaskError> for Outcome {
+    fn from(error: TaskError) -> Self {
+        Self::Failed(error)
+    }
 }
 
 /// How a task may be tried again.
@@ -45,8 +65,12 @@ pub(in crate::worker) enum Disposition {
     ReplyErrorAndAck(TaskError),
     /// Publish the task again with this delay, then ack.
     Retry(Delay, TaskError),
+    /// The same, without counting an attempt.
+    PutOff(Delay),
     /// Dead letter, error reply if possible, then ack.
     DeadLetter(Reason, TaskError),
+    /// Dead letter, then ack: no queue would take an error reply.
+    Park(Reason, TaskError),
 }
 
 /// Maps an outcome to a disposition.
@@ -89,7 +113,42 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
             let error = TaskError::new(TaskErrorKind::Undecodable, words).at("type");
             Disposition::DeadLetter(Reason::UnknownControl, error)
         }
+        Outcome::Held(held) => hold(held, tries),
+        Outcome::RequesterLeft(queue) => {
+            let words = format!(
+                "reply queue {queue:?} does not exist any more; the answer was not computed to its end"
+            );
+            Disposition::Park(Reason::Unroutable, TaskError::new(TaskErrorKind::Internal, words))
+        }
     }
+}
+
+/// Waits in a retry queue if there is time left for it, or if it is being tried whether the queue takes messages again.
+fn hold(held: Held, tries: Tries<'_>) -> Disposition {
+    let Held { queue, left, is_refused } = held;
+    let least = || tries.retry.ceilings().first().copied().unwrap_or(Retry::PUT_OFF);
+    match wait(tries.retry, left, tries.jitter) {
+        Some(delay) => Disposition::PutOff(delay),
+        None if is_refused => {
+            let words = format!(
+                "queue {queue:?} takes no message, and the time to wait for it is over; not computed"
+            );
+            Disposition::Park(Reason::Unconfirmed, TaskError::new(TaskErrorKind::Internal, words))
+        }
+        None => Disposition::PutOff(within(least(), tries.jitter)),
+    }
+}
+
+/// The longest delay, up to [`Retry::PUT_OFF`], after which a task has some of its time left; none: it is too late for
+/// any.
+pub(super) fn wait(retry: &Retry, left: Duration, jitter: f64) -> Option<Delay> {
+    let fits = |ceiling: &Duration| *ceiling <= Retry::PUT_OFF && *ceiling < left;
+    retry.ceilings().into_iter().rfind(fits).map(|ceiling| within(ceiling, jitter))
+}
+
+/// A delay in the upper half of its ceiling, as [`Backoff::delay`](crate::backoff::Backoff::delay) has it.
+fn within(ceiling: Duration, jitter: f64) -> Delay {
+    Delay { after: ceiling.mul_f64(0.5 + 0.5 * jitter.clamp(0.0, 1.0)), ceiling }
 }
 
 /// Another attempt, if one is left and the deadline is later; otherwise an error reply.
@@ -145,6 +204,32 @@ mod tests {
                 assert!(error.message.contains("of 3"), "{error}");
             }
         }
+    }
+
+    fn held(left: u64, is_refused: bool) -> Disposition {
+        let tries = Tries { retry: &RETRY, attempt: 1, time_left: None, jitter: 1.0 };
+        let held = Held { queue: "q".into(), left: Duration::from_secs(left), is_refused };
+        disposition(Outcome::Held(held), tries)
+    }
+
+    #[test]
+    fn a_task_whose_reply_queue_takes_nothing_waits_as_long_as_it_has_time_and_is_not_computed_then() {
+        for (left, waits) in [(90, 15), (16, 15), (15, 2), (3, 2), (2, 1)] {
+            let Disposition::PutOff(delay) = held(left, true) else { panic!("{left} s are left") };
+            assert_eq!((delay.ceiling.as_secs(), delay.after), (waits, delay.ceiling), "{left}");
+        }
+        assert!(matches!(held(1, true), Disposition::Park(Reason::Unconfirmed, _)));
+        let Disposition::PutOff(delay) = held(0, false) else { panic!("the queue may take it again") };
+        assert_eq!(delay.ceiling.as_secs(), 1);
+    }
+
+    #[test]
+    fn a_requester_that_has_left_has_not_cancelled_its_task() {
+        let tries = Tries { retry: &RETRY, attempt: 1, time_left: None, jitter: 1.0 };
+        let Disposition::Park(reason, error) = disposition(Outcome::RequesterLeft("q".into()), tries) else {
+            panic!("the task is lost");
+        };
+        assert!(reason == Reason::Unroutable && error.message.contains("\"q\""), "{error}");
     }
 
     #[test]

@@ -21,15 +21,18 @@ struct Waiting {
 }
 
 impl Stalled {
-    pub(in crate::worker) fn new(prefetch: u16, most_bytes: u64) -> Self {
+    /// `granted` as in [`Stalled::set_granted`].
+    pub(in crate::worker) fn new(granted: u16, most_bytes: u64) -> Self {
         let most_bytes = usize::try_from(most_bytes).unwrap_or(usize::MAX);
         let stalled = Self(Mutex::new(Waiting { tasks: VecDeque::new(), most: 0, most_bytes }));
-        stalled.set_prefetch(prefetch);
+        stalled.set_granted(granted);
         stalled
     }
 
-    pub(in crate::worker) fn set_prefetch(&self, prefetch: u16) {
-        self.change(|waiting| waiting.most = usize::from(prefetch) / 2);
+    /// The broker sends at most `granted` unsettled messages now. That may be less than the worker wants: a consumer that
+    /// holds old messages does not get a larger prefetch.
+    pub(in crate::worker) fn set_granted(&self, granted: u16) {
+        self.change(|waiting| waiting.most = usize::from(granted) / 2);
     }
 
     /// Adds a task whose reply of `bytes` bytes waits, until the receiver is dropped. The receiver is told when the
@@ -64,14 +67,14 @@ mod tests {
     }
 
     #[test]
-    fn half_of_the_prefetch_may_wait_and_then_the_longest_waits_no_more() {
+    fn half_of_what_is_granted_may_wait_and_then_the_longest_waits_no_more() {
         let stalled = Stalled::new(6, 1_000);
         let mut places: Vec<_> = (0..4).map(|_| stalled.enter(1)).collect();
         assert_eq!(are_evicted(&mut places), [true, false, false, false]);
         drop(places.remove(1));
         places.push(stalled.enter(1));
         assert_eq!(are_evicted(&mut places[1..]), [false; 3], "one has left");
-        stalled.set_prefetch(2);
+        stalled.set_granted(2);
         assert_eq!(are_evicted(&mut places[1..]), [true, true, false]);
     }
 

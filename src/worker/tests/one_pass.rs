@@ -161,6 +161,126 @@ async fn a_queue_that_confirms_nothing_costs_its_own_task_alone() {
     .await;
 }
 
+fn to(queue: &str, id: &str) -> Message {
+    task(id, queue, &json!({"input": id}))
+}
+
+/// The tasks that were computed.
+fn computed(events: &[Event]) -> Vec<String> {
+    let forward = |event: &Event| match event {
+        Event::Forward { tasks } => tasks.iter().map(|task| task.id.clone()).collect(),
+        _ => Vec::new(),
+    };
+    events.iter().flat_map(forward).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn half_of_what_the_broker_grants_may_wait_for_a_full_queue_and_the_others_are_put_off() {
+    here(async {
+        // What the worker wants is more.
+        let rig = Rig::start("echo", |assignment| assignment.pool.prefetch = Some(200));
+        rig.memory.grant(8);
+        rig.memory.queue("full", Does::Answer(Published::Nacked));
+        rig.memory.deliver((0..20).map(|n| to("full", &n.to_string())));
+        let begun = tokio::time::Instant::now();
+        let again = rig.memory.publishes("tasks, later", 16).await;
+        assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
+        for task in &again {
+            let headers = &task.properties.headers;
+            assert!(headers["sconce_put_off_since"].as_str().is_some(), "{headers:?}");
+            assert!(!headers.contains_key("sconce_attempt"), "no attempt is counted: {headers:?}");
+        }
+        assert_eq!(rig.memory.published(DEAD), []);
+        rig.memory.settles(16).await;
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_is_not_computed_while_its_reply_queue_takes_nothing_and_is_once_it_does() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.queue("full", Does::Answer(Published::Nacked));
+        rig.memory.deliver([to("full", "first")]);
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        let mut second = to("full", "second");
+        second.properties.priority = Some(3);
+        rig.memory.deliver([second, echo("other")]);
+        assert_eq!(ids(&rig.memory.publishes("mine", 1).await), ["other"]);
+        let again = rig.memory.publishes("tasks, later", 1).await.remove(0);
+        assert_eq!((ids(std::slice::from_ref(&again)), again.properties.priority), (vec!["second"], Some(3)));
+        rig.memory.queue("full", Does::Answer(Published::Confirmed));
+        rig.memory.settles(3).await;
+        rig.memory.deliver([again]);
+        rig.memory.settles(4).await;
+        let replies = rig.memory.published("full");
+        assert_eq!((ids(&replies).last(), status(replies.last().unwrap())), (Some(&"second"), 200));
+        let (_, events) = rig.finish().await;
+        assert_eq!(computed(&events), ["first", "other", "second"], "each once");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_task_at_a_time_tries_a_queue_for_which_no_reply_waits_any_more() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.queue("full", Does::Answer(Published::Nacked));
+        rig.memory.deliver([to("full", "first")]);
+        assert_eq!(ids(&rig.memory.publishes(DEAD, 1).await), ["first"]);
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        rig.memory.deliver([task("probe", "full", &json!({"input": 1, "sleep_ms": 500}))]);
+        rig.computes("probe").await;
+        rig.memory.deliver([to("full", "a"), to("full", "b")]);
+        assert_eq!(rig.memory.publishes("tasks, later", 2).await.len(), 2);
+        assert!(!rig.memory.published("full").iter().any(|it| ids(std::slice::from_ref(it)) == ["probe"]));
+        rig.memory.queue("full", Does::Answer(Published::Confirmed));
+        rig.memory.settles(4).await;
+        rig.memory.deliver([to("full", "c")]);
+        rig.memory.settles(5).await;
+        assert_eq!(rig.memory.published("tasks, later").len(), 2);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_that_has_waited_its_time_is_a_dead_letter_and_not_computed_again() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.queue("full", Does::Answer(Published::Nacked));
+        rig.memory.deliver([to("full", "first")]);
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        let since = [("sconce_put_off_since", "2020-01-01T00:00:00Z")];
+        rig.memory.deliver([with_headers(to("full", "late"), &since)]);
+        let letter = rig.memory.publishes(DEAD, 1).await.remove(0);
+        assert_eq!(ids(std::slice::from_ref(&letter)), ["late"]);
+        let headers = &letter.properties.headers;
+        assert_eq!(headers["reason"].as_str(), Some("unconfirmed"));
+        assert!(!headers.contains_key("sconce_put_off_since"), "put back by hand, it begins anew");
+        rig.memory.settles(1).await;
+        let late = |it: &Message| ids(std::slice::from_ref(it)) == ["late"];
+        assert!(!rig.memory.published("full").iter().any(late));
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_there_is_no_queue_to_wait_in_tasks_are_computed_and_their_replies_wait() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.queue("full", Does::Answer(Published::Nacked));
+        rig.memory.queue("tasks, later", Does::Answer(Published::Unroutable));
+        rig.memory.deliver([to("full", "first")]);
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        rig.memory.deliver([to("full", "second")]);
+        rig.computes("second").await;
+        rig.memory.queue("full", Does::Answer(Published::Confirmed));
+        rig.memory.settles(2).await;
+        assert_eq!(rig.memory.published(DEAD), []);
+    })
+    .await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_reply_that_reaches_nobody_parks_the_task_and_not_the_result() {
     here(async {

@@ -1,0 +1,58 @@
+//! Counts answers for the metrics.
+
+use std::time::Duration;
+
+use super::Settlement;
+use crate::protocol::stats::{Generated, SECONDS, Stage};
+use crate::protocol::{Body, TaskError, Timings};
+
+/// What is counted of one answer.
+pub(super) struct Answered {
+    /// The reply's `status`.
+    pub(super) status: &'static str,
+    /// The error's code; empty for a result.
+    reason: &'static str,
+    generated: Option<Generated>,
+}
+
+impl Answered {
+    pub(super) fn of(body: &Result<Body, &TaskError>) -> Self {
+        match body {
+            Ok(body) => Self { status: "succeeded", reason: "", generated: body.generated.clone() },
+            Err(error) => {
+                let (status, _, _, reason) = error.kind.wire();
+                Self { status, reason, generated: None }
+            }
+        }
+    }
+}
+
+impl Settlement {
+    /// Counts an answer that took `publishing` to publish.
+    pub(super) fn count(&self, answered: Answered, timings: &Timings, publishing: Duration) {
+        let Answered { status, reason, generated } = answered;
+        self.counters.count(|stats| {
+            stats.answered(status, reason, 1);
+            let seconds = |us: i64| us as f64 / 1e6;
+            stats.took(Stage::Queue, seconds(timings.queue_us));
+            stats.took(Stage::Prepare, seconds(timings.prepare_us));
+            stats.took(Stage::Publish, publishing.as_secs_f64());
+            // A task that never was on the device has not waited for the device.
+            if timings.batch_size > 0 {
+                stats.took(Stage::Wait, seconds(timings.wait_us));
+                stats.took(Stage::Compute, seconds(timings.compute_us));
+            }
+            if let Some(first) = timings.first_token_us {
+                stats.first_token.observe(&SECONDS, seconds(first));
+            }
+            if let Some(Generated { user, answers, tokens }) = generated {
+                stats.used(&user, tokens);
+                let later = tokens.answer.saturating_sub(answers);
+                if later > 0 {
+                    let each = seconds(timings.answer_us) * answers as f64 / later as f64;
+                    stats.output_token.observe(&SECONDS, each);
+                }
+            }
+        });
+    }
+}

@@ -1,0 +1,226 @@
+//! Decides what follows from a publish: what was published for a task, and what became of it → what is done next. One
+//! function with an exhaustive match. (A dead letter is published until it is confirmed, so nothing else can follow from
+//! it: see `publishing`.)
+
+use crate::broker::Delay;
+use crate::protocol::dead_letter::Reason;
+use crate::protocol::{TaskError, TaskErrorKind};
+
+/// What became of a message in the time that its queue was waited for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Sent {
+    Confirmed,
+    Unroutable,
+    /// The broker will never take it, with its reason.
+    Refused(String),
+    /// Not confirmed in time, with the reason: the broker may or may not have it.
+    Unconfirmed(String),
+    /// The queue has not taken it, and too many other tasks wait for such queues. The broker does not have it.
+    Evicted(String),
+}
+
+/// What was published.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Letter<'a> {
+    /// The task, for another attempt after this error.
+    NextAttempt(&'a TaskError),
+    /// The task, which has not been computed because its reply queue takes nothing.
+    PutOff,
+    /// The task, of which a reply was computed that its queue has not taken, for this reason.
+    PutOffAgain(&'a str),
+    Reply(Reply<'a>),
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Reply<'a> {
+    pub(super) queue: &'a str,
+    pub(super) bytes: usize,
+    /// The error that it tells; none: it is a result.
+    pub(super) error: Option<&'a TaskError>,
+    pub(super) parked: Parked,
+    /// It is an error in the place of a reply that the broker refused.
+    pub(super) is_second: bool,
+    /// How long the task may wait before it is computed again; none: it has no time left.
+    pub(super) wait: Option<Delay>,
+}
+
+/// Whether a task is among the dead letters already; it must not be there twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Parked {
+    No,
+    Already,
+    /// The task was cancelled on request: if its reply queue is gone, no dead letter is written.
+    Never,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    /// The task is acked.
+    Ack,
+    /// The task is acked, although its error reply reaches nobody, for this reason.
+    AckUnheard(String),
+    /// It is answered with this error instead.
+    ReplyError(TaskError),
+    /// It is published again to wait, for this reason.
+    PutOff(Delay, String),
+    /// Nothing can wait: it is computed.
+    Compute,
+    /// Dead letter, then ack.
+    DeadLetter(Reason, TaskError),
+    /// Dead letter, error reply if possible, then ack.
+    DeadLetterAndReply(Reason, TaskError),
+}
+
+pub(super) fn follow(sent: Sent, letter: Letter<'_>) -> Next {
+    match letter {
+        Letter::NextAttempt(error) => match why(sent, "there is no queue to wait in for another attempt") {
+            None => Next::Ack,
+            Some(message) => {
+                let error = TaskError::new(error.kind, format!("{error}; {message}"));
+                Next::DeadLetterAndReply(Reason::Attempts, error)
+            }
+        },
+        Letter::PutOff => match sent {
+            Sent::Confirmed => Next::Ack,
+            // The broker may have it: computed beside that one, it would be answered twice.
+            Sent::Unconfirmed(message) => unconfirmed(message),
+            Sent::Unroutable | Sent::Refused(_) | Sent::Evicted(_) => Next::Compute,
+        },
+        Letter::PutOffAgain(reason) => match why(sent, "there is no queue to wait in") {
+            None => Next::Ack,
+            Some(message) => unconfirmed(format!("{reason}; {message}")),
+        },
+        Letter::Reply(reply) => after_reply(sent, reply),
+    }
+}
+
+fn after_reply(sent: Sent, reply: Reply<'_>) -> Next {
+    let Reply { queue, bytes, error, parked, is_second, wait } = reply;
+    let (reason, message) = match sent {
+        Sent::Confirmed => return Next::Ack,
+        Sent::Refused(refusal) if !is_second => {
+            let message = format!("the broker refuses the reply of {bytes} bytes: {refusal}");
+            return Next::ReplyError(TaskError::new(TaskErrorKind::TooLarge, message));
+        }
+        Sent::Unroutable => (Reason::Unroutable, format!("reply queue {queue:?} does not exist")),
+        Sent::Refused(refusal) => (Reason::Unroutable, format!("reply queue {queue:?}: {refusal}")),
+        Sent::Unconfirmed(message) => (Reason::Unconfirmed, message),
+        Sent::Evicted(message) => match wait {
+            Some(delay) if parked == Parked::No => return Next::PutOff(delay, message),
+            _ => (Reason::Unconfirmed, message),
+        },
+    };
+    match (parked, reason, error) {
+        (Parked::Already, ..) => Next::AckUnheard(message),
+        (Parked::Never, Reason::Unroutable, _) => Next::Ack,
+        // Computing it again would bring the same refusal.
+        (_, Reason::Unroutable, Some(error)) if error.kind.is_refusal() => {
+            let message = format!("{error}; {message}");
+            Next::DeadLetter(Reason::Refused, TaskError::new(TaskErrorKind::Internal, message))
+        }
+        _ => Next::DeadLetter(reason, TaskError::new(TaskErrorKind::Internal, message)),
+    }
+}
+
+fn unconfirmed(message: String) -> Next {
+    Next::DeadLetter(Reason::Unconfirmed, TaskError::new(TaskErrorKind::Internal, message))
+}
+
+/// Why a message is not at the broker; none: it is.
+fn why(sent: Sent, no_queue: &str) -> Option<String> {
+    match sent {
+        Sent::Confirmed => None,
+        Sent::Unroutable => Some(no_queue.to_owned()),
+        Sent::Refused(message) | Sent::Unconfirmed(message) | Sent::Evicted(message) => Some(message),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    const WAIT: Delay = Delay { after: Duration::from_secs(1), ceiling: Duration::from_secs(2) };
+
+    fn reply(parked: Parked) -> Reply<'static> {
+        Reply { queue: "q", bytes: 9, error: None, parked, is_second: false, wait: Some(WAIT) }
+    }
+
+    fn every_failure() -> [Sent; 4] {
+        let words = || "w".to_owned();
+        [Sent::Unroutable, Sent::Refused(words()), Sent::Unconfirmed(words()), Sent::Evicted(words())]
+    }
+
+    #[test]
+    fn what_is_confirmed_is_acked_whatever_it_is() {
+        let error = TaskError::internal("x");
+        for letter in [
+            Letter::NextAttempt(&error),
+            Letter::PutOff,
+            Letter::PutOffAgain("full"),
+            Letter::Reply(reply(Parked::No)),
+            Letter::Reply(reply(Parked::Never)),
+        ] {
+            assert_eq!(follow(Sent::Confirmed, letter), Next::Ack, "{letter:?}");
+        }
+    }
+
+    #[test]
+    fn a_task_whose_reply_is_not_taken_is_never_acked_without_a_dead_letter_or_another_try() {
+        let next = every_failure().map(|sent| follow(sent, Letter::Reply(reply(Parked::No))));
+        assert!(
+            matches!(&next[0], Next::DeadLetter(Reason::Unroutable, error) if error.message.contains("\"q\""))
+        );
+        assert!(matches!(&next[1], Next::ReplyError(error) if error.message.contains("9 bytes")));
+        assert!(matches!(&next[2], Next::DeadLetter(Reason::Unconfirmed, _)));
+        assert!(matches!(&next[3], Next::PutOff(WAIT, _)));
+        let late = Reply { wait: None, ..reply(Parked::No) };
+        let evicted = follow(Sent::Evicted("w".into()), Letter::Reply(late));
+        assert!(matches!(evicted, Next::DeadLetter(Reason::Unconfirmed, _)), "its time is over");
+        let second = Reply { is_second: true, ..reply(Parked::No) };
+        let refused = follow(Sent::Refused("w".into()), Letter::Reply(second));
+        assert!(matches!(refused, Next::DeadLetter(Reason::Unroutable, _)));
+    }
+
+    #[test]
+    fn a_cancelled_task_is_not_computed_again_and_one_that_is_parked_is_not_parked_twice() {
+        let never = every_failure().map(|sent| follow(sent, Letter::Reply(reply(Parked::Never))));
+        assert_eq!(never[0], Next::Ack, "nobody is left to ask for it");
+        assert!(matches!(never[3], Next::DeadLetter(Reason::Unconfirmed, _)));
+        let second = Reply { is_second: true, ..reply(Parked::Already) };
+        for sent in every_failure() {
+            assert!(matches!(follow(sent, Letter::Reply(second)), Next::AckUnheard(_)));
+        }
+    }
+
+    #[test]
+    fn what_would_be_refused_again_is_parked_as_refused() {
+        let error = TaskError::bad_input("input", "is missing");
+        let refused = Reply { error: Some(&error), ..reply(Parked::No) };
+        let Next::DeadLetter(reason, said) = follow(Sent::Unroutable, Letter::Reply(refused)) else {
+            panic!("it is not parked");
+        };
+        assert_eq!(reason, Reason::Refused);
+        assert!(said.message.contains("is missing") && said.message.contains("\"q\""), "{said}");
+    }
+
+    #[test]
+    fn a_task_that_cannot_wait_is_computed_and_one_that_failed_has_made_its_last_attempt() {
+        assert_eq!(follow(Sent::Unroutable, Letter::PutOff), Next::Compute);
+        let unsure = follow(Sent::Unconfirmed("w".into()), Letter::PutOff);
+        assert!(matches!(unsure, Next::DeadLetter(Reason::Unconfirmed, _)), "it may be in its queue");
+        let error = TaskError::new(TaskErrorKind::Fault, "x");
+        for sent in every_failure() {
+            let Next::DeadLetterAndReply(Reason::Attempts, said) = follow(sent, Letter::NextAttempt(&error))
+            else {
+                panic!("it is lost");
+            };
+            assert!(said.kind == TaskErrorKind::Fault && said.message.starts_with("x; "), "{said}");
+        }
+        for sent in every_failure() {
+            let next = follow(sent, Letter::PutOffAgain("full"));
+            assert!(matches!(next, Next::DeadLetter(Reason::Unconfirmed, _)));
+        }
+    }
+}

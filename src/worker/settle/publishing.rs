@@ -1,0 +1,209 @@
+//! Publishes the messages of settled tasks. Decides how long a queue is waited for that does not accept a message, and
+//! when the broker counts as not having one. Owns nothing.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::time::{Instant, timeout};
+
+use super::follow::Sent;
+use super::{Accepted, LEAST, STALLED, Settlement, TICK};
+use crate::backoff::Backoff;
+use crate::broker::{Delay, Published};
+use crate::protocol::Message;
+use crate::protocol::dead_letter::{Reason, without_producer_headers};
+use crate::protocol::stats::Stats;
+use crate::worker::WorkerError;
+
+/// The pause between attempts to publish into a queue that refuses a message.
+const NACKED: Backoff = Backoff { first: Duration::from_millis(200), most: Duration::from_secs(10) };
+/// How often it is looked whether the broker has answered the last attempt to publish into a queue that is given up.
+const LAST_LOOK: Duration = Duration::from_millis(50);
+
+/// Where a message goes.
+#[derive(Clone, Copy)]
+pub(super) struct To<'a> {
+    pub(super) queue: &'a str,
+    /// It waits in a retry queue before.
+    pub(super) delay: Option<Delay>,
+    pub(super) owner: Owner,
+}
+
+/// Whose queue a message is for: the pool's own may hold up the pool, a requester's only its own tasks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Owner {
+    Pool,
+    Requester,
+}
+
+/// What is known of a message that is being published. Written by [`Settlement::publish`], read by who waits for it.
+#[derive(Default)]
+struct Attempts {
+    /// The broker has it, or is being sent it, and has not answered.
+    is_out: AtomicBool,
+    /// The broker has refused it at least once.
+    was_refused: AtomicBool,
+}
+
+impl Settlement {
+    /// Publishes, for as long as this queue may be waited for. A reply comes after its parts.
+    pub(super) async fn within(
+        &self,
+        accepted: &Accepted,
+        to: To<'_>,
+        message: &Arc<Message>,
+    ) -> Result<Sent, WorkerError> {
+        let limit = match to.owner {
+            Owner::Pool => self.waits.own,
+            // A task that has waited before is tried once more at least.
+            Owner::Requester => self.time_to_wait(accepted).max(STALLED + LEAST).min(self.waits.requesters),
+        };
+        let limit = accepted.time_left().map_or(limit, |left| limit.min(left.max(LEAST)));
+        let attempts = Attempts::default();
+        let parts = accepted.parts.clone().filter(|_| to.delay.is_none());
+        let mut published = pin!(async {
+            if let Some(parts) = parts {
+                parts.await;
+            }
+            self.publish(to, message, &attempts).await
+        });
+        if let Ok(sent) = timeout(limit.min(TICK), &mut published).await {
+            return sent;
+        }
+        let given_up = tokio::select! {
+            biased;
+            sent = &mut published => return sent,
+            given_up = self.gives_up(to, (message.body.len(), limit), &attempts) => given_up,
+        };
+        // A message that the broker has not answered may yet arrive.
+        let asked = Instant::now();
+        while attempts.is_out.load(Ordering::Relaxed) && asked.elapsed() < LEAST {
+            if let Ok(sent) = timeout(LAST_LOOK, &mut published).await {
+                return sent;
+            }
+        }
+        Ok(match given_up {
+            Sent::Evicted(message) if attempts.is_out.load(Ordering::Relaxed) => Sent::Unconfirmed(message),
+            other => other,
+        })
+    }
+
+    /// Returns when a queue is not waited for any more that has not taken a message of `bytes` bytes.
+    async fn gives_up(&self, to: To<'_>, (bytes, limit): (usize, Duration), attempts: &Attempts) -> Sent {
+        let queue = to.queue;
+        let in_vain =
+            || Sent::Unconfirmed(format!("queue {queue:?} has not taken the message for {limit:?}"));
+        if to.owner == Owner::Pool || limit <= STALLED {
+            self.broker_takes_messages_for(limit).await;
+            return in_vain();
+        }
+        self.broker_takes_messages_for(STALLED).await;
+        let was_refused = attempts.was_refused.load(Ordering::Relaxed);
+        let _waiting = self.breakers.wait(queue, was_refused, Instant::now());
+        let evicted = self.stalled.enter(bytes);
+        tokio::select! {
+            () = self.broker_takes_messages_for(limit - STALLED) => in_vain(),
+            _ = evicted => Sent::Evicted(format!(
+                "queue {queue:?} takes no message now, and too many tasks wait for such queues"
+            )),
+        }
+    }
+
+    /// Returns once the broker has accepted messages for `time` in all: a lost connection or an alarm is not
+    /// the fault of the queue.
+    async fn broker_takes_messages_for(&self, time: Duration) {
+        let mut left = time;
+        while !left.is_zero() {
+            let tick = left.min(TICK);
+            tokio::time::sleep(tick).await;
+            if self.publisher.takes_messages() {
+                left -= tick;
+            }
+        }
+    }
+
+    /// Publishes until the broker accepts the message or refuses it for good.
+    async fn publish(
+        &self,
+        To { queue, delay, .. }: To<'_>,
+        message: &Arc<Message>,
+        attempts: &Attempts,
+    ) -> Result<Sent, WorkerError> {
+        let mut failures = 0;
+        loop {
+            let publishing = match delay {
+                None => self.publisher.publish(queue, message.clone()),
+                Some(delay) => self.publisher.publish_later(queue, delay, message.clone()),
+            };
+            attempts.is_out.store(true, Ordering::Relaxed);
+            let why = match publishing.await? {
+                Published::Confirmed => return Ok(Sent::Confirmed),
+                Published::Unroutable => return Ok(Sent::Unroutable),
+                Published::Refused(words) => return Ok(Sent::Refused(words)),
+                Published::Nacked => "is it full?".to_owned(),
+                Published::Forbidden(words) => words,
+            };
+            attempts.is_out.store(false, Ordering::Relaxed);
+            attempts.was_refused.store(true, Ordering::Relaxed);
+            failures += 1;
+            if failures == 1 {
+                tracing::warn!(queue, why, "the queue takes no message now; trying again");
+            }
+            tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
+        }
+    }
+
+    /// Publishes a dead letter, however long that takes: an ack without it would lose the message, and a
+    /// requeue would loop. Other tasks go on meanwhile, within the prefetch.
+    pub(super) async fn park(&self, mut dead_letter: Message, reason: Reason) -> Result<(), WorkerError> {
+        let queue = &self.queues.dead_letter;
+        let (mut failures, mut is_bare) = (0, false);
+        let mut waits = None;
+        loop {
+            let message = Arc::new(dead_letter.clone());
+            let to = To { queue, delay: None, owner: Owner::Pool };
+            let attempts = Attempts::default();
+            let publish = self.publish(to, &message, &attempts);
+            tokio::pin!(publish);
+            let sent = tokio::select! {
+                sent = &mut publish => sent?,
+                () = self.broker_takes_messages_for(STALLED) => {
+                    let words = format!("dead-letter queue {queue:?} takes no message now");
+                    waits = Some(self.counters.wait_to_park(words, waits));
+                    publish.await?
+                }
+            };
+            let why = match sent {
+                Sent::Confirmed => {
+                    let dead = reason.as_str().to_owned();
+                    self.counters
+                        .count(|stats: &mut Stats| *stats.dead_lettered.entry(dead).or_default() += 1);
+                    return Ok(());
+                }
+                Sent::Refused(words) if !is_bare => {
+                    tracing::warn!(
+                        queue,
+                        error = words,
+                        "dead letter refused; dropping its producer's headers"
+                    );
+                    (dead_letter, is_bare) = (without_producer_headers(dead_letter), true);
+                    continue;
+                }
+                Sent::Unroutable => match self.publisher.restore().await {
+                    Ok(true) if failures == 0 => "it did not exist, and was made again".to_owned(),
+                    Ok(true) => "it does not exist, though it was made again".to_owned(),
+                    Ok(false) => "it does not exist; make it, or set broker.declare = true".to_owned(),
+                    Err(error) => format!("it does not exist, and cannot be made: {error}"),
+                },
+                Sent::Unconfirmed(words) | Sent::Evicted(words) | Sent::Refused(words) => words,
+            };
+            failures += 1;
+            let words = format!("dead-letter queue {queue:?}: {why}");
+            tracing::warn!(error = words, failures, "a dead letter waits");
+            waits = Some(self.counters.wait_to_park(words, waits));
+            tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
+        }
+    }
+}
