@@ -103,6 +103,12 @@ struct Feed {
     is_last: bool,
 }
 
+/// The next token of an answer, with its probability if it is asked for.
+struct Chosen {
+    id: u32,
+    score: Option<TokenScore>,
+}
+
 impl TextGenerator {
     /// A generator that has computed nothing. The decoder has [`TextGenerator::blocks`] blocks.
     pub fn new(decoder: WithBlocks, capacity: Capacity, (texts, ends): (TokenTexts, BTreeSet<u32>)) -> Self {
@@ -140,11 +146,20 @@ impl TextGenerator {
         Ok(Feed { slot, take: end - sequence.fed, ids, first, is_last: end == prompt.len() })
     }
 
-    /// Records that a row was computed. `logits` are those of its last token.
-    fn advance(&mut self, feed: &Feed, logits: &mut [f32]) -> Result<Advance<Piece, Answer>, TaskError> {
+    /// The next token after a row, if the sequence has one then. `logits` are those of the row's last token. Repeatable.
+    fn choose(&mut self, feed: &Feed, logits: &mut [f32]) -> Result<Option<Chosen>, TaskError> {
+        if !feed.is_last {
+            return Ok(None);
+        }
         let sequence =
             self.open.get_mut(&feed.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
-        let chosen = if feed.is_last { Some(sequence.chosen(logits, &self.texts)?) } else { None };
+        sequence.choose(logits, &self.texts).map(Some)
+    }
+
+    /// Records that a row was computed, and the token that was chosen after it.
+    fn advance(&mut self, feed: &Feed, chosen: Option<Chosen>) -> Result<Advance<Piece, Answer>, TaskError> {
+        let sequence =
+            self.open.get_mut(&feed.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
         sequence.fed += feed.take;
         sequence.held += feed.ids.len();
         if sequence.held / BLOCK > (sequence.held - feed.ids.len()) / BLOCK {
@@ -152,11 +167,8 @@ impl TextGenerator {
             let known: Vec<u32> = known.take(sequence.held).collect();
             self.blocks.publish(&mut sequence.table, &known);
         }
-        let Some((id, score)) = chosen else { return Ok(Advance::Fed) };
-        if let Some(masks) = &mut sequence.masks {
-            masks.take(id)?;
-        }
-        Ok(sequence.take(id, score, &self.texts, &self.ends))
+        let Some(chosen) = chosen else { return Ok(Advance::Fed) };
+        Ok(sequence.take(chosen, &self.texts, &self.ends))
     }
 }
 
@@ -165,12 +177,8 @@ fn no_room() -> TaskError {
 }
 
 impl Sequence {
-    /// The next token, with its probability if it is asked for.
-    fn chosen(
-        &mut self,
-        logits: &mut [f32],
-        texts: &TokenTexts,
-    ) -> Result<(u32, Option<TokenScore>), TaskError> {
+    /// The next token. Until it is taken, it may be chosen again.
+    fn choose(&mut self, logits: &mut [f32], texts: &TokenTexts) -> Result<Chosen, TaskError> {
         let raw = self.prompt.logprobs.map(|count| (count, logits.to_vec()));
         let place = self.answer.len();
         if let Some(masks) = &mut self.masks {
@@ -190,18 +198,16 @@ impl Sequence {
             let (text, bytes) = text(id);
             TokenScore { text, bytes, logprob, top: top.into_iter().map(listed).collect() }
         });
-        Ok((id, score))
+        Ok(Chosen { id, score })
     }
 
     /// Appends a token to the answer.
-    fn take(
-        &mut self,
-        id: u32,
-        score: Option<TokenScore>,
-        texts: &TokenTexts,
-        ends: &BTreeSet<u32>,
-    ) -> Advance<Piece, Answer> {
+    fn take(&mut self, chosen: Chosen, texts: &TokenTexts, ends: &BTreeSet<u32>) -> Advance<Piece, Answer> {
+        let Chosen { id, score } = chosen;
         self.answer.push(id);
+        if let Some(masks) = &mut self.masks {
+            masks.take(id);
+        }
         // A text that must be JSON ends with it.
         let is_end = ends.contains(&id) && (!self.prompt.ignore_eos || self.masks.is_some());
         let is_stopped = !is_end && self.text.push(texts.get(id));
@@ -270,12 +276,18 @@ impl Generate for TextGenerator {
         computed.map_err(|error| ForwardError::from(&error))?;
         let width = all.len() / wanted.len().max(1);
         let mut logits = all.chunks_exact_mut(width.max(1));
-        let advance = |feed: Result<Feed, TaskError>| {
+        // What may fail comes first for all rows. If it panics at one of them, no sequence has advanced, and the others
+        // are not fed a second time when the step is computed again without that one.
+        let choose = |feed: Result<Feed, TaskError>| {
             let feed = feed?;
             let own = if feed.is_last { logits.next() } else { None };
-            self.advance(&feed, own.unwrap_or_default())
+            let chosen = self.choose(&feed, own.unwrap_or_default())?;
+            Ok((feed, chosen))
         };
-        let advances = feeds.into_iter().map(advance).collect();
+        let chosen: Vec<Result<_, TaskError>> = feeds.into_iter().map(choose).collect();
+        let advances =
+            chosen.into_iter().map(|row| row.and_then(|(feed, chosen)| self.advance(&feed, chosen)));
+        let advances = advances.collect();
         self.logits = all;
         Ok(advances)
     }
@@ -285,6 +297,77 @@ impl Generate for TextGenerator {
             for block in self.blocks.leave(sequence.table) {
                 self.decoder.release(block);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+    use crate::model::tasks::generate::grammar::Grammars;
+    use crate::model::tasks::generate::load;
+    use crate::model::{Device, LoadSpec};
+    use crate::protocol::generate::Format;
+
+    fn prompt(constraint: Option<Constraint>) -> Prompt {
+        let sampling = Sampling {
+            temperature: 1.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            frequency_penalty: 1.5,
+            presence_penalty: 0.0,
+            repetition_penalty: 1.0,
+        };
+        Prompt {
+            ids: [5, 6, 7].into(),
+            max_tokens: 12,
+            sampling,
+            seed: Seed { task: 1, sequence: 0 },
+            stop: Vec::new(),
+            ignore_eos: true,
+            logprobs: Some(1),
+            constraint,
+            owner: "".into(),
+        }
+    }
+
+    fn piece(generator: &mut TextGenerator, take: usize) -> Piece {
+        let rows = [Row { slot: Slot(0), take }];
+        match generator.step(&rows).unwrap().remove(0).unwrap() {
+            Advance::More(piece) | Advance::Done(Some(piece), _) => piece,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_panic_at_a_later_row_neither_feeds_an_earlier_one_twice_nor_loses_its_token() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/generate-llama");
+        let (processor, mut generator) =
+            load(&LoadSpec::new(path), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"));
+        let constraint = |texts: &TokenTexts, words, ends: &BTreeSet<u32>, expression: &str| {
+            let grammars = Grammars::new(texts, words, ends).unwrap();
+            grammars.constraint(&Format::Regex(expression.to_owned())).unwrap()
+        };
+        let numbers = constraint(&generator.texts, processor.words, &generator.ends, "[0-9]{30}");
+        // Of another vocabulary: it panics when it is asked for the tokens of this one.
+        let broken = constraint(&TokenTexts::of(&["", "x", "12"]), 3, &BTreeSet::from([0]), "x(12)+");
+        for constraint in [None, numbers] {
+            generator.open(Slot(0), &prompt(constraint.clone())).unwrap();
+            let right = [3, 1, 1, 1].map(|take| piece(&mut generator, take));
+            generator.close(Slot(0));
+            generator.open(Slot(0), &prompt(constraint)).unwrap();
+            let again = [3, 1, 1, 1].map(|take| {
+                generator.open(Slot(1), &prompt(broken.clone())).unwrap();
+                let both = [Row { slot: Slot(0), take }, Row { slot: Slot(1), take: 3 }];
+                assert!(catch_unwind(AssertUnwindSafe(|| drop(generator.step(&both)))).is_err());
+                generator.close(Slot(1));
+                piece(&mut generator, take)
+            });
+            assert_eq!(again, right);
+            generator.close(Slot(0));
         }
     }
 }

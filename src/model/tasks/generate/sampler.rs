@@ -45,12 +45,15 @@ pub struct Sampler {
     seed: Seed,
     /// How often each token of the prompt (0 times) and of the answer has occurred; empty without penalties.
     counts: BTreeMap<u32, u32>,
+    /// The token chosen last, and its place. It is counted when the next one is chosen, since a step that fails
+    /// elsewhere is computed again, and chooses for the same place once more. None without penalties.
+    last: Option<(usize, u32)>,
 }
 
 impl Sampler {
     /// For a sequence after this prompt.
     pub fn new(sampling: Sampling, seed: Seed, prompt: &[u32]) -> Self {
-        let mut sampler = Self { sampling, seed, counts: BTreeMap::new() };
+        let mut sampler = Self { sampling, seed, counts: BTreeMap::new(), last: None };
         if sampler.has_penalties() {
             sampler.counts = prompt.iter().map(|id| (*id, 0)).collect();
         }
@@ -63,8 +66,11 @@ impl Sampler {
     }
 
     /// The token at `place` of the answer, by the network's numbers for it, which are changed. None: they are not
-    /// all numbers.
+    /// all numbers. Repeatable for the same place.
     pub fn choose(&mut self, logits: &mut [f32], place: usize) -> Option<u32> {
+        if let Some((_, id)) = self.last.take_if(|(before, _)| *before < place) {
+            *self.counts.entry(id).or_default() += 1;
+        }
         self.punish(logits);
         let most = largest(logits);
         if !most.is_finite() || logits.iter().any(|x| x.is_nan()) {
@@ -78,9 +84,7 @@ impl Sampler {
             self.drawn(logits, sum, self.seed.uniform(place as u64))
         };
         let chosen = u32::try_from(chosen).ok()?;
-        if self.has_penalties() {
-            *self.counts.entry(chosen).or_default() += 1;
-        }
+        self.last = self.has_penalties().then_some((place, chosen));
         Some(chosen)
     }
 
@@ -252,6 +256,14 @@ mod tests {
         assert_eq!(choose(Sampling { presence_penalty: 0.15, ..greedy }, &[0]), [0, 1, 0, 0]);
         assert_eq!(choose(Sampling { frequency_penalty: 0.06, ..greedy }, &[0]), [0, 0, 1, 0]);
         assert_eq!(choose(Sampling { repetition_penalty: 2.0, ..greedy }, &[0]), [1, 2, 0, 0]);
+    }
+
+    #[test]
+    fn a_token_that_is_chosen_again_for_its_place_counts_once() {
+        let sampling = Sampling { temperature: 0.0, frequency_penalty: 0.06, ..PLAIN };
+        let mut sampler = Sampler::new(sampling, SEED, &[0]);
+        let mut choose = |place| sampler.choose(&mut [1.0, 0.9, 0.8, -1.0], place).unwrap();
+        assert_eq!([0, 0, 0, 1, 1, 2, 2, 3].map(&mut choose), [0, 0, 0, 0, 0, 1, 1, 0]);
     }
 
     #[test]

@@ -274,12 +274,10 @@ impl Masks {
         Ok(())
     }
 
-    /// Records the token that was chosen. The next mask is computed meanwhile.
-    ///
-    /// # Errors
-    /// `Fault` if the sequence's process has ended.
-    pub fn take(&mut self, id: u32) -> Result<(), TaskError> {
+    /// Records the token that was chosen. The next mask is computed meanwhile. If the sequence's process has ended,
+    /// [`Masks::apply`] says so.
+    pub fn take(&mut self, id: u32) {
         self.is_read = false;
-        write_frame(&self.socket, Status::Done, &id.to_le_bytes()).map_err(|error| fault(&error))
+        let _ = write_frame(&self.socket, Status::Done, &id.to_le_bytes());
     }
 }
