@@ -22,7 +22,7 @@ pub struct TaskState {
     pub priority: u8,
     /// It only fills batches, until it has waited long.
     pub background: bool,
-    /// Who wants the answer, as a hash of its `reply_to`.
+    /// Who wants the answer, as a hash: sequences of different requesters share the device.
     pub requester: u64,
     /// Reference to the task's span, for the spans of its batches; none if it is not recorded.
     pub link: Option<Box<TaskLink>>,

@@ -97,6 +97,18 @@ pub struct Task {
     pub received: SystemTime,
 }
 
+/// Who wants the answer to a task. A queue is another requester than a user of the same name, so that nobody names
+/// another's user in `reply_to` and computes at that one's cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Requester<'a> {
+    /// The user of the connection that published it: RabbitMQ refuses a message with another `user_id`.
+    User(&'a str),
+    /// Whoever reads this queue.
+    Queue(&'a str),
+    /// The message does not say; all such tasks are of one requester.
+    Unknown,
+}
+
 impl Task {
     fn new(message: Message, received: SystemTime, made_id: impl FnOnce() -> String) -> Self {
         let given = |id: &Option<String>| id.clone().filter(|id| !id.is_empty());
@@ -165,6 +177,15 @@ impl Task {
     /// The queue that the producer wants the reply in.
     pub fn reply_to(&self) -> Option<&str> {
         self.message.properties.reply_to.as_deref().filter(|queue| !queue.is_empty())
+    }
+
+    /// Whose task it is. A retried task has lost its `user_id`, because RabbitMQ would refuse it from a worker's
+    /// connection. The header `original_user_id` keeps it for people to read, but anybody can write that header, so the
+    /// requester of a retried task is its `reply_to`.
+    pub fn requester(&self) -> Requester<'_> {
+        let user = self.message.properties.user_id.as_deref().filter(|user| !user.is_empty());
+        let queue = || self.reply_to().map_or(Requester::Unknown, Requester::Queue);
+        user.map_or_else(queue, Requester::User)
     }
 
     /// The task's deadline: the earlier of `expires` and `expiration`, the latter counted from its reception
@@ -385,6 +406,23 @@ mod tests {
             message.properties.headers.insert(PUT_OFF_SINCE.into(), written);
             assert_eq!(Task::new(message, now, || "made".into()).put_off_since(now), now);
         }
+    }
+
+    #[test]
+    fn the_requester_is_the_user_that_the_broker_has_checked_else_the_reply_queue() {
+        let task = |user: Option<&str>, queue: Option<&str>| {
+            let mut message = message(None, "{}");
+            message.properties.user_id = user.map(Into::into);
+            message.properties.reply_to = queue.map(Into::into);
+            message.properties.headers.insert("original_user_id".into(), "somebody".into());
+            Task::new(message, SystemTime::now(), || "made".into())
+        };
+        assert_eq!(task(Some("u"), Some("q")).requester(), Requester::User("u"));
+        assert_eq!(task(None, Some("q")).requester(), Requester::Queue("q"));
+        assert_eq!(task(Some(""), Some("")).requester(), Requester::Unknown);
+        let sent = task(Some("u"), Some("q"));
+        let again = Task::new(sent.next_attempt(None), SystemTime::now(), || "made".into());
+        assert_eq!(again.requester(), Requester::Queue("q"), "a header may be written by anybody");
     }
 
     proptest! {

@@ -215,7 +215,7 @@ impl<'a> Intake<'a> {
         let mut state = TaskState::new(TaskName::of(&accepted.task), left.map(|left| instant() + left));
         state.priority = accepted.task.message.properties.priority.unwrap_or_default();
         state.background = delivery_tag.is_background();
-        state.requester = BuildHasherDefault::<DefaultHasher>::default().hash_one(accepted.task.reply_to());
+        state.requester = BuildHasherDefault::<DefaultHasher>::default().hash_one(accepted.task.requester());
         state.link = accepted.traced.link();
         if self.shared.withdrawn.has(accepted.task.reply_to(), instant()) {
             state.cancel();
