@@ -1,27 +1,34 @@
-//! Decides which sequences run, and which rows a step computes. Owns the waiting sequences in their order, and
-//! for each running one the tokens left of its prompt and the tokens reserved for it.
+//! Decides which sequences run, and which rows a step computes. Owns the waiting sequences of each requester in their
+//! order, and for each running one the tokens left of its prompt and the tokens reserved for it.
 //!
-//! - A sequence is admitted when a slot is free and all tokens of its prompt and its longest answer can be
+//! - **Room.** A sequence is admitted when a slot is free and all tokens of its prompt and its longest answer can be
 //!   reserved. So no sequence runs out of room half way.
-//! - Sequences are admitted strictly in order, so that small ones never starve a large one. The order is the
-//!   time of arrival; one level of priority counts as [`AGEING`] of waiting. Each sequence counts as come at least
-//!   [`TURN`] after the one before it of the same requester, unless nothing waits.
-//! - A step first has a row (1 token) for each sequence whose prompt is fed, then chunks of prompts in the
-//!   order of admission, within the step's tokens. No more sequences run than a step has tokens, so that every
-//!   prompt makes progress.
+//! - **Shares.** A requester's share is the limits divided by the number of requesters that run or wait, and at least one
+//!   sequence. While others wait that are within their shares, nothing is admitted beyond a share, and what runs beyond
+//!   one gives way to them: it waits again, and begins anew. What is within a share is never taken from it, except by
+//!   "overtaking". One requester alone may use everything.
+//! - **Order.** Of one requester the first come is next; one level of priority counts as [`AGEING`] of waiting. Among the
+//!   next ones of all requesters it is the same, but each counts as come no earlier than a sequence of its requester
+//!   was last admitted or ended. So a requester of hundreds of sequences lets each other requester go between two.
+//! - **Overtaking.** A sequence that finds no room does not hold up smaller ones behind it, and they do not hold it up:
+//!   those that were admitted before it out of turn give way as soon as it would find room without them. So neither a
+//!   small sequence nor one that needs nearly all room waits for ever.
+//! - **Background** sequences count as come [`BACKGROUND`] later. Before that time they run only where nobody else waits,
+//!   and give way to ordinary sequences.
+//! - **Steps.** A step first has a row (1 token) for each sequence whose prompt is fed, then chunks of prompts within
+//!   the step's tokens, divided by the rules in `prompts`. No more sequences run than a step has tokens, so that
+//!   every prompt makes progress.
 
-use std::collections::{BTreeMap, HashMap};
+use std::cell::LazyCell;
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+
+use super::prompts::{self, Prompt};
 
 /// The waiting time that one level of priority is worth.
 pub const AGEING: Duration = Duration::from_secs(5);
-/// How much later a background sequence counts than it came, at least.
+/// How much later a background sequence counts than it came.
 pub const BACKGROUND: Duration = Duration::from_secs(60);
-/// The same at most, however many of one requester wait: others come at last behind those that came long before.
-pub const BACKGROUND_AT_MOST: Duration = Duration::from_secs(120);
-/// How much later a sequence counts than the one before it of the same requester and priority: a requester of a
-/// hundred sequences lets others in between.
-pub const TURN: Duration = Duration::from_secs(1);
 
 /// The scheduler's bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +62,16 @@ impl Request {
     fn tokens(&self) -> usize {
         self.prompt.saturating_add(self.answer)
     }
+
+    fn party(&self) -> Party {
+        let Self { requester, background, isolated, .. } = *self;
+        Party { requester, background, isolated }
+    }
+
+    /// The place of a request of this priority that counts as come at this time.
+    fn place(&self, came: Instant) -> Instant {
+        came + AGEING * u32::from(u8::MAX - self.priority)
+    }
 }
 
 /// A row of a step: `take` tokens of the sequence `key` in `slot`.
@@ -68,20 +85,151 @@ pub struct Row<K> {
     pub take: usize,
 }
 
-/// The sort key of waiting sequences.
+/// A sequence begins or gives way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change<K> {
+    /// It runs in this slot from now on, from its beginning.
+    Admitted {
+        /// The sequence.
+        key: K,
+        /// Its slot.
+        slot: usize,
+    },
+    /// It does not run any more, and waits again.
+    Preempted {
+        /// The sequence.
+        key: K,
+        /// The slot that it had, which is free now.
+        slot: usize,
+    },
+}
+
+/// Who shares: a requester. Its background sequences count as another requester's, and so do its isolated ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Party {
+    requester: u64,
+    background: bool,
+    isolated: bool,
+}
+
+/// A place in an order: a time, and a number where times are equal.
 type Order = (Instant, u64);
 
 #[derive(Clone, Copy)]
-struct Running<K> {
+struct Sequence<K> {
     key: K,
     request: Request,
+    /// When it counts as come.
+    came: Instant,
+    /// Its place among the sequences of its party.
     order: Order,
+    /// Its place among the next sequences of all parties, once that is settled: from its admission on, and while it
+    /// waits again after it gave way to one that it had overtaken.
+    turn: Option<Order>,
+    /// The count when it began to wait, or was admitted.
+    number: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Running<K> {
+    sequence: Sequence<K>,
     /// Tokens of its prompt that are not fed yet.
     prompt_left: usize,
     /// The last step that had this sequence.
     step: u64,
-    /// Number of its admission, counting up.
-    admitted: u64,
+    /// It was admitted before another whose turn it was.
+    overtook: bool,
+}
+
+/// The sequences of one party, at least one.
+struct Queue<K> {
+    waiting: BTreeMap<Order, Sequence<K>>,
+    /// What those that run hold.
+    held: Held,
+    /// When a sequence was last admitted, or ended after it had run.
+    served: Option<Instant>,
+}
+
+/// Slots and reserved tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Held {
+    sequences: usize,
+    tokens: usize,
+}
+
+impl Held {
+    fn with(self, request: &Request) -> Self {
+        let tokens = self.tokens.saturating_add(request.tokens());
+        Self { sequences: self.sequences + 1, tokens }
+    }
+
+    fn without(self, request: &Request) -> Self {
+        Self { sequences: self.sequences - 1, tokens: self.tokens - request.tokens() }
+    }
+
+    fn is_within(self, most: Self) -> bool {
+        self.sequences <= most.sequences && self.tokens <= most.tokens
+    }
+
+    /// One sequence is within any share.
+    fn is_within_share(self, share: Self) -> bool {
+        self.sequences <= 1 || self.is_within(share)
+    }
+}
+
+/// Which waiting sequences are considered: those of a rank only while none of a lesser one waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Rank {
+    WithinShare,
+    BeyondShare,
+    Background,
+}
+
+/// The next sequence of a party.
+#[derive(Clone, Copy)]
+struct Next<K> {
+    rank: Rank,
+    turn: Order,
+    sequence: Sequence<K>,
+}
+
+/// A sequence that may run now, and who gives way to it.
+struct Admission<K> {
+    next: Next<K>,
+    /// Slots that must be emptied before.
+    giving_way: Vec<usize>,
+    overtakes: bool,
+}
+
+/// A running sequence that gives way to some others.
+struct Yielding<'a, K> {
+    slot: usize,
+    running: &'a Running<K>,
+    beyond_share: bool,
+}
+
+impl<K> Yielding<'_, K> {
+    fn gives_way_to(&self, next: &Next<K>, isolated: bool) -> bool {
+        let Running { sequence: Sequence { request, order, turn, number, .. }, overtook, .. } = self.running;
+        if isolated {
+            return !request.isolated;
+        }
+        let is_background = next.sequence.request.background;
+        // Both rules below compare turns, so that no two sequences take each other's place again and again.
+        let is_ahead = *turn > Some(next.turn);
+        let fills_gaps = request.background && !is_background && *order > next.sequence.order;
+        if is_ahead && fills_gaps {
+            return true;
+        }
+        let was_overtaken = is_ahead && *overtook && *number > next.sequence.number;
+        // What runs in the background takes nobody's share.
+        next.rank == Rank::WithinShare && (was_overtaken || self.beyond_share && !is_background)
+    }
+}
+
+enum Place {
+    Waiting(Party, Order),
+    Running(usize),
 }
 
 /// The sequences of one device.
@@ -89,31 +237,31 @@ pub struct Scheduler<K> {
     limits: Limits,
     /// The limits as they were set, before memory failures reduced them.
     asked: Limits,
-    waiting: BTreeMap<Order, (K, Request)>,
-    /// The place of each requester's last sequence, by priority and background, as long as it makes a difference to the
-    /// next.
-    last: HashMap<(u64, u8, bool), Instant>,
+    /// Of each party that runs or waits.
+    queues: BTreeMap<Party, Queue<K>>,
     /// Indexed by slot.
     running: Vec<Option<Running<K>>>,
-    reserved: usize,
-    arrivals: u64,
-    admissions: u64,
+    /// Where each sequence is.
+    places: BTreeMap<K, Place>,
+    /// What all running sequences hold.
+    held: Held,
+    /// Counts arrivals, admissions, and sequences that gave way.
+    count: u64,
     steps: u64,
 }
 
-impl<K: Copy + PartialEq> Scheduler<K> {
+impl<K: Copy + Ord> Scheduler<K> {
     /// A scheduler without sequences.
     pub fn new(limits: Limits) -> Self {
         let mut scheduler = Self {
             limits,
             asked: limits,
-            steps: 0,
-            waiting: BTreeMap::new(),
-            last: HashMap::new(),
+            queues: BTreeMap::new(),
             running: Vec::new(),
-            reserved: 0,
-            arrivals: 0,
-            admissions: 0,
+            places: BTreeMap::new(),
+            held: Held::default(),
+            count: 0,
+            steps: 0,
         };
         scheduler.set_limits(limits);
         scheduler
@@ -137,115 +285,241 @@ impl<K: Copy + PartialEq> Scheduler<K> {
 
     /// Tokens that are reserved for running sequences.
     pub fn reserved(&self) -> usize {
-        self.reserved
+        self.held.tokens
+    }
+
+    /// The sequences that run.
+    pub fn running(&self) -> impl Iterator<Item = K> {
+        self.running.iter().flatten().map(|running| running.sequence.key)
     }
 
     /// Enqueues a sequence. The caller must refuse one that needs more tokens than may be reserved: it would
     /// never run, and would block those after it.
     pub fn enqueue(&mut self, key: K, request: Request, now: Instant) {
-        let turn_of = |priority: u8, background: bool| {
-            let later = if background { BACKGROUND } else { Duration::ZERO };
-            now + AGEING * u32::from(u8::MAX - priority) + later
-        };
-        let mut at = turn_of(request.priority, request.background);
-        let is_empty = self.waiting.is_empty();
-        self.last.retain(|(_, priority, background), last| {
-            !is_empty && *last + TURN > turn_of(*priority, *background)
-        });
-        let of = (request.requester, request.priority, request.background);
-        if let Some(last) = self.last.get(&of) {
-            at = at.max(*last + TURN);
-        }
-        if request.background {
-            at = at.min(turn_of(request.priority, true) + (BACKGROUND_AT_MOST - BACKGROUND));
-        }
-        self.last.insert(of, at);
-        self.arrivals += 1;
-        self.waiting.insert((at, self.arrivals), (key, request));
+        self.count += 1;
+        let came = if request.background { now + BACKGROUND } else { now };
+        let order = (request.place(came), self.count);
+        self.wait(Sequence { key, request, came, order, turn: None, number: self.count });
+    }
+
+    fn wait(&mut self, sequence: Sequence<K>) {
+        let Sequence { key, request, order, .. } = sequence;
+        let party = request.party();
+        let empty = || Queue { waiting: BTreeMap::new(), held: Held::default(), served: None };
+        self.queues.entry(party).or_insert_with(empty).waiting.insert(order, sequence);
+        self.places.insert(key, Place::Waiting(party, order));
     }
 
     /// Removes a sequence that has ended or is not wanted any more. Returns its slot, if it has one.
-    pub fn leave(&mut self, key: K) -> Option<usize> {
-        if let Some(order) = self.waiting.iter().find(|(_, (of, _))| *of == key).map(|(order, _)| *order) {
-            self.waiting.remove(&order);
-            return None;
+    pub fn leave(&mut self, key: K, now: Instant) -> Option<usize> {
+        let (party, slot) = match self.places.remove(&key)? {
+            Place::Waiting(party, order) => {
+                self.queues.get_mut(&party)?.waiting.remove(&order);
+                (party, None)
+            }
+            Place::Running(slot) => {
+                let party = self.vacate(slot)?.sequence.request.party();
+                self.queues.get_mut(&party)?.served = Some(now);
+                (party, Some(slot))
+            }
+        };
+        let Queue { waiting, held, .. } = self.queues.get(&party)?;
+        if waiting.is_empty() && held.sequences == 0 {
+            self.queues.remove(&party);
         }
-        let slot = self.running.iter().position(|it| it.as_ref().is_some_and(|it| it.key == key))?;
-        self.vacate(slot);
-        Some(slot)
+        slot
     }
 
     fn vacate(&mut self, slot: usize) -> Option<Running<K>> {
         let running = self.running.get_mut(slot)?.take()?;
-        self.reserved -= running.request.tokens();
+        let request = &running.sequence.request;
+        self.held = self.held.without(request);
+        let queue = self.queues.get_mut(&request.party())?;
+        queue.held = queue.held.without(request);
         Some(running)
     }
 
-    /// Admits the sequences that may run now; only isolated ones if `isolated`. Returns keys and slots.
-    pub fn admit(&mut self, isolated: bool) -> Vec<(K, usize)> {
-        let mut admitted = Vec::new();
-        while let Some((order, key, request)) = self.next(isolated) {
-            let Some(slot) = self.room_for(&request) else { break };
-            self.waiting.remove(&order);
-            self.reserved += request.tokens();
-            self.admissions += 1;
-            let (prompt_left, number) = (request.prompt, self.admissions);
-            self.running[slot] =
-                Some(Running { key, request, order, prompt_left, step: 0, admitted: number });
-            admitted.push((key, slot));
+    /// Admits the sequences that may run now; only isolated ones if `isolated`. The changes are in the order in which they
+    /// are to be made.
+    pub fn admit(&mut self, isolated: bool, now: Instant) -> Vec<Change<K>> {
+        let mut changes = Vec::new();
+        // At most as many as there are slots: whatever the rules do, this ends.
+        for _ in 0..self.running.len() {
+            let Some(admission) = self.next(isolated, now) else { break };
+            for slot in &admission.giving_way {
+                changes.extend(self.preempt(*slot));
+            }
+            let Some(admitted) = self.start(admission, now) else { break };
+            changes.push(admitted);
         }
-        admitted
+        changes
     }
 
-    /// When the next sequence finds no room: stops the one that was admitted last of those that give way to it. That
-    /// one waits again at its old place, and begins anew. Ordinary sequences give way to isolated ones, when only those
-    /// may run; background sequences to others, unless they have waited long.
-    pub fn preempt(&mut self, isolated: bool) -> Option<(K, usize)> {
-        let (order, _, request) = self.next(isolated)?;
-        if self.room_for(&request).is_some() {
-            return None;
-        }
-        let gives_way = |running: &Running<K>| match isolated {
-            true => !running.request.isolated,
-            false => running.request.background && !request.background && running.order > order,
+    /// The first in order of those that may run now.
+    fn next(&self, isolated: bool, now: Instant) -> Option<Admission<K>> {
+        let next_of_each = self.next_of_each(isolated, now);
+        let rank = next_of_each.first()?.rank;
+        let considered = next_of_each.into_iter().take_while(|next| next.rank == rank);
+        let yielding = LazyCell::new(|| self.yielding(isolated));
+        // Isolated sequences run in their order: they are few.
+        let considered = considered.take(if isolated { 1 } else { usize::MAX });
+        considered.enumerate().find_map(|(place, next)| {
+            let request = &next.sequence.request;
+            let giving_way = if self.fits(request, self.held) {
+                Vec::new()
+            } else {
+                self.slots_to_empty(request, yielding.iter().filter(|it| it.gives_way_to(&next, isolated)))?
+            };
+            Some(Admission { next, giving_way, overtakes: place > 0 })
+        })
+    }
+
+    /// The next sequence of each party that has waiting ones, in the order in which they are considered.
+    fn next_of_each(&self, isolated: bool, now: Instant) -> Vec<Next<K>> {
+        let share = self.share();
+        let next = |(party, queue): (&Party, &Queue<K>)| {
+            let (_, sequence) = queue.waiting.first_key_value()?;
+            let Sequence { request, came, order, turn, .. } = sequence;
+            let rank = if isolated {
+                Rank::WithinShare
+            } else if party.background && *came > now {
+                Rank::Background
+            } else if queue.held.with(request).is_within_share(share) {
+                Rank::WithinShare
+            } else {
+                Rank::BeyondShare
+            };
+            let served = queue.served.unwrap_or(*came);
+            let turn = turn.unwrap_or((request.place(served.max(*came)), order.1));
+            Some(Next { rank, turn, sequence: *sequence })
         };
-        let running = self.running.iter().enumerate().filter_map(|(slot, it)| Some((slot, it.as_ref()?)));
-        let giving_way: Vec<_> = running.filter(|(_, running)| gives_way(running)).collect();
-        let freed: usize = giving_way.iter().map(|(_, running)| running.request.tokens()).sum();
-        if (self.reserved - freed).saturating_add(request.tokens()) > self.limits.reserved_tokens {
-            // Their work would be lost, and it would find no room all the same.
-            return None;
-        }
-        let (slot, _) = giving_way.into_iter().max_by_key(|(_, running)| running.admitted)?;
-        let Running { key, request, order, .. } = self.vacate(slot)?;
-        self.waiting.insert(order, (key, request));
-        Some((key, slot))
+        let queues = self.queues.iter().filter(|(party, _)| party.isolated || !isolated);
+        let mut next_of_each: Vec<Next<K>> = queues.filter_map(next).collect();
+        next_of_each.sort_unstable_by_key(|next| (next.rank, next.turn));
+        next_of_each
     }
 
-    /// The rows of the next step; only of isolated sequences if `isolated`.
-    pub fn rows(&self, isolated: bool) -> Vec<Row<K>> {
-        let runs = |running: &Running<K>| running.request.isolated || !isolated;
+    /// What each party may hold while others wait.
+    fn share(&self) -> Held {
+        let parties = self.queues.len().max(1);
+        let Limits { sequences, reserved_tokens, .. } = self.limits;
+        Held { sequences: sequences / parties, tokens: reserved_tokens / parties }
+    }
+
+    /// The sequences that give way to some others, those that were admitted last first. A party's first ones that are
+    /// together within its share are not beyond it.
+    fn yielding(&self, isolated: bool) -> Vec<Yielding<'_, K>> {
+        let share = self.share();
+        let mut held: BTreeMap<Party, Held> = BTreeMap::new();
+        let mut yielding = Vec::new();
+        for (slot, running) in self.in_order(false) {
+            let request = &running.sequence.request;
+            let held = held.entry(request.party()).or_default();
+            *held = held.with(request);
+            let beyond_share = !held.is_within_share(share);
+            if isolated || beyond_share || request.background || running.overtook {
+                yielding.push(Yielding { slot, running, beyond_share });
+            }
+        }
+        yielding.reverse();
+        yielding
+    }
+
+    /// Whether the sequence finds room beside what is held.
+    fn fits(&self, request: &Request, held: Held) -> bool {
+        let Limits { sequences, reserved_tokens, .. } = self.limits;
+        held.with(request).is_within(Held { sequences, tokens: reserved_tokens })
+    }
+
+    /// The slots to empty so that the sequence finds room. None: these are not enough, and their work would be lost for
+    /// nothing.
+    fn slots_to_empty<'a>(
+        &self,
+        request: &Request,
+        giving_way: impl Iterator<Item = &'a Yielding<'a, K>>,
+    ) -> Option<Vec<usize>>
+    where
+        K: 'a,
+    {
+        let fits = |held: Held| self.fits(request, held);
+        let (mut held, mut chosen) = (self.held, Vec::new());
+        for it in giving_way {
+            if fits(held) {
+                break;
+            }
+            held = held.without(&it.running.sequence.request);
+            chosen.push(it);
+        }
+        if !fits(held) {
+            return None;
+        }
+        // One that was chosen before a larger one may go on after all.
+        let mut slots = Vec::new();
+        for it in chosen.into_iter().rev() {
+            let spared = held.with(&it.running.sequence.request);
+            if fits(spared) {
+                held = spared;
+            } else {
+                slots.push(it.slot);
+            }
+        }
+        Some(slots)
+    }
+
+    fn start(&mut self, admission: Admission<K>, now: Instant) -> Option<Change<K>> {
+        let Admission { next: Next { turn, sequence, .. }, overtakes: overtook, .. } = admission;
+        let slot = self.running.iter().position(Option::is_none)?;
+        let Sequence { key, request, order, .. } = sequence;
+        let queue = self.queues.get_mut(&request.party())?;
+        queue.waiting.remove(&order)?;
+        (queue.held, queue.served) = (queue.held.with(&request), Some(now));
+        self.held = self.held.with(&request);
+        self.count += 1;
+        let sequence = Sequence { turn: Some(turn), number: self.count, ..sequence };
+        self.running[slot] = Some(Running { sequence, prompt_left: request.prompt, step: 0, overtook });
+        self.places.insert(key, Place::Running(slot));
+        Some(Change::Admitted { key, slot })
+    }
+
+    /// A sequence gives way. Its place among all parties is kept if it had overtaken another: then those that come later
+    /// cannot take its place again.
+    fn preempt(&mut self, slot: usize) -> Option<Change<K>> {
+        let Running { sequence, overtook, .. } = self.vacate(slot)?;
+        self.count += 1;
+        let turn = sequence.turn.filter(|_| overtook);
+        self.wait(Sequence { turn, number: self.count, ..sequence });
+        Some(Change::Preempted { key: sequence.key, slot })
+    }
+
+    /// The running sequences with their slots, in the order of their admission; only isolated ones if `isolated`.
+    fn in_order(&self, isolated: bool) -> Vec<(usize, &Running<K>)> {
         let slots = self.running.iter().enumerate();
-        let mut running: Vec<(usize, &Running<K>)> =
-            slots.filter_map(|(slot, it)| Some((slot, it.as_ref()?))).filter(|(_, it)| runs(it)).collect();
-        running.sort_by_key(|(_, it)| it.admitted);
-        let (mut answering, prompts): (Vec<_>, Vec<_>) =
-            running.into_iter().partition(|(_, it)| it.prompt_left == 0);
+        let mut running: Vec<(usize, &Running<K>)> = slots
+            .filter_map(|(slot, it)| Some((slot, it.as_ref()?)))
+            .filter(|(_, it)| it.sequence.request.isolated || !isolated)
+            .collect();
+        running.sort_unstable_by_key(|(_, it)| it.sequence.number);
+        running
+    }
+
+    /// The rows of the next step; only of isolated sequences if `isolated`. Chunks of prompts have `prompt_tokens` tokens
+    /// at most, or one for each prompt.
+    pub fn rows(&self, isolated: bool, prompt_tokens: usize) -> Vec<Row<K>> {
+        let (answering, prompts): (Vec<_>, Vec<_>) =
+            self.in_order(isolated).into_iter().partition(|(_, it)| it.prompt_left == 0);
+        let mut rows = self.answers(answering);
+        let left = self.limits.step_tokens.saturating_sub(rows.len());
+        rows.extend(chunks(&prompts, left.min(prompt_tokens.max(prompts.len()))));
+        rows
+    }
+
+    /// A row for each sequence whose prompt is fed. If they are too many for a step, they take turns.
+    fn answers(&self, mut answering: Vec<(usize, &Running<K>)>) -> Vec<Row<K>> {
         if answering.len() > self.limits.step_tokens {
             answering.sort_by_key(|(_, it)| it.step);
             answering.truncate(self.limits.step_tokens);
         }
-        let mut rows: Vec<Row<K>> =
-            answering.into_iter().map(|(slot, it)| Row { key: it.key, slot, take: 1 }).collect();
-        let mut left = self.limits.step_tokens.saturating_sub(rows.len());
-        for (slot, it) in prompts {
-            let take = it.prompt_left.min(left);
-            if take > 0 {
-                rows.push(Row { key: it.key, slot, take });
-                left -= take;
-            }
-        }
-        rows
+        answering.into_iter().map(|(slot, it)| Row { key: it.sequence.key, slot, take: 1 }).collect()
     }
 
     /// Records that a row was computed.
@@ -256,19 +530,19 @@ impl<K: Copy + PartialEq> Scheduler<K> {
             running.prompt_left = running.prompt_left.saturating_sub(row.take);
         }
     }
+}
 
-    fn next(&self, isolated: bool) -> Option<(Order, K, Request)> {
-        let mut waiting = self.waiting.iter().map(|(order, (key, request))| (*order, *key, *request));
-        waiting.find(|(.., request)| request.isolated || !isolated)
-    }
-
-    /// A free slot for the sequence, if its tokens can be reserved too.
-    fn room_for(&self, request: &Request) -> Option<usize> {
-        let fits = self.reserved.saturating_add(request.tokens()) <= self.limits.reserved_tokens;
-        let runs = self.running.iter().flatten().count();
-        let free = self.running.iter().position(Option::is_none)?;
-        (fits && runs < self.limits.sequences).then_some(free)
-    }
+/// Chunks of prompts, `budget` tokens in all. The sequences are in the order of their admission.
+fn chunks<K: Copy>(running: &[(usize, &Running<K>)], budget: usize) -> Vec<Row<K>> {
+    let prompt = |(_, it): &(usize, &Running<K>)| Prompt {
+        requester: it.sequence.request.party(),
+        left: it.prompt_left,
+    };
+    let prompts: Vec<Prompt<Party>> = running.iter().map(prompt).collect();
+    let takes = prompts::divide(&prompts, budget);
+    let rows =
+        running.iter().zip(takes).map(|((slot, it), take)| Row { key: it.sequence.key, slot: *slot, take });
+    rows.filter(|row| row.take > 0).collect()
 }
 
 #[cfg(test)]
@@ -283,205 +557,447 @@ mod tests {
         Request { prompt, answer, priority: 0, requester: 0, background: false, isolated: false }
     }
 
-    /// Computes a step; sequences leave once their answers are full. Returns its rows.
-    fn step(
-        scheduler: &mut Scheduler<u32>,
-        given: &mut BTreeMap<u32, usize>,
-        isolated: bool,
-    ) -> Vec<Row<u32>> {
-        let admitted: Vec<u32> = scheduler.admit(isolated).into_iter().map(|(key, _)| key).collect();
-        let order =
-            |key: &u32| scheduler.running.iter().flatten().find(|it| it.key == *key).map(|it| it.order);
-        let next = scheduler.waiting.keys().next().copied();
-        assert!(
-            isolated || admitted.iter().all(|key| next.is_none_or(|next| order(key) < Some(next))),
-            "in order"
-        );
-        let rows = scheduler.rows(isolated);
-        let left = |row: &Row<u32>| scheduler.running[row.slot].unwrap().prompt_left;
-        let prompts = rows.iter().position(|row| left(row) > 0).unwrap_or(rows.len());
-        assert!(rows[prompts..].iter().all(|row| left(row) > 0), "answers first");
-        for row in &rows {
-            scheduler.advance(row);
-            let running = scheduler.running[row.slot].unwrap();
-            if running.prompt_left == 0 {
-                let given = given.entry(row.key).or_default();
-                *given += 1;
-                if *given >= running.request.answer.max(1) {
-                    scheduler.leave(row.key);
+    fn of(requester: u64, prompt: usize, answer: usize) -> Request {
+        Request { requester, ..request(prompt, answer) }
+    }
+
+    fn background(prompt: usize, answer: usize) -> Request {
+        Request { background: true, ..request(prompt, answer) }
+    }
+
+    fn admitted(key: u32, slot: usize) -> Change<u32> {
+        Change::Admitted { key, slot }
+    }
+
+    fn preempted(key: u32, slot: usize) -> Change<u32> {
+        Change::Preempted { key, slot }
+    }
+
+    /// A scheduler with sequences that go on until their answers are full.
+    struct Run {
+        scheduler: Scheduler<u32>,
+        now: Instant,
+        /// Tokens of each answer, of this run of the sequence.
+        given: BTreeMap<u32, usize>,
+        /// Those that have ended.
+        ended: BTreeMap<u32, usize>,
+        preempted: usize,
+    }
+
+    impl Run {
+        fn new(limits: Limits) -> Self {
+            let (scheduler, now) = (Scheduler::new(limits), Instant::now());
+            Self { scheduler, now, given: BTreeMap::new(), ended: BTreeMap::new(), preempted: 0 }
+        }
+
+        fn enqueue(&mut self, key: u32, request: Request) {
+            self.scheduler.enqueue(key, request, self.now);
+        }
+
+        fn admit(&mut self, isolated: bool) -> Vec<Change<u32>> {
+            let changes = self.scheduler.admit(isolated, self.now);
+            for change in &changes {
+                if let Change::Preempted { key, .. } = change {
+                    self.given.remove(key);
+                    self.preempted += 1;
                 }
             }
+            changes
         }
-        rows
+
+        /// Computes a step that takes 10 ms. Returns its rows.
+        fn step(&mut self, isolated: bool) -> Vec<Row<u32>> {
+            self.admit(isolated);
+            self.check_shares(isolated);
+            let rows = self.scheduler.rows(isolated, usize::MAX);
+            let left = |row: &Row<u32>| self.scheduler.running[row.slot].unwrap().prompt_left;
+            let prompts = rows.iter().position(|row| left(row) > 0).unwrap_or(rows.len());
+            assert!(rows[prompts..].iter().all(|row| left(row) > 0), "answers first");
+            self.now += Duration::from_millis(10);
+            for row in &rows {
+                self.scheduler.advance(row);
+                let running = self.scheduler.running[row.slot].unwrap();
+                if running.prompt_left == 0 {
+                    let given = self.given.entry(row.key).or_default();
+                    *given += 1;
+                    if *given >= running.sequence.request.answer.max(1) {
+                        self.ended.insert(row.key, *given);
+                        self.scheduler.leave(row.key, self.now);
+                    }
+                }
+            }
+            rows
+        }
+
+        /// What waits beside sequences that are all within their shares does so because one of these alone is larger than
+        /// a share.
+        fn check_shares(&self, isolated: bool) {
+            let scheduler = &self.scheduler;
+            let share = scheduler.share();
+            let is_large = |request: &Request| request.tokens() > share.tokens;
+            let mut running = scheduler.running.iter().flatten();
+            if isolated || share.sequences == 0 || running.any(|it| is_large(&it.sequence.request)) {
+                return;
+            }
+            let next = scheduler.next_of_each(false, self.now);
+            let mut within = next.iter().filter(|next| next.rank == Rank::WithinShare);
+            let waits =
+                within.find(|next| !next.sequence.request.background && !is_large(&next.sequence.request));
+            assert!(
+                waits.is_none(),
+                "it is within its share and waits: {:?}",
+                waits.map(|it| it.sequence.request)
+            );
+        }
+
+        fn is_idle(&self) -> bool {
+            self.scheduler.queues.is_empty()
+        }
+
+        /// Steps until this sequence has ended.
+        fn steps_until(&mut self, key: u32, most: usize) -> usize {
+            let steps = (1..=most).find(|_| {
+                self.step(false);
+                self.ended.contains_key(&key)
+            });
+            steps.unwrap_or_else(|| panic!("{key} has not ended in {most} steps"))
+        }
+    }
+
+    fn takes(rows: Vec<Row<u32>>) -> Vec<(u32, usize)> {
+        rows.iter().map(|row| (row.key, row.take)).collect()
     }
 
     #[test]
     fn answers_go_first_and_prompts_take_what_is_left_of_the_step() {
-        let now = Instant::now();
-        let mut scheduler = Scheduler::new(LIMITS);
-        let mut given = BTreeMap::new();
-        scheduler.enqueue(1, request(20, 5), now);
-        scheduler.enqueue(2, request(10, 5), now);
-        let take = |rows: Vec<Row<u32>>| rows.iter().map(|row| (row.key, row.take)).collect::<Vec<_>>();
-        assert_eq!(take(step(&mut scheduler, &mut given, false)), [(1, 16)]);
-        assert_eq!(take(step(&mut scheduler, &mut given, false)), [(1, 4), (2, 10)]);
-        scheduler.enqueue(3, request(40, 5), now);
-        assert_eq!(take(step(&mut scheduler, &mut given, false)), [(1, 1), (2, 1), (3, 14)]);
+        let mut run = Run::new(LIMITS);
+        run.enqueue(1, request(20, 5));
+        run.enqueue(2, request(20, 5));
+        assert_eq!(takes(run.step(false)), [(1, 16)]);
+        assert_eq!(takes(run.step(false)), [(1, 4), (2, 12)]);
+        run.enqueue(3, request(40, 5));
+        assert_eq!(takes(run.step(false)), [(1, 1), (2, 8), (3, 7)]);
     }
 
     #[test]
-    fn a_sequence_waits_until_all_its_tokens_can_be_reserved_and_is_not_overtaken() {
-        let now = Instant::now();
-        let mut scheduler = Scheduler::new(LIMITS);
-        scheduler.enqueue(1, request(50, 10), now);
-        scheduler.enqueue(2, request(50, 10), now);
-        scheduler.enqueue(3, request(1, 1), now);
-        assert_eq!(scheduler.admit(false), [(1, 0)]);
-        assert_eq!(scheduler.leave(1), Some(0));
-        assert_eq!(scheduler.admit(false), [(2, 0), (3, 1)]);
+    fn a_prompt_of_one_token_does_not_wait_for_three_of_four_thousand() {
+        for requester in [1, 2] {
+            let mut run = Run::new(Limits { sequences: 16, reserved_tokens: 16_384, step_tokens: 512 });
+            for key in 0..3 {
+                run.enqueue(key, of(1, 4_000, 100));
+            }
+            run.step(false);
+            run.enqueue(9, of(requester, 1, 1));
+            assert_eq!(run.steps_until(9, 100), 1);
+        }
+    }
+
+    #[test]
+    fn reservations_of_one_requester_do_not_hold_up_another() {
+        let mut run = Run::new(Limits { sequences: 16, reserved_tokens: 16_384, step_tokens: 1_024 });
+        for key in 0..8 {
+            run.enqueue(key, of(1, 40, 4_000));
+        }
+        for _ in 0..100 {
+            run.step(false);
+        }
+        run.enqueue(9, of(2, 600, 1));
+        assert_eq!(run.admit(false), [preempted(3, 3), admitted(9, 3)], "one of four gives way");
+        assert_eq!(run.steps_until(9, 100), 1);
+        assert_eq!(run.admit(false), [admitted(3, 3)], "and begins anew, where it was");
+        for key in 0..8 {
+            run.steps_until(key, 10_000);
+        }
+        assert_eq!(run.preempted, 1);
+    }
+
+    #[test]
+    fn what_is_within_a_share_and_the_first_sequence_of_a_requester_are_kept() {
+        let mut run = Run::new(LIMITS);
+        run.enqueue(1, of(1, 10, 10));
+        run.enqueue(2, of(1, 10, 10));
+        run.enqueue(3, of(1, 10, 10));
+        assert_eq!(run.admit(false).len(), 3);
+        run.enqueue(4, of(2, 10, 51));
+        assert_eq!(
+            run.admit(false),
+            [],
+            "it would find no room if one gave way, and two of three are within half"
+        );
+        run.scheduler.leave(4, run.now);
+        run.enqueue(5, of(2, 10, 40));
+        assert_eq!(run.admit(false), [preempted(3, 2), admitted(5, 2)]);
+        run.enqueue(6, of(2, 10, 10));
+        assert_eq!(run.admit(false), [], "that is beyond its share");
+        run.enqueue(7, of(3, 5, 5));
+        assert_eq!(run.admit(false), [admitted(7, 3)], "which holds up nobody");
+        run.scheduler.leave(7, run.now);
+        run.enqueue(8, of(3, 20, 20));
+        assert_eq!(
+            run.admit(false),
+            [],
+            "the only sequence of a requester is kept, though it is larger than a third"
+        );
+    }
+
+    #[test]
+    fn no_more_gives_way_than_is_needed_and_nothing_if_that_is_not_enough() {
+        let mut run = Run::new(LIMITS);
+        for (key, tokens) in [(1, 30), (2, 50), (3, 10)] {
+            run.enqueue(key, of(1, 1, tokens - 1));
+        }
+        assert_eq!(run.admit(false).len(), 3);
+        run.enqueue(9, of(2, 1, 49));
+        assert_eq!(run.admit(false), [preempted(2, 1), admitted(9, 1)], "the last one may stay");
+        let mut run = Run::new(LIMITS);
+        run.enqueue(1, of(1, 1, 79));
+        run.enqueue(2, of(1, 1, 9));
+        assert_eq!(run.admit(false).len(), 2);
+        run.enqueue(9, of(2, 1, 39));
+        assert_eq!(run.admit(false), []);
+    }
+
+    #[test]
+    fn a_requester_alone_may_use_everything_in_its_order() {
+        let mut run = Run::new(LIMITS);
+        run.enqueue(1, request(50, 10));
+        run.enqueue(2, request(50, 10));
+        run.enqueue(3, request(1, 1));
+        assert_eq!(run.admit(false), [admitted(1, 0)]);
+        assert_eq!(run.scheduler.leave(1, run.now), Some(0));
+        assert_eq!(run.admit(false), [admitted(2, 0), admitted(3, 1)]);
+    }
+
+    #[test]
+    fn a_small_sequence_overtakes_one_that_finds_no_room_and_gives_way_once_it_would() {
+        let mut run = Run::new(LIMITS);
+        run.enqueue(1, of(1, 10, 40));
+        run.step(false);
+        run.enqueue(2, of(2, 10, 80));
+        run.step(false);
+        run.enqueue(3, of(3, 5, 25));
+        assert_eq!(run.admit(false), [admitted(3, 1)]);
+        run.scheduler.leave(1, run.now);
+        assert_eq!(run.admit(false), [preempted(3, 1), admitted(2, 0)]);
+        run.enqueue(4, of(4, 10, 80));
+        run.enqueue(5, of(5, 5, 5));
+        assert_eq!(run.admit(false), [admitted(5, 1)]);
+        run.scheduler.leave(2, run.now);
+        assert_eq!(run.admit(false), [admitted(3, 0)], "before the one that came after it");
+    }
+
+    #[test]
+    fn one_that_needs_nearly_all_room_does_not_starve_behind_an_endless_stream_of_small_ones() {
+        let mut run = Run::new(LIMITS);
+        for step in 0..600_u32 {
+            // These nearly fill the slots.
+            if step.is_multiple_of(6) {
+                run.enqueue(100 + step, of((100 + step).into(), 2, 10));
+                run.enqueue(1_000 + step, of(50, 2, 10));
+            }
+            if step == 100 {
+                run.enqueue(1, of(1, 30, 65));
+            }
+            run.step(false);
+            // It needs 66 steps.
+            assert!(step < 190 || run.ended.contains_key(&1));
+        }
+        assert!((0..90).all(|n| run.ended.contains_key(&(100 + 6 * n))), "the others end too");
     }
 
     #[test]
     fn a_priority_is_worth_some_seconds_of_waiting_and_no_more() {
-        let now = Instant::now();
-        let mut scheduler = Scheduler::new(Limits { sequences: 1, ..LIMITS });
-        scheduler.enqueue(1, request(1, 1), now);
-        scheduler.enqueue(2, Request { priority: 2, ..request(1, 1) }, now + AGEING);
-        scheduler.enqueue(3, Request { priority: 2, ..request(1, 1) }, now + 3 * AGEING);
-        let mut order = Vec::new();
-        while let [(key, _)] = scheduler.admit(false)[..] {
-            order.push(key);
-            scheduler.leave(key);
+        let mut run = Run::new(Limits { sequences: 1, ..LIMITS });
+        let begun = run.now;
+        for requesters in [[0, 0, 0], [1, 2, 3]] {
+            for (key, priority, later) in [(1, 0, 0), (2, 2, 1), (3, 2, 3)] {
+                let request = Request { priority, ..of(requesters[key as usize - 1], 1, 1) };
+                run.scheduler.enqueue(key, request, begun + later * AGEING);
+            }
+            run.now = begun;
+            let order = [(); 3].map(|()| takes(run.step(false))[0].0);
+            assert_eq!(order, [2, 1, 3]);
         }
-        assert_eq!(order, [2, 1, 3]);
     }
 
     #[test]
-    fn a_requester_of_many_sequences_lets_others_in_between() {
-        let now = Instant::now();
-        let mut scheduler = Scheduler::new(Limits { sequences: 1, ..LIMITS });
+    fn a_requester_of_many_sequences_lets_each_other_requester_go_between_two() {
+        let mut run = Run::new(Limits { sequences: 1, ..LIMITS });
         for key in 0..5 {
-            scheduler.enqueue(key, request(1, 1), now);
+            run.enqueue(key, of(1, 1, 1));
         }
-        let later = now + Duration::from_millis(1_500);
-        scheduler.enqueue(9, Request { requester: 9, ..request(1, 1) }, later);
-        let mut order = Vec::new();
-        while let [(key, _)] = scheduler.admit(false)[..] {
-            order.push(key);
-            scheduler.leave(key);
+        let mut order = takes(run.step(false));
+        run.enqueue(8, of(8, 1, 1));
+        run.enqueue(9, of(9, 1, 1));
+        run.enqueue(10, of(9, 1, 1));
+        while !run.is_idle() {
+            order.extend(takes(run.step(false)));
         }
-        assert_eq!(order, [0, 1, 9, 2, 3, 4]);
+        let keys: Vec<u32> = order.into_iter().map(|(key, _)| key).collect();
+        assert_eq!(keys, [0, 1, 8, 9, 2, 10, 3, 4]);
     }
 
     #[test]
     fn where_a_step_has_room_for_fewer_than_run_they_take_turns() {
-        let mut scheduler = Scheduler::new(LIMITS);
-        let mut given = BTreeMap::new();
+        let mut run = Run::new(LIMITS);
         for key in 0..4 {
-            scheduler.enqueue(key, request(1, 20), Instant::now());
+            run.enqueue(key, request(1, 20));
         }
-        step(&mut scheduler, &mut given, false);
-        scheduler.limit_step(2);
+        run.step(false);
+        run.scheduler.limit_step(2);
         for _ in 0..4 {
-            assert_eq!(step(&mut scheduler, &mut given, false).len(), 2);
+            assert_eq!(run.step(false).len(), 2);
         }
-        assert_eq!(given.values().copied().collect::<Vec<_>>(), [3, 3, 3, 3]);
-        scheduler.enqueue(4, request(1, 1), Instant::now());
-        assert!(scheduler.admit(false).is_empty(), "four run already, and two may");
+        assert_eq!(run.given.values().copied().collect::<Vec<_>>(), [3, 3, 3, 3]);
+        run.enqueue(4, request(1, 1));
+        assert!(run.admit(false).is_empty(), "four run already, and two may");
     }
 
     #[test]
     fn background_sequences_give_way_to_others_that_come_within_a_minute() {
-        let now = Instant::now();
-        let mut scheduler = Scheduler::new(LIMITS);
-        let mut given = BTreeMap::new();
+        let mut run = Run::new(LIMITS);
+        let begun = run.now;
         for key in 0..3 {
-            scheduler.enqueue(key, Request { background: true, ..request(4, 26) }, now);
+            run.enqueue(key, background(4, 26));
         }
-        assert_eq!(step(&mut scheduler, &mut given, false).len(), 3);
-        assert_eq!(scheduler.preempt(false), None, "nobody waits");
-        scheduler.enqueue(9, request(4, 30), now + BACKGROUND / 2);
-        assert!(scheduler.admit(false).is_empty());
-        assert_eq!(scheduler.preempt(false), Some((2, 2)));
-        assert_eq!(scheduler.admit(false), [(9, 2)]);
-        assert_eq!(scheduler.preempt(false), None, "a background sequence waits, and gives way to nobody");
-        scheduler.enqueue(10, request(4, 30), now + 2 * BACKGROUND);
-        assert_eq!(scheduler.preempt(false), None, "those that run have waited longer");
-        scheduler.leave(9);
-        assert_eq!(scheduler.admit(false), [(2, 2)], "it begins anew, at its old place");
+        assert_eq!(run.admit(false).len(), 3);
+        run.now = begun + BACKGROUND / 2;
+        run.enqueue(9, request(4, 30));
+        assert_eq!(run.admit(false), [preempted(2, 2), admitted(9, 2)]);
+        assert_eq!(run.admit(false), [], "a background sequence waits, and gives way to nobody");
+        run.now = begun + 2 * BACKGROUND;
+        run.enqueue(10, request(4, 30));
+        assert_eq!(run.admit(false), [], "those that run have waited longer");
+        run.scheduler.leave(9, run.now);
+        assert_eq!(run.admit(false), [admitted(10, 2)], "the other two are the share of the background");
+        run.scheduler.leave(10, run.now);
+        assert_eq!(run.admit(false), [admitted(2, 2)], "it begins anew");
+    }
+
+    #[test]
+    fn a_background_job_takes_nothing_of_another_until_it_has_waited_for_a_minute_and_then_half() {
+        let mut run = Run::new(LIMITS);
+        let begun = run.now;
+        for key in 0..20 {
+            run.enqueue(key, of(1, 1, 9));
+            run.enqueue(100 + key, background(1, 9));
+        }
+        let of_background = |run: &Run| run.scheduler.running().filter(|key| *key >= 100).count();
+        for step in 0..20 {
+            run.now = begun + step * Duration::from_secs(1);
+            run.step(false);
+            assert_eq!(of_background(&run), 0);
+        }
+        run.now = begun + BACKGROUND;
+        assert_eq!(run.admit(false), [], "it takes nobody's place even then");
+        for _ in 0..10 {
+            run.step(false);
+        }
+        assert_eq!(of_background(&run), 2);
+        assert_eq!(run.preempted, 0);
     }
 
     #[test]
     fn isolated_sequences_run_alone_and_the_youngest_others_make_room_for_them() {
-        let now = Instant::now();
-        let mut scheduler = Scheduler::new(LIMITS);
-        let mut given = BTreeMap::new();
+        let mut run = Run::new(LIMITS);
         for key in 0..3 {
-            scheduler.enqueue(key, request(4, 26), now);
+            run.enqueue(key, request(4, 26));
         }
-        assert_eq!(step(&mut scheduler, &mut given, false).len(), 3);
-        scheduler.enqueue(9, Request { isolated: true, ..request(4, 30) }, now);
-        assert!(scheduler.admit(true).is_empty());
-        assert_eq!(scheduler.preempt(true), Some((2, 2)));
-        assert_eq!(scheduler.preempt(true), None, "there is room now");
-        assert_eq!(scheduler.admit(true), [(9, 2)]);
-        assert!(scheduler.rows(true).iter().all(|row| row.key == 9));
-        assert_eq!(scheduler.leave(9), Some(2));
-        assert_eq!(scheduler.admit(false), [(2, 2)], "it begins anew, where it was");
+        assert_eq!(run.step(false).len(), 3);
+        run.enqueue(9, Request { isolated: true, ..request(4, 30) });
+        assert_eq!(run.admit(true), [preempted(2, 2), admitted(9, 2)]);
+        assert!(run.scheduler.rows(true, usize::MAX).iter().all(|row| row.key == 9));
+        assert_eq!(run.scheduler.leave(9, run.now), Some(2));
+        assert_eq!(run.admit(true), []);
+        assert_eq!(run.admit(false), [admitted(2, 2)], "it begins anew, where it was");
+    }
+
+    #[derive(Clone, Copy, Debug)]
+    struct Arrival {
+        step: u64,
+        request: Request,
+        /// It is not wanted any more three steps later.
+        is_cancelled: bool,
+    }
+
+    prop_compose! {
+        fn arrival()(
+            (step, prompt, answer) in (0_u64..30, 1_usize..60, 0_usize..40),
+            (requester, priority, fate) in (0_u64..6, 0_u8..10, 0_usize..9),
+            background in prop::bool::weighted(0.2),
+        ) -> Arrival {
+            let request = Request { prompt, answer, priority, requester, background, isolated: false };
+            Arrival { step, request, is_cancelled: fate == 0 }
+        }
+    }
+
+    prop_compose! {
+        fn limits()(sequences in 1_usize..6, reserved_tokens in 20_usize..200, step_tokens in 1_usize..40) -> Limits {
+            Limits { sequences, reserved_tokens, step_tokens }
+        }
     }
 
     proptest! {
-        /// For any input the bounds hold at each step, and each sequence ends.
+        /// For any input the bounds hold at each step, each sequence ends, and what is computed again is bounded.
         #[test]
         fn bounds_hold_and_nobody_starves(
-            limits in (1_usize..6, 20_usize..200, 1_usize..40),
+            limits in limits(),
             shrinks in 0_u64..60,
-            arrivals in prop::collection::vec((0_u64..30, 1_usize..60, 0_usize..40, 0_u8..10, 0_usize..9), 1..60),
+            arrivals in prop::collection::vec(arrival(), 1..60),
         ) {
-            let (sequences, reserved_tokens, step_tokens) = limits;
-            let mut scheduler = Scheduler::new(Limits { sequences, reserved_tokens, step_tokens });
-            let begun = Instant::now();
-            let (mut given, mut expected, mut cancelled) = (BTreeMap::new(), Vec::new(), Vec::new());
-            let mut pending: Vec<_> = arrivals.into_iter().enumerate().collect();
-            pending.sort_by_key(|(_, (at, ..))| *at);
-            let mut pending = pending.into_iter().peekable();
-            let mut steps = 0_u64;
-            let work: usize = 60 * 100 * 4;
-            loop {
-                let now = begun + Duration::from_millis(steps);
-                while let Some((key, (_, prompt, answer, priority, fate))) =
-                    pending.next_if(|(_, (at, ..))| *at <= steps)
-                {
-                    let requester = (prompt % 3) as u64;
-                    let request =
-                        Request { prompt, answer, priority, requester, background: false, isolated: false };
-                    if request.tokens() <= reserved_tokens {
-                        scheduler.enqueue(key as u32, request, now);
-                        if fate == 0 { cancelled.push((key as u32, steps + 3)) } else { expected.push((key as u32, answer.max(1))) }
+            let Limits { sequences, reserved_tokens, step_tokens } = limits;
+            let mut run = Run::new(limits);
+            let (mut expected, mut cancelled) = (Vec::new(), Vec::new());
+            let last = arrivals.iter().map(|it| it.step).max().unwrap();
+            let count = arrivals.len();
+            for steps in 0.. {
+                for (key, it) in (0_u32..).zip(&arrivals) {
+                    if it.step == steps && it.request.tokens() <= reserved_tokens {
+                        run.enqueue(key, it.request);
+                        if it.is_cancelled { cancelled.push((key, steps + 3)) } else { expected.push((key, it.request.answer.max(1))) }
                     }
                 }
-                cancelled.retain(|(key, at)| {
-                    if *at <= steps { scheduler.leave(*key); }
-                    *at > steps
-                });
-                let rows = step(&mut scheduler, &mut given, false);
-                prop_assert!(scheduler.reserved <= reserved_tokens);
+                for (key, at) in &cancelled {
+                    if *at == steps { run.scheduler.leave(*key, run.now); }
+                }
+                let rows = run.step(false);
+                prop_assert!(run.scheduler.held.tokens <= reserved_tokens);
                 prop_assert!(rows.iter().map(|row| row.take).sum::<usize>() <= step_tokens);
                 prop_assert!(rows.len() <= sequences);
                 if steps == shrinks {
                     // The device's memory takes less from here on.
-                    scheduler.limit_step(step_tokens / 2);
+                    run.scheduler.limit_step(step_tokens / 2);
                 }
-                let idle = scheduler.waiting.is_empty() && scheduler.running.iter().all(Option::is_none);
-                if idle && pending.peek().is_none() { break; }
+                let idle = run.is_idle();
+                if idle && steps >= last { break; }
                 prop_assert!(idle || !rows.is_empty(), "something can always go on");
-                steps += 1;
-                prop_assert!((steps as usize) < work, "it comes to an end");
+                prop_assert!(steps < 60 * 100 * 4, "it comes to an end");
             }
             for (key, answer) in expected {
-                prop_assert_eq!(given.get(&key), Some(&answer), "{} has its whole answer", key);
+                prop_assert_eq!(run.ended.get(&key), Some(&answer), "{} has its whole answer", key);
             }
-            prop_assert_eq!(scheduler.reserved, 0);
+            prop_assert!(run.preempted <= 2 * count, "{} of {} gave way", run.preempted, count);
+            prop_assert_eq!(run.scheduler.held, Held::default());
+            prop_assert!(run.scheduler.places.is_empty());
+        }
+
+        /// Whatever others do: what is small beside its requester's share has ended two steps after it came.
+        #[test]
+        fn a_small_sequence_waits_for_nobody(
+            arrivals in prop::collection::vec(arrival(), 1..60),
+            came in 0_u64..60,
+            priority in 0_u8..3,
+        ) {
+            // Of six other requesters, each with a background queue: no sequence is larger than a share.
+            let mut run = Run::new(Limits { sequences: 13, reserved_tokens: 13 * 100, step_tokens: 40 });
+            for steps in 0..came + 2 {
+                for (key, it) in (0_u32..).zip(&arrivals) {
+                    if it.step == steps { run.enqueue(key, it.request) }
+                }
+                if steps == came { run.enqueue(1_000, Request { priority, ..of(9, 1, 1) }) }
+                run.step(false);
+            }
+            prop_assert!(run.ended.contains_key(&1_000));
         }
     }
 }

@@ -5,8 +5,10 @@
 //! |---|---|
 //! | `fill` | when a batch of one-pass inputs is full or due |
 //! | `admit` | which sequences run, and which rows a step computes |
+//! | `prompts` | how the tokens of a step are divided among prompts |
 
 pub mod admit;
 mod fill;
+mod prompts;
 
 pub use fill::{Batch, Batcher, Device, Policy};

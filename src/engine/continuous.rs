@@ -12,19 +12,21 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use super::job::{Item, Queue};
+use super::pace::PromptPace;
 use super::panics::guarded;
 use super::sizing::Sizing;
 use super::turns::{Idle, Loop, Next, Waker};
 use super::{Expect, Notice, Notices, Observer, Pass, Passed, TaskState, now};
 use crate::batching::Policy;
-use crate::batching::admit::{Limits, Request, Row, Scheduler};
+use crate::batching::admit::{Change, Limits, Request, Row, Scheduler};
 use crate::model::{
     self, Advance, Capacity, ForwardError, Generate, Processor, SizedInput, Slot, TaskError, TaskErrorKind,
 };
 use crate::protocol::control::TaskName;
 
 const PROBE_STEPS: usize = 10_000;
-/// How often the loop checks waiting sequences for passed deadlines while nothing runs.
+/// How often the loop checks waiting sequences for cancellations and passed deadlines: tens of thousands may wait, and
+/// those that run are checked at each step.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// The share of the last step in the average duration of recent steps.
 const PACE_SHARE: f64 = 0.02;
@@ -203,6 +205,7 @@ pub(super) struct Continuous<R: Processor, G: Generate> {
     queue: Arc<Sequences<R>>,
     scheduler: Scheduler<Key>,
     sizing: Sizing,
+    pace: PromptPace,
     sequences: BTreeMap<Key, Sequence<R>>,
     last: Key,
     /// The probe; none where the model has none.
@@ -216,6 +219,8 @@ pub(super) struct Continuous<R: Processor, G: Generate> {
     /// The sequences that the launcher knows to be on the device.
     announced: Vec<Key>,
     announced_at: Instant,
+    /// When the waiting sequences were last checked.
+    looked_at: Instant,
     idle: Idle,
     notices: Notices,
     observer: Box<dyn Observer>,
@@ -245,6 +250,7 @@ where
             // Placeholders until the first turn reads the policy.
             scheduler: Scheduler::new(Limits { sequences: 1, reserved_tokens: 0, step_tokens: 1 }),
             sizing: Sizing::new(1),
+            pace: PromptPace::new(),
             sequences: BTreeMap::new(),
             last: 0,
             probe: None,
@@ -253,6 +259,7 @@ where
             average_us: 0.0,
             announced: Vec::new(),
             announced_at: now(),
+            looked_at: now(),
             idle: Idle::default(),
             notices,
             observer,
@@ -329,28 +336,40 @@ where
         is_isolated
     }
 
-    /// Ends the sequences that are cancelled, expired or withdrawn.
+    /// Ends the sequences that are cancelled, expired or withdrawn: those that run, and from time to time also those that
+    /// wait.
     fn end_unwanted(&mut self) {
         let time = now();
-        let of = |sequence: &Sequence<R>| {
-            let task = sequence.item.task();
-            let over = task.is_over() || sequence.item.outputs.is_complete();
-            if over { Some(None) } else { task.unwanted(time).map(Some) }
-        };
-        let ended: Vec<(Key, Option<TaskError>)> =
-            self.sequences.iter().filter_map(|(key, sequence)| Some((*key, of(sequence)?))).collect();
-        for (key, error) in ended {
-            if let Some(item) = self.remove(key)
-                && let Some(error) = error
-            {
-                self.notices.deliver(&item, Err(error));
-            }
+        let mut looked_at: Vec<Key> = self.scheduler.running().collect();
+        if looked_at.is_empty() || time >= self.looked_at + LOOK_EVERY {
+            self.looked_at = time;
+            looked_at = self.sequences.keys().copied().collect();
         }
+        for key in looked_at {
+            self.end_if_unwanted(key, time);
+        }
+    }
+
+    /// Ends the sequence if it is cancelled, expired or withdrawn. Returns whether it was.
+    fn end_if_unwanted(&mut self, key: Key, time: Instant) -> bool {
+        let Some(sequence) = self.sequences.get(&key) else { return false };
+        let task = sequence.item.task();
+        let over = task.is_over() || sequence.item.outputs.is_complete();
+        let error = if over { None } else { task.unwanted(time) };
+        if !over && error.is_none() {
+            return false;
+        }
+        if let Some(item) = self.remove(key)
+            && let Some(error) = error
+        {
+            self.notices.deliver(&item, Err(error));
+        }
+        true
     }
 
     /// Removes a sequence. Its slot is free afterwards.
     fn remove(&mut self, key: Key) -> Option<Item<R>> {
-        self.scheduler.leave(key);
+        self.scheduler.leave(key, now());
         let Sequence { item, slot, .. } = self.sequences.remove(&key)?;
         if let Some(slot) = slot {
             self.network.close(slot);
@@ -358,38 +377,58 @@ where
         Some(item)
     }
 
-    /// Admits sequences, and opens them in the network.
+    /// Admits sequences, and opens them in the network; closes those that give way to them.
     ///
     /// # Errors
     /// The device has failed.
     fn admit(&mut self, isolated: bool) -> Result<(), String> {
-        while let Some((key, slot)) = self.scheduler.preempt(isolated) {
-            self.network.close(Slot(slot));
-            if let Some(sequence) = self.sequences.get_mut(&key) {
-                sequence.slot = None;
-                sequence.known = sequence.known.max(mem::take(&mut sequence.given));
+        let time = now();
+        for change in self.scheduler.admit(isolated, time) {
+            match change {
+                Change::Preempted { key, slot } => self.suspend(key, Slot(slot)),
+                // It may have been cancelled since the waiting ones were last checked.
+                Change::Admitted { key, .. } if self.end_if_unwanted(key, time) => {}
+                Change::Admitted { key, slot } => self.open(key, Slot(slot))?,
             }
         }
-        for (key, slot) in self.scheduler.admit(isolated) {
-            let Some(sequence) = self.sequences.get_mut(&key) else { continue };
-            let (network, slot) = (&mut self.network, Slot(slot));
-            let opened = guarded(|| Ok(network.open(slot, &sequence.item.input)));
-            let error = match opened {
-                Ok(Ok(())) => {
-                    sequence.slot = Some(slot);
-                    continue;
-                }
-                Ok(Err(error)) => error,
-                Err(error) => {
-                    // `open` may have failed half way.
-                    network.close(slot);
-                    TaskError::new(TaskErrorKind::Fault, error.to_string())
-                }
-            };
-            let Some(item) = self.remove(key) else { continue };
-            self.check_own_fault(slot.0, &error)?;
-            self.notices.deliver(&item, Err(error));
-        }
+        Ok(())
+    }
+
+    /// A sequence waits again. What it has given is kept by its job, and is not given a second time.
+    fn suspend(&mut self, key: Key, slot: Slot) {
+        self.network.close(slot);
+        let Some(sequence) = self.sequences.get_mut(&key) else { return };
+        sequence.slot = None;
+        sequence.known = sequence.known.max(mem::take(&mut sequence.given));
+        tracing::debug!(
+            task.id = sequence.item.task().name.id,
+            "a sequence gives way, and begins anew later"
+        );
+    }
+
+    /// Opens an admitted sequence in the network.
+    ///
+    /// # Errors
+    /// The device has failed.
+    fn open(&mut self, key: Key, slot: Slot) -> Result<(), String> {
+        let Some(sequence) = self.sequences.get_mut(&key) else { return Ok(()) };
+        let network = &mut self.network;
+        let opened = guarded(|| Ok(network.open(slot, &sequence.item.input)));
+        let error = match opened {
+            Ok(Ok(())) => {
+                sequence.slot = Some(slot);
+                return Ok(());
+            }
+            Ok(Err(error)) => error,
+            Err(error) => {
+                // `open` may have failed half way.
+                network.close(slot);
+                TaskError::new(TaskErrorKind::Fault, error.to_string())
+            }
+        };
+        let Some(item) = self.remove(key) else { return Ok(()) };
+        self.check_own_fault(slot.0, &error)?;
+        self.notices.deliver(&item, Err(error));
         Ok(())
     }
 
@@ -400,7 +439,7 @@ where
 
     /// Computes a step. False: there is no row to compute.
     fn step(&mut self, isolated: bool) -> bool {
-        let rows = self.scheduler.rows(isolated);
+        let rows = self.scheduler.rows(isolated, self.pace.prompt_tokens());
         if rows.is_empty() {
             return false;
         }
@@ -447,6 +486,7 @@ where
         self.number += 1;
         let tokens = rows.iter().map(|row| row.take).sum();
         let pass = Pass { number: self.number, size: rows.len(), tokens };
+        let prompt_tokens = rows.iter().map(|row| row.take).filter(|take| *take > 1).sum();
         let tasks = self.tasks(&rows);
         let mut too_large = None;
         let settled = self.settle_rows(rows, outcome, (began, pass), &mut too_large);
@@ -455,6 +495,7 @@ where
         let reserved = Some((self.scheduler.reserved(), self.queue.capacity.tokens));
         self.observer.passed(&Passed { began: wall, took, pass, tasks: &tasks, reserved, fault });
         self.learn_pace(took);
+        self.pace.learn(prompt_tokens, took);
         if let Some(most) = self.sizing.learn(too_large) {
             self.scheduler.limit_step(most);
         }

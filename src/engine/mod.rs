@@ -8,6 +8,7 @@
 //! | `continuous` | the loop of models whose sequences join and leave |
 //! | `batch` | what a failed batch of one pass means: a bad input, or a bad device |
 //! | `sizing` | how large a batch the device's memory takes |
+//! | `pace` | how many tokens of prompts a step may have, so that it does not take long |
 //! | `job` | one task's inputs, pieces and outputs, between the worker and the loop |
 //! | `task_state` | whether a task is answered or handed back |
 //! | `start` | the model thread: opens the device, loads, computes the probe, runs the loop |
@@ -18,6 +19,7 @@ mod batch;
 mod continuous;
 mod job;
 mod oneshot;
+mod pace;
 mod panics;
 mod sizing;
 mod start;

@@ -330,3 +330,63 @@ async fn the_highest_priority_is_next() {
     })
     .await;
 }
+
+fn of(id: &str, requester: u64) -> Arc<TaskState> {
+    let name = TaskName { id: id.into(), fingerprint: id.into() };
+    let mut state = TaskState::new(name, None);
+    state.requester = requester;
+    Arc::new(state)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_short_prompt_does_not_wait_for_long_ones_that_came_before() {
+    here(async {
+        for requester in [1, 2] {
+            let rig = Rig::new("script?tokens=32768&context=8192", 512);
+            let long = ["a", "b", "c"].map(|id| rig.run_as(of(id, 1), sequence(4_000, 1), false));
+            let short = async {
+                rig.log.passes(1).await;
+                rig.run_as(of("short", requester), sequence(1, 1), false).await
+            };
+            let (long, short) = tokio::join!(futures_util::future::join_all(long), short);
+            assert!(short.at <= 30, "requester {requester}: {} ms", short.at);
+            // 12,001 tokens are 24 steps, however they are divided; the first ones are shorter, until it is known how
+            // long steps take.
+            let last = long.iter().map(|ended| ended.at).max();
+            assert_eq!(last, Some(260));
+        }
+    })
+    .await;
+}
+
+/// Eight answers of 3,900 tokens, of which four find room at once.
+async fn eight_long(rig: &Rig) -> Vec<Ended> {
+    let names: Vec<String> = (0..8).map(|n| n.to_string()).collect();
+    let streamed = with(sequence(40, 3_900), json!({"stream": true}));
+    let runs = names.iter().map(|id| rig.run_as(of(id, 1), streamed.clone(), false));
+    futures_util::future::join_all(runs).await
+}
+
+#[tokio::test(start_paused = true)]
+async fn reservations_of_one_requester_do_not_hold_up_another_and_a_stream_that_gave_way_repeats_no_part() {
+    here(async {
+        let rig = Rig::new("script?tokens=16384&context=4096", 1_024);
+        let other = async {
+            rig.log.passes(1_200).await;
+            let came = rig.ms();
+            let ended = rig.run_as(of("other", 2), sequence(600, 1), false).await;
+            ended.at - came
+        };
+        let (long, waited) = tokio::join!(eight_long(&rig), other);
+        assert!(waited <= 50, "{waited} ms");
+        for ended in long {
+            let parts = ended.parts.iter().map(|(_, part)| {
+                let part: Value = serde_json::from_str(part).unwrap();
+                part["text"].as_str().unwrap().to_owned()
+            });
+            assert_eq!(parts.collect::<String>(), words(3_900));
+            assert_eq!(ended.text(), words(3_900));
+        }
+    })
+    .await;
+}

@@ -356,3 +356,22 @@ async fn a_task_that_the_broker_would_take_back_is_refused_once_the_pace_is_know
     })
     .await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn tasks_of_one_user_share_what_one_requester_may_have_whatever_their_reply_queues() {
+    here(async {
+        let rig = Rig::start("script?sequences=2", |_| ());
+        let task = |id: &str, user: &str, max_tokens| {
+            let mut task = generate(id, id, max_tokens, false);
+            task.properties.user_id = Some(user.to_owned());
+            task
+        };
+        rig.memory.deliver([task("long", "a", 900), task("longer", "a", 1_000)]);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        rig.memory.deliver([task("other", "b", 5), task("short", "a", 5)]);
+        let settled = rig.memory.settles(4).await;
+        let right = [3, 1, 4, 2].map(Settled::Acked);
+        assert_eq!(settled, right, "the other's goes first, and the short one behind its own user's");
+    })
+    .await;
+}
