@@ -180,6 +180,38 @@ fn what_cannot_be_decoded_is_refused_with_the_reason() {
     assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("inputs[1]")));
 }
 
+/// A lossless WebP file of 38 bytes, whose pixels are all the same.
+fn one_colour(width: u32, height: u32) -> Vec<u8> {
+    let mut file = b"RIFF\x1e\0\0\0WEBPVP8L\x12\0\0\0\x2f".to_vec();
+    file.extend(((width - 1) | (height - 1) << 14).to_le_bytes());
+    // No transform, no cache, no meta prefix codes; five prefix codes, each with one symbol of 8 bits that is 0.
+    let bits = (0..5).fold(0_u64, |bits, code| bits | 0b101 << (3 + 11 * code));
+    file.extend(bits.to_le_bytes());
+    file.resize(38, 0);
+    file
+}
+
+#[test]
+fn the_pixels_of_a_task_are_bounded_by_its_headers() {
+    let (processor, _) = load(&fixture("tiny-vit"));
+    let task = |sides: &[(u32, u32)]| {
+        let images: Vec<_> =
+            sides.iter().map(|(width, height)| STANDARD.encode(one_colour(*width, *height))).collect();
+        let body = json!({"inputs": images}).to_string();
+        processor.preprocess(&Message { body: body.into(), ..Message::default() })
+    };
+    assert_eq!(one_colour(6_300, 6_300).len(), 38);
+    // Of 38 bytes, 40 million pixels each.
+    let error = task(&[(6_300, 6_300); 8]).map(drop).expect_err("it is too much");
+    assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("inputs[4]")));
+    let message = "inputs[4]: with this image the task has 198450000 pixels, and 160000000 are allowed \
+                   (max_task_pixels)";
+    assert_eq!(error.message, message);
+    let error = task(&[(8, 8), (16_000, 16_000)]).map(drop).expect_err("one of them is");
+    assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("inputs[1]")));
+    assert!(task(&[(64, 48); 8]).is_ok());
+}
+
 #[test]
 fn half_precision_is_close_and_other_networks_are_refused_by_name() {
     for name in ["tiny-vit", "tiny-resnet/bottleneck"] {

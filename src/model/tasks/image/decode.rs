@@ -1,5 +1,6 @@
 //! From an image file to upright 8-bit RGB pixels, as transformers' pipelines load an image with Pillow. Pure.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io::Cursor;
 
@@ -62,6 +63,44 @@ pub struct Limits {
     pub bytes: u64,
 }
 
+impl Limits {
+    /// Checks an image's size, before it is decoded.
+    ///
+    /// # Errors
+    /// The image has too many pixels.
+    pub fn check(self, Header { width, height, pixels }: Header) -> Result<(), Error> {
+        if pixels <= self.pixels {
+            return Ok(());
+        }
+        if u64::from(width) * u64::from(height) == pixels {
+            return Err(Error::TooManyPixels { width, height, limit: self.pixels });
+        }
+        Err(Error::TooLargePicture { width, height, pixels, limit: self.pixels })
+    }
+}
+
+/// Bytes of metadata (a colour profile, comments) that may be unpacked beside the samples: they are not used.
+const METADATA: u64 = 4 << 20;
+/// Bytes of the samples of a pixel at most: red, green, blue and alpha of 16 bits.
+const LARGEST_PIXEL: u64 = 8;
+
+/// What a file declares before its samples.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Pixels in a row of the image.
+    pub width: u32,
+    /// Rows of the image.
+    pub height: u32,
+    /// Pixels that are decoded: those of the image, or of the largest picture within the file if that is larger.
+    pub pixels: u64,
+}
+
+impl Header {
+    fn new(width: u32, height: u32) -> Self {
+        Self { width, height, pixels: u64::from(width) * u64::from(height) }
+    }
+}
+
 /// An image as rows of red, green and blue, from the top left.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rgb8 {
@@ -97,6 +136,20 @@ pub enum Error {
         /// Pixels that are allowed.
         limit: u64,
     },
+    /// A picture within the file has more pixels than are allowed, and than the file's header tells.
+    #[error(
+        "the image has {width}x{height} pixels, but a picture in it has {pixels}, and {limit} pixels are allowed"
+    )]
+    TooLargePicture {
+        /// Pixels in a row of the image.
+        width: u32,
+        /// Rows of the image.
+        height: u32,
+        /// Pixels of the picture.
+        pixels: u64,
+        /// Pixels that are allowed.
+        limit: u64,
+    },
     /// Decoding would take more memory than is allowed.
     #[error(
         "the image of {width}x{height} pixels takes more than the {limit} bytes that are allowed for decoding"
@@ -127,6 +180,30 @@ pub enum Error {
     },
 }
 
+/// What the file `bytes`, said to be of `format`, declares. Decodes no samples: the work is proportional to the
+/// file's length.
+///
+/// # Errors
+/// The file is of another format, is cut off in its header, or its header does not keep to the format.
+pub fn header(bytes: &[u8], format: Format) -> Result<Header, Error> {
+    match Format::guess(bytes) {
+        Some(found) if found == format => {}
+        Some(found) => return Err(Error::Other { said: format, found }),
+        None => return Err(Error::Unknown(format)),
+    }
+    let header = match format {
+        Format::Png => png_header(bytes),
+        Format::WebP => webp_header(bytes),
+        Format::Jpeg => {
+            let bytes = readable(bytes, format);
+            let decoder = opened(&bytes, format, METADATA).map_err(|error| failed(error, &bytes, format))?;
+            let (width, height) = decoder.dimensions();
+            Some(Header::new(width, height))
+        }
+    };
+    header.ok_or(Error::CutOff { format, bytes: bytes.len() })
+}
+
 /// Decodes the file `bytes`, said to be of `format`.
 ///
 /// The pixels are Pillow's: turned upright by the EXIF orientation; alpha dropped, not blended; gray repeated; of
@@ -135,41 +212,144 @@ pub enum Error {
 /// # Errors
 /// What is wrong with the file, or which limit it is over.
 pub fn decode(bytes: &[u8], format: Format, limits: Limits) -> Result<Rgb8, Error> {
-    match Format::guess(bytes) {
-        Some(found) if found == format => {}
-        Some(found) => return Err(Error::Other { said: format, found }),
-        None => return Err(Error::Unknown(format)),
-    }
-    let mut size = (0, 0);
-    let failed = |error, (width, height)| match error {
-        ImageError::Limits(_) => Error::TooMuchMemory { width, height, limit: limits.bytes },
-        ImageError::IoError(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
-            Error::CutOff { format, bytes: bytes.len() }
-        }
-        error => Error::Broken { format, reason: error.to_string() },
+    let header = header(bytes, format)?;
+    limits.check(header)?;
+    let Header { width, height, pixels } = header;
+    let limit = limits.bytes.min(pixels * LARGEST_PIXEL + METADATA);
+    let failed = |error| match error {
+        ImageError::Limits(_) => Error::TooMuchMemory { width, height, limit },
+        error => failed(error, bytes, format),
     };
-    let mut reader = ImageReader::with_format(Cursor::new(bytes), format.decoder());
-    let mut allowed = image::Limits::no_limits();
-    allowed.max_alloc = Some(limits.bytes);
-    reader.limits(allowed);
-    let mut decoder = reader.into_decoder().map_err(|error| failed(error, size))?;
-    size = decoder.dimensions();
-    let (width, height) = size;
-    if u64::from(width) * u64::from(height) > limits.pixels {
-        return Err(Error::TooManyPixels { width, height, limit: limits.pixels });
+    let readable = readable(bytes, format);
+    let mut decoder = opened(&readable, format, limit).map_err(failed)?;
+    if decoder.dimensions() != (width, height) {
+        let (found_width, found_height) = decoder.dimensions();
+        let reason = format!("its header says {width}x{height}, its samples {found_width}x{found_height}");
+        return Err(Error::Broken { format, reason });
     }
-    if decoder.total_bytes() > limits.bytes {
-        return Err(Error::TooMuchMemory { width, height, limit: limits.bytes });
+    if decoder.total_bytes() > limit {
+        return Err(Error::TooMuchMemory { width, height, limit });
     }
     if !whole(bytes, format) {
         return Err(Error::CutOff { format, bytes: bytes.len() });
     }
     // An EXIF segment that cannot be read tells no orientation; the image may be good all the same.
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
-    let mut image = DynamicImage::from_decoder(decoder).map_err(|error| failed(error, size))?;
+    let mut image = DynamicImage::from_decoder(decoder).map_err(failed)?;
     image.apply_orientation(orientation);
     let (width, height) = (image.width() as usize, image.height() as usize);
     Ok(Rgb8 { width, height, pixels: rgb(image) })
+}
+
+/// A decoder that has read the file's header, and allocates `most` bytes at most where it obeys.
+fn opened(bytes: &[u8], format: Format, most: u64) -> Result<impl ImageDecoder + '_, ImageError> {
+    let mut reader = ImageReader::with_format(Cursor::new(bytes), format.decoder());
+    let mut allowed = image::Limits::no_limits();
+    allowed.max_alloc = Some(most);
+    reader.limits(allowed);
+    reader.into_decoder()
+}
+
+fn failed(error: ImageError, bytes: &[u8], format: Format) -> Error {
+    match error {
+        ImageError::IoError(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+            Error::CutOff { format, bytes: bytes.len() }
+        }
+        error => Error::Broken { format, reason: error.to_string() },
+    }
+}
+
+/// The file as its decoder may read it. That of JPEG sorts and compares all segments of extended XMP anew at each
+/// marker: a file of 8 MiB with nothing else keeps it for minutes. They are blanked, since nobody reads them.
+fn readable(bytes: &[u8], format: Format) -> Cow<'_, [u8]> {
+    const EXTENDED_XMP: &[u8] = b"http://ns.adobe.com/xmp/extension/\0";
+    let next = |bytes: &[u8]| bytes.windows(EXTENDED_XMP.len()).position(|window| window == EXTENDED_XMP);
+    let mut found = if format == Format::Jpeg { next(bytes) } else { None };
+    if found.is_none() {
+        return Cow::Borrowed(bytes);
+    }
+    let mut blanked = bytes.to_vec();
+    let mut from = 0;
+    while let Some(at) = found {
+        from += at;
+        blanked[from..from + EXTENDED_XMP.len()].fill(0);
+        from += EXTENDED_XMP.len();
+        found = next(&blanked[from..]);
+    }
+    Cow::Owned(blanked)
+}
+
+/// The first chunk is the header. None: the file ends before.
+fn png_header(bytes: &[u8]) -> Option<Header> {
+    let side = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+    Some(Header::new(side(16)?, side(20)?))
+}
+
+/// The size that the file's first chunk gives, and the largest picture in any of its chunks: the decoder compares
+/// them only when it has decoded the picture. None: the file is cut off.
+fn webp_header(bytes: &[u8]) -> Option<Header> {
+    let (first, _) = chunk(bytes.get(12..)?)?;
+    let mut header = match first.name {
+        b"VP8X" => {
+            let side = |at: usize| {
+                let [a, b, c] = *first.data.get(at..at + 3)?.first_chunk::<3>()?;
+                Some(u32::from_le_bytes([a, b, c, 0]) + 1)
+            };
+            Header::new(side(4)?, side(7)?)
+        }
+        _ => picture(&first).map(|(width, height)| Header::new(width, height))?,
+    };
+    header.pixels = header.pixels.max(largest_picture(&bytes[12..])?);
+    Some(header)
+}
+
+/// A chunk of a WebP file.
+struct Chunk<'a> {
+    name: &'a [u8; 4],
+    /// As much of it as the file holds.
+    data: &'a [u8],
+    is_whole: bool,
+}
+
+/// The first chunk of `bytes`, and what follows it. None: there is none.
+fn chunk(bytes: &[u8]) -> Option<(Chunk<'_>, &[u8])> {
+    let (name, rest) = bytes.split_first_chunk::<4>()?;
+    let (length, rest) = rest.split_first_chunk::<4>()?;
+    let length = u32::from_le_bytes(*length) as usize;
+    let chunk = Chunk { name, data: rest.get(..length).unwrap_or(rest), is_whole: length <= rest.len() };
+    // Chunks are padded to an even length.
+    Some((chunk, rest.get(length + length % 2..).unwrap_or_default()))
+}
+
+/// Pixels of the largest picture in these chunks. None: one that is read whole is cut off.
+fn largest_picture(mut bytes: &[u8]) -> Option<u64> {
+    let mut largest = 0;
+    while let Some((chunk, rest)) = chunk(bytes) {
+        largest = largest.max(match chunk.name {
+            // Its decoder allocates what the chunk's header tells.
+            b"EXIF" if !chunk.is_whole => return None,
+            // Pictures of an animation: their chunks stand behind 16 bytes of position and duration.
+            b"ANMF" => largest_picture(chunk.data.get(16..).unwrap_or_default())?,
+            _ => picture(&chunk).map_or(0, |(width, height)| u64::from(width) * u64::from(height)),
+        });
+        bytes = rest;
+    }
+    Some(largest)
+}
+
+/// The sides of the picture that a chunk is, if it is one.
+fn picture(chunk: &Chunk<'_>) -> Option<(u32, u32)> {
+    match (chunk.name, chunk.data) {
+        (b"VP8 ", [_, _, _, _, _, _, a, b, c, d, ..]) => {
+            let side = |low: &u8, high: &u8| u32::from(u16::from_le_bytes([*low, *high]) & 0x3fff);
+            Some((side(a, b), side(c, d)))
+        }
+        (b"VP8L", [_, a, b, c, d, ..]) => {
+            let sides = u32::from_le_bytes([*a, *b, *c, *d]);
+            Some(((sides & 0x3fff) + 1, (sides >> 14 & 0x3fff) + 1))
+        }
+        _ => None,
+    }
 }
 
 /// False when the file is cut off and its decoder may not tell: that of JPEG fills what is missing with gray.
@@ -234,7 +414,7 @@ fn upper_half(sample: u16) -> u8 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::test_files::{expected, read};
+    use super::super::test_files::{expected, one_colour_webp, read};
     use super::*;
 
     const LIMITS: Limits = Limits { pixels: 10_000_000, bytes: 64 << 20 };
@@ -299,6 +479,70 @@ mod tests {
             let error = decode(&read(file), format(file), few).unwrap_err();
             assert!(matches!(error, Error::TooMuchMemory { limit: 1000, .. }), "{file}: {error}");
         }
+    }
+
+    #[test]
+    fn headers_tell_the_size_that_is_decoded() {
+        for row in expected()["decoded"].as_array().unwrap() {
+            let file = row["file"].as_str().unwrap();
+            let (declared, image) = (header(&read(file), format(file)).unwrap(), decoded(file));
+            assert_eq!(declared.pixels as usize, image.width * image.height, "{file}");
+        }
+        let one_colour = one_colour_webp(6_300, 6_300);
+        assert!(one_colour.len() < 40);
+        assert_eq!(header(&one_colour, Format::WebP), Ok(Header::new(6_300, 6_300)));
+    }
+
+    #[test]
+    fn a_webp_of_one_colour_is_decoded() {
+        let image = decode(&one_colour_webp(3, 2), Format::WebP, LIMITS).unwrap();
+        assert_eq!((image.width, image.height), (3, 2));
+        assert!(image.pixels.chunks_exact(3).all(|pixel| pixel == &image.pixels[..3]));
+    }
+
+    /// An extended WebP file of 1 × 1 pixels with these chunks.
+    fn extended(chunks: &[(&[u8; 4], &[u8])]) -> Vec<u8> {
+        let mut file = b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0\0\0\0\0\0\0".to_vec();
+        for (name, data) in chunks {
+            file.extend(*name);
+            file.extend((data.len() as u32).to_le_bytes());
+            file.extend(*data);
+        }
+        let length = file.len() as u32 - 8;
+        file[4..8].copy_from_slice(&length.to_le_bytes());
+        file
+    }
+
+    #[test]
+    fn a_picture_larger_than_its_header_tells_is_refused_before_it_is_decoded() {
+        // A key frame of 16,383 × 16,383 pixels.
+        let frame = [0, 0, 0, 0x9d, 0x01, 0x2a, 0xff, 0x3f, 0xff, 0x3f];
+        let animated = [&[0; 16][..], b"VP8 \x0a\0\0\0", &frame].concat();
+        for file in [extended(&[(b"VP8 ", &frame)]), extended(&[(b"ANMF", &animated)])] {
+            let error = decode(&file, Format::WebP, LIMITS).unwrap_err();
+            let message = "the image has 1x1 pixels, but a picture in it has 268402689, and 10000000 pixels are \
+                           allowed";
+            assert_eq!(error.to_string(), message);
+        }
+        let mut cut = extended(&[(b"EXIF", b"")]);
+        let length = cut.len() - 4;
+        cut[length..].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert_eq!(header(&cut, Format::WebP), Err(Error::CutOff { format: Format::WebP, bytes: cut.len() }));
+    }
+
+    #[test]
+    fn extended_xmp_is_not_read_and_changes_nothing() {
+        let plain = read("rgb.jpg");
+        let segment = {
+            let mut data = b"\xff\xe1\0\x4dhttp://ns.adobe.com/xmp/extension/\0".to_vec();
+            data.extend([b'0'; 32]);
+            data.extend(5_u32.to_be_bytes());
+            data.extend(0_u32.to_be_bytes());
+            data
+        };
+        // Two megabytes of them: their decoder alone would take longer than a test may.
+        let file = [&plain[..2], &segment.repeat(30_000), &plain[2..]].concat();
+        assert_eq!(decode(&file, Format::Jpeg, LIMITS), decode(&plain, Format::Jpeg, LIMITS));
     }
 
     #[test]

@@ -5,7 +5,9 @@ mod decode;
 mod preprocessing;
 mod resize;
 
-use self::decode::{Error, Format, Limits, decode};
+use std::collections::BTreeMap;
+
+use self::decode::{Error, Format, Limits, decode, header};
 use self::preprocessing::Preprocessing;
 use super::labels::Labels;
 use super::names::ServedNames;
@@ -14,12 +16,14 @@ use crate::model::load::{self, ModelFiles};
 use crate::model::nets::image::{ImageNetwork, Pixels, Sides};
 use crate::model::{
     Body, Device, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route, SizedInput,
-    TaskError, TaskErrorKind,
+    TaskError, TaskErrorKind, Value,
 };
 use crate::protocol::images::{ImageFile, ImagesRequest, write_images};
 
 /// Pixels of a decoded image, unless the pool's options say otherwise: a photograph of 7,300 × 5,500.
 const MOST_PIXELS: u64 = 40_000_000;
+/// So many of the largest images make the pixels of one task, unless the pool's options say otherwise.
+const LARGEST_OF_TASK: u64 = 4;
 /// Bytes of decoded samples for each allowed pixel: red, green, blue and alpha.
 const BYTES_OF_PIXEL: u64 = 4;
 /// The side of a patch that counts as a token, in pixels.
@@ -46,20 +50,13 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageNe
     let path = files.required("preprocessor_config.json")?;
     let text = String::from_utf8(load::read(&path)?).map_err(|error| refused(error.to_string()))?;
     let preprocessing = Preprocessing::read(&text).map_err(|error| refused(error.to_string()))?;
-    let mut pixels = MOST_PIXELS;
-    for (option, value) in &spec.options {
-        pixels = value.as_u64().filter(|most| option == "max_pixels" && *most > 0).ok_or_else(|| {
-            refused(format!(
-                "[pool.options] has {option} = {value}; max_pixels = a positive integer is known"
-            ))
-        })?;
-    }
+    let limits = PixelLimits::of(&spec.options).map_err(refused)?;
     let sides = Sides { height: preprocessing.height, width: preprocessing.width };
     let network = ImageNetwork::load((spec, device), &files, sides, labels.names.len())?;
     let processor = ImageProcessor {
         preprocessing,
         labels,
-        limits: Limits { pixels, bytes: pixels.saturating_mul(BYTES_OF_PIXEL) },
+        limits,
         tokens: (sides.height * sides.width).div_ceil(PATCH * PATCH),
         names: ServedNames::new(spec),
         max_inputs: spec.max_inputs,
@@ -67,11 +64,48 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageNe
     Ok((processor, network))
 }
 
+/// How many pixels are decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct PixelLimits {
+    /// Of one image.
+    image: u64,
+    /// Of all images of a task. Few bytes can declare many pixels, each of which takes time and memory.
+    task: u64,
+}
+
+impl PixelLimits {
+    /// The limits in `[pool.options]`.
+    ///
+    /// # Errors
+    /// The option that is unknown, or has no positive number.
+    fn of(options: &BTreeMap<String, Value>) -> Result<Self, String> {
+        let (mut image, mut task) = (MOST_PIXELS, None);
+        for (option, value) in options {
+            let most = value.as_u64().filter(|most| *most > 0);
+            match (option.as_str(), most) {
+                ("max_pixels", Some(most)) => image = most,
+                ("max_task_pixels", Some(most)) => task = Some(most),
+                _ => {
+                    return Err(format!(
+                        "[pool.options] has {option} = {value}; max_pixels and max_task_pixels, each a positive \
+                         integer, are known"
+                    ));
+                }
+            }
+        }
+        Ok(Self { image, task: task.unwrap_or(image.saturating_mul(LARGEST_OF_TASK)) })
+    }
+
+    fn of_image(self) -> Limits {
+        Limits { pixels: self.image, bytes: self.image.saturating_mul(BYTES_OF_PIXEL) }
+    }
+}
+
 /// Turns files into pixels, and the labels' numbers into responses.
 pub struct ImageProcessor {
     preprocessing: Preprocessing,
     labels: Labels,
-    limits: Limits,
+    limits: PixelLimits,
     /// The size of each input.
     tokens: usize,
     names: ServedNames,
@@ -106,7 +140,8 @@ impl Processor for ImageProcessor {
         let ImagesRequest { images, listed, model, top_k, raw_scores } =
             ImagesRequest::parse(message, self.max_inputs)?;
         self.names.check(model.as_deref())?;
-        let inputs = prepared(images, MANY, |_, file| self.pixels(&file))?;
+        let images = self.declared(images)?;
+        let inputs = prepared(images, MANY, |_, image| self.pixels(&image))?;
         Ok((ImageOptions { top_k, listed, raw_scores }, inputs))
     }
 
@@ -119,33 +154,65 @@ impl Processor for ImageProcessor {
     }
 }
 
+/// An image that was not decoded yet.
+struct Declared {
+    file: ImageFile,
+    format: Format,
+}
+
 impl ImageProcessor {
-    fn pixels(&self, file: &ImageFile) -> Result<SizedInput<Pixels>, TaskError> {
-        let bytes = &file.bytes;
-        let said = file.media_type.as_deref().map(|media_type| {
-            Format::from_media_type(media_type).ok_or_else(|| {
-                format!("the media type is {media_type:?}; image/jpeg, image/png and image/webp are decoded")
-            })
-        });
-        let format = match said {
-            Some(format) => format,
-            None => Format::guess(bytes).ok_or_else(|| "it is no image of type JPEG, PNG or WebP".to_owned()),
+    /// Reads the headers of all images of a task, and refuses it if it would be too much to decode.
+    fn declared(&self, files: Vec<ImageFile>) -> Result<Vec<Declared>, TaskError> {
+        let mut pixels: u64 = 0;
+        let mut declared = |file: ImageFile| {
+            let format = format(&file)?;
+            let refused = |error| refused(&file, &error);
+            let header = header(&file.bytes, format).map_err(refused)?;
+            self.limits.of_image().check(header).map_err(refused)?;
+            pixels = pixels.saturating_add(header.pixels);
+            if pixels > self.limits.task {
+                let most = self.limits.task;
+                let reason = format!(
+                    "with this image the task has {pixels} pixels, and {most} are allowed (max_task_pixels)"
+                );
+                return Err(bad(&file, TaskErrorKind::TooLarge, &reason));
+            }
+            Ok(Declared { file, format })
         };
-        let image = match format {
-            Ok(format) => decode(bytes, format, self.limits),
-            Err(reason) => return Err(bad(file, TaskErrorKind::BadInput, &reason)),
-        };
-        let image = image.map_err(|error| {
-            let kind = match &error {
-                Error::TooManyPixels { .. } | Error::TooMuchMemory { .. } => TaskErrorKind::TooLarge,
-                // A body that is not what its media type says.
-                _ if file.path.is_none() => TaskErrorKind::Undecodable,
-                _ => TaskErrorKind::BadInput,
-            };
-            bad(file, kind, &error.to_string())
-        })?;
+        files.into_iter().map(&mut declared).collect()
+    }
+
+    fn pixels(&self, Declared { file, format }: &Declared) -> Result<SizedInput<Pixels>, TaskError> {
+        let image = decode(&file.bytes, *format, self.limits.of_image());
+        let image = image.map_err(|error| refused(file, &error))?;
         Ok(SizedInput::new(Pixels(self.preprocessing.apply(&image)), self.tokens))
     }
+}
+
+/// The format of a file: as the request says, or else as its first bytes say.
+fn format(file: &ImageFile) -> Result<Format, TaskError> {
+    let found = match file.media_type.as_deref() {
+        Some(media_type) => Format::from_media_type(media_type).ok_or_else(|| {
+            format!("the media type is {media_type:?}; image/jpeg, image/png and image/webp are decoded")
+        }),
+        None => {
+            Format::guess(&file.bytes).ok_or_else(|| "it is no image of type JPEG, PNG or WebP".to_owned())
+        }
+    };
+    found.map_err(|reason| bad(file, TaskErrorKind::BadInput, &reason))
+}
+
+/// The error of an image that cannot be decoded.
+fn refused(file: &ImageFile, error: &Error) -> TaskError {
+    let kind = match error {
+        Error::TooManyPixels { .. } | Error::TooLargePicture { .. } | Error::TooMuchMemory { .. } => {
+            TaskErrorKind::TooLarge
+        }
+        // A body that is not what its media type says.
+        _ if file.path.is_none() => TaskErrorKind::Undecodable,
+        _ => TaskErrorKind::BadInput,
+    };
+    bad(file, kind, &error.to_string())
 }
 
 /// The error of one image of a request.
@@ -157,7 +224,7 @@ fn bad(ImageFile { path, .. }: &ImageFile, kind: TaskErrorKind, reason: &str) ->
 }
 
 #[cfg(test)]
-mod test_files {
+pub(crate) mod test_files {
     use super::decode::{Format, Limits, Rgb8, decode};
 
     pub(super) fn read(file: &str) -> Vec<u8> {
@@ -169,7 +236,59 @@ mod test_files {
         serde_json::from_slice(&read("expected.json")).unwrap()
     }
 
+    /// A lossless WebP file whose pixels are all the same, and take no bits.
+    pub(crate) fn one_colour_webp(width: u32, height: u32) -> Vec<u8> {
+        let mut bits: u64 = 0;
+        let mut length = 0;
+        let mut push = |value: u64, count: u32| {
+            bits |= value << length;
+            length += count;
+        };
+        // No transform, no colour cache, no meta prefix codes.
+        push(0, 3);
+        // Five prefix codes, each with one symbol: green, red, blue, alpha, distance.
+        for symbol in [7, 5, 3, 255, 0] {
+            // A simple code, of one symbol, of 8 bits.
+            push(0b101, 3);
+            push(symbol, 8);
+        }
+        let sides = (width - 1) | (height - 1) << 14;
+        let mut data = [&[0x2f], &sides.to_le_bytes()[..], &bits.to_le_bytes()[..]].concat();
+        data.push(0);
+        let mut file = b"RIFF\0\0\0\0WEBPVP8L".to_vec();
+        file.extend((data.len() as u32).to_le_bytes());
+        file.extend(data);
+        let length = file.len() as u32 - 8;
+        file[4..8].copy_from_slice(&length.to_le_bytes());
+        file
+    }
+
     pub(super) fn png(file: &str) -> Rgb8 {
         decode(&read(file), Format::Png, Limits { pixels: 1 << 24, bytes: 1 << 26 }).unwrap()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn limits(options: &[(&str, Value)]) -> Result<PixelLimits, String> {
+        PixelLimits::of(&options.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect())
+    }
+
+    #[test]
+    fn a_task_may_have_the_pixels_of_four_of_the_largest_images_unless_the_options_say_otherwise() {
+        assert_eq!(limits(&[]), Ok(PixelLimits { image: 40_000_000, task: 160_000_000 }));
+        assert_eq!(limits(&[("max_pixels", json!(10))]), Ok(PixelLimits { image: 10, task: 40 }));
+        let both = [("max_pixels", json!(10)), ("max_task_pixels", json!(15))];
+        assert_eq!(limits(&both), Ok(PixelLimits { image: 10, task: 15 }));
+        for (name, value) in
+            [("max_pixels", json!(0)), ("max_task_pixels", json!("many")), ("pixels", json!(1))]
+        {
+            let error = limits(&[(name, value.clone())]).unwrap_err();
+            assert!(error.contains(&format!("{name} = {value}")), "{error}");
+        }
     }
 }
