@@ -81,6 +81,8 @@ impl Limits {
 
 /// Bytes of metadata (a colour profile, comments) that may be unpacked beside the samples: they are not used.
 const METADATA: u64 = 4 << 20;
+/// Scans of a JPEG that are taken for ordinary: encoders make up to about 20, and the decoder takes 100.
+const SCANS: u64 = 32;
 /// Bytes of the samples of a pixel at most: red, green, blue and alpha of 16 bits.
 const LARGEST_PIXEL: u64 = 8;
 
@@ -91,7 +93,8 @@ pub struct Header {
     pub width: u32,
     /// Rows of the image.
     pub height: u32,
-    /// Pixels that are decoded: those of the image, or of the largest picture within the file if that is larger.
+    /// Pixels that are decoded: those of the image, or of the largest picture within the file if that is larger. A
+    /// JPEG of many scans counts several times: each of them goes through the whole image.
     pub pixels: u64,
 }
 
@@ -136,16 +139,17 @@ pub enum Error {
         /// Pixels that are allowed.
         limit: u64,
     },
-    /// A picture within the file has more pixels than are allowed, and than the file's header tells.
+    /// The file holds more than its header tells: a larger picture, or very many scans.
     #[error(
-        "the image has {width}x{height} pixels, but a picture in it has {pixels}, and {limit} pixels are allowed"
+        "the image has {width}x{height} pixels, but its file holds as much as {pixels} to decode, and {limit} pixels \
+         are allowed"
     )]
     TooLargePicture {
         /// Pixels in a row of the image.
         width: u32,
         /// Rows of the image.
         height: u32,
-        /// Pixels of the picture.
+        /// Pixels of the picture, or of all scans.
         pixels: u64,
         /// Pixels that are allowed.
         limit: u64,
@@ -198,7 +202,9 @@ pub fn header(bytes: &[u8], format: Format) -> Result<Header, Error> {
             let bytes = readable(bytes, format);
             let decoder = opened(&bytes, format, METADATA).map_err(|error| failed(error, &bytes, format))?;
             let (width, height) = decoder.dimensions();
-            Some(Header::new(width, height))
+            let mut header = Header::new(width, height);
+            header.pixels = header.pixels.saturating_mul(1 + jpeg_scans(&bytes) / SCANS);
+            Some(header)
         }
     };
     header.ok_or(Error::CutOff { format, bytes: bytes.len() })
@@ -385,6 +391,25 @@ fn jpeg_ends(bytes: &[u8]) -> bool {
     false
 }
 
+/// The scans of a JPEG file, as far as its segments can be followed.
+fn jpeg_scans(bytes: &[u8]) -> u64 {
+    let mut rest = bytes.get(2..).unwrap_or_default();
+    let mut scans = 0;
+    // Within a scan every 0xff of the data is followed by 0, or is a restart marker.
+    let is_marker = |pair: &[u8]| pair[0] == 0xff && !matches!(pair[1], 0 | 1 | 0xd0..=0xd8 | 0xff);
+    while let Some(at) = rest.windows(2).position(is_marker) {
+        let [_, marker, high, low, ..] = rest[at..] else { break };
+        match marker {
+            0xd9 => break,
+            0xda => scans += 1,
+            _ => {}
+        }
+        let length = usize::from(u16::from_be_bytes([high, low]));
+        rest = rest.get(at + 2 + length..).unwrap_or_default();
+    }
+    scans
+}
+
 fn rgb(image: DynamicImage) -> Vec<u8> {
     match image {
         DynamicImage::ImageRgb8(image) => image.into_raw(),
@@ -520,14 +545,28 @@ mod tests {
         let animated = [&[0; 16][..], b"VP8 \x0a\0\0\0", &frame].concat();
         for file in [extended(&[(b"VP8 ", &frame)]), extended(&[(b"ANMF", &animated)])] {
             let error = decode(&file, Format::WebP, LIMITS).unwrap_err();
-            let message = "the image has 1x1 pixels, but a picture in it has 268402689, and 10000000 pixels are \
-                           allowed";
+            let message = "the image has 1x1 pixels, but its file holds as much as 268402689 to decode, and 10000000 \
+                           pixels are allowed";
             assert_eq!(error.to_string(), message);
         }
         let mut cut = extended(&[(b"EXIF", b"")]);
         let length = cut.len() - 4;
         cut[length..].copy_from_slice(&u32::MAX.to_le_bytes());
         assert_eq!(header(&cut, Format::WebP), Err(Error::CutOff { format: Format::WebP, bytes: cut.len() }));
+    }
+
+    #[test]
+    fn each_scan_of_a_jpeg_counts_once_there_are_very_many() {
+        assert_eq!(["rgb.jpg", "progressive.jpg"].map(|file| jpeg_scans(&read(file))), [1, 10]);
+        let plain = read("progressive.jpg");
+        let last = plain.windows(2).rposition(|pair| pair == [0xff, 0xda]).unwrap();
+        let [before, scan] = [&plain[..last], &plain[last..plain.len() - 2]];
+        let size = |scans: usize| {
+            let file = [before, &scan.repeat(scans - 9), &[0xff, 0xd9]].concat();
+            header(&file, Format::Jpeg).unwrap().pixels
+        };
+        let one = header(&plain, Format::Jpeg).unwrap().pixels;
+        assert_eq!([size(31), size(32), size(99)], [one, 2 * one, 4 * one]);
     }
 
     #[test]
