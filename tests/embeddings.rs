@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use sconce::model::load::tokenizer::Tokens;
 use sconce::model::nets::text::TextNetwork;
 use sconce::model::tasks::embed::{self, EmbeddingProcessor};
-use sconce::model::{Device, Dtype, Forward, LoadError, LoadSpec, Preprocessed, Processor};
+use sconce::model::{Device, Dtype, Forward, LoadError, LoadSpec, Processor, SizedInput};
 use sconce::protocol::{Message, TaskError, TaskErrorKind};
 use serde_json::{Value, json};
 
@@ -43,11 +43,16 @@ fn minilm_folder() -> PathBuf {
     folder
 }
 
+/// A preprocessed task, whose inputs are all made.
+type Prepared<P> = (<P as Processor>::Context, Vec<SizedInput<<P as Processor>::Input>>);
+
 fn preprocess(
     processor: &EmbeddingProcessor,
     body: &Value,
-) -> Result<Preprocessed<EmbeddingProcessor>, TaskError> {
-    processor.preprocess(&Message { body: body.to_string().into(), ..Message::default() })
+) -> Result<Prepared<EmbeddingProcessor>, TaskError> {
+    let message = Message { body: body.to_string().into(), ..Message::default() };
+    let (context, inputs) = processor.preprocess(&message)?;
+    Ok((context, inputs.all()?))
 }
 
 fn compute(model: &mut TextNetwork, inputs: &[&Tokens]) -> Vec<Vec<f32>> {

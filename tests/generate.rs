@@ -14,7 +14,7 @@ use sconce::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
 use sconce::model::ops::{RowNumbers, multiplies_bytes};
 use sconce::model::tasks::generate::{self, Answer, GenerateProcessor, Piece, Prompt, TextGenerator};
 use sconce::model::{
-    Advance, Device, Dtype, Generate, LoadSpec, Preprocessed, Processor, Row, SizedInput, Slot, TaskError,
+    Advance, Device, Dtype, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError,
 };
 use sconce::protocol::{Headers, Message, Properties, TaskErrorKind};
 use serde_json::{Value, json};
@@ -60,12 +60,16 @@ fn message(url: &str, body: &Value) -> Message {
     Message { properties, body: body.to_string().into() }
 }
 
+/// A preprocessed task, whose inputs are all made.
+type Prepared<P> = (<P as Processor>::Context, Vec<SizedInput<<P as Processor>::Input>>);
+
 fn preprocess(
     processor: &GenerateProcessor,
     url: &str,
     body: &Value,
-) -> Result<Preprocessed<GenerateProcessor>, TaskError> {
-    processor.preprocess(&message(url, body))
+) -> Result<Prepared<GenerateProcessor>, TaskError> {
+    let (context, inputs) = processor.preprocess(&message(url, body))?;
+    Ok((context, inputs.all()?))
 }
 
 fn inputs(processor: &GenerateProcessor, url: &str, body: &Value) -> Vec<SizedInput<Prompt>> {

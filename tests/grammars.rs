@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sconce::model::tasks::generate::{self, GenerateProcessor, TextGenerator, grammar};
-use sconce::model::{Device, Generate, LoadSpec, Processor, Row, Slot, TaskError, TaskErrorKind};
+use sconce::model::{Device, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError, TaskErrorKind};
 use sconce::protocol::{Headers, Message, Properties};
 use serde_json::{Value, json};
 
@@ -45,11 +45,18 @@ fn regex(regex: impl Into<String>) -> Value {
     json!({"type": "regex", "regex": regex.into()})
 }
 
+fn inputs(
+    processor: &GenerateProcessor,
+    message: &Message,
+) -> Result<Vec<SizedInput<generate::Prompt>>, TaskError> {
+    processor.preprocess(message)?.1.all()
+}
+
 /// The error of a request, wherever it comes: when it is preprocessed, or at one of the first tokens.
 fn error(model: &mut (GenerateProcessor, TextGenerator), format: &Value) -> Option<TaskError> {
     let (processor, generator) = model;
-    let (_, inputs) = match processor.preprocess(&message(format, 1)) {
-        Ok(preprocessed) => preprocessed,
+    let inputs = match inputs(processor, &message(format, 1)) {
+        Ok(inputs) => inputs,
         Err(error) => return Some(error),
     };
     let slot = Slot(0);
@@ -183,7 +190,7 @@ fn usual_grammars_stay_far_below_their_budget() {
 fn sequences_share_a_grammar_and_its_process_ends_with_the_last() {
     let _turn = turn();
     let (processor, mut generator) = model();
-    let (_, inputs) = processor.preprocess(&message(&regex("(yes|no), [a-z]{3}"), 8)).expect("a grammar");
+    let inputs = inputs(&processor, &message(&regex("(yes|no), [a-z]{3}"), 8)).expect("a grammar");
     let servers = children_of(std::process::id());
     let [server] = servers[..] else { panic!("one server: {servers:?}") };
     let builders = children_of(server);
@@ -207,7 +214,7 @@ fn a_grammar_process_that_is_killed_costs_one_attempt() {
     let _turn = turn();
     let (processor, mut generator) = model();
     let format = regex("(yes|no), [a-z]{3}");
-    let (_, inputs) = processor.preprocess(&message(&format, 1)).expect("a grammar");
+    let inputs = inputs(&processor, &message(&format, 1)).expect("a grammar");
     let [server] = children_of(std::process::id())[..] else { panic!("one server") };
     let [builder] = children_of(server)[..] else { panic!("one builder") };
     kill(Pid::from_raw(builder as i32), Signal::SIGKILL).expect("a kill");

@@ -7,7 +7,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use sconce::model::nets::image::{ImageNetwork, Pixels};
 use sconce::model::tasks::image::{self, ImageProcessor};
-use sconce::model::{Device, Dtype, Forward, LoadError, LoadSpec, Processor};
+use sconce::model::{Device, Dtype, Forward, Inputs, LoadError, LoadSpec, Processor, SizedInput};
 use sconce::protocol::{Message, Properties, TaskError, TaskErrorKind};
 use serde_json::{Value, json};
 
@@ -55,15 +55,20 @@ fn file(path: &Path) -> Message {
 
 fn answer((processor, network): &mut Model, message: &Message) -> Result<Value, TaskError> {
     let (context, inputs) = processor.preprocess(message)?;
+    let inputs = inputs.all()?;
     let inputs: Vec<&Pixels> = inputs.iter().map(|sized| &sized.input).collect();
     let outputs = network.forward(&inputs).unwrap_or_else(|error| panic!("{error}"));
     let outputs = outputs.into_iter().collect::<Result<_, _>>()?;
     Ok(serde_json::from_slice(&processor.finish(context, outputs)?.bytes).expect("JSON"))
 }
 
+fn inputs(processor: &ImageProcessor, message: &Message) -> Result<Vec<SizedInput<Pixels>>, TaskError> {
+    processor.preprocess(message)?.1.all()
+}
+
 /// The numbers of a message's only image.
 fn logits((processor, network): &mut Model, message: &Message) -> Vec<f32> {
-    let (_, inputs) = processor.preprocess(message).unwrap_or_else(|error| panic!("{error}"));
+    let inputs = inputs(processor, message).unwrap_or_else(|error| panic!("{error}"));
     let outputs = network.forward(&[&inputs[0].input]).unwrap_or_else(|error| panic!("{error}"));
     outputs.into_iter().next().expect("an output").unwrap_or_else(|error| panic!("{error}"))
 }
@@ -121,9 +126,9 @@ fn an_image_gets_the_same_among_others_as_alone() {
     for (name, most) in [("tiny-vit", 2e-6), ("tiny-resnet/basic", 2e-6)] {
         let (processor, mut network) = load(&fixture(name));
         let images: Vec<_> = ["rgb.png", "gray.png", "rgba.png", "rgb.webp"]
-            .map(|name| processor.preprocess(&file(&fixture("images").join(name))))
+            .map(|name| inputs(&processor, &file(&fixture("images").join(name))))
             .into_iter()
-            .map(|prepared| prepared.unwrap_or_else(|error| panic!("{error}")).1.remove(0).input)
+            .map(|prepared| prepared.unwrap_or_else(|error| panic!("{error}")).remove(0).input)
             .collect();
         let all: Vec<&Pixels> = images.iter().collect();
         let together = network.forward(&all).unwrap_or_else(|error| panic!("{error}"));
@@ -210,6 +215,25 @@ fn the_pixels_of_a_task_are_bounded_by_its_headers() {
     let error = task(&[(8, 8), (16_000, 16_000)]).map(drop).expect_err("one of them is");
     assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("inputs[1]")));
     assert!(task(&[(64, 48); 8]).is_ok());
+}
+
+#[test]
+fn images_are_decoded_slice_by_slice_and_each_large_one_alone() {
+    let (processor, _) = load(&fixture("tiny-vit"));
+    let images: Vec<_> = [(2_000, 1_000), (64, 48), (64, 48), (1_200, 1_000)]
+        .map(|(width, height)| STANDARD.encode(one_colour(width, height)))
+        .into();
+    let broken = STANDARD.encode(&one_colour(64, 48)[..30]);
+    let body = json!({"inputs": [&images[0], &images[1], &images[2], &images[3], &broken]}).to_string();
+    let (_, inputs) = processor
+        .preprocess(&Message { body: body.into(), ..Message::default() })
+        .unwrap_or_else(|error| panic!("{error}"));
+    let Inputs::Slices(mut slices) = inputs else { panic!("they are not decoded all at once") };
+    let mut next =
+        || slices.next().map(|slice| slice.map(|inputs| inputs.len()).map_err(|error| error.param));
+    assert_eq!([next(), next(), next()], [Some(Ok(1)), Some(Ok(2)), Some(Ok(1))]);
+    assert_eq!(next(), Some(Err(Some("inputs[4]".into()))));
+    assert_eq!(next(), None);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use sconce::model::load::tokenizer::Tokens;
 use sconce::model::nets::text::TextNetwork;
 use sconce::model::tasks::{labels, pairs};
-use sconce::model::{Device, Forward, LoadSpec, Preprocessed, Processor};
+use sconce::model::{Device, Forward, LoadSpec, Processor, SizedInput};
 use sconce::protocol::{Body, Headers, Message, Properties, TaskError, TaskErrorKind};
 use serde_json::{Value, json};
 
@@ -34,8 +34,12 @@ fn message(url: &str, body: &Value) -> Message {
     Message { properties: Properties { headers, ..Properties::default() }, body: body.to_string().into() }
 }
 
-fn preprocess<P: Processor>(processor: &P, url: &str, body: &Value) -> Result<Preprocessed<P>, TaskError> {
-    processor.preprocess(&message(url, body))
+/// A preprocessed task, whose inputs are all made.
+type Prepared<P> = (<P as Processor>::Context, Vec<SizedInput<<P as Processor>::Input>>);
+
+fn preprocess<P: Processor>(processor: &P, url: &str, body: &Value) -> Result<Prepared<P>, TaskError> {
+    let (context, inputs) = processor.preprocess(&message(url, body))?;
+    Ok((context, inputs.all()?))
 }
 
 /// The reply to a request, whose inputs are computed together.

@@ -41,7 +41,8 @@ fn main() -> anyhow::Result<()> {
         let mut message = Message { body: line.to_owned().into(), ..Message::default() };
         let url = if line.contains("\"messages\"") { "/v1/chat/completions" } else { "/v1/completions" };
         message.properties.headers.insert("url".to_owned(), url.into());
-        let inputs = processor.preprocess(&message).map_err(|error| anyhow!("{error}"))?.1;
+        let inputs = processor.preprocess(&message).and_then(|it| it.1.all());
+        let inputs = inputs.map_err(|error| anyhow!("{error}"))?;
         prompted.extend(inputs);
     }
     let seconds = Duration::from_secs_f64(seconds.parse().context("SECONDS")?);

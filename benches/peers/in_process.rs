@@ -120,7 +120,8 @@ fn embed(
     let start = Instant::now();
     for text in texts.iter().cycle() {
         let begun = Instant::now();
-        let (_, inputs) = processor.preprocess(text).map_err(|error| anyhow!("{error}"))?;
+        let inputs = processor.preprocess(text).and_then(|it| it.1.all());
+        let inputs = inputs.map_err(|error| anyhow!("{error}"))?;
         batcher.push(inputs.into_iter().map(|sized| sized.input).collect(), false, begun);
         done.preparing += begun.elapsed();
         let Some(batch) = batcher.take(begun, batching::Device::Busy, true) else { continue };

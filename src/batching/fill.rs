@@ -2,6 +2,7 @@
 //! in turn, and behind them those of background tasks. Owns the waiting inputs.
 
 use std::collections::VecDeque;
+use std::mem;
 use std::time::{Duration, Instant};
 use std::vec::IntoIter;
 
@@ -78,6 +79,11 @@ impl<T> Batcher<T> {
         self.policy = policy;
     }
 
+    /// The bounds of batches.
+    pub fn policy(&self) -> Policy {
+        self.policy
+    }
+
     /// Whether no input waits.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty() && self.background.is_empty()
@@ -92,6 +98,19 @@ impl<T> Batcher<T> {
         self.tokens += inputs.iter().map(self.size).sum::<usize>();
         let queue = if background { &mut self.background } else { &mut self.waiting };
         queue.push_back(Task { inputs: inputs.into_iter(), since: now });
+    }
+
+    /// Adds further inputs of a task, behind those that wait; `is_same` tells an input of this task. If none waits,
+    /// as [`Batcher::push`].
+    pub fn extend(&mut self, inputs: Vec<T>, background: bool, now: Instant, is_same: impl Fn(&T) -> bool) {
+        // A background task may have aged into the other queue.
+        let mut waiting = self.waiting.iter_mut().chain(&mut self.background);
+        let Some(task) = waiting.find(|task| task.inputs.as_slice().first().is_some_and(&is_same)) else {
+            return self.push(inputs, background, now);
+        };
+        self.inputs += inputs.len();
+        self.tokens += inputs.iter().map(self.size).sum::<usize>();
+        task.inputs = mem::take(&mut task.inputs).chain(inputs).collect::<Vec<_>>().into_iter();
     }
 
     /// The next batch, if one is ready. `expecting`: further inputs are on their way, so an idle device may
@@ -130,7 +149,7 @@ impl<T> Batcher<T> {
         // Turns have mixed the ages.
         if self.background.iter().any(is_old) {
             let (old, young): (VecDeque<_>, _) =
-                std::mem::take(&mut self.background).into_iter().partition(is_old);
+                mem::take(&mut self.background).into_iter().partition(is_old);
             self.waiting.extend(old);
             self.background = young;
         }
@@ -285,6 +304,18 @@ mod tests {
         batcher.push((300..303).map(|input| (input, 1)).collect(), false, now);
         let left: Vec<_> = all(&mut batcher, now).iter().map(names).collect();
         assert_eq!(left, [vec![2, 3, 300, 301], vec![4, 5, 6, 302], vec![7, 8, 9]]);
+    }
+
+    #[test]
+    fn further_inputs_of_a_task_wait_behind_its_own_and_give_it_no_further_turn() {
+        let (mut batcher, now) = (batcher(1_000, 4), Instant::now());
+        let is_same = |input: &Input| input.0 < 100;
+        for first in [0, 2, 4] {
+            batcher.extend(vec![(first, 1), (first + 1, 1)], false, now, is_same);
+            batcher.push(vec![(100 + first, 1)], false, now);
+        }
+        let order: Vec<_> = all(&mut batcher, now).iter().map(names).collect();
+        assert_eq!(order, [vec![0, 100, 102, 104], vec![1, 2, 3, 4], vec![5]]);
     }
 
     #[test]

@@ -142,6 +142,9 @@ section! {
         /// begins with as many of the largest messages (max_body) as fit. The first messages that are larger
         /// than before can exceed it.
         prefetch_bytes: u64 = "64MiB", read::size(BODY);
+        /// Most bytes of inputs that are decoded and not computed yet (the pixels of images); while there are more,
+        /// nothing further is decoded. One input may always be.
+        prepared_bytes: u64 = "512MiB", read::size(1..=u64::MAX);
         /// Largest body of a task.
         max_body: u64 = "8MiB", read::size(BODY);
         /// Most inputs of one task.

@@ -41,7 +41,7 @@ where
         let Some(message) = processor.probe() else { return Ok(()) };
         let failed = |error: TaskError| format!("a known input fails: {error}");
         let (context, inputs) = processor.preprocess(&message).map_err(failed)?;
-        self.probe = inputs.into_iter().map(|sized| sized.input).collect();
+        self.probe = inputs.all().map_err(failed)?.into_iter().map(|sized| sized.input).collect();
         let outputs = self.compute_probe()?;
         processor.finish(context, outputs).map(drop).map_err(failed)
     }

@@ -150,8 +150,9 @@ impl<R: Processor> Probe<R> {
     /// The probe is not exactly one sequence.
     pub(super) fn of(processor: &R) -> Result<Option<Self>, String> {
         let Some(message) = processor.probe() else { return Ok(None) };
-        let (context, mut inputs) =
-            processor.preprocess(&message).map_err(|error| known_input_fails(&error))?;
+        let prepared = processor.preprocess(&message);
+        let prepared = prepared.and_then(|(context, inputs)| Ok((context, inputs.all()?)));
+        let (context, mut inputs) = prepared.map_err(|error| known_input_fails(&error))?;
         match (inputs.pop(), inputs.len()) {
             (Some(input), 0) => Ok(Some(Self { context, input })),
             _ => Err(known_input_fails(&"it is not one sequence")),

@@ -1,5 +1,6 @@
 //! One task in the engine. The worker holds the [`Job`]: what the reply needs beside the outputs. The loop
-//! holds the [`Item`]s: the inputs. Both share an [`Outputs`], which the loop writes and the job reads.
+//! holds the [`Item`]s: the inputs. Both share an [`Outputs`], which the loop writes and the job reads. A [`Feed`]
+//! makes further items of a task whose inputs are made on demand.
 
 use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,10 +10,13 @@ use std::time::{Duration, Instant};
 
 use futures_util::task::AtomicWaker;
 
+use super::memory::Held;
 use super::panics::caught;
-use super::{Computed, Expect, Job, JobEvent, Pass, TaskState, Told};
+use super::{Computed, Expect, Job, JobEvent, Memory, Pass, Source, TaskState, Told, now};
 use crate::batching::Policy;
-use crate::model::{Body, Message, Processor, Route, SizedInput, TaskError, TaskErrorKind};
+use crate::model::{
+    Body, Effort, Inputs, Message, Processor, Route, SizedInput, Slices, TaskError, TaskErrorKind,
+};
 
 /// One input of a task, on its way through the device.
 pub(super) struct Item<R: Processor> {
@@ -22,6 +26,8 @@ pub(super) struct Item<R: Processor> {
     /// Index of the input within its task.
     pub(super) index: usize,
     pub(super) outputs: Arc<Outputs<R>>,
+    /// The memory of the slice that the input is of.
+    _held: Option<Arc<Held>>,
 }
 
 impl<R: Processor> Item<R> {
@@ -30,9 +36,17 @@ impl<R: Processor> Item<R> {
     }
 }
 
-/// The queue of items for a loop. Written by jobs on the worker's thread, read by the loop.
+/// How much of one task may wait for the model, beyond which no more of its inputs are prepared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ahead {
+    pub(super) inputs: usize,
+    pub(super) tokens: usize,
+}
+
+/// The queue of items for a loop. Written by jobs on the worker's thread and by their feeds on the preprocess
+/// threads, read by the loop.
 pub(super) trait Queue<R: Processor>: Send + Sync {
-    /// Enqueues the items of one task; they stay adjacent.
+    /// Enqueues items of one task: all, or a slice of them. They stay adjacent.
     fn enqueue(&self, items: Vec<Item<R>>, isolated: bool);
     /// As [`Engine::expect`](super::Engine::expect).
     fn expect(&self, one: Expect);
@@ -50,76 +64,188 @@ pub(super) trait Queue<R: Processor>: Send + Sync {
     fn depth(&self) -> usize;
     /// As [`Engine::sequences`](super::Engine::sequences).
     fn sequences(&self) -> Option<usize>;
+    /// As many inputs of a task as run at once, and one that joins as soon as another leaves.
+    fn ahead(&self) -> Ahead {
+        Ahead { inputs: self.sequences().unwrap_or_default() + 1, tokens: usize::MAX }
+    }
     /// Nothing is enqueued any more; the loop may end.
     fn close(&self);
 }
 
 /// The engine of one model type, without its loop.
-pub(super) struct Handle<R: Processor> {
-    pub(super) processor: Arc<R>,
-    pub(super) queue: Arc<dyn Queue<R>>,
+pub(super) struct Handle<R: Processor>(Arc<Model<R>>);
+
+struct Model<R: Processor> {
+    processor: R,
+    queue: Arc<dyn Queue<R>>,
+    memory: Arc<Memory>,
+}
+
+impl<R: Processor> Handle<R> {
+    pub(super) fn new(processor: R, queue: Arc<dyn Queue<R>>, memory: Arc<Memory>) -> Self {
+        Self(Arc::new(Model { processor, queue, memory }))
+    }
 }
 
 impl<R: Processor> Drop for Handle<R> {
     fn drop(&mut self) {
-        self.queue.close();
+        self.0.queue.close();
+    }
+}
+
+impl<R: Processor> Model<R> {
+    /// Checks inputs that were made, and counts their memory.
+    fn slice(
+        &self,
+        inputs: Vec<SizedInput<R::Input>>,
+        slices: Option<Slices<R::Input>>,
+    ) -> Result<Slice<R>, TaskError> {
+        self.queue.check(&inputs)?;
+        let held = self.memory.slice(inputs.iter().map(|sized| self.processor.bytes(&sized.input)).sum());
+        Ok(Slice { inputs, held, rest: slices })
+    }
+
+    /// The next slice.
+    fn next(&self, mut slices: Slices<R::Input>) -> Result<Slice<R>, TaskError> {
+        match slices.next().transpose()? {
+            None => self.slice(Vec::new(), None),
+            Some(inputs) => {
+                let is_last = slices.size_hint().1 == Some(0);
+                self.slice(inputs, (!is_last).then_some(slices))
+            }
+        }
+    }
+
+    /// Hands a slice to the model thread, and returns what makes the next one.
+    fn enqueue(
+        &self,
+        slice: Slice<R>,
+        outputs: &Arc<Outputs<R>>,
+        isolated: bool,
+    ) -> Option<Slices<R::Input>> {
+        let sizes = slice.sizes();
+        let Slice { inputs, held, rest } = slice;
+        let first = outputs.grow(sizes, rest.is_some());
+        let item = |(index, sized): (usize, SizedInput<R::Input>)| {
+            let SizedInput { input, tokens, answer_tokens } = sized;
+            let (outputs, _held) = (outputs.clone(), held.clone());
+            Item { input, tokens, answer_tokens, index, outputs, _held }
+        };
+        if !inputs.is_empty() {
+            self.queue.enqueue((first..).zip(inputs).map(item).collect(), isolated);
+        }
+        rest
+    }
+}
+
+/// Inputs of a task that were made together.
+struct Slice<R: Processor> {
+    inputs: Vec<SizedInput<R::Input>>,
+    held: Option<Arc<Held>>,
+    /// What makes the inputs behind these; none: there are none.
+    rest: Option<Slices<R::Input>>,
+}
+
+impl<R: Processor> Slice<R> {
+    fn sizes(&self) -> Sizes {
+        let tokens = self.inputs.iter().map(|input| input.tokens).sum();
+        Sizes { inputs: self.inputs.len(), tokens }
     }
 }
 
 impl<R: Processor> super::Engine for Handle<R> {
     fn routes(&self) -> &[Route] {
-        self.processor.routes()
+        self.0.processor.routes()
     }
 
     fn preprocess(&self, message: &Message) -> Result<Box<dyn Job>, TaskError> {
-        let (context, inputs) = self.processor.preprocess(message)?;
-        if inputs.is_empty() {
-            return Err(TaskError::new(TaskErrorKind::Internal, "the model made no input of this task"));
-        }
-        self.queue.check(&inputs)?;
-        let sizes = Sizes { inputs: inputs.len(), tokens: inputs.iter().map(|input| input.tokens).sum() };
-        let is_streamed = self.processor.is_streamed(&context);
-        let (processor, queue) = (self.processor.clone(), self.queue.clone());
-        Ok(Box::new(Task { processor, queue, context, sizes, is_streamed, inputs, outputs: None }))
+        let model = self.0.clone();
+        let (context, inputs) = model.processor.preprocess(message)?;
+        let first = match inputs {
+            Inputs::All(inputs) => model.slice(inputs, None)?,
+            Inputs::Slices(slices) => model.next(slices)?,
+        };
+        let is_streamed = model.processor.is_streamed(&context);
+        Ok(Box::new(Task { model, context, is_streamed, first: Some(first), outputs: None, feed: None }))
+    }
+
+    fn effort(&self, message: &Message) -> Effort {
+        self.0.processor.effort(message)
+    }
+
+    fn memory(&self) -> &Arc<Memory> {
+        &self.0.memory
     }
 
     fn expect(&self, one: Expect) {
-        self.queue.expect(one);
+        self.0.queue.expect(one);
     }
 
     fn set_policy(&self, policy: Policy) {
-        self.queue.set_policy(policy);
+        self.0.queue.set_policy(policy);
     }
 
     fn isolate(&self, isolated: bool) {
-        self.queue.isolate(isolated);
+        self.0.queue.isolate(isolated);
     }
 
     fn depth(&self) -> usize {
-        self.queue.depth()
+        self.0.queue.depth()
     }
 
     fn sequences(&self) -> Option<usize> {
-        self.queue.sequences()
+        self.0.queue.sequences()
     }
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 struct Sizes {
     inputs: usize,
     tokens: usize,
 }
 
 struct Task<R: Processor> {
-    processor: Arc<R>,
-    queue: Arc<dyn Queue<R>>,
+    model: Arc<Model<R>>,
     context: R::Context,
-    sizes: Sizes,
     is_streamed: bool,
-    /// Empty once the job is enqueued.
-    inputs: Vec<SizedInput<R::Input>>,
+    /// None once the job is enqueued.
+    first: Option<Slice<R>>,
     /// None until the job is enqueued.
     outputs: Option<Waiting<R>>,
+    /// None if all inputs were in the first slice.
+    feed: Option<Arc<Feed<R>>>,
+}
+
+/// Makes the further inputs of a task.
+struct Feed<R: Processor> {
+    model: Arc<Model<R>>,
+    outputs: Arc<Outputs<R>>,
+    isolated: bool,
+    /// None: all are made, or one failed. Locked while a slice is made; the worker wants one at a time.
+    rest: Mutex<Option<Slices<R::Input>>>,
+}
+
+impl<R: Processor> Source for Feed<R> {
+    fn poll_wanted(&self, context: &mut Context<'_>) -> Poll<bool> {
+        // Registered before the state is read, so that a change after the read wakes this task.
+        self.outputs.feed_waker.register(context.waker());
+        self.outputs.wants(self.model.queue.ahead())
+    }
+
+    fn pull(&self) -> Result<(), TaskError> {
+        let Outputs { task, .. } = &*self.outputs;
+        if task.is_over() || self.outputs.is_complete() {
+            return Ok(());
+        }
+        if let Some(error) = task.unwanted(now()) {
+            return Err(error);
+        }
+        let mut rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(slices) = rest.take() {
+            *rest = self.model.enqueue(self.model.next(slices)?, &self.outputs, self.isolated);
+        }
+        Ok(())
+    }
 }
 
 /// The job's reference to its outputs. Dropping it abandons the task.
@@ -133,11 +259,11 @@ impl<R: Processor> Drop for Waiting<R> {
 
 impl<R: Processor> Job for Task<R> {
     fn inputs(&self) -> usize {
-        self.sizes.inputs
+        self.sizes().inputs
     }
 
     fn tokens(&self) -> usize {
-        self.sizes.tokens
+        self.sizes().tokens
     }
 
     fn is_streamed(&self) -> bool {
@@ -145,18 +271,21 @@ impl<R: Processor> Job for Task<R> {
     }
 
     fn estimate(&self) -> Option<Duration> {
-        self.queue.estimate(&self.inputs)
+        self.model.queue.estimate(&self.first.as_ref()?.inputs)
     }
 
     fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool) {
-        let outputs = Arc::new(Outputs::new(task, self.sizes.inputs, self.is_streamed));
+        let Some(first) = self.first.take() else { return };
+        let outputs = Arc::new(Outputs::new(task, self.is_streamed));
         self.outputs = Some(Waiting(outputs.clone()));
-        let item = |(index, sized): (usize, SizedInput<R::Input>)| {
-            let SizedInput { input, tokens, answer_tokens } = sized;
-            Item { input, tokens, answer_tokens, index, outputs: outputs.clone() }
-        };
-        let items = mem::take(&mut self.inputs).into_iter().enumerate().map(item).collect();
-        self.queue.enqueue(items, isolated);
+        if let Some(rest) = self.model.enqueue(first, &outputs, isolated) {
+            let (model, rest) = (self.model.clone(), Mutex::new(Some(rest)));
+            self.feed = Some(Arc::new(Feed { model, outputs, isolated, rest }));
+        }
+    }
+
+    fn source(&self) -> Option<Arc<dyn Source>> {
+        self.feed.clone().map(|feed| feed as Arc<dyn Source>)
     }
 
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent> {
@@ -170,7 +299,7 @@ impl<R: Processor> Job for Task<R> {
             // The lock is released first: the model thread takes it for each piece.
             drop(gathered);
             let part = |(input, pieces)| {
-                let written = caught(|| self.processor.parts(&mut self.context, input, pieces));
+                let written = caught(|| self.model.processor.parts(&mut self.context, input, pieces));
                 // If a part fails, the final reply still holds everything.
                 written.unwrap_or_else(|panic| {
                     tracing::error!(task.id = outputs.task.name.id, panic, "a part of a reply is left out");
@@ -196,12 +325,19 @@ impl<R: Processor> Job for Task<R> {
     }
 
     fn finish(self: Box<Self>) -> Result<Body, TaskError> {
-        let Self { processor, context, outputs, .. } = *self;
+        let Self { model, context, outputs, .. } = *self;
         let Some(Waiting(outputs)) = &outputs else {
             return Err(TaskError::new(TaskErrorKind::Internal, "the task was never enqueued"));
         };
         let outputs = outputs.lock().take()?;
-        processor.finish(context, outputs)
+        model.processor.finish(context, outputs)
+    }
+}
+
+impl<R: Processor> Task<R> {
+    fn sizes(&self) -> Sizes {
+        let waiting = self.outputs.as_ref().map(|Waiting(outputs)| outputs.lock().sizes);
+        waiting.or(self.first.as_ref().map(Slice::sizes)).unwrap_or_default()
     }
 }
 
@@ -215,13 +351,23 @@ pub(super) struct Outputs<R: Processor> {
     part_wanted: AtomicBool,
     /// Wakes the job when it is told, or when it waits for a piece and one arrives.
     waker: AtomicWaker,
+    /// Wakes the worker when it waits to prepare more inputs, and few are left.
+    feed_waker: AtomicWaker,
     /// Locked for the few instructions of storing an output; never across an await.
     gathered: Mutex<Gathered<R>>,
 }
 
 struct Gathered<R: Processor> {
+    /// One for each input that was enqueued.
     outputs: Vec<Option<R::Output>>,
+    /// Inputs that were enqueued and are not computed.
     left: usize,
+    /// All inputs that were enqueued.
+    sizes: Sizes,
+    /// Further inputs may follow.
+    is_open: bool,
+    /// When fewer inputs are left, more are to be prepared; 0: nobody waits for that.
+    wanted_below: usize,
     error: Option<TaskError>,
     computed: Computed,
     /// Pieces that are in no part yet, by input. Bound: the tokens that the task's answers may have.
@@ -230,17 +376,57 @@ struct Gathered<R: Processor> {
 }
 
 impl<R: Processor> Outputs<R> {
-    pub(super) fn new(task: Arc<TaskState>, inputs: usize, is_streamed: bool) -> Self {
+    fn new(task: Arc<TaskState>, is_streamed: bool) -> Self {
         let gathered = Gathered {
-            outputs: (0..inputs).map(|_| None).collect(),
-            left: inputs,
+            outputs: Vec::new(),
+            left: 0,
+            sizes: Sizes::default(),
+            is_open: true,
+            wanted_below: 0,
             error: None,
             computed: Computed::default(),
             pieces: Vec::new(),
             is_complete: false,
         };
-        let (told, part_wanted, waker) = (AtomicBool::new(false), AtomicBool::new(false), AtomicWaker::new());
-        Self { task, is_streamed, told, part_wanted, waker, gathered: Mutex::new(gathered) }
+        let (told, part_wanted) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (waker, feed_waker) = (AtomicWaker::new(), AtomicWaker::new());
+        Self { task, is_streamed, told, part_wanted, waker, feed_waker, gathered: Mutex::new(gathered) }
+    }
+
+    /// Makes places for the outputs of further inputs, and returns the index of the first. `is_open`: more may
+    /// follow. If none do and none are left, the task is done.
+    fn grow(&self, more: Sizes, is_open: bool) -> usize {
+        let mut gathered = self.lock();
+        let first = gathered.outputs.len();
+        gathered.outputs.resize_with(first + more.inputs, || None);
+        gathered.left += more.inputs;
+        gathered.sizes.inputs += more.inputs;
+        gathered.sizes.tokens += more.tokens;
+        gathered.is_open = is_open;
+        let is_done = !is_open && gathered.left == 0 && !mem::replace(&mut gathered.is_complete, true);
+        drop(gathered);
+        if is_done {
+            // No pass ends that would tell the job.
+            self.tell();
+        }
+        first
+    }
+
+    /// Whether more inputs are to be prepared; pending until so few are left that they are.
+    fn wants(&self, ahead: Ahead) -> Poll<bool> {
+        let mut gathered = self.lock();
+        if gathered.is_complete || !gathered.is_open {
+            return Poll::Ready(false);
+        }
+        // The further inputs are taken to be of the size of those so far.
+        let Sizes { inputs, tokens } = gathered.sizes;
+        let in_tokens = ahead.tokens.saturating_mul(inputs).checked_div(tokens).unwrap_or(usize::MAX);
+        let most = ahead.inputs.min(in_tokens).max(1);
+        if gathered.left < most {
+            return Poll::Ready(true);
+        }
+        gathered.wanted_below = most;
+        Poll::Pending
     }
 
     /// Records a pass that computed one of the task's inputs.
@@ -284,14 +470,23 @@ impl<R: Processor> Outputs<R> {
             }
             Err(error) => _ = gathered.error.get_or_insert(error),
         }
+        if gathered.left < gathered.wanted_below {
+            gathered.wanted_below = 0;
+            self.feed_waker.wake();
+        }
         gathered.computed.failed = gathered.error.is_some();
-        let is_complete = gathered.computed.failed || gathered.left == 0;
+        let is_complete = gathered.computed.failed || gathered.left == 0 && !gathered.is_open;
         is_complete && !mem::replace(&mut gathered.is_complete, true)
     }
 
     /// Whether the task is done, so that its other inputs need not be computed.
     pub(super) fn is_complete(&self) -> bool {
         self.lock().is_complete
+    }
+
+    /// Whether further inputs may follow those that were enqueued.
+    pub(super) fn is_open(&self) -> bool {
+        self.lock().is_open
     }
 
     fn lock(&self) -> MutexGuard<'_, Gathered<R>> {
@@ -337,7 +532,19 @@ mod tests {
         }
 
         fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
-            Ok(((), message.body.iter().map(|byte| SizedInput::new(u32::from(*byte), 2)).collect()))
+            let inputs: Vec<_> =
+                message.body.iter().map(|byte| SizedInput::new(u32::from(*byte), 2)).collect();
+            // One for each input; a 0 fails.
+            let mut slices = inputs.into_iter().map(|sized| match sized.input {
+                0 => Err(TaskError::bad_input("input", "zero")),
+                _ => Ok(vec![sized]),
+            });
+            Ok(match message.properties.kind.as_deref() {
+                Some("counted") => ((), Inputs::Slices(Box::new(slices))),
+                // These do not say how many they are.
+                Some(_) => ((), Inputs::Slices(Box::new(std::iter::from_fn(move || slices.next())))),
+                None => ((), Inputs::All(slices.flatten().flatten().collect())),
+            })
         }
 
         fn is_streamed(&self, (): &()) -> bool {
@@ -376,15 +583,44 @@ mod tests {
         fn close(&self) {}
     }
 
-    fn enqueued(body: &'static [u8]) -> (Box<dyn Job>, Arc<Outputs<Numbers>>) {
+    fn handle(queue: Arc<Kept>) -> Handle<Numbers> {
+        Handle::new(Numbers, queue, Memory::new(1))
+    }
+
+    fn job(message: &Message) -> (Box<dyn Job>, Arc<Kept>) {
         use crate::engine::Engine as _;
         let queue = Arc::new(Kept::default());
-        let handle = Handle { processor: Arc::new(Numbers), queue: queue.clone() };
-        let mut job = handle.preprocess(&Message { body: body.into(), ..Message::default() }).unwrap();
+        let mut job = handle(queue.clone()).preprocess(message).unwrap();
         let name = TaskName { id: "t".into(), fingerprint: "f".into() };
         job.enqueue(Arc::new(TaskState::new(name, None)), false);
+        (job, queue)
+    }
+
+    fn enqueued(body: &'static [u8]) -> (Box<dyn Job>, Arc<Outputs<Numbers>>) {
+        let (job, queue) = job(&Message { body: body.into(), ..Message::default() });
         let outputs = queue.0.lock().unwrap()[0].outputs.clone();
         (job, outputs)
+    }
+
+    /// A task whose inputs are made one by one, `counted` or not.
+    fn on_demand(kind: &str, body: &'static [u8]) -> (Box<dyn Job>, Arc<Kept>) {
+        let mut message = Message { body: body.into(), ..Message::default() };
+        message.properties.kind = Some(kind.to_owned());
+        job(&message)
+    }
+
+    fn wanted(source: &Arc<dyn Source>) -> Option<bool> {
+        match source.poll_wanted(&mut Context::from_waker(&noop_waker())) {
+            Poll::Ready(wanted) => Some(wanted),
+            Poll::Pending => None,
+        }
+    }
+
+    /// Computes the items that wait, of which each is its own output. True: the task is done now.
+    fn compute(queue: &Kept) -> bool {
+        let items = mem::take(&mut *queue.0.lock().unwrap());
+        let done = items.into_iter().map(|item| item.outputs.deliver(item.index, Ok(item.input)));
+        done.fold(false, |done, now| done || now)
     }
 
     fn poll(job: &mut Box<dyn Job>, parts: bool) -> Option<JobEvent> {
@@ -450,10 +686,70 @@ mod tests {
     #[test]
     fn inputs_that_can_never_be_computed_are_refused_before_they_are_enqueued() {
         use crate::engine::Engine as _;
-        let handle = Handle { processor: Arc::new(Numbers), queue: Arc::new(Kept::default()) };
-        for body in [&[][..], &[9]] {
-            assert!(handle.preprocess(&Message { body: body.into(), ..Message::default() }).is_err());
+        let body = &[9][..];
+        let message = Message { body: body.into(), ..Message::default() };
+        assert!(handle(Arc::default()).preprocess(&message).is_err());
+        let (job, queue) = on_demand("counted", &[5, 9]);
+        assert!(job.source().unwrap().pull().is_err());
+        assert_eq!(queue.0.lock().unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_task_without_inputs_is_done_when_it_is_enqueued() {
+        for mut job in [job(&Message::default()).0, on_demand("counted", &[]).0, on_demand("open", &[]).0] {
+            assert!(job.source().is_none());
+            assert!(matches!(poll(&mut job, false), Some(JobEvent::Done(_))));
+            assert_eq!(job.finish().unwrap().bytes, "[]");
         }
+    }
+
+    #[test]
+    fn inputs_on_demand_are_made_while_few_wait_and_the_task_is_done_when_the_last_is_computed() {
+        let (mut job, queue) = on_demand("open", &[5, 6, 7, 8]);
+        let source = job.source().unwrap();
+        // `Kept` has no sequences: one input may wait.
+        assert_eq!((job.inputs(), job.tokens(), wanted(&source)), (1, 2, None));
+        for made in [2, 3, 4] {
+            assert!(!compute(&queue));
+            assert_eq!(wanted(&source), Some(true));
+            source.pull().unwrap();
+            assert_eq!((job.inputs(), job.tokens(), wanted(&source)), (made, 2 * made, None));
+        }
+        assert!(poll(&mut job, false).is_none());
+        assert!(!compute(&queue), "nobody knows that there are no more");
+        assert_eq!(wanted(&source), Some(true));
+        source.pull().unwrap();
+        assert_eq!(wanted(&source), Some(false));
+        assert!(matches!(poll(&mut job, false), Some(JobEvent::Done(_))));
+        assert_eq!(job.finish().unwrap().bytes, "[5, 6, 7, 8]");
+    }
+
+    #[test]
+    fn a_task_whose_last_slice_is_known_to_be_the_last_is_done_with_it() {
+        let (job, queue) = on_demand("counted", &[5]);
+        assert!(job.source().is_none() && compute(&queue));
+        let (job, queue) = on_demand("counted", &[5, 6]);
+        assert!(!compute(&queue));
+        job.source().unwrap().pull().unwrap();
+        assert_eq!(wanted(&job.source().unwrap()), Some(false));
+        assert!(compute(&queue));
+    }
+
+    #[test]
+    fn what_is_not_wanted_any_more_is_not_prepared() {
+        let (job, queue) = on_demand("open", &[5, 6]);
+        let (source, outputs) = (job.source().unwrap(), queue.0.lock().unwrap()[0].outputs.clone());
+        outputs.task.cancel();
+        assert_eq!(source.pull().unwrap_err().kind, TaskErrorKind::Cancelled);
+        drop(job);
+        assert!(source.pull().is_ok() && queue.0.lock().unwrap().len() == 1);
+    }
+
+    #[test]
+    fn an_error_in_a_later_input_is_the_tasks() {
+        let (job, _) = on_demand("open", &[5, 0, 6]);
+        let source = job.source().unwrap();
+        assert_eq!(source.pull().unwrap_err().message, "zero");
     }
 
     #[test]

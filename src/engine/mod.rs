@@ -9,6 +9,7 @@
 //! | `batch` | what a failed batch of one pass means: a bad input, or a bad device |
 //! | `sizing` | how large a batch the device's memory takes |
 //! | `pace` | how many tokens of prompts a step may have, so that it does not take long |
+//! | `memory` | when there is memory for further inputs |
 //! | `job` | one task's inputs, pieces and outputs, between the worker and the loop |
 //! | `task_state` | whether a task is answered or handed back |
 //! | `start` | the model thread: opens the device, loads, computes the probe, runs the loop |
@@ -18,6 +19,7 @@
 mod batch;
 mod continuous;
 mod job;
+mod memory;
 mod oneshot;
 mod pace;
 mod panics;
@@ -35,11 +37,12 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::mpsc;
 
 use crate::batching::Policy;
-use crate::model::{Body, LoadError, LoadSpec, Message, Processor, Route, TaskError};
+use crate::model::{Body, Effort, LoadError, LoadSpec, Message, Processor, Route, TaskError};
 use crate::protocol::control::TaskName;
 
 use job::Item;
 
+pub use memory::Memory;
 pub use panics::caught;
 pub use start::{Starter, chosen, continuous, oneshot};
 pub use task_state::TaskState;
@@ -49,11 +52,17 @@ pub trait Engine: Send + Sync {
     /// The URLs that the model answers.
     fn routes(&self) -> &[Route];
 
-    /// Decodes a message and makes its inputs. Blocks until that is done.
+    /// Decodes a message and makes its inputs, or the first slice of them. Blocks until that is done.
     ///
     /// # Errors
     /// What is wrong with the task.
     fn preprocess(&self, message: &Message) -> Result<Box<dyn Job>, TaskError>;
+
+    /// As [`Processor::effort`].
+    fn effort(&self, message: &Message) -> Effort;
+
+    /// The memory of inputs that are prepared and not computed yet.
+    fn memory(&self) -> &Arc<Memory>;
 
     /// Announces one more task on its way (or one less): an idle device waits for it, `max_delay` at most.
     fn expect(&self, one: Expect);
@@ -82,20 +91,24 @@ pub enum Expect {
 
 /// One task in the engine: preprocessed, then enqueued, then done. Dropping the job abandons the task.
 pub trait Job: Send {
-    /// The number of inputs.
+    /// The number of inputs that are prepared so far.
     fn inputs(&self) -> usize;
 
-    /// Tokens of all inputs.
+    /// Tokens of these inputs.
     fn tokens(&self) -> usize;
 
     /// Whether the task asked for its reply in parts.
     fn is_streamed(&self) -> bool;
 
-    /// How long this task will probably be on the device, at the pace of recent steps; none for one-pass models.
+    /// How long the inputs that are prepared will probably be on the device, at the pace of recent steps; none for
+    /// one-pass models.
     fn estimate(&self) -> Option<Duration>;
 
-    /// Hands the inputs to the model thread. `isolated`: they are computed with other isolated jobs only.
+    /// Hands the inputs to the model thread, once. `isolated`: they are computed with other isolated jobs only.
     fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool);
+
+    /// What makes the job's further inputs, once it is enqueued; none: all of them are prepared.
+    fn source(&self) -> Option<Arc<dyn Source>>;
 
     /// Waits for the next event after `enqueue`. Parts are given out only while `parts` is true.
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent>;
@@ -105,6 +118,18 @@ pub trait Job: Send {
     /// # Errors
     /// Why there is no reply with a result.
     fn finish(self: Box<Self>) -> Result<Body, TaskError>;
+}
+
+/// Makes the inputs of a job that has not all of them yet, slice by slice.
+pub trait Source: Send + Sync {
+    /// Waits until few of the job's inputs wait for the model. True: the next slice is wanted. False: there is none.
+    fn poll_wanted(&self, context: &mut Context<'_>) -> Poll<bool>;
+
+    /// Makes the next slice, and hands it to the model thread. Blocks until that is done.
+    ///
+    /// # Errors
+    /// What is wrong with the task, or why it is not wanted any more: it has no result.
+    fn pull(&self) -> Result<(), TaskError>;
 }
 
 /// What happens to a job.
@@ -194,6 +219,8 @@ pub struct Setup {
     pub min_speed: f64,
     /// The bounds of batches.
     pub policy: Policy,
+    /// The most bytes of inputs that are prepared and not computed yet.
+    pub prepared_bytes: u64,
     /// Called by the model thread about its work.
     pub observer: Box<dyn Observer>,
 }

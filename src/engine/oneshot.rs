@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use super::batch::{Network, Outcome};
-use super::job::{Item, Queue};
+use super::job::{Ahead, Item, Queue};
 use super::sizing::Sizing;
 use super::turns::{Idle, Loop, Next, Waker};
 use super::{Expect, Notice, Pass, Passed, TaskState, now};
@@ -157,8 +157,14 @@ impl<R: Processor> Queue<R> for Waiting<R> {
         let now = now();
         self.change(|state| {
             let batcher = if isolated { &mut state.isolated } else { &mut state.ordinary };
-            let background = items.first().is_some_and(|item| item.task().background);
-            batcher.push(items, background, now);
+            let Some(first) = items.first() else { return };
+            let background = first.task().background;
+            if first.index == 0 {
+                return batcher.push(items, background, now);
+            }
+            // A further slice joins those of its task that wait, so that the task has one turn.
+            let outputs = first.outputs.clone();
+            batcher.extend(items, background, now, |item| Arc::ptr_eq(&item.outputs, &outputs));
         });
     }
 
@@ -196,6 +202,13 @@ impl<R: Processor> Queue<R> for Waiting<R> {
 
     fn sequences(&self) -> Option<usize> {
         None
+    }
+
+    /// As much as fills the batches that may be submitted, and the one being formed.
+    fn ahead(&self) -> Ahead {
+        let Policy { max_tokens, max_requests, .. } = self.lock().ordinary.policy();
+        let batches = |most: usize| most.saturating_mul(self.depth);
+        Ahead { inputs: batches(max_requests), tokens: batches(max_tokens) }
     }
 
     fn close(&self) {
@@ -310,7 +323,11 @@ where
         let now = now();
         batch.inputs.retain(|item| {
             let task = item.task();
-            if task.is_over() || item.outputs.is_complete() || !task.commit() {
+            if task.is_over() || item.outputs.is_complete() {
+                return false;
+            }
+            // A task whose inputs are not all known can be handed back until they are: it may take long.
+            if !item.outputs.is_open() && !task.commit() {
                 return false;
             }
             let unwanted = task.unwanted(now);

@@ -5,14 +5,14 @@ use std::io;
 use std::sync::Arc;
 use std::thread;
 
-use tokio::sync::{mpsc, oneshot as answer};
+use tokio::sync::oneshot as answer;
 
 use super::batch::Network;
 use super::continuous::{Continuous, Probe, Sequences};
-use super::job::{Handle, Queue};
+use super::job::Handle;
 use super::oneshot::{OneShot, Waiting};
 use super::turns::{Loop, Waker, run};
-use super::{Loaded, Loading, Notices, Setup};
+use super::{Loaded, Loading, Memory, Notices, Setup};
 use crate::model::ops::use_features;
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, device};
 
@@ -32,7 +32,7 @@ where
     F: Forward<Input = R::Input, Output = R::Output>,
 {
     Starter(Arc::new(move |setup, waker| {
-        let Setup { spec, min_speed, policy, observer } = setup;
+        let Setup { spec, min_speed, policy, prepared_bytes, observer } = setup;
         let (device, name, _proven) = opened(&spec, min_speed)?;
         let (processor, network) = load(&spec, &device)?;
         let (notices, received) = Notices::new();
@@ -40,7 +40,8 @@ where
         network.try_probe(&processor).map_err(|reason| unusable(&name, reason))?;
         let waiting = Arc::new(Waiting::new(policy, network.is_asynchronous(), waker));
         let work = OneShot::new(network, waiting.clone());
-        Ok((loaded(processor, waiting, name, received), Box::new(work)))
+        let engine = Arc::new(Handle::new(processor, waiting, Memory::new(prepared_bytes)));
+        Ok((Loaded { engine, notices: received, device: name }, Box::new(work)))
     }))
 }
 
@@ -53,7 +54,7 @@ where
     G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>,
 {
     Starter(Arc::new(move |setup, waker| {
-        let Setup { spec, min_speed, policy, observer } = setup;
+        let Setup { spec, min_speed, policy, prepared_bytes, observer } = setup;
         let (device, name, _proven) = opened(&spec, min_speed)?;
         let (processor, network) = load(&spec, &device)?;
         let (notices, received) = Notices::new();
@@ -65,7 +66,8 @@ where
         if let Some(probe) = probe {
             work.try_probe(&processor, probe).map_err(|reason| unusable(&name, reason))?;
         }
-        Ok((loaded(processor, sequences, name, received), Box::new(work)))
+        let engine = Arc::new(Handle::new(processor, sequences, Memory::new(prepared_bytes)));
+        Ok((Loaded { engine, notices: received, device: name }, Box::new(work)))
     }))
 }
 
@@ -86,16 +88,6 @@ fn opened(spec: &LoadSpec, min_speed: f64) -> Result<(Device, String, device::Pr
 
 fn unusable(device: &str, reason: String) -> LoadError {
     LoadError::Device { device: device.to_owned(), reason }
-}
-
-fn loaded<R: Processor>(
-    processor: R,
-    queue: Arc<impl Queue<R> + 'static>,
-    device: String,
-    notices: mpsc::Receiver<super::Notice>,
-) -> Loaded {
-    let engine = Arc::new(Handle { processor: Arc::new(processor), queue });
-    Loaded { engine, notices, device }
 }
 
 impl Starter {

@@ -196,8 +196,8 @@ fn note(slot: &str, line: &str) -> Option<Event> {
     let event = decode::<Event>(line);
     match &event {
         Ok(Event::Ready { device, load_ms }) => tracing::info!(slot, device, load_ms, "worker ready"),
-        Ok(Event::Isolated { tasks, .. } | Event::Forward { tasks }) => {
-            tracing::trace!(slot, tasks = tasks.len(), "on the device, or apart from others");
+        Ok(Event::Isolated { tasks, .. } | Event::Forward { tasks } | Event::Preprocessing { tasks }) => {
+            tracing::trace!(slot, tasks = tasks.len(), "preprocessed, on the device, or apart from others");
         }
         Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),

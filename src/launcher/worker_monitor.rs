@@ -371,7 +371,11 @@ fn post(entry: &mut Entry, event: Event, shown: bool) {
                 entry.turn(if busy { State::Busy } else { State::Ready });
             }
         }
-        Event::Isolated { .. } | Event::Stats(_) | Event::Unfit { .. } | Event::Stopped { .. } => {}
+        Event::Isolated { .. }
+        | Event::Preprocessing { .. }
+        | Event::Stats(_)
+        | Event::Unfit { .. }
+        | Event::Stopped { .. } => {}
     }
 }
 

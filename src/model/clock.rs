@@ -13,7 +13,7 @@ thread_local! {
 }
 
 /// Lets `time` pass.
-pub(super) fn pass(time: Duration) {
+pub(crate) fn pass(time: Duration) {
     #[cfg(test)]
     if let Some(owed) = OWED.get() {
         OWED.set(Some(owed + time));

@@ -22,8 +22,8 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::{
-    Body, Device, Forward, ForwardError, LoadError, LoadSpec, Message, Preprocessed, Processor, Route,
-    SizedInput, TaskError, TaskErrorKind, Unfit, clock,
+    Body, Device, Effort, Forward, ForwardError, Inputs, LoadError, LoadSpec, Message, Preprocessed,
+    Processor, Route, SizedInput, TaskError, TaskErrorKind, Unfit, clock,
 };
 use crate::protocol::task::ATTEMPT;
 use crate::protocol::{JSON, shorten};
@@ -33,6 +33,8 @@ pub const ECHO: &str = "echo";
 /// The same for tests: obeys `fail` and `fits`.
 pub const ECHO_WITH_FAULTS: &str = "echo?faults";
 
+/// The largest body that counts as brief: reading it takes some microseconds.
+pub(super) const BRIEF_BODY: usize = 2 << 10;
 /// The largest `sleep_ms`.
 const MAX_SLEEP_MS: u64 = 600_000;
 /// The time between two checks of a closed gate.
@@ -192,7 +194,11 @@ impl Processor for EchoProcessor {
         let inputs = values.into_iter();
         let inputs = inputs
             .map(|value| SizedInput::new(EchoInput { value, sleep, hold: hold.clone(), fault, fits }, 1));
-        Ok((listed, inputs.collect()))
+        Ok((listed, Inputs::All(inputs.collect())))
+    }
+
+    fn effort(&self, message: &Message) -> Effort {
+        Effort::brief_if(message.body.len() <= BRIEF_BODY)
     }
 
     fn finish(&self, listed: bool, outputs: Vec<Box<RawValue>>) -> Result<Body, TaskError> {
@@ -250,6 +256,7 @@ mod tests {
         let (processor, mut model) = loaded(source);
         let message = Message { body: body.to_owned().into(), ..Message::default() };
         let (context, inputs) = processor.preprocess(&message).map_err(|error| error.message)?;
+        let inputs = inputs.all().unwrap();
         let inputs: Vec<&EchoInput> = inputs.iter().map(|sized| &sized.input).collect();
         let outputs = model.submit(&inputs).map_err(|error| error.to_string())?;
         let body = processor.finish(context, outputs).unwrap();
@@ -275,7 +282,7 @@ mod tests {
         let (processor, _) = loaded(ECHO);
         let kind = |body: &str| {
             let message = Message { body: body.to_owned().into(), ..Message::default() };
-            processor.preprocess(&message).expect_err(body).kind
+            processor.preprocess(&message).map(drop).expect_err(body).kind
         };
         assert_eq!(kind("STOP"), TaskErrorKind::Undecodable);
         assert_eq!(kind("[1]"), TaskErrorKind::BadInput);

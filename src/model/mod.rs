@@ -16,7 +16,8 @@
 //!
 //! **Inputs that are not text.** [`Processor::preprocess`] gets the whole message: body, content type and
 //! headers. A model of images has a [`Route`] with `image/png` and decodes the body; its input is a tensor
-//! or a pixel buffer, and its size the number of patches. Batches are formed by size alone.
+//! or a pixel buffer, and its size the number of patches. Batches are formed by size alone. Inputs that are costly
+//! to decode, or many, are made on demand ([`Inputs::Slices`]).
 
 pub(crate) mod clock;
 pub mod device;
@@ -81,9 +82,63 @@ impl<I> SizedInput<I> {
     }
 }
 
-/// A preprocessed task: the context for [`Processor::finish`], and the inputs in the order of the reply's
-/// outputs.
-pub type Preprocessed<P> = (<P as Processor>::Context, Vec<SizedInput<<P as Processor>::Input>>);
+/// The inputs of a task, in the order of the reply's outputs. There may be none: the reply is written at once.
+pub enum Inputs<I> {
+    /// All of them. A `Vec` converts to this.
+    All(Vec<SizedInput<I>>),
+    /// Slices that are made when they are wanted. For a task that takes long to prepare, or whose inputs would take
+    /// much memory together: the first slice is made behind [`Processor::preprocess`], and a further one whenever
+    /// few of the task's inputs wait for the model. Tasks take turns between slices, so a slice should take some ten
+    /// milliseconds at most. An error is the task's, and ends it. Where `size_hint` says that none is left, the task
+    /// is known whole with its last slice.
+    Slices(Slices<I>),
+}
+
+/// Slices of a task's inputs, as [`Inputs::Slices`] has them. Called on the preprocess threads, one slice at a time.
+pub type Slices<I> = Box<dyn Iterator<Item = Result<Vec<SizedInput<I>>, TaskError>> + Send>;
+
+impl<I> From<Vec<SizedInput<I>>> for Inputs<I> {
+    fn from(inputs: Vec<SizedInput<I>>) -> Self {
+        Self::All(inputs)
+    }
+}
+
+impl<I> Inputs<I> {
+    /// Makes all inputs now. For tests and measurements.
+    ///
+    /// # Errors
+    /// That of the first slice that cannot be made.
+    pub fn all(self) -> Result<Vec<SizedInput<I>>, TaskError> {
+        match self {
+            Self::All(inputs) => Ok(inputs),
+            Self::Slices(slices) => {
+                Ok(slices.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect())
+            }
+        }
+    }
+}
+
+/// A preprocessed task: the context for [`Processor::finish`], and its inputs.
+pub type Preprocessed<P> = (<P as Processor>::Context, Inputs<<P as Processor>::Input>);
+
+/// How long a message may take to be preprocessed. Judged by the size that the message has or declares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effort {
+    /// Less than a millisecond. A worker with one preprocess thread does such work on the thread that speaks with the
+    /// broker, which saves waking another. Decoders and templates, which may take long for a few bytes, are never brief.
+    Brief,
+    /// Some ten milliseconds at most, or slices that take so long each.
+    Usual,
+    /// Longer. Such work has a thread of its own, so that other tasks need not wait for it.
+    Long,
+}
+
+impl Effort {
+    /// `Brief` if that is known, else `Usual`.
+    pub fn brief_if(is_brief: bool) -> Self {
+        if is_brief { Self::Brief } else { Self::Usual }
+    }
+}
 
 /// The CPU part of a model: messages ↔ inputs and outputs. Shared by threads.
 pub trait Processor: Send + Sync + 'static {
@@ -99,11 +154,25 @@ pub trait Processor: Send + Sync + 'static {
     /// What this model answers. A message without a `url` goes to the first route.
     fn routes(&self) -> &[Route];
 
-    /// Decodes a message and makes its inputs, at least one. The message's URL and media type match a route.
+    /// Decodes a message and makes its inputs, or what makes them one by one ([`Inputs::Slices`]). The message's
+    /// URL and media type match a route.
     ///
     /// # Errors
     /// What is wrong with this task. It is answered with the error, and its neighbours go on.
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError>;
+
+    /// How long `preprocess`, and `finish` for a few outputs, may take for this message, whatever its sender put into it.
+    fn effort(&self, message: &Message) -> Effort {
+        let _ = message;
+        Effort::Usual
+    }
+
+    /// Bytes that an input holds in memory until it is computed; 0: too few to count. A worker bounds their sum
+    /// (`pool.prepared_bytes`).
+    fn bytes(&self, input: &Self::Input) -> usize {
+        let _ = input;
+        0
+    }
 
     /// Whether the task asked for its reply in parts.
     fn is_streamed(&self, context: &Self::Context) -> bool {

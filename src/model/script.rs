@@ -15,7 +15,7 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::{
-    Advance, Advances, Body, Capacity, Device, ForwardError, Generate, LoadError, LoadSpec, Message,
+    Advance, Advances, Body, Capacity, Device, Effort, ForwardError, Generate, LoadError, LoadSpec, Message,
     Preprocessed, Processor, Route, Row, SizedInput, Slot, TaskError, TaskErrorKind, clock, echo,
 };
 
@@ -135,7 +135,11 @@ impl Processor for ScriptProcessor {
             script.fail = None;
         }
         let (tokens, answer_tokens) = (script.prompt, script.max_tokens);
-        Ok((script.clone(), vec![SizedInput { input: script, tokens, answer_tokens }]))
+        Ok((script.clone(), vec![SizedInput { input: script, tokens, answer_tokens }].into()))
+    }
+
+    fn effort(&self, message: &Message) -> Effort {
+        Effort::brief_if(message.body.len() <= echo::BRIEF_BODY)
     }
 
     fn is_streamed(&self, script: &Script) -> bool {
@@ -264,6 +268,7 @@ mod tests {
         let (processor, mut network) = load(&LoadSpec::new(SCRIPT), &Device::Cpu).unwrap();
         let message = Message { body: r#"{"prompt":3,"max_tokens":2}"#.into(), ..Message::default() };
         let (context, inputs) = processor.preprocess(&message).unwrap();
+        let inputs = inputs.all().unwrap();
         let slot = Slot(4);
         network.open(slot, &inputs[0].input).unwrap();
         assert!(network.open(slot, &inputs[0].input).is_err(), "it is taken");

@@ -1,6 +1,6 @@
 //! The threads that preprocess tasks and write replies. Decides which work runs on these threads, so that
-//! messages are handled meanwhile, and which work the caller does itself because it is over before another
-//! thread would have woken. A panic is returned to the caller as an error. Owns the threads.
+//! messages are handled meanwhile, and which work the caller does itself because its model says that it is over
+//! before another thread would have woken. A panic is returned to the caller as an error. Owns the threads.
 
 use std::io;
 use std::sync::Arc;
@@ -14,20 +14,77 @@ use crate::engine::caught;
 
 /// The most pieces of work that may wait for a thread.
 const WAITING: usize = 64;
-/// If small work takes longer than this on average, the caller does not do it.
+/// If brief work takes longer than this on average, the caller does not do it.
 const BRIEF: Duration = Duration::from_millis(1);
-/// The number of pieces of small work that the average covers.
+/// The number of pieces of brief work that the average covers.
 const REMEMBERED: u64 = 16;
 
 /// Threads that run pieces of work in the order of arrival. Work that rayon divides is shared by all of them.
 /// Clones share the threads.
 #[derive(Clone)]
 pub(super) struct CpuPool {
-    threads: Arc<ThreadPool>,
+    threads: Threads,
     /// A permit for each piece of work that runs or waits for a thread. Without one, a task waits to submit.
     places: Arc<Semaphore>,
-    /// The average time of small work, in microseconds. Written by whoever did some.
-    small_us: Arc<AtomicU64>,
+    /// The average time of brief work, in microseconds. Written by whoever did some.
+    brief_us: Arc<AtomicU64>,
+}
+
+/// The threads of a worker beside its model's, as many of each kind.
+#[derive(Clone)]
+pub(super) struct Pools {
+    /// Prepare tasks.
+    pub(super) preprocess: CpuPool,
+    /// One thread that prepares what takes long, such as a grammar, while `preprocess` goes on with other tasks.
+    pub(super) long: CpuPool,
+    /// Write replies.
+    pub(super) reply: CpuPool,
+}
+
+impl Pools {
+    /// Starts the threads.
+    ///
+    /// # Errors
+    /// As [`CpuPool::start`].
+    pub(super) fn start(threads: usize) -> io::Result<Self> {
+        Ok(Self {
+            preprocess: CpuPool::start("preprocess", threads)?,
+            long: CpuPool::start("preprocess-long", 1)?,
+            reply: CpuPool::start("reply", threads)?,
+        })
+    }
+
+    /// As [`CpuPool::start_here`].
+    #[cfg(test)]
+    pub(super) fn start_here() -> Self {
+        Self { preprocess: CpuPool::start_here(), long: CpuPool::start_here(), reply: CpuPool::start_here() }
+    }
+}
+
+#[derive(Clone)]
+enum Threads {
+    Own(Arc<ThreadPool>),
+    /// The caller's, one piece of work after another. Written by callers, read by a task of its runtime.
+    #[cfg(test)]
+    Callers(tokio::sync::mpsc::Sender<Box<dyn FnOnce() + Send>>),
+}
+
+impl Threads {
+    fn count(&self) -> usize {
+        match self {
+            Self::Own(pool) => pool.current_num_threads(),
+            #[cfg(test)]
+            Self::Callers(_) => 1,
+        }
+    }
+
+    fn spawn(&self, work: impl FnOnce() + Send + 'static) {
+        match self {
+            Self::Own(pool) => pool.spawn(work),
+            #[cfg(test)]
+            Self::Callers(queue) => assert!(queue.try_send(Box::new(work)).is_ok(), "its places are bounded"),
+        }
+    }
 }
 
 impl CpuPool {
@@ -39,43 +96,60 @@ impl CpuPool {
         let threads = threads.max(1);
         let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(move |_| name.to_owned());
         let pool = pool.build().map_err(io::Error::other)?;
-        let places = Arc::new(Semaphore::new(WAITING + threads));
-        Ok(Self { threads: Arc::new(pool), places, small_us: Arc::default() })
+        Ok(Self::of(Threads::Own(Arc::new(pool)), threads))
     }
 
-    /// Runs `work`. The caller does it if it is `small`, small work has been brief, and there is only one
+    /// Works on the caller's thread, whose time may be paused, as if it had one thread.
+    #[cfg(test)]
+    pub(super) fn start_here() -> Self {
+        let (queue, mut work) = tokio::sync::mpsc::channel::<Box<dyn FnOnce() + Send>>(WAITING + 1);
+        tokio::spawn(async move {
+            while let Some(work) = work.recv().await {
+                work();
+                tokio::task::yield_now().await;
+            }
+        });
+        Self::of(Threads::Callers(queue), 1)
+    }
+
+    fn of(threads: Threads, count: usize) -> Self {
+        let places = Arc::new(Semaphore::new(WAITING + count));
+        Self { threads, places, brief_us: Arc::default() }
+    }
+
+    /// Runs `work`. The caller does it if it is said to be `brief`, such work has been brief, and there is only one
     /// thread: with several threads the worker feeds a GPU, and the caller is busy with messages.
     ///
     /// # Errors
     /// The message of the work's panic.
     pub(super) async fn run<T: Send + 'static>(
         &self,
-        small: bool,
+        brief: bool,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, String> {
-        let is_brief = Duration::from_micros(self.small_us.load(Ordering::Relaxed)) <= BRIEF;
-        if small && is_brief && self.threads.current_num_threads() == 1 {
-            return self.timed(small, work);
+        let was_brief = Duration::from_micros(self.brief_us.load(Ordering::Relaxed)) <= BRIEF;
+        if brief && was_brief && self.threads.count() == 1 {
+            return self.timed(brief, work);
         }
         let ended = || "the thread has ended".to_owned();
         let place = self.places.clone().acquire_owned().await.map_err(|_| ended())?;
         let (result, received) = oneshot::channel();
         let pool = self.clone();
         self.threads.spawn(move || {
-            let done = pool.timed(small, work);
+            let done = pool.timed(brief, work);
             drop(place);
             drop(result.send(done));
         });
         received.await.map_err(|_| ended())?
     }
 
-    fn timed<T>(&self, small: bool, work: impl FnOnce() -> T) -> Result<T, String> {
+    fn timed<T>(&self, brief: bool, work: impl FnOnce() -> T) -> Result<T, String> {
         let began = Instant::now();
         let done = caught(work);
-        if small {
+        if brief {
             let took = began.elapsed().as_micros() as u64;
-            let before = self.small_us.load(Ordering::Relaxed);
-            self.small_us.store((before * (REMEMBERED - 1) + took) / REMEMBERED, Ordering::Relaxed);
+            let before = self.brief_us.load(Ordering::Relaxed);
+            self.brief_us.store((before * (REMEMBERED - 1) + took) / REMEMBERED, Ordering::Relaxed);
         }
         done
     }
@@ -94,25 +168,26 @@ mod tests {
     async fn a_panic_is_the_callers_error_and_the_next_work_proceeds() {
         for threads in [1, 2] {
             let pool = CpuPool::start("test", threads).unwrap();
-            for small in [true, false] {
-                assert_eq!(pool.run(small, || -> u8 { panic!("bad {}", 1) }).await, Err("bad 1".into()));
-                assert_eq!(pool.run(small, || 2).await, Ok(2));
+            for brief in [true, false] {
+                assert_eq!(pool.run(brief, || -> u8 { panic!("bad {}", 1) }).await, Err("bad 1".into()));
+                assert_eq!(pool.run(brief, || 2).await, Ok(2));
             }
         }
     }
 
     #[tokio::test]
-    async fn large_work_leaves_the_callers_thread_and_the_rest_too_where_there_are_several() {
-        for (threads, small_leaves) in [(1, false), (2, true)] {
+    async fn long_work_leaves_the_callers_thread_and_the_rest_too_where_there_are_several() {
+        for (threads, brief_leaves) in [(1, false), (2, true)] {
             let pool = CpuPool::start("test", threads).unwrap();
-            let left = |small| pool.run(small, || thread::current().name() == Some("test"));
+            let left = |brief| pool.run(brief, || thread::current().name() == Some("test"));
             assert_eq!(left(false).await, Ok(true));
-            assert_eq!(left(true).await, Ok(small_leaves), "{threads} threads");
+            assert_eq!(left(true).await, Ok(brief_leaves), "{threads} threads");
         }
     }
 
     #[tokio::test]
-    async fn small_work_that_takes_long_leaves_the_callers_thread_until_it_is_brief_again() {
+    async fn work_that_is_said_to_be_brief_and_takes_long_leaves_the_callers_thread_until_it_is_brief_again()
+    {
         let pool = CpuPool::start("test", 1).unwrap();
         let slow = || {
             thread::sleep(BRIEF * 20);

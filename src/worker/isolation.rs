@@ -260,6 +260,12 @@ mod tests {
         fn preprocess(&self, _: &crate::protocol::Message) -> Result<Box<dyn crate::engine::Job>, TaskError> {
             unreachable!("no task comes here")
         }
+        fn effort(&self, _: &crate::protocol::Message) -> crate::model::Effort {
+            unreachable!("no task comes here")
+        }
+        fn memory(&self) -> &Arc<crate::engine::Memory> {
+            unreachable!("no task comes here")
+        }
         fn expect(&self, _: crate::engine::Expect) {}
         fn set_policy(&self, _: crate::batching::Policy) {}
         fn isolate(&self, isolated: bool) {

@@ -46,7 +46,7 @@ use crate::protocol::control::{BatchChange, Cancellation, Event};
 use crate::shutdown::{Exit, Phase, Stop};
 use crate::telemetry::traces::Traces;
 
-use cpu_pool::CpuPool;
+use cpu_pool::Pools;
 use intake::SessionEnd;
 use report::{Counters, DeviceReport};
 
@@ -148,6 +148,7 @@ pub async fn run(
         spec: load_spec(assignment),
         min_speed: assignment.min_speed(),
         policy: policy(assignment),
+        prepared_bytes: assignment.pool.prepared_bytes,
         observer: Box::new(DeviceReport::new(control, counters.clone())),
     };
     let begun = Instant::now();
@@ -166,7 +167,15 @@ pub async fn run(
     let load_ms = begun.elapsed().as_millis() as u64;
     tracing::debug!(device = loaded.device, model = assignment.pool.model, load_ms, "model loaded");
     control.reporter.send(&Event::Ready { device: loaded.device.clone(), load_ms }).await;
-    serve(assignment, loaded, open, stop, (control, counters)).await
+    let pools = Pools::start(assignment.preprocess_threads())?;
+    serve(assignment, loaded, open, stop, Own { control, counters, pools }).await
+}
+
+/// What a worker has beside its model.
+struct Own<'a> {
+    control: &'a Control,
+    counters: Arc<Counters>,
+    pools: Pools,
 }
 
 /// Consumes with a loaded model: one broker session, and another after each pause.
@@ -175,11 +184,12 @@ async fn serve(
     loaded: Loaded,
     open: &Open,
     stop: Stop,
-    (control, counters): (&Control, Arc<Counters>),
+    own: Own<'_>,
 ) -> Result<Ended, WorkerError> {
+    let (control, counters) = (own.control, own.counters.clone());
     let reporter = &control.reporter;
     let Loaded { engine, notices, device } = loaded;
-    let worker = assemble(assignment, engine, device, (control, counters.clone()))?;
+    let worker = assemble(assignment, engine, device, own);
     let (fault_in, mut fault) = mpsc::channel(1);
     let policy = worker.policy;
     let helpers = [
@@ -248,28 +258,27 @@ fn assemble(
     assignment: &Assignment,
     engine: Arc<dyn Engine>,
     device: String,
-    (control, counters): (&Control, Arc<Counters>),
-) -> Result<session::Worker, WorkerError> {
+    Own { control, counters, pools }: Own<'_>,
+) -> session::Worker {
     let mut assignment = assignment.clone();
     if let Some(sequences) = engine.sequences() {
         let ahead = (sequences + SPARE_SEQUENCES).min(MOST_AHEAD);
         assignment.pool.prefetch.get_or_insert(ahead as u16);
     }
-    Ok(session::Worker {
+    session::Worker {
         policy: policy(&assignment),
         worker_info: WorkerInfo {
             worker: assignment.worker.clone(),
             device,
             model: load_spec(&assignment).model_name().to_owned(),
         },
-        preprocess: CpuPool::start("preprocess", assignment.preprocess_threads())?,
-        reply: CpuPool::start("reply", assignment.preprocess_threads())?,
+        pools,
         isolation: isolation::Isolation::start(engine.clone(), control.reporter.clone()),
         engine,
         counters,
         control: control.clone(),
         assignment,
-    })
+    }
 }
 
 /// Forwards notices: `Done` to the tasks, a fault to the intake.

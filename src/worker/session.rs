@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, watch};
 
-use super::cpu_pool::CpuPool;
+use super::cpu_pool::Pools;
 use super::intake::{Ended, Intake, SessionEnd};
 use super::isolation::Isolation;
 use super::prefetch::{Limits, Live, Prefetch};
@@ -33,8 +33,7 @@ pub(super) struct Worker {
     pub(super) policy: Policy,
     pub(super) worker_info: WorkerInfo,
     pub(super) engine: Arc<dyn Engine>,
-    pub(super) preprocess: CpuPool,
-    pub(super) reply: CpuPool,
+    pub(super) pools: Pools,
     pub(super) isolation: Arc<Isolation>,
     pub(super) counters: Arc<Counters>,
     pub(super) control: Control,
@@ -99,10 +98,10 @@ impl Worker {
         };
         Shared {
             engine: self.engine.clone(),
-            preprocess: self.preprocess.clone(),
-            reply: self.reply.clone(),
+            pools: self.pools.clone(),
             settlement,
             isolation: self.isolation.clone(),
+            reporter: self.control.reporter.clone(),
             crashes: self.control.crashes.clone(),
             withdrawn: self.control.withdrawn.clone(),
             prefetch: [self.live_prefetch(), self.live_prefetch()],

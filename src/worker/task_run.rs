@@ -10,31 +10,29 @@ use futures_util::FutureExt as _;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use super::cpu_pool::CpuPool;
+use super::cpu_pool::Pools;
 use super::isolation::{CrashRecords, Isolation, Stay, suspicion};
 use super::prefetch::Live;
 use super::settle::{Accepted, Outcome, Parts, PartsAnswered, Probe, Settled, Settlement};
-use super::{Withdrawn, WorkerError, requester};
-use crate::engine::{Computed, Engine, Expect, Job, JobEvent, TaskState, now};
-use crate::model::Route;
+use super::{Reporter, Withdrawn, WorkerError, requester};
+use crate::engine::{Computed, Engine, Expect, Job, JobEvent, Source, TaskState, now};
+use crate::model::{Effort, Route};
 use crate::protocol::reply::micros;
 use crate::protocol::{Body, JSON, Message, Sentinels, Task, TaskError, TaskErrorKind, Timings, shorten};
 use crate::telemetry::traces::Traces;
 
 /// How long a redelivered task waits for the launcher's records of what a worker died of.
 const NEWS: Duration = Duration::from_millis(200);
-/// The largest body that counts as small work: a tokenizer takes about 2 ms for 4 KiB of text.
-const SMALL_BODY: usize = 2 << 10;
-/// The most inputs whose reply counts as small work: writing 384 numbers takes 10 µs.
-const SMALL_REPLY: usize = 4;
+/// The most inputs whose reply counts as brief work: writing 384 numbers takes 10 µs.
+const BRIEF_REPLY: usize = 4;
 
 /// What all task runs share.
 pub(super) struct Shared {
     pub(super) engine: Arc<dyn Engine>,
-    pub(super) preprocess: CpuPool,
-    pub(super) reply: CpuPool,
+    pub(super) pools: Pools,
     pub(super) settlement: Settlement,
     pub(super) isolation: Arc<Isolation>,
+    pub(super) reporter: Reporter,
     pub(super) crashes: CrashRecords,
     pub(super) withdrawn: Withdrawn,
     /// Of the task queue and of the background queue.
@@ -275,24 +273,39 @@ impl Run<'_> {
         shared.check(task, state)?;
         let began = Instant::now();
         let (engine, own) = (shared.engine.clone(), task.clone());
-        let small = task.message.body.len() <= SMALL_BODY;
-        let preprocessing = shared.preprocess.run(small, move || engine.preprocess(&own.message));
-        let mut job = self.beside_others(preprocessing).await.map_err(internal)??;
+        let effort = engine.effort(&task.message);
+        let mut job = self.prepare(effort, move || engine.preprocess(&own.message)).await?;
         timings.prepare_us = micros(began.elapsed());
         self.check_time(job.estimate())?;
-        shared.prefetch[usize::from(state.background)].prepared(job.inputs(), job.tokens());
         let enqueued = now();
         job.enqueue(state.clone(), isolated);
         // Only now: an engine that waits for this task must find it in its queue.
         drop(expected);
-        let mut parts = Parts::of(&shared.settlement, task, &*job);
+        let (mut parts, source) = (Parts::of(&shared.settlement, task, &*job), job.source());
+        let prefetch = &shared.prefetch[usize::from(state.background)];
+        let is_on_demand = source.is_some();
+        if !is_on_demand {
+            prefetch.prepared(job.inputs(), job.tokens());
+        }
         let limit = shared.settlement.waits.own;
-        let ended = timeout(limit, self.events(&mut *job, parts.as_mut())).await;
+        let computing = async {
+            tokio::select! {
+                biased;
+                ended = self.events(&mut *job, parts.as_mut()) => Ok(ended),
+                error = self.feed(source) => Err(error),
+            }
+        };
+        let ended = timeout(limit, computing).await;
         *answered = parts.map(Parts::finish);
-        let Ok(Ended { computed, has_left }) = ended else {
+        let Ok(ended) = ended else {
             let words = format!("not finished within {limit:?}, after which the broker takes the task back");
             return Err(TaskError::new(TaskErrorKind::Fault, words).into());
         };
+        let Ended { computed, has_left } = ended?;
+        if is_on_demand {
+            // Only now it is known how large the task was.
+            prefetch.prepared(job.inputs(), job.tokens());
+        }
         // From here the task is answered even if the worker ends, so that the result is not lost.
         if !state.commit() {
             return pending().await;
@@ -309,8 +322,8 @@ impl Run<'_> {
             return Err(Outcome::RequesterLeft(task.reply_to().unwrap_or_default().to_owned()));
         }
         // If the task failed, the error reply is quickly written.
-        let small = computed.failed || job.inputs() <= SMALL_REPLY;
-        let reply = self.beside_others(shared.reply.run(small, move || job.finish()));
+        let brief = computed.failed || effort == Effort::Brief && job.inputs() <= BRIEF_REPLY;
+        let reply = self.beside_others(shared.pools.reply.run(brief, move || job.finish()));
         // The last parts are on their way meanwhile.
         let reply = match answered.clone() {
             Some(answered) => beside(reply, answered).await,
@@ -320,6 +333,41 @@ impl Run<'_> {
             Some(error) => Err(error.into()),
             None => Ok(reply.map_err(internal)??),
         }
+    }
+
+    /// Does `work` that prepares inputs of this task, once there is memory for more of them. The only use of the
+    /// preprocess threads.
+    async fn prepare<T: Send + 'static>(
+        &self,
+        effort: Effort,
+        work: impl FnOnce() -> Result<T, TaskError> + Send + 'static,
+    ) -> Result<T, TaskError> {
+        let Shared { engine, pools, .. } = self.shared;
+        let pool = if effort == Effort::Long { &pools.long } else { &pools.preprocess };
+        let brief = effort == Effort::Brief;
+        let (reporter, name) = (self.shared.reporter.clone(), self.state.name.clone());
+        let work = move || {
+            // Brief work runs nothing that a requester could make crash, and a control line would cost more than it.
+            let _suspect = (!brief).then(|| reporter.preprocessing(&name));
+            work()
+        };
+        // What an isolated task waits for is computed only after it.
+        let _held = if self.isolated { None } else { Some(engine.memory().room().await) };
+        self.beside_others(pool.run(brief, work)).await.map_err(internal)?
+    }
+
+    /// Prepares the further inputs of a task, a slice whenever few of them wait for the model; between slices other
+    /// tasks have their turn. Returns with the error of a slice alone.
+    async fn feed(&self, source: Option<Arc<dyn Source>>) -> TaskError {
+        if let Some(source) = source {
+            while poll_fn(|context| source.poll_wanted(context)).await {
+                let own = source.clone();
+                if let Err(error) = self.prepare(Effort::Usual, move || own.pull()).await {
+                    return error;
+                }
+            }
+        }
+        pending().await
     }
 
     /// Waits until the job is done, and sends its parts. If the requester leaves meanwhile, the sequences end. Never

@@ -61,7 +61,7 @@ impl Processor for Images {
         let numbers = (0..3).flat_map(|colour| bytes.chunks(channels).map(move |pixel| (pixel, of(colour))));
         let numbers = numbers.map(|(pixel, colour)| f32::from(pixel[colour]) / 255.0).collect();
         let tokens = (width * height).div_ceil(256);
-        Ok(((), vec![SizedInput::new(Pixels { numbers, height, width }, tokens)]))
+        Ok(((), vec![SizedInput::new(Pixels { numbers, height, width }, tokens)].into()))
     }
 
     fn finish(&self, (): (), scores: Vec<Vec<f32>>) -> Result<Body, TaskError> {

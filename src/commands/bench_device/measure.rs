@@ -8,9 +8,11 @@ use anyhow::{Context as _, anyhow};
 
 use crate::commands::bench::Work;
 use crate::config::Assignment;
-use crate::engine::{Expect, Job, JobEvent, Loaded, Notice, Observer, Passed, Setup, Starter, TaskState};
+use crate::engine::{
+    Expect, Job, JobEvent, Loaded, Notice, Observer, Passed, Setup, Source, Starter, TaskState,
+};
 use crate::protocol::control::TaskName;
-use crate::protocol::{Message, Properties};
+use crate::protocol::{Message, Properties, TaskError};
 use crate::shutdown::Exit;
 use crate::worker::{WorkerError, load_spec, policy};
 
@@ -73,6 +75,7 @@ pub(super) fn measure(
         spec: load_spec(slot),
         min_speed: slot.min_speed(),
         policy: policy(slot),
+        prepared_bytes: slot.pool.prepared_bytes,
         observer: Box::new(passes.clone()),
     };
     let begun = Instant::now();
@@ -120,8 +123,16 @@ fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<D
         let name = TaskName { id: number.to_string(), fingerprint: String::new() };
         job.enqueue(Arc::new(TaskState::new(name, None)), false);
     }
+    let mut left = 0;
+    for (job, number) in jobs.iter_mut().zip(1..) {
+        if let Some(source) = job.source() {
+            prepare(&*source).map_err(|error| anyhow!("task {number}: {error}"))?;
+        }
+        // Of a job that was computed before it was known to have no more inputs, there is no notice.
+        let is_done = matches!(poll(&mut **job), Poll::Ready(JobEvent::Done(_)));
+        left += usize::from(!is_done);
+    }
     loaded.engine.expect(Expect::Less);
-    let mut left = jobs.len();
     while left > 0 {
         match loaded.notices.blocking_recv() {
             Some(Notice::Done(tasks)) => {
@@ -134,10 +145,28 @@ fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<D
     }
     let took = begun.elapsed();
     for (number, mut job) in jobs.into_iter().enumerate() {
-        let mut context = Context::from_waker(Waker::noop());
-        // Parts that a worker would send are ignored.
-        while let Poll::Ready(JobEvent::Parts(_)) = job.poll_event(&mut context, false) {}
+        drop(poll(&mut *job));
         job.finish().map_err(|error| WorkerError::Device(format!("task {}: {error}", number + 1)))?;
     }
     Ok(took)
+}
+
+/// Makes all inputs of a job, however many of them wait.
+fn prepare(source: &dyn Source) -> Result<(), TaskError> {
+    let mut context = Context::from_waker(Waker::noop());
+    while source.poll_wanted(&mut context) != Poll::Ready(false) {
+        source.pull()?;
+    }
+    Ok(())
+}
+
+/// The state of a job. Parts that a worker would send are ignored.
+fn poll(job: &mut dyn Job) -> Poll<JobEvent> {
+    let mut context = Context::from_waker(Waker::noop());
+    loop {
+        match job.poll_event(&mut context, false) {
+            Poll::Ready(JobEvent::Parts(_)) => {}
+            other => return other,
+        }
+    }
 }

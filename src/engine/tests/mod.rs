@@ -68,7 +68,8 @@ impl Observer for Log {
 
 pub(super) fn setup(source: &str, max_tokens: usize, log: &Log) -> Setup {
     let observer = Box::new(log.clone());
-    Setup { spec: LoadSpec::new(source), min_speed: 0.0, policy: policy(max_tokens), observer }
+    let (spec, policy) = (LoadSpec::new(source), policy(max_tokens));
+    Setup { spec, min_speed: 0.0, policy, prepared_bytes: u64::MAX, observer }
 }
 
 pub(super) fn state(id: &str, deadline: Option<Duration>) -> Arc<TaskState> {

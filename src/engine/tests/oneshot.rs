@@ -8,7 +8,7 @@ use super::super::job::Handle;
 use super::super::oneshot::{OneShot, Waiting};
 use super::super::turns::{Loop as _, Next};
 use super::*;
-use crate::model::{Forward, ForwardError, Preprocessed, Processor, SizedInput, TaskErrorKind};
+use crate::model::{Forward, ForwardError, Inputs, Preprocessed, Processor, SizedInput, TaskErrorKind};
 
 /// A model whose inputs say how the batch goes: 0 fails, 1 breaks the device, 2 runs out of memory unless
 /// alone, 3 panics; every other input is its own output.
@@ -30,7 +30,8 @@ impl Processor for Numbers {
     }
 
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
-        Ok(((), message.body.iter().map(|byte| SizedInput::new(u32::from(*byte), 1)).collect()))
+        let inputs = message.body.iter().map(|byte| SizedInput::new(u32::from(*byte), 1));
+        Ok(((), Inputs::All(inputs.collect())))
     }
 
     fn finish(&self, (): (), outputs: Vec<u32>) -> Result<Body, TaskError> {
@@ -98,7 +99,7 @@ impl Rig {
         let aside = Aside { log: Arc::clone(&calls), asynchronous };
         let network = Network::new(aside, Box::new(log.clone()), notices_in);
         let work = OneShot::new(network, waiting.clone());
-        let engine = Arc::new(Handle { processor: Arc::new(Numbers), queue: waiting.clone() });
+        let engine = Arc::new(Handle::new(Numbers, waiting.clone(), Memory::new(1)));
         let (jobs, together) = (Vec::new(), Vec::new());
         Self { engine, waiting, work, notices, calls, log, jobs, together, fault: None, woken }
     }

@@ -2,16 +2,18 @@
 //! from `/v1/embeddings` bodies to token ids, and from vectors to response bodies. Decides limits, names and
 //! prompts; never touches the device.
 
+use std::sync::Arc;
+
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
-use super::{InputCounts, MANY_TEXTS, prepared, sized, text_model};
+use super::{BRIEF_BODY, Made, Texts, sized, text_model};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::text::config::NetworkConfig;
 use crate::model::nets::text::{Output, TextNetwork};
 use crate::model::ops::pooling::{Pooling, normalize};
 use crate::model::{
-    Body, Device, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput, TaskError,
+    Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
 use crate::protocol::embeddings::{EmbeddingRequest, EmbeddingResponse, Encoding, Text, write_response};
 
@@ -27,7 +29,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, Tex
     let output = Output::Pooled(settings.pooling.clone());
     let (tokenizer, network) = text_model((spec, device), (&files, &config), settings.limits, &output)?;
     let processor = EmbeddingProcessor {
-        tokenizer,
+        tokenizer: Arc::new(tokenizer),
         names: ServedNames::new(spec),
         width: settings.pooling.width(config.hidden),
         pooling: settings.pooling,
@@ -42,14 +44,13 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, Tex
 pub struct EmbeddingOptions {
     encoding: Encoding,
     dimensions: Option<usize>,
-    counts: InputCounts,
-    /// Errors of inputs that are answered in their places, with their indices.
-    errors: Vec<(usize, TaskError)>,
+    /// With the errors of inputs that are answered in their places.
+    made: Arc<Made>,
 }
 
 /// Turns embedding requests into tokens and vectors into responses.
 pub struct EmbeddingProcessor {
-    pub(in crate::model) tokenizer: TextTokenizer,
+    pub(in crate::model) tokenizer: Arc<TextTokenizer>,
     names: ServedNames,
     pooling: Pooling,
     prompts: Prompts,
@@ -82,12 +83,19 @@ impl Processor for EmbeddingProcessor {
             return Err(TaskError::bad_input("dimensions", message));
         }
         let (encoding, dimensions) = (request.encoding, request.dimensions);
-        let (inputs, errors) = self.inputs(request)?;
-        let counts = InputCounts::of(&inputs);
-        Ok((EmbeddingOptions { encoding, dimensions, counts, errors }, inputs))
+        let (made, inputs) = self.inputs(request)?;
+        Ok((EmbeddingOptions { encoding, dimensions, made }, inputs))
+    }
+
+    fn effort(&self, message: &Message) -> Effort {
+        Effort::brief_if(message.body.len() <= BRIEF_BODY)
     }
 
     fn finish(&self, request: EmbeddingOptions, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+        let (counts, errors) = request.made.take();
+        if let (true, Some((_, error))) = (outputs.is_empty(), errors.first()) {
+            return Err(error.clone());
+        }
         if let Some(dimensions) = request.dimensions.filter(|n| *n < self.width) {
             for vector in &mut outputs {
                 vector.truncate(dimensions);
@@ -99,48 +107,37 @@ impl Processor for EmbeddingProcessor {
         let response = write_response(&EmbeddingResponse {
             model: self.names.own(),
             vectors: &outputs,
-            errors: &request.errors,
+            errors: &errors,
             encoding: request.encoding,
-            prompt_tokens: request.counts.tokens,
+            prompt_tokens: counts.tokens,
         });
-        response.map(|body| request.counts.body(body))
+        response.map(|body| counts.body(body))
     }
 }
 
-/// The inputs of a request, and the errors of those that have none, with their indices.
-type Prepared = (Vec<SizedInput<Tokens>>, Vec<(usize, TaskError)>);
-
 impl EmbeddingProcessor {
-    /// The inputs that can be computed, and the errors of the others; if none can be, the first error.
-    fn inputs(&self, mut request: EmbeddingRequest) -> Result<Prepared, TaskError> {
-        let prompt = self.prompts.of(request.prompt_name.as_deref())?;
-        let texts = std::mem::take(&mut request.texts);
-        let input = |index: usize, text: Result<Text, TaskError>| {
+    /// The inputs that can be computed; the errors of the others are kept if each is answered by itself.
+    fn inputs(&self, mut request: EmbeddingRequest) -> Result<(Arc<Made>, Inputs<Tokens>), TaskError> {
+        let prompt = self.prompts.of(request.prompt_name.as_deref())?.to_owned();
+        let (texts, each) = (std::mem::take(&mut request.texts), request.each);
+        let bytes = |text: &Result<Text, TaskError>| match text {
+            Ok(Text::Plain(text)) => text.len(),
+            Ok(Text::Ids(ids)) => ids.len(),
+            Err(_) => 0,
+        };
+        let tokenizer = self.tokenizer.clone();
+        let texts = Texts::new(texts, bytes, each, move |index, text| {
             let path = || request.path(index);
             let tokens = match text? {
-                Text::Plain(text) if prompt.is_empty() => self.tokenizer.text(&text),
-                Text::Plain(text) => self.tokenizer.text(&format!("{prompt}{text}")),
-                Text::Ids(ids) => self.tokenizer.ids(ids, &path()),
+                Text::Plain(text) if prompt.is_empty() => tokenizer.text(&text),
+                Text::Plain(text) => tokenizer.text(&format!("{prompt}{text}")),
+                Text::Ids(ids) => tokenizer.ids(ids, &path()),
             };
             let tokens =
                 tokens.map_err(|error| if error.param.is_some() { error } else { error.at(path()) })?;
-            sized(tokens, request.truncate, path, self.tokenizer.max_tokens())
-        };
-        if !request.each {
-            return Ok((prepared(texts, MANY_TEXTS, input)?, Vec::new()));
-        }
-        let all = prepared(texts, MANY_TEXTS, |index, text| Ok(input(index, text)))?;
-        let (mut inputs, mut errors) = (Vec::new(), Vec::new());
-        for (index, input) in all.into_iter().enumerate() {
-            match input {
-                Ok(input) => inputs.push(input),
-                Err(error) => errors.push((index, error)),
-            }
-        }
-        match errors.first() {
-            Some((_, error)) if inputs.is_empty() => Err(error.clone()),
-            _ => Ok((inputs, errors)),
-        }
+            sized(tokens, request.truncate, path, tokenizer.max_tokens())
+        });
+        texts.inputs()
     }
 }
 
@@ -150,7 +147,7 @@ mod tests {
 
     fn processor() -> EmbeddingProcessor {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tiny-bert-cls");
-        let spec = LoadSpec { max_inputs: 500, ..LoadSpec::new(folder) };
+        let spec = LoadSpec { max_inputs: 1_000, ..LoadSpec::new(folder) };
         load(&spec, &Device::Cpu).unwrap().0
     }
 
@@ -160,7 +157,8 @@ mod tests {
         let body = serde_json::json!({ "input": input }).to_string();
         let message = Message { body: body.into(), ..Message::default() };
         let prepare = || {
-            let (_, inputs) = processor.preprocess(&message).map_err(|error| error.param)?;
+            let inputs =
+                processor.preprocess(&message).and_then(|it| it.1.all()).map_err(|error| error.param)?;
             Ok(inputs.into_iter().map(|sized| sized.input.ids).collect())
         };
         let alone = prepare();
@@ -188,6 +186,22 @@ mod tests {
     }
 
     #[test]
+    fn many_texts_are_tokenised_slice_by_slice_and_a_long_one_alone() {
+        let lengths = |texts: Vec<String>| {
+            let body = serde_json::json!({ "input": texts }).to_string();
+            let message = Message { body: body.into(), ..Message::default() };
+            match processor().preprocess(&message).unwrap().1 {
+                Inputs::All(_) => None,
+                Inputs::Slices(slices) => Some(slices.map(|slice| slice.unwrap().len()).collect::<Vec<_>>()),
+            }
+        };
+        assert_eq!(lengths(vec!["a b ".repeat(500); 15]), None);
+        assert_eq!(lengths(vec!["a b ".repeat(500); 40]), Some(vec![15, 15, 10]));
+        let long = "a ".repeat(20_000);
+        assert_eq!(lengths(vec![long.clone(), "a".into(), "b".into(), long]), Some(vec![1, 2, 1]));
+    }
+
+    #[test]
     fn threads_that_share_many_texts_keep_their_order() {
         let texts: Vec<String> = (0..300).map(|n| format!("text {n} {}", "a b ".repeat(n % 7))).collect();
         assert_eq!(ids_of(&texts.into()).unwrap().len(), 300);
@@ -195,18 +209,27 @@ mod tests {
 
     #[test]
     fn where_each_is_answered_by_itself_good_inputs_are_computed_and_bad_ones_named() {
-        let preprocess = |body: &str| {
+        let answered = |body: &str| {
             let message = Message { body: body.to_owned().into(), ..Message::default() };
-            let (options, inputs) = processor().preprocess(&message).map_err(|error| error.param)?;
-            Ok::<_, Option<String>>((
-                options.errors.into_iter().map(|(index, _)| index).collect(),
-                inputs.len(),
-            ))
+            let processor = processor();
+            let (options, inputs) = processor.preprocess(&message).map_err(|error| error.param)?;
+            let outputs = vec![vec![0.0; processor.width]; inputs.all().map_err(|error| error.param)?.len()];
+            let reply = processor.finish(options, outputs).map_err(|error| error.param)?;
+            let reply: serde_json::Value = serde_json::from_slice(&reply.bytes).unwrap();
+            let data = reply["data"].as_array().unwrap();
+            Ok::<_, Option<String>>(data.iter().map(|one| one["embedding"].is_array()).collect::<Vec<_>>())
         };
         let one_bad = r#"{"errors":"each","input":[[5],[4000000000],[5]]}"#;
-        assert_eq!(preprocess(one_bad), Ok((vec![1], 2)));
+        assert_eq!(answered(one_bad), Ok(vec![true, false, true]));
         let all_bad = r#"{"errors":"each","input":[[4000000000],[4000000000]]}"#;
-        assert_eq!(preprocess(all_bad), Err(Some("input[0]".to_owned())));
+        assert_eq!(answered(all_bad), Err(Some("input[0]".to_owned())));
+        // In slices.
+        let inputs: Vec<u32> =
+            (0..1_000).map(|index| if index % 7 == 3 { 4_000_000_000 } else { 5 }).collect();
+        let inputs: Vec<[u32; 1]> = inputs.into_iter().map(|id| [id]).collect();
+        let some_bad = serde_json::json!({"errors": "each", "input": inputs}).to_string();
+        let right = (0..1_000).map(|index| index % 7 != 3).collect();
+        assert_eq!(answered(&some_bad), Ok(right));
     }
 
     #[test]

@@ -3,17 +3,20 @@
 //! as the transformers library does. Never touches the device.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use serde::Deserialize;
 
 use super::names::ServedNames;
 use super::sentence_settings::SentenceSettings;
-use super::{InputCounts, MANY_TEXTS, prepared, sized, text_model};
+use super::{BRIEF_BODY, Made, Texts, sized, text_model};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::text::config::NetworkConfig;
 use crate::model::nets::text::{Output, TextNetwork};
-use crate::model::{Body, Device, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError};
+use crate::model::{
+    Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
+};
 use crate::protocol::labels::{ClassifyRequest, write_labels};
 use crate::protocol::reply::Usage;
 
@@ -123,14 +126,14 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(LabelProcessor, TextNet
     let limits = SentenceSettings::limits(&files)?;
     let output = Output::Labels(labels.names.len());
     let (tokenizer, network) = text_model((spec, device), (&files, &config), limits, &output)?;
-    let processor =
-        LabelProcessor { tokenizer, labels, names: ServedNames::new(spec), max_inputs: spec.max_inputs };
+    let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
+    let processor = LabelProcessor { tokenizer, labels, names, max_inputs: spec.max_inputs };
     Ok((processor, network))
 }
 
 /// Turns requests to classify texts into tokens, and the labels' numbers into responses.
 pub struct LabelProcessor {
-    tokenizer: TextTokenizer,
+    tokenizer: Arc<TextTokenizer>,
     labels: Labels,
     names: ServedNames,
     max_inputs: usize,
@@ -140,7 +143,7 @@ pub struct LabelProcessor {
 pub struct LabelOptions {
     top_k: Option<usize>,
     raw_scores: bool,
-    counts: InputCounts,
+    made: Arc<Made>,
 }
 
 impl Processor for LabelProcessor {
@@ -161,20 +164,26 @@ impl Processor for LabelProcessor {
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let mut request = ClassifyRequest::parse(&message.body, self.max_inputs)?;
         self.names.check(request.model.as_deref())?;
-        let inputs = prepared(std::mem::take(&mut request.texts), MANY_TEXTS, |index, text| {
-            let path = || request.path(index);
-            let tokens = self.tokenizer.text(&text).map_err(|error| error.at(path()))?;
-            sized(tokens, request.truncate, path, self.tokenizer.max_tokens())
-        })?;
         let ClassifyRequest { top_k, raw_scores, .. } = request;
-        Ok((LabelOptions { top_k, raw_scores, counts: InputCounts::of(&inputs) }, inputs))
+        let (texts, tokenizer) = (std::mem::take(&mut request.texts), self.tokenizer.clone());
+        let texts = Texts::new(texts, String::len, false, move |index, text| {
+            let path = || request.path(index);
+            let tokens = tokenizer.text(&text).map_err(|error| error.at(path()))?;
+            sized(tokens, request.truncate, path, tokenizer.max_tokens())
+        });
+        let (made, inputs) = texts.inputs()?;
+        Ok((LabelOptions { top_k, raw_scores, made }, inputs))
+    }
+
+    fn effort(&self, message: &Message) -> Effort {
+        Effort::brief_if(message.body.len() <= BRIEF_BODY)
     }
 
     fn finish(&self, request: LabelOptions, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
         if !request.raw_scores {
             outputs.iter_mut().for_each(|numbers| self.labels.probabilities(numbers));
         }
-        let LabelOptions { top_k, counts, .. } = request;
+        let (top_k, (counts, _)) = (request.top_k, request.made.take());
         let usage = Usage::of(counts.tokens);
         let written = write_labels(&outputs, &self.labels.names, top_k, self.names.own(), usage);
         written.map(|body| counts.body(body))

@@ -9,6 +9,10 @@ mod names;
 pub mod pairs;
 mod sentence_settings;
 
+use std::mem;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::vec::IntoIter;
+
 use rayon::prelude::*;
 
 use self::sentence_settings::SentenceSettings;
@@ -16,9 +20,15 @@ use super::load::ModelFiles;
 use super::load::tokenizer::{TextLimits, TextTokenizer, Tokens};
 use super::nets::text::config::NetworkConfig;
 use super::nets::text::{Output, TextNetwork};
-use super::{Device, LoadError, LoadSpec, SizedInput, TaskError};
+use super::{Device, Inputs, LoadError, LoadSpec, SizedInput, TaskError};
 use crate::protocol::Body;
 
+/// The largest body of texts that counts as brief: a tokenizer takes about 2 ms for 4 KiB of text.
+const BRIEF_BODY: usize = 2 << 10;
+/// Bytes of the texts in a slice, for each thread: tokenising them takes about 16 ms. A longer text is a slice.
+const SLICE_BYTES: usize = 32 << 10;
+/// What a text costs beside its bytes, in bytes.
+const TEXT_BYTES: usize = 64;
 /// From this number on, texts are divided among the threads of the caller's pool.
 const MANY_TEXTS: usize = 64;
 
@@ -87,19 +97,115 @@ fn sized(
     Ok(SizedInput::new(tokens, size))
 }
 
+/// The texts of a task on their way to inputs: all at once if they are few, else slice by slice.
+struct Texts<T, F> {
+    items: IntoIter<T>,
+    /// The index of the next item.
+    next: usize,
+    /// Bytes of an item's text.
+    bytes: fn(&T) -> usize,
+    /// Makes an item's input, by its index.
+    input: F,
+    /// An error is answered in the place of its input; else it fails the task.
+    each: bool,
+    made: Arc<Made>,
+}
+
+/// What is known of a task's inputs once all are made. Written by whoever makes them, read when the reply is written.
+#[derive(Debug, Default)]
+struct Made(Mutex<(InputCounts, Vec<(usize, TaskError)>)>);
+
+impl Made {
+    /// The counts, and the errors that are answered in the place of inputs, with their indices.
+    fn take(&self) -> (InputCounts, Vec<(usize, TaskError)>) {
+        mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl<T, F> Texts<T, F>
+where
+    T: Send + 'static,
+    F: Fn(usize, T) -> Result<SizedInput<Tokens>, TaskError> + Send + Sync + 'static,
+{
+    fn new(items: Vec<T>, bytes: fn(&T) -> usize, each: bool, input: F) -> Self {
+        Self { items: items.into_iter(), next: 0, bytes, input, each, made: Arc::default() }
+    }
+
+    /// The inputs, and what will be known of them.
+    fn inputs(mut self) -> Result<(Arc<Made>, Inputs<Tokens>), TaskError> {
+        let made = self.made.clone();
+        if self.fit(SLICE_BYTES) < self.items.len() {
+            return Ok((made, Inputs::Slices(Box::new(self))));
+        }
+        let inputs = self.slice(self.items.len())?;
+        Ok((made, Inputs::All(inputs)))
+    }
+
+    /// How many of the next items have so many bytes.
+    fn fit(&self, mut bytes: usize) -> usize {
+        let fits = |item: &&T| match bytes.checked_sub((self.bytes)(item) + TEXT_BYTES) {
+            Some(left) => {
+                bytes = left;
+                true
+            }
+            None => false,
+        };
+        self.items.as_slice().iter().take_while(fits).count()
+    }
+
+    /// The inputs of the next `count` items.
+    fn slice(&mut self, count: usize) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
+        let (first, input, each) = (self.next, &self.input, self.each);
+        let items: Vec<T> = self.items.by_ref().take(count).collect();
+        self.next += items.len();
+        let made = prepared(items, MANY_TEXTS, |index, item| match input(first + index, item) {
+            Err(error) if each => Ok(Err((first + index, error))),
+            made => made.map(Ok),
+        })?;
+        let mut known = self.made.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (counts, errors) = &mut *known;
+        let mut inputs = Vec::with_capacity(made.len());
+        for made in made {
+            match made {
+                Ok(input) => inputs.push(input),
+                Err(error) => errors.push(error),
+            }
+        }
+        counts.add(&inputs);
+        Ok(inputs)
+    }
+}
+
+impl<T, F> Iterator for Texts<T, F>
+where
+    T: Send + 'static,
+    F: Fn(usize, T) -> Result<SizedInput<Tokens>, TaskError> + Send + Sync + 'static,
+{
+    type Item = Result<Vec<SizedInput<Tokens>>, TaskError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let threads = if rayon::current_thread_index().is_some() { rayon::current_num_threads() } else { 1 };
+        let count = self.fit(SLICE_BYTES.saturating_mul(threads)).max(1);
+        (self.items.len() > 0).then(|| self.slice(count))
+    }
+
+    /// A slice has at least one text.
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (usize::from(self.items.len() > 0), Some(self.items.len()))
+    }
+}
+
 /// What a text reply's usage and headers say of its inputs.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct InputCounts {
     tokens: usize,
     truncated: usize,
 }
 
 impl InputCounts {
-    fn of(inputs: &[SizedInput<Tokens>]) -> Self {
-        Self {
-            tokens: inputs.iter().map(|sized| sized.tokens).sum(),
-            truncated: inputs.iter().filter(|sized| sized.input.truncated).count(),
-        }
+    fn add(&mut self, inputs: &[SizedInput<Tokens>]) {
+        self.tokens += inputs.iter().map(|sized| sized.tokens).sum::<usize>();
+        self.truncated += inputs.iter().filter(|sized| sized.input.truncated).count();
     }
 
     /// A body of JSON with the header `truncated`, if any input was cut.

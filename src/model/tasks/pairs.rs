@@ -2,16 +2,18 @@
 //! `/v1/rerank` and `/v1/score` bodies to pairs of texts, and from their numbers to response bodies. Each pair
 //! is an input of its own, so that many documents share batches with other tasks. Never touches the device.
 
+use std::sync::Arc;
+
 use super::labels::sigmoid;
 use super::names::ServedNames;
 use super::sentence_settings::SentenceSettings;
-use super::{InputCounts, MANY_TEXTS, prepared, sized, text_model};
+use super::{BRIEF_BODY, Made, Texts, sized, text_model};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
 use crate::model::nets::text::config::NetworkConfig;
 use crate::model::nets::text::{Output, TextNetwork};
 use crate::model::{
-    Body, Device, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, SizedInput, TaskError,
+    Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
 use crate::protocol::reply::Usage;
 use crate::protocol::rerank::{Form, PairsRequest, write_scores};
@@ -28,24 +30,23 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(PairProcessor, TextNetw
     let config = NetworkConfig::read(&files, &spec.source)?;
     let limits = SentenceSettings::limits(&files)?;
     let (tokenizer, network) = text_model((spec, device), (&files, &config), limits, &Output::Labels(1))?;
-    let processor = PairProcessor { tokenizer, names: ServedNames::new(spec), max_inputs: spec.max_inputs };
+    let (tokenizer, names) = (Arc::new(tokenizer), ServedNames::new(spec));
+    let processor = PairProcessor { tokenizer, names, max_inputs: spec.max_inputs };
     Ok((processor, network))
 }
 
 /// Turns requests to score pairs into tokens, and scores into responses.
 pub struct PairProcessor {
-    tokenizer: TextTokenizer,
+    tokenizer: Arc<TextTokenizer>,
     names: ServedNames,
     max_inputs: usize,
 }
 
 /// What the response needs of its request.
 pub struct PairOptions {
-    form: Form,
-    raw_scores: bool,
-    /// The documents, if the reply repeats them.
-    documents: Vec<String>,
-    counts: InputCounts,
+    /// With the documents, which the reply may repeat.
+    request: Arc<PairsRequest>,
+    made: Arc<Made>,
 }
 
 impl Processor for PairProcessor {
@@ -70,38 +71,65 @@ impl Processor for PairProcessor {
             _ => PairsRequest::rerank(&message.body, self.max_inputs),
         }?;
         self.names.check(request.model.as_deref())?;
-        let inputs = self.inputs(&request)?;
-        let PairsRequest { second, raw_scores, form, .. } = request;
-        let is_repeated = matches!(form, Form::Rerank { return_documents: true, .. });
-        let documents = if is_repeated { second } else { Vec::new() };
-        Ok((PairOptions { form, raw_scores, documents, counts: InputCounts::of(&inputs) }, inputs))
+        let request = Arc::new(request);
+        let (made, inputs) = self.inputs(request.clone())?;
+        Ok((PairOptions { request, made }, inputs))
     }
 
-    fn finish(&self, request: PairOptions, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+    fn effort(&self, message: &Message) -> Effort {
+        Effort::brief_if(message.body.len() <= BRIEF_BODY)
+    }
+
+    fn finish(&self, options: PairOptions, outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
+        let (request, (counts, _)) = (&options.request, options.made.take());
         let score = |logit: f32| if request.raw_scores { logit } else { sigmoid(logit) };
         let scores: Vec<f32> = outputs.into_iter().flatten().map(score).collect();
-        let PairOptions { form, documents, counts, .. } = request;
-        let written = write_scores((form, &documents), &scores, self.names.own(), Usage::of(counts.tokens));
+        let written = write_scores(
+            (request.form, &request.second),
+            &scores,
+            self.names.own(),
+            Usage::of(counts.tokens),
+        );
         written.map(|body| counts.body(body))
     }
 }
 
 impl PairProcessor {
-    fn inputs(&self, request: &PairsRequest) -> Result<Vec<SizedInput<Tokens>>, TaskError> {
+    fn inputs(&self, request: Arc<PairsRequest>) -> Result<(Arc<Made>, Inputs<Tokens>), TaskError> {
         let listed = request.first.len() > 1;
-        let first = |index: usize| match request.form {
-            Form::Rerank { .. } => "query".to_owned(),
-            Form::Score if listed => format!("text_1[{index}]"),
-            Form::Score => "text_1".to_owned(),
+        let tokenizer = self.tokenizer.clone();
+        let first = {
+            let (tokenizer, request) = (tokenizer.clone(), request.clone());
+            move |index: usize| {
+                let path = || match request.form {
+                    Form::Rerank { .. } => "query".to_owned(),
+                    Form::Score if listed => format!("text_1[{index}]"),
+                    Form::Score => "text_1".to_owned(),
+                };
+                tokenizer.pieces(&request.first[index]).map_err(|error| error.at(path()))
+            }
         };
-        let firsts = prepared(request.first.iter().collect(), MANY_TEXTS, |index, text| {
-            self.tokenizer.pieces(text).map_err(|error| error.at(first(index)))
-        })?;
-        prepared(request.second.iter().collect(), MANY_TEXTS, |index, text| {
-            let path = || format!("{}[{index}]", request.field);
-            let second = self.tokenizer.pieces(text).map_err(|error| error.at(path()))?;
-            let tokens = self.tokenizer.pair(&firsts[if listed { index } else { 0 }], &second);
-            sized(tokens, request.truncate, path, self.tokenizer.max_tokens())
-        })
+        // One text for all pairs is tokenised once.
+        let common = if listed { None } else { Some(first(0)?) };
+        // The lengths of the pairs; their texts stay with the request.
+        let both = |(index, second): (usize, &String)| {
+            second.len() + if listed { request.first[index].len() } else { 0 }
+        };
+        let lengths: Vec<usize> = request.second.iter().enumerate().map(both).collect();
+        let texts = Texts::new(
+            lengths,
+            |length| *length,
+            false,
+            move |index, _| {
+                let path = || format!("{}[{index}]", request.field);
+                let second = tokenizer.pieces(&request.second[index]).map_err(|error| error.at(path()))?;
+                let tokens = match &common {
+                    Some(first) => tokenizer.pair(first, &second),
+                    None => tokenizer.pair(&first(index)?, &second),
+                };
+                sized(tokens, request.truncate, path, tokenizer.max_tokens())
+            },
+        );
+        texts.inputs()
     }
 }

@@ -2,6 +2,7 @@
 //! no threads; each wait is for an event.
 
 mod memory;
+mod on_demand;
 mod one_pass;
 mod sequences;
 
@@ -60,6 +61,13 @@ struct Rig {
 impl Rig {
     /// Starts a worker of `model`, and waits for its session.
     fn start(model: &str, change: impl FnOnce(&mut Assignment)) -> Self {
+        let starter =
+            if model.starts_with(script::SCRIPT) { continuous(script::load) } else { oneshot(echo::load) };
+        Self::start_model(&starter, model, change)
+    }
+
+    /// The same with a model that `starter` loads.
+    fn start_model(starter: &Starter, model: &str, change: impl FnOnce(&mut Assignment)) -> Self {
         let mut assignment = assignment(model);
         change(&mut assignment);
         let lines = Lines::default();
@@ -72,12 +80,11 @@ impl Rig {
             traces: Traces::default(),
         };
         let (memory, stop, counters) = (Memory::default(), Stop::default(), Arc::new(Counters::default()));
-        let starter =
-            if model.starts_with(script::SCRIPT) { continuous(script::load) } else { oneshot(echo::load) };
         let setup = Setup {
             spec: load_spec(&assignment),
             min_speed: 0.0,
             policy: policy(&assignment),
+            prepared_bytes: assignment.pool.prepared_bytes,
             observer: Box::new(DeviceReport::new(&control, counters.clone())),
         };
         let loaded = starter.start_here(setup).unwrap_or_else(|error| panic!("{error}"));
@@ -87,7 +94,8 @@ impl Rig {
                 let link = broker.link();
                 Box::pin(async move { Ok(link) })
             });
-            serve(&assignment, loaded, &open, stopped, (&own, counters)).await
+            let own = Own { control: &own, counters, pools: Pools::start_here() };
+            serve(&assignment, loaded, &open, stopped, own).await
         });
         Self { memory, stop, control, lines, worker }
     }

@@ -29,8 +29,8 @@ use crate::model::nets::decoder::config::DecoderConfig;
 use crate::model::nets::decoder::{Decoder, DeviceDecoder, GGUF_WORDS, Held, Weights, WithBlocks};
 use crate::model::ops::kv::{KvBlocks, KvShape};
 use crate::model::{
-    Body, Capacity, Device, Dtype, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route,
-    SizedInput, TaskError, TaskErrorKind,
+    Body, Capacity, Device, Dtype, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
+    Route, SizedInput, TaskError, TaskErrorKind,
 };
 use crate::protocol::generate::{Api, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id};
 use crate::protocol::stats::{Generated, TokenCounts};
@@ -275,7 +275,12 @@ impl Processor for GenerateProcessor {
             echoed,
             told: vec![Told::default(); inputs.len()],
         };
-        Ok((context, inputs))
+        Ok((context, inputs.into()))
+    }
+
+    /// A request that may have a grammar waits for the process that builds it.
+    fn effort(&self, message: &Message) -> Effort {
+        if may_have_grammar(&message.body) { Effort::Long } else { Effort::Usual }
     }
 
     fn is_streamed(&self, context: &GenerateContext) -> bool {
@@ -332,6 +337,14 @@ impl Processor for GenerateProcessor {
         // The seed is written in two's complement, as a request may have it.
         Ok(Body { generated, ..Body::json(body).header("seed", seed.cast_signed()) })
     }
+}
+
+/// Whether a body may name the field of a grammar. JSON may write the letters of the name as escapes, which no encoder does
+/// for letters.
+fn may_have_grammar(body: &[u8]) -> bool {
+    let named = |text: &[u8]| body.windows(text.len()).any(|it| it == text);
+    named(b"response_format")
+        || body.windows(5).any(|it| matches!(it, [b'\\', b'u', b'0', b'0', b'5'..=b'7']))
 }
 
 impl GenerateProcessor {

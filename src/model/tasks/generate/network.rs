@@ -326,11 +326,11 @@ mod tests {
             max_tokens: 12,
             sampling,
             seed: Seed { task: 1, sequence: 0 },
-            stop: Vec::new(),
+            stop: Arc::default(),
             ignore_eos: true,
             logprobs: Some(1),
             constraint,
-            owner: "".into(),
+            owner: Owner::of(""),
         }
     }
 

@@ -1,13 +1,15 @@
 //! Classification of images: from files to pixels, and from the labels' numbers to response bodies. Decides which
-//! files are decoded, bounded before they are. Never touches the device.
+//! files are decoded, bounded by their headers before any of them is, and in which slices. Never touches the device.
 
 mod decode;
 mod preprocessing;
 mod resize;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::vec::IntoIter;
 
-use self::decode::{Error, Format, Limits, decode, header};
+use self::decode::{Error, Format, Header, Limits, decode, header};
 use self::preprocessing::Preprocessing;
 use super::labels::Labels;
 use super::names::ServedNames;
@@ -15,8 +17,8 @@ use super::prepared;
 use crate::model::load::{self, ModelFiles};
 use crate::model::nets::image::{ImageNetwork, Pixels, Sides};
 use crate::model::{
-    Body, Device, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route, SizedInput,
-    TaskError, TaskErrorKind, Value,
+    Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route,
+    SizedInput, TaskError, TaskErrorKind, Value,
 };
 use crate::protocol::images::{ImageFile, ImagesRequest, write_images};
 
@@ -30,6 +32,10 @@ const BYTES_OF_PIXEL: u64 = 4;
 const PATCH: usize = 16;
 /// The fewest images that are divided among threads.
 const MANY: usize = 2;
+/// Pixels of the images in a slice, for each thread: decoding them takes about 10 ms. A larger image is a slice.
+const SLICE_PIXELS: u64 = 1 << 20;
+/// The most images in a slice, for each thread: each has a cost beside its pixels.
+const SLICE_IMAGES: usize = 16;
 
 /// One pixel.
 const PROBE: [u8; 69] = [
@@ -53,11 +59,10 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageNe
     let limits = PixelLimits::of(&spec.options).map_err(refused)?;
     let sides = Sides { height: preprocessing.height, width: preprocessing.width };
     let network = ImageNetwork::load((spec, device), &files, sides, labels.names.len())?;
+    let tokens = (sides.height * sides.width).div_ceil(PATCH * PATCH);
     let processor = ImageProcessor {
-        preprocessing,
+        decoder: Arc::new(Decoder { preprocessing, limits, tokens }),
         labels,
-        limits,
-        tokens: (sides.height * sides.width).div_ceil(PATCH * PATCH),
         names: ServedNames::new(spec),
         max_inputs: spec.max_inputs,
     };
@@ -103,13 +108,18 @@ impl PixelLimits {
 
 /// Turns files into pixels, and the labels' numbers into responses.
 pub struct ImageProcessor {
-    preprocessing: Preprocessing,
+    decoder: Arc<Decoder>,
     labels: Labels,
+    names: ServedNames,
+    max_inputs: usize,
+}
+
+/// Turns files into a model's inputs.
+struct Decoder {
+    preprocessing: Preprocessing,
     limits: PixelLimits,
     /// The size of each input.
     tokens: usize,
-    names: ServedNames,
-    max_inputs: usize,
 }
 
 /// What the response needs of its request.
@@ -140,9 +150,13 @@ impl Processor for ImageProcessor {
         let ImagesRequest { images, listed, model, top_k, raw_scores } =
             ImagesRequest::parse(message, self.max_inputs)?;
         self.names.check(model.as_deref())?;
-        let images = self.declared(images)?;
-        let inputs = prepared(images, MANY, |_, image| self.pixels(&image))?;
-        Ok((ImageOptions { top_k, listed, raw_scores }, inputs))
+        let images = self.decoder.declared(images)?.into_iter();
+        let slices = Slicer { decoder: self.decoder.clone(), images };
+        Ok((ImageOptions { top_k, listed, raw_scores }, Inputs::Slices(Box::new(slices))))
+    }
+
+    fn bytes(&self, Pixels(numbers): &Pixels) -> usize {
+        size_of_val(&**numbers)
     }
 
     fn finish(&self, request: ImageOptions, mut outputs: Vec<Vec<f32>>) -> Result<Body, TaskError> {
@@ -158,9 +172,48 @@ impl Processor for ImageProcessor {
 struct Declared {
     file: ImageFile,
     format: Format,
+    header: Header,
 }
 
-impl ImageProcessor {
+/// Decodes the images of a task slice by slice: as many as take about ten milliseconds by their headers.
+struct Slicer {
+    decoder: Arc<Decoder>,
+    images: IntoIter<Declared>,
+}
+
+impl Iterator for Slicer {
+    type Item = Result<Vec<SizedInput<Pixels>>, TaskError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let threads = if rayon::current_thread_index().is_some() { rayon::current_num_threads() } else { 1 };
+        let count = slice(self.images.as_slice(), threads);
+        let slice: Vec<_> = self.images.by_ref().take(count).collect();
+        if slice.is_empty() {
+            return None;
+        }
+        Some(prepared(slice, MANY, |_, image| self.decoder.pixels(&image)))
+    }
+
+    /// A slice has at least one image.
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (usize::from(self.images.len() > 0), Some(self.images.len()))
+    }
+}
+
+/// How many of the next images are decoded together by so many threads.
+fn slice(images: &[Declared], threads: usize) -> usize {
+    let mut left = SLICE_PIXELS.saturating_mul(threads as u64);
+    let fits = |image: &&Declared| match left.checked_sub(image.header.pixels) {
+        Some(less) => {
+            left = less;
+            true
+        }
+        None => false,
+    };
+    images.iter().take(SLICE_IMAGES.saturating_mul(threads)).take_while(fits).count().max(1)
+}
+
+impl Decoder {
     /// Reads the headers of all images of a task, and refuses it if it would be too much to decode.
     fn declared(&self, files: Vec<ImageFile>) -> Result<Vec<Declared>, TaskError> {
         let mut pixels: u64 = 0;
@@ -177,12 +230,12 @@ impl ImageProcessor {
                 );
                 return Err(bad(&file, TaskErrorKind::TooLarge, &reason));
             }
-            Ok(Declared { file, format })
+            Ok(Declared { file, format, header })
         };
         files.into_iter().map(&mut declared).collect()
     }
 
-    fn pixels(&self, Declared { file, format }: &Declared) -> Result<SizedInput<Pixels>, TaskError> {
+    fn pixels(&self, Declared { file, format, .. }: &Declared) -> Result<SizedInput<Pixels>, TaskError> {
         let image = decode(&file.bytes, *format, self.limits.of_image());
         let image = image.map_err(|error| refused(file, &error))?;
         Ok(SizedInput::new(Pixels(self.preprocessing.apply(&image)), self.tokens))
@@ -273,6 +326,22 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn a_slice_is_what_about_ten_milliseconds_decode_or_one_image() {
+        let declared = |pixels: u64| Declared {
+            file: ImageFile { bytes: Vec::new().into(), media_type: None, path: None },
+            format: Format::WebP,
+            header: Header { width: 1, height: pixels as u32, pixels },
+        };
+        let of = |pixels: &[u64], threads| {
+            slice(&pixels.iter().map(|pixels| declared(*pixels)).collect::<Vec<_>>(), threads)
+        };
+        assert_eq!(of(&[40_000_000, 1, 1], 1), 1);
+        assert_eq!(of(&[500_000, 500_000, 500_000], 1), 2);
+        assert_eq!(of(&[500_000; 20], 8), 16);
+        assert_eq!(of(&[1; 100], 1), SLICE_IMAGES);
+    }
 
     fn limits(options: &[(&str, Value)]) -> Result<PixelLimits, String> {
         PixelLimits::of(&options.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect())

@@ -1,0 +1,257 @@
+//! Tasks whose inputs are made on demand: tasks take turns, few inputs wait, and what is not wanted is not made.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::*;
+use crate::model::{
+    Body, Device, Forward, ForwardError, Inputs, LoadSpec, Preprocessed, Processor, Route, SizedInput,
+    TaskError, clock,
+};
+use crate::protocol::control::Cancellation;
+
+/// What is on record of a model.
+#[derive(Clone, Default)]
+struct Record {
+    /// What was made and computed, in order.
+    log: Arc<Mutex<Vec<String>>>,
+    /// Bytes of the windows that are there, and the most there were.
+    bytes: Arc<AtomicUsize>,
+    most_bytes: Arc<AtomicUsize>,
+}
+
+impl Record {
+    fn push(&self, line: String) {
+        self.log.lock().unwrap().push(line);
+    }
+
+    /// Whose windows were made, in order.
+    fn made(&self) -> Vec<String> {
+        let log = self.log.lock().unwrap();
+        log.iter().filter_map(|line| line.strip_prefix("made ")).map(str::to_owned).collect()
+    }
+}
+
+/// A window of a recording; its output is its number.
+struct Window {
+    task: String,
+    number: usize,
+    bytes: usize,
+    record: Record,
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        self.record.bytes.fetch_sub(self.bytes, Ordering::SeqCst);
+    }
+}
+
+struct Windows(Record);
+
+impl Processor for Windows {
+    type Context = ();
+    type Input = Window;
+    type Piece = ();
+    type Output = usize;
+
+    fn routes(&self) -> &[Route] {
+        &[Route { url: Route::ANY, media_types: &["application/json"] }]
+    }
+
+    /// `windows` of a body are made one by one, of `bytes` each; that with the number `bad` cannot be.
+    fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
+        let fields = body(message);
+        let number = |name: &str| fields[name].as_u64().map(|number| number as usize);
+        let task = message.properties.correlation_id.clone().unwrap_or_default();
+        let (bytes, bad, record) = (number("bytes").unwrap_or(0), number("bad"), self.0.clone());
+        let window = move |number| {
+            record.push(format!("made {task}"));
+            if Some(number) == bad {
+                return Err(TaskError::bad_input("windows", "a bad window"));
+            }
+            let there = record.bytes.fetch_add(bytes, Ordering::SeqCst) + bytes;
+            record.most_bytes.fetch_max(there, Ordering::SeqCst);
+            let window = Window { task: task.clone(), number, bytes, record: record.clone() };
+            Ok(vec![SizedInput::new(window, 1)])
+        };
+        Ok(((), Inputs::Slices(Box::new((0..number("windows").unwrap_or(1)).map(window)))))
+    }
+
+    fn bytes(&self, window: &Window) -> usize {
+        window.bytes
+    }
+
+    fn finish(&self, (): (), outputs: Vec<usize>) -> Result<Body, TaskError> {
+        Ok(Body::json(json!(outputs).to_string()))
+    }
+}
+
+/// A batch takes 10 ms.
+struct Network(Record);
+
+impl Forward for Network {
+    type Input = Window;
+    type Output = usize;
+    type Pending = Vec<usize>;
+
+    fn submit(&mut self, batch: &[&Window]) -> Result<Vec<usize>, ForwardError> {
+        batch.iter().for_each(|window| self.0.push(format!("computed {}", window.task)));
+        clock::pass(Duration::from_millis(10));
+        Ok(batch.iter().map(|window| window.number).collect())
+    }
+
+    fn wait(&mut self, outputs: Vec<usize>) -> Result<Vec<Result<usize, TaskError>>, ForwardError> {
+        Ok(outputs.into_iter().map(Ok).collect())
+    }
+}
+
+/// A worker whose batches have two windows.
+fn start(change: impl FnOnce(&mut Assignment)) -> (Rig, Record) {
+    let record = Record::default();
+    let own = record.clone();
+    let starter = oneshot(move |_: &LoadSpec, _: &Device| Ok((Windows(own.clone()), Network(own.clone()))));
+    let rig = Rig::start_model(&starter, "windows", |assignment| {
+        assignment.pool.batch.max_tokens = Some(2);
+        change(assignment);
+    });
+    (rig, record)
+}
+
+fn windows(id: &str, count: usize) -> Message {
+    task(id, "mine", &json!({ "windows": count }))
+}
+
+/// Waits until so many windows are made.
+async fn made(record: &Record, count: usize) {
+    while record.made().len() < count {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+fn statuses(replies: &[Message]) -> Vec<(&str, i64)> {
+    let id = |reply: &Message| status(reply);
+    replies.iter().map(|reply| (reply.properties.correlation_id.as_deref().unwrap(), id(reply))).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_of_many_inputs_makes_few_of_them_ahead_and_its_reply_has_all_in_order() {
+    here(async {
+        let (rig, record) = start(|_| ());
+        rig.memory.deliver([windows("a", 50)]);
+        let reply = rig.memory.publishes("mine", 1).await.remove(0);
+        assert_eq!(body(&reply), json!((0..50).collect::<Vec<_>>()));
+        let (mut waiting, mut most): (i32, i32) = (0, 0);
+        for line in &*record.log.lock().unwrap() {
+            waiting += if line.starts_with("made") { 1 } else { -1 };
+            most = most.max(waiting);
+        }
+        assert!((2..=4).contains(&most), "one batch is computed and one waits: {most}");
+        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_of_many_inputs_holds_up_no_other_by_more_than_a_slice_and_a_batch() {
+    here(async {
+        let (rig, record) = start(|_| ());
+        rig.memory.deliver([windows("giant", 1_000), windows("first", 1)]);
+        rig.memory.publishes("mine", 1).await;
+        made(&record, 100).await;
+        let before = record.made().len();
+        rig.memory.deliver([windows("second", 1), windows("third", 3)]);
+        let replies = rig.memory.publishes("mine", 4).await;
+        let ids = statuses(&replies).into_iter().map(|(id, _)| id).collect::<Vec<_>>();
+        assert_eq!(ids, ["first", "second", "third", "giant"]);
+        let made = record.made();
+        assert!(made[..4].contains(&"first".to_owned()), "{:?}", &made[..4]);
+        assert!(made[before..before + 6].contains(&"second".to_owned()), "{:?}", &made[before..before + 6]);
+        let third = made[before..].iter().rposition(|task| task == "third").unwrap();
+        assert!(third < 20, "they take turns: {third}");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_without_inputs_is_answered() {
+    here(async {
+        let (rig, _) = start(|_| ());
+        rig.memory.deliver([windows("none", 0), windows("one", 1)]);
+        let replies = rig.memory.publishes("mine", 2).await;
+        assert_eq!(statuses(&replies), [("none", 200), ("one", 200)]);
+        assert_eq!(body(&replies[0]), json!([]));
+        assert_eq!(rig.memory.settles(2).await, [Settled::Acked(1), Settled::Acked(2)]);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_input_that_cannot_be_made_ends_its_task_and_its_neighbours_go_on() {
+    here(async {
+        let (rig, record) = start(|_| ());
+        let bad = task("bad", "mine", &json!({"windows": 100, "bad": 20}));
+        rig.memory.deliver([bad, windows("good", 30)]);
+        let replies = rig.memory.publishes("mine", 2).await;
+        assert_eq!(statuses(&replies), [("bad", 400), ("good", 200)]);
+        assert_eq!(record.made().iter().filter(|task| *task == "bad").count(), 21);
+        assert_eq!(rig.memory.settles(2).await, [Settled::Acked(1), Settled::Acked(2)]);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_more_inputs_are_made_of_a_task_that_is_cancelled_or_late() {
+    here(async {
+        let (rig, record) = start(|_| ());
+        let mut late = windows("late", 1_000);
+        late.properties.expiration = Some("200".into());
+        rig.memory.deliver([windows("cancelled", 1_000), late]);
+        made(&record, 10).await;
+        let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
+        rig.control.cancellations.send(cancellation).unwrap();
+        let replies = rig.memory.publishes("mine", 2).await;
+        assert_eq!(statuses(&replies), [("cancelled", 499), ("late", 408)]);
+        let made = record.made().len();
+        assert!(made < 100, "{made}");
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        assert_eq!(record.made().len(), made);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_hands_back_a_task_whose_inputs_are_not_all_made() {
+    here(async {
+        let (rig, record) = start(|_| ());
+        rig.memory.deliver([windows("a", 1_000), windows("b", 1_000)]);
+        made(&record, 30).await;
+        rig.stop.advance(Phase::Returning, "test");
+        let memory = rig.memory.clone();
+        assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
+        assert_eq!(memory.settled(), [Settled::Requeued(1), Settled::Requeued(2)]);
+        assert!(record.made().len() < 60);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_bytes_of_all_inputs_that_wait_are_bounded_also_while_a_suspect_task_runs_alone() {
+    here(async {
+        let (rig, record) = start(|assignment| assignment.pool.prepared_bytes = 250);
+        let large = |id: &str| task(id, "mine", &json!({"windows": 10, "bytes": 100}));
+        let ids: Vec<String> = (0..20).map(|number| number.to_string()).collect();
+        // Until one is made, nobody knows how large they are.
+        rig.memory.deliver([large("known")]);
+        rig.memory.publishes("mine", 1).await;
+        rig.memory.deliver(ids[..10].iter().map(|id| large(id)));
+        made(&record, 15).await;
+        rig.memory.deliver_again(large("suspect"), 2);
+        rig.memory.deliver(ids[10..].iter().map(|id| large(id)));
+        let replies = rig.memory.publishes("mine", 22).await;
+        assert!(statuses(&replies).iter().all(|(_, status)| *status == 200));
+        let most = record.most_bytes.load(Ordering::SeqCst);
+        // The suspect task's own come on top: what it waits for is computed only after it.
+        assert!((300..=700).contains(&most), "{most}");
+        assert_eq!(record.bytes.load(Ordering::SeqCst), 0);
+    })
+    .await;
+}
