@@ -193,7 +193,7 @@ impl Fleet {
 }
 
 /// The value of a field in a log line.
-fn field(line: &str, name: &str) -> Option<String> {
+pub fn field(line: &str, name: &str) -> Option<String> {
     let (_, rest) = line.split_once(&format!(" {name}="))?;
     let value = rest.split(' ').next()?;
     Some(value.trim_matches('"').to_owned())

@@ -12,6 +12,7 @@ mod support;
 
 mod faults;
 mod fleet;
+mod hostile;
 mod job;
 mod ledger;
 mod plan;
@@ -125,6 +126,13 @@ async fn a_storm_of_faults_over_one_large_job_leaves_every_row_answered_in_its_p
     let done = job::storm(seed, time).await;
     eprintln!("soak of a job: seed {seed}, {} s: {done:?}", time.as_secs());
     assert!(done.faults > 4 && done.runs > 1, "{done:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hostile_requesters_lose_no_task_and_let_innocent_ones_wait_three_times_as_long_at_most() {
+    let Order { seconds, seed, .. } = order();
+    let only = std::env::var("SOAK_TROUBLES").ok();
+    hostile::storm(seed, seconds, hostile::chosen(only.as_deref())).await;
 }
 
 /// A reply queue that confirms nothing, once it is suspended, and one that is full.

@@ -276,9 +276,14 @@ impl Client {
 impl Inbox {
     /// The next message.
     pub async fn next(&mut self) -> Received {
-        let next = bounded(&format!("a message in {}", self.queue), self.consumer.next()).await;
-        let message = next.expect("an open inbox").expect("a delivery");
-        Received::new(message.data, message.properties, message.redelivered)
+        let what = format!("a message in {}", self.queue);
+        bounded(&what, self.received()).await.expect("an open inbox")
+    }
+
+    /// The next message, whenever it comes; none: the queue is gone.
+    pub async fn received(&mut self) -> Option<Received> {
+        let message = self.consumer.next().await?.expect("a delivery");
+        Some(Received::new(message.data, message.properties, message.redelivered))
     }
 
     /// The next `count` messages.
