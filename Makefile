@@ -48,10 +48,16 @@ test: ## install what tests need (RabbitMQ), then lint and test everything
 	scripts/check-python target/debug/sconce
 
 soak: SECONDS = 3600
-soak: ## an hour of faults, every task and reply counted: make soak SECONDS=600 SEED=7 RATE=40
+# The hostile requesters come alone and last: latencies are judged.
+soak: ## an hour of faults, then ten minutes of hostile requesters: make soak SECONDS=1200 SEED=7 RATE=40
 	scripts/setup-tests
+	scripts/fetch-model
+	scripts/fetch-efficientnet
+	scripts/fetch-smollm2
 	SOAK_SECONDS=$(SECONDS) SOAK_SEED=$(SEED) SOAK_RATE=$(RATE) \
 		$(CARGO) test --locked --test soak -- --nocapture a_storm_of_faults
+	SOAK_SECONDS=$(SECONDS) SOAK_SEED=$(SEED) \
+		$(CARGO) test --locked --test soak -- --nocapture hostile_requesters
 
 test-rabbitmq-4: ## the broker tests over RabbitMQ 4, which needs docker and the image
 	SCONCE_TEST_RABBITMQ_IMAGE=rabbitmq:4-management $(CARGO) test --locked --test rabbitmq

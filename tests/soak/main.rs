@@ -4,6 +4,9 @@
 //! `SOAK_SECONDS`, `SOAK_SEED` and `SOAK_RATE` (tasks a second) change it. What it found is printed
 //! as Markdown; the logs of all launchers, of the broker, the faults and every odd entry of the ledger
 //! are left in `target/tmp/soak-<seed>`.
+//!
+//! Beside it are storms of faults over generated texts and over one large job, and a storm of hostile requesters
+//! without faults, of which `SOAK_TROUBLES` (`Grammar,Stops`) chooses some kinds of trouble.
 
 #![allow(clippy::print_stderr, reason = "progress and the report")]
 

@@ -174,15 +174,12 @@ impl Books {
     }
 
     /// From the moment at which a task was to be published to its reply, so that a publisher who is held up makes no
-    /// latency smaller.
-    pub fn latency(&self, pool: Pool) -> Option<Latency> {
-        let of = |entry: &Entry| match entry.role {
-            Role::Innocent { pool: it, .. } if it == pool => {
-                entry.replies.first().map(|reply| reply.at.saturating_sub(entry.due))
-            }
-            _ => None,
-        };
-        let mut times: Vec<Duration> = self.entries.values().filter_map(of).collect();
+    /// latency smaller. One without a reply has waited until `now`.
+    pub fn latency(&self, pool: Pool, now: Duration) -> Option<Latency> {
+        let is_of = |entry: &&Entry| matches!(entry.role, Role::Innocent { pool: it, .. } if it == pool);
+        let of =
+            |entry: &Entry| entry.replies.first().map_or(now, |reply| reply.at).saturating_sub(entry.due);
+        let mut times: Vec<Duration> = self.entries.values().filter(is_of).map(of).collect();
         times.sort_unstable();
         let rank = |percent: usize| times.get((times.len() * percent).div_ceil(100).max(1) - 1).copied();
         Some(Latency { count: times.len(), median: rank(50)?, p99: rank(99)? })
@@ -265,15 +262,15 @@ mod tests {
     }
 
     #[test]
-    fn latency_counts_from_the_moment_at_which_a_task_was_due() {
+    fn latency_counts_from_the_moment_at_which_a_task_was_due_and_goes_on_without_a_reply() {
         let ids: Vec<String> = (0..200).map(|number| number.to_string()).collect();
         let roles: Vec<(&str, Role)> = ids.iter().map(|id| (id.as_str(), INNOCENT)).collect();
         let mut books = books(&roles);
-        for (number, id) in (1..).zip(&ids) {
+        for (number, id) in (1..).zip(&ids).take(197) {
             books.reply(id, "200", &json!([{"label": "cat"}]), ms(100 + number));
         }
-        let latency = books.latency(Pool::Images).expect("some");
-        assert_eq!((latency.count, latency.median, latency.p99), (200, ms(100), ms(198)));
-        assert!(books.latency(Pool::Texts).is_none());
+        let latency = books.latency(Pool::Images, ms(9_100)).expect("some");
+        assert_eq!((latency.count, latency.median, latency.p99), (200, ms(100), ms(9_000)));
+        assert!(books.latency(Pool::Texts, ms(9_100)).is_none());
     }
 }

@@ -49,9 +49,9 @@ pub enum Trouble {
     ManyImages,
     /// Four images of 40 million pixels, which is legal.
     GiantImages,
-    /// Three prompts as long as the pool's context, at once.
+    /// Three prompts of about the pool's context, at once.
     LongPrompts,
-    /// `n` = 8 answers of up to 2,000 tokens each, which end early.
+    /// `n` = 8 answers of up to 1,000 tokens each, which end early: together all that the pool can reserve.
     Reservation,
     /// A burst of tasks whose reply queue is full.
     FullQueue,
@@ -104,6 +104,8 @@ struct Recurrence {
     count: usize,
 }
 
+/// The most tokens of a prompt and its answer in the pool of texts.
+pub const CONTEXT: usize = 2_048;
 /// Innocent tasks a second.
 const RATES: [(Pool, f64); 3] = [(Pool::Texts, 1.0), (Pool::Images, 1.5), (Pool::Embeddings, 4.0)];
 /// Different requests of each innocent kind.
@@ -172,19 +174,19 @@ impl Trouble {
             Self::LongPrompts => (2.0, 100.0, 3),
             Self::Reservation => (1.2, 15.0, 2),
             Self::FullQueue => (0.8, 30.0, scale.burst),
-            Self::QueueMadeAgain => (1.4, 10.0, 1),
-            Self::QueueGone => (3.3, 10.0, 1),
+            Self::QueueMadeAgain => (1.4, 40.0, 1),
+            Self::QueueGone => (3.3, 40.0, 1),
         };
         Recurrence { trouble: self, first, every, count }
     }
 }
 
 impl Scale {
-    /// Of two phases in a soak of so many seconds: a sixth of it. A long one has long prompts and bursts of a thousand.
+    /// Of two phases in a soak of so many seconds: a sixth of it. A short one has shorter prompts and bursts.
     pub fn of(seconds: u64) -> Self {
         let phase = Duration::from_secs(seconds / 12);
         let judged = phase >= JUDGED;
-        let (burst, prompt) = if judged { (1_000, 3_900) } else { (200, 800) };
+        let (burst, prompt) = if judged { (500, CONTEXT - 48) } else { (100, 400) };
         Self { phase, burst, prompt, judged }
     }
 }

@@ -19,10 +19,11 @@ use super::plan::{Manners, Planned, Pool, Role, Trouble, Way, innocent_id};
 use super::requests::Requests;
 use crate::support::client::{Client, Received, Task};
 
-/// A reply queue is deleted so soon after its task is published: the task runs by then.
-const DELETED_AFTER: Duration = Duration::from_millis(250);
-/// It is made again after a random time below this.
-const AWAY_MS: u64 = 1_500;
+/// A reply queue is deleted at a random time between these after its task is published, so that it is mostly away when
+/// the worker first asks for it, 5 s after it took the task.
+const DELETED_MS: [u64; 2] = [3_500, 5_000];
+/// After so long it is made again.
+const AWAY_MS: [u64; 2] = [1_000, 1_500];
 const POLL: Duration = Duration::from_millis(100);
 
 /// Where tasks go and replies come from.
@@ -180,11 +181,15 @@ impl Desk {
         self.other.publish(&self.queues.tasks[&trouble.pool()], task.reply_to(&queue)).await;
         let mut stands = true;
         if self.manners == Manners::Hostile {
-            sleep(DELETED_AFTER).await;
+            let mut dice = Dice::new(number as u64);
+            let mut between =
+                |[least, most]: [u64; 2]| Duration::from_millis(least + dice.below(most - least));
+            let (deleted, away) = (between(DELETED_MS), between(AWAY_MS));
+            sleep(deleted).await;
             self.delete_empty(&queue).await;
             stands = trouble == Trouble::QueueMadeAgain;
             if stands {
-                sleep(Duration::from_millis(Dice::new(number as u64).below(AWAY_MS))).await;
+                sleep(away).await;
                 self.other.declare(&queue, &[]).await;
             }
         }

@@ -22,7 +22,7 @@ pub struct Watch {
     seen: BTreeMap<u32, Process>,
     /// Workers that ended though nobody stopped them.
     pub deaths: usize,
-    took: Duration,
+    pub took: Duration,
     /// How many there are to be.
     workers: usize,
 }
