@@ -11,6 +11,8 @@ use super::plan::{Manners, Pool, Role, Trouble};
 
 /// Two computations of a vector may differ by this in each number, since its batch may be another.
 const VECTOR_TOLERANCE: f64 = 1e-4;
+/// Tasks that a finding names.
+const EXAMPLES: usize = 3;
 /// The answers to innocent requests, by pool and number of the request.
 pub type Answers = BTreeMap<(Pool, usize), Answer>;
 
@@ -140,11 +142,19 @@ impl Books {
         self.entries.get(id).is_some_and(Entry::has_verdict)
     }
 
-    /// All that must not be. `deaths`: of workers, which may repeat a reply.
+    /// All that must not be, one line for each thing that is wrong with tasks of a kind. `deaths`: of workers, which may
+    /// repeat a reply.
     pub fn findings(&self, deaths: usize) -> Vec<String> {
-        let mut findings = self.strange.clone();
+        let mut found = BTreeMap::<String, Vec<&str>>::new();
         for (id, entry) in &self.entries {
-            let mut finds = |what: &str| findings.push(format!("{:?}, {id}: {what}", self.manners));
+            let kind = match entry.role {
+                Role::Other { trouble, .. } => format!("{trouble:?}"),
+                Role::Innocent { pool, .. } => format!("innocent {pool:?}"),
+                Role::Cancel { .. } => "a cancellation".to_owned(),
+            };
+            let mut finds = |what: &str| {
+                found.entry(format!("{:?}, {kind}: {what}", self.manners)).or_default().push(id);
+            };
             if !entry.has_verdict() {
                 finds("lost: no reply and no dead letter");
             }
@@ -163,7 +173,11 @@ impl Books {
                 finds("answered twice, though no worker died");
             }
         }
-        findings
+        let line = |(what, ids): (String, Vec<&str>)| {
+            let some = ids[..ids.len().min(EXAMPLES)].join(", ");
+            format!("{what}: {} tasks, such as {some}", ids.len())
+        };
+        self.strange.iter().cloned().chain(found.into_iter().map(line)).collect()
     }
 
     fn due(&self, role: Role) -> (&'static [&'static str], &'static [&'static str]) {
@@ -242,7 +256,8 @@ mod tests {
         assert_eq!(books.open(), 1);
         let findings = books.findings(0);
         assert_eq!(findings.len(), 2, "{findings:?}");
-        assert!(findings[0].contains("a: lost") && findings[1].contains("poison"), "{findings:?}");
+        assert!(findings[0].contains("Grammar: a dead letter with the reason \"poison\""), "{findings:?}");
+        assert!(findings[1].ends_with("1 tasks, such as a"), "{findings:?}");
         assert_eq!(
             books.verdicts(Trouble::Grammar),
             [("400".to_owned(), 1), ("poison".to_owned(), 1)].into()

@@ -155,7 +155,9 @@ impl Trouble {
         match self {
             Self::Grammar | Self::LargeSalt => (&["400"], &[]),
             Self::Stops | Self::ManyImages => (&["400", "413"], &[]),
-            Self::ManySalts | Self::GiantImages | Self::LongPrompts | Self::Reservation => (&["200"], &[]),
+            Self::ManySalts | Self::GiantImages | Self::LongPrompts => (&["200"], &[]),
+            // 413: beside long prompts a step takes so long that the answer could take half of the consumer timeout.
+            Self::Reservation => (&["200", "413"], &[]),
             // A broker may take more than the one that fills the queue, and all once it is read.
             Self::FullQueue => (&["200"], &["unconfirmed"]),
             // 200: the answer came before the queue was deleted, or when it was there again.
