@@ -59,6 +59,7 @@ fn default_pool() -> Pool {
         min_speed: 0.2,
         prefetch: None,
         prefetch_bytes: 64 * 1024 * 1024,
+        prepared_bytes: 512 * 1024 * 1024,
         max_body: 8 * 1024 * 1024,
         max_inputs: 2048,
         batch: Batch {

@@ -14,7 +14,7 @@ from conftest import POOLS, ROOT, Broker, Sconce, until
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from sconce_client import AsyncClient, BadRequest, Cancelled, Client, NotServed, Reply, TaskError, TaskTimeout
+from sconce_client import AsyncClient, BadReply, BadRequest, Cancelled, Client, NotServed, Reply, TaskError, TaskTimeout
 
 WORDS = ["wax", "a candle", "sconce", "the light on the wall", "river", "a cat sat", "queues", "ten thousand tasks"]
 TEXTS = [f"{word} and {number}" for number in range(7) for word in WORDS]
@@ -134,6 +134,24 @@ def test_the_openai_package_reads_the_bodies(client: Any) -> None:
     ChatCompletion.model_validate_json(text.chat(CHAT, max_tokens=2).body, strict=True)
     for part in text.stream_chat(CHAT, max_tokens=4, stream_options={"include_usage": True}):
         ChatCompletionChunk.model_validate(part.chunk)
+
+
+def test_a_reply_that_is_not_json(client: Any) -> None:
+    sound = client.request({"reply": "data:audio/wav;base64,UklGRv8A"}, queue="echo")
+    assert (sound.content, sound.content_type, sound.status_code) == (b"RIFF\xff\x00", "audio/wav", 200)
+    text = client.request({"reply": "data:text/plain;base64,w7w="}, queue="echo")
+    assert (text.content, text.text, text.content_type) == ("ü", "ü", "text/plain")
+    with pytest.raises(BadReply, match="audio/wav"):
+        sound.json()
+
+
+@pytest.mark.parametrize(("content_type", "empty"), [("audio/pcm", b""), ("text/plain", "")])
+def test_parts_that_are_not_json(client: Any, content_type: str, empty: Any) -> None:
+    task = {"prompt": 1, "max_tokens": 12, "step_ms": 20, "content_type": content_type}
+    stream = client.stream(task, queue="script")
+    parts = list(stream)
+    assert len(parts) > 1 and {part.content_type for part in parts} == {content_type}
+    assert empty.join(part.content for part in parts) == stream.result().content != empty
 
 
 LONG = {"prompt": 1, "max_tokens": 900, "step_ms": 20}

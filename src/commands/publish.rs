@@ -9,7 +9,7 @@ use std::thread;
 use anyhow::Context;
 use futures_util::stream;
 use indicatif::ProgressBar;
-use serde_json::{Map, Value as Json, json, value::RawValue};
+use serde_json::{Map, Value as Json, json};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -20,6 +20,7 @@ use crate::broker::amqp::{Connector, consumers_of};
 use crate::cli::Publish;
 use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::config::Broker;
+use crate::protocol::batch_line::body_value;
 use crate::protocol::{Message, Value};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
@@ -127,16 +128,15 @@ impl Sink<Option<String>, anyhow::Error> for Output {
     }
 }
 
-/// `{"index", "custom_id"?, …headers, "body"}`.
+/// `{"index", "custom_id"?, …headers, "body"}`; the body as in a batch line.
 fn reply_line(number: u64, custom_id: Option<String>, reply: &Message) -> anyhow::Result<Vec<u8>> {
     let mut line = Map::from_iter([("index".to_owned(), json!(number))]);
     line.extend(custom_id.map(|id| ("custom_id".to_owned(), json!(id))));
     line.extend(reply.properties.headers.iter().map(|(name, value)| (name.clone(), scalar(value))));
     let mut bytes = serde_json::to_vec(&line)?;
-    let body: &RawValue = serde_json::from_slice(&reply.body).context("a reply's body is not JSON")?;
     bytes.pop();
     bytes.extend_from_slice(b",\"body\":");
-    bytes.extend_from_slice(body.get().as_bytes());
+    bytes.extend_from_slice(body_value(reply).get().as_bytes());
     bytes.push(b'}');
     Ok(bytes)
 }

@@ -372,7 +372,7 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
     fn part(&mut self, number: u64, part: &Message) -> anyhow::Result<()> {
         let mut output = lock(self);
         let Output { show: Some(show), bar, .. } = &mut *output else { return Ok(()) };
-        Ok(bar.suspend(|| show.part(number, &part.body))?)
+        Ok(bar.suspend(|| show.part(number, part))?)
     }
 
     fn answered(
@@ -384,20 +384,19 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
     ) -> anyhow::Result<()> {
         let mut output = lock(self);
         if let (Output { show: Some(show), bar, .. }, Some(reply)) = (&mut *output, &reply) {
-            bar.suspend(|| show.answered(number, &reply.body))?;
+            bar.suspend(|| show.answered(number, reply))?;
         }
         let written = match (line, reply) {
             (Line::Request { custom_id, inputs }, Some(reply)) => {
                 if let Some(tally) = &mut output.tally {
                     tally.count((1, inputs), &Answer::of(&reply));
                 }
-                let Message { properties, body } = reply;
+                let properties = &reply.properties;
                 let status = properties.headers.get("status_code").and_then(|code| code.as_i64());
                 let status = status.unwrap_or(500) as u16;
                 output.errors += u64::from(status != 200);
-                let id = properties.message_id.unwrap_or_default();
-                batch_line::response_line(&custom_id, status, &id, &body)
-                    .context("a reply's body is not JSON")?
+                let id = properties.message_id.as_deref().unwrap_or_default();
+                batch_line::response_line(&custom_id, status, id, &batch_line::body_value(&reply))
             }
             (Line::Invalid(line), _) => {
                 output.errors += 1;

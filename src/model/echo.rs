@@ -2,7 +2,8 @@
 //! measure the queue alone. The `model` setting is `echo`.
 //!
 //! Each item of a body's `input` list is an input of one token; any other body is one input. The integer
-//! `sleep_ms` in a body is the least duration of the forward pass with this task.
+//! `sleep_ms` in a body is the least duration of the forward pass with this task. `reply`, a data URL, is what the
+//! task is answered with instead of JSON: its bytes, with its media type.
 //!
 //! Only with the setting `echo?faults`, the field `fail` makes the forward pass fail: `error`
 //! ([`ForwardError::Failed`]), `once` (the same, at a task's first attempt), `oom`, `device`, `panic`, `exit`
@@ -26,7 +27,7 @@ use super::{
     Processor, Route, SizedInput, TaskError, TaskErrorKind, Unfit, clock,
 };
 use crate::protocol::task::ATTEMPT;
-use crate::protocol::{JSON, shorten};
+use crate::protocol::{JSON, data_url, shorten};
 
 /// The `model` setting of an echo pool.
 pub const ECHO: &str = "echo";
@@ -67,6 +68,15 @@ pub struct EchoInput {
     fits: Option<usize>,
 }
 
+/// How a task is answered.
+#[derive(Clone, Debug)]
+pub struct EchoContext {
+    /// The input is a list.
+    listed: bool,
+    /// The reply that the task asks for in the place of its input.
+    reply: Option<Body>,
+}
+
 /// How a forward pass must fail, see above.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -84,6 +94,7 @@ enum Fault {
 struct Fields {
     input: Option<Box<RawValue>>,
     sleep_ms: Option<u64>,
+    reply: Option<String>,
     hold: Option<String>,
     fail: Option<Box<RawValue>>,
     fits: Option<usize>,
@@ -152,8 +163,7 @@ impl Forward for Echo {
 }
 
 impl Processor for EchoProcessor {
-    /// Whether the input is a list.
-    type Context = bool;
+    type Context = EchoContext;
     type Input = EchoInput;
     type Piece = ();
     type Output = Box<RawValue>;
@@ -180,6 +190,7 @@ impl Processor for EchoProcessor {
         if fault == Some(Fault::Prepare) {
             std::process::abort();
         }
+        let reply = body.reply.as_deref().map(reply).transpose()?;
         let input = body.input.unwrap_or(whole);
         let items = if input.get().starts_with('[') { items(&input)? } else { None };
         let listed = items.is_some();
@@ -194,14 +205,18 @@ impl Processor for EchoProcessor {
         let inputs = values.into_iter();
         let inputs = inputs
             .map(|value| SizedInput::new(EchoInput { value, sleep, hold: hold.clone(), fault, fits }, 1));
-        Ok((listed, Inputs::All(inputs.collect())))
+        Ok((EchoContext { listed, reply }, Inputs::All(inputs.collect())))
     }
 
     fn effort(&self, message: &Message) -> Effort {
         Effort::brief_if(message.body.len() <= BRIEF_BODY)
     }
 
-    fn finish(&self, listed: bool, outputs: Vec<Box<RawValue>>) -> Result<Body, TaskError> {
+    fn finish(&self, context: EchoContext, outputs: Vec<Box<RawValue>>) -> Result<Body, TaskError> {
+        let EchoContext { listed, reply } = context;
+        if let Some(reply) = reply {
+            return Ok(reply);
+        }
         let outputs = outputs.iter().map(|value| value.get()).collect::<Vec<_>>().join(",");
         let input = if listed { format!("[{outputs}]") } else { outputs };
         Ok(Body::json(format!("{{\"object\":\"echo\",\"input\":{input},\"model\":\"echo\"}}")))
@@ -227,6 +242,16 @@ fn decode(bytes: &[u8]) -> Result<(Fields, Box<RawValue>), TaskError> {
     }
     let body = serde_json::from_str(whole.get());
     Ok((body.map_err(|error| refused(format!("the body is refused: {error}")))?, whole))
+}
+
+/// The reply in a data URL.
+fn reply(url: &str) -> Result<Body, TaskError> {
+    let refused = |reason: &str| TaskError::bad_input("reply", format!("reply {reason}"));
+    let (media_type, bytes) = data_url::parse(url).map_err(|reason| refused(&reason))?;
+    if media_type.is_empty() {
+        return Err(refused("must name a media type"));
+    }
+    Ok(Body::new(media_type, bytes))
 }
 
 /// The items of a list; none if it is empty, since an empty list is one input.
@@ -274,6 +299,27 @@ mod tests {
         for (body, input) in cases {
             let expected = format!(r#"{{"object":"echo","input":{input},"model":"echo"}}"#);
             assert_eq!(answer(ECHO, body), Ok(expected), "{body}");
+        }
+    }
+
+    #[test]
+    fn a_task_may_be_answered_with_any_bytes_of_any_media_type() {
+        let (processor, _) = loaded(ECHO);
+        let preprocessed = |reply: &str| {
+            let body = serde_json::json!({"input": ["a", "b"], "reply": reply}).to_string();
+            processor.preprocess(&Message { body: body.into(), ..Message::default() })
+        };
+        let (context, inputs) = preprocessed("data:audio/wav;base64,/wA=").unwrap();
+        let outputs = inputs.into_iter().map(|sized| sized.input.value).collect();
+        let body = processor.finish(context, outputs).unwrap();
+        assert_eq!((&*body.content_type, &body.bytes[..]), ("audio/wav", &b"\xff\0"[..]));
+        for bad in ["sound", "data:;base64,/wA=", "data:audio/wav;base64,!"] {
+            let error = preprocessed(bad).unwrap_err();
+            assert_eq!(
+                (error.kind, error.param.as_deref()),
+                (TaskErrorKind::BadInput, Some("reply")),
+                "{bad}"
+            );
         }
     }
 

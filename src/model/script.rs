@@ -3,8 +3,8 @@
 //! by `&`: `sequences=16`, `tokens=4096`, `context=1024` (the capacity), `faults` (for tests).
 //!
 //! A body is `{"prompt": 12, "max_tokens": 20}`: tokens of the prompt and of the answer. The answer is `0 1 2
-//! …`. Further fields: `stream`; `step_ms`, the least duration of a step with this sequence. Only with
-//! `faults`: `fail` makes the step fail in which the sequence has given `at` pieces (default 0): `error` (the
+//! …`. Further fields: `stream`; `step_ms`, the least duration of a step with this sequence; `content_type`, the
+//! media type of the parts and of the reply, which then are the numbers alone, and not JSON. Only with `faults`: `fail` makes the step fail in which the sequence has given `at` pieces (default 0): `error` (the
 //! step fails), `row` (the sequence fails), `panic`, `oom` (if the step has more than `fits` tokens), `device`,
 //! `exit` (the process aborts), `stall` (the step takes `stall_ms`).
 
@@ -55,6 +55,7 @@ pub struct Script {
     max_tokens: usize,
     stream: bool,
     step_ms: u64,
+    content_type: Option<String>,
     fail: Option<Fault>,
     at: usize,
     fits: usize,
@@ -146,13 +147,19 @@ impl Processor for ScriptProcessor {
         script.stream
     }
 
-    fn parts(&self, _: &mut Script, _: usize, pieces: Vec<usize>) -> Vec<Body> {
-        let body = json!({"object": "script.chunk", "text": text(&pieces)});
-        vec![Body::json(body.to_string())]
+    fn parts(&self, script: &mut Script, _: usize, pieces: Vec<usize>) -> Vec<Body> {
+        let text = text(&pieces);
+        vec![match &script.content_type {
+            Some(content_type) => Body::new(content_type.clone(), text),
+            None => Body::json(json!({"object": "script.chunk", "text": text}).to_string()),
+        }]
     }
 
     fn finish(&self, script: Script, outputs: Vec<usize>) -> Result<Body, TaskError> {
         let pieces: Vec<usize> = (0..outputs.into_iter().sum()).collect();
+        if let Some(content_type) = script.content_type {
+            return Ok(Body::new(content_type, text(&pieces)));
+        }
         let usage = json!({"prompt_tokens": script.prompt, "completion_tokens": pieces.len()});
         let body = json!({"object": "script", "text": text(&pieces), "usage": usage});
         Ok(Body::json(body.to_string()))

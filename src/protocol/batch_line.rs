@@ -1,14 +1,18 @@
 //! The lines of `sconce run-batch`: reads OpenAI's batch input, writes its batch output. Decides what a request
-//! line must hold. Pure; request bodies are passed on byte for byte.
+//! line must hold, and how a reply that is not JSON stands in a line. Pure; request bodies are passed on byte for
+//! byte.
 
+use std::borrow::Cow;
 use std::ops::Deref;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
-use serde_json::value::RawValue;
+use serde_json::value::{RawValue, to_raw_value};
 
-use super::{data_url, shorten};
+use super::{Message, data_url, shorten};
 
 /// Longest problem text, in bytes: it may contain the wrong value.
 const LONGEST: usize = 500;
@@ -164,18 +168,31 @@ struct LineError {
     message: String,
 }
 
+/// The body of a reply as a JSON value: JSON as it is, `text/*` as a string, and anything else as
+/// `{"content_type", "base64"}`. The latter too where a body is not what its content type says.
+pub fn body_value(reply: &Message) -> Cow<'_, RawValue> {
+    #[derive(Serialize)]
+    struct Other<'a> {
+        content_type: &'a str,
+        base64: String,
+    }
+    if let Some(json) = reply.is_json().then(|| serde_json::from_slice(&reply.body).ok()).flatten() {
+        return Cow::Borrowed(json);
+    }
+    let value = match reply.text() {
+        Some(text) => to_raw_value(text),
+        None => to_raw_value(&Other {
+            content_type: reply.properties.content_type.as_deref().unwrap_or_default(),
+            base64: STANDARD.encode(&reply.body),
+        }),
+    };
+    // Only strings, so writing cannot fail.
+    value.map_or(Cow::Borrowed(RawValue::NULL), Cow::Owned)
+}
+
 /// Writes the output line of a request that was answered, with a result or an error. It ends with a newline and
 /// contains no other. Its `id` follows from `request_id`, so the same reply gives the same line.
-///
-/// # Errors
-/// The body is not JSON: the reply does not come from sconce.
-pub fn response_line(
-    custom_id: &str,
-    status_code: u16,
-    request_id: &str,
-    body: &[u8],
-) -> serde_json::Result<Vec<u8>> {
-    let body: &RawValue = serde_json::from_slice(body)?;
+pub fn response_line(custom_id: &str, status_code: u16, request_id: &str, body: &RawValue) -> Vec<u8> {
     let unprefixed = request_id.strip_prefix("req_").unwrap_or(request_id);
     let line = OutputLine {
         id: format!("batch_req_{unprefixed}"),
@@ -201,12 +218,12 @@ pub fn failed_line(number: usize, code: &'static str, invalid: &InvalidLine) -> 
         response: None,
         error: Some(LineError { code, message }),
     };
-    // Only numbers and strings, so writing cannot fail.
-    write(&line).unwrap_or_default()
+    write(&line)
 }
 
-fn write(line: &OutputLine<'_>) -> Result<Vec<u8>, serde_json::Error> {
-    let mut bytes = serde_json::to_vec(line)?;
+fn write(line: &OutputLine<'_>) -> Vec<u8> {
+    // Only numbers, strings and JSON, so writing cannot fail.
+    let mut bytes = serde_json::to_vec(line).unwrap_or_default();
     // A raw line break in JSON is white space between values: a space means the same.
     for byte in &mut bytes {
         if matches!(byte, b'\n' | b'\r') {
@@ -214,7 +231,7 @@ fn write(line: &OutputLine<'_>) -> Result<Vec<u8>, serde_json::Error> {
         }
     }
     bytes.push(b'\n');
-    Ok(bytes)
+    bytes
 }
 
 /// Whether `bytes` can be the start of an output line that was cut off, which resuming may remove.
@@ -250,6 +267,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::protocol::{JSON, Properties};
 
     const GOOD: &str =
         r#"{"custom_id":"a-1","method":"POST","url":"/v1/embeddings","body":{"input" : "x","n":1.10}}"#;
@@ -314,9 +332,19 @@ mod tests {
         assert!(problem.starts_with("method must be \"POST\", is \"PPP") && problem.len() < 600);
     }
 
+    fn reply(content_type: &str, body: &[u8]) -> Message {
+        let properties = Properties { content_type: Some(content_type.into()), ..Properties::default() };
+        Message { properties, body: Bytes::copy_from_slice(body) }
+    }
+
+    /// The line of a reply with status 200.
+    fn answered(custom_id: &str, request_id: &str, reply: &Message) -> Vec<u8> {
+        response_line(custom_id, 200, request_id, &body_value(reply))
+    }
+
     #[test]
     fn an_answered_request_is_written_as_openai_does() {
-        let line = response_line("a-1", 200, "req_7", b"{\"data\":[]}").unwrap();
+        let line = answered("a-1", "req_7", &reply(JSON, b"{\"data\":[]}"));
         assert_eq!(
             String::from_utf8(line).unwrap(),
             "{\"id\":\"batch_req_7\",\"custom_id\":\"a-1\",\"response\":{\"status_code\":200,\
@@ -337,16 +365,39 @@ mod tests {
 
     #[test]
     fn a_body_over_several_lines_becomes_one_line() {
-        let line = response_line("a", 200, "r", b"{\r\n  \"x\": \"a\\nb\"\n}\n").unwrap();
+        let line = answered("a", "r", &reply(JSON, b"{\r\n  \"x\": \"a\\nb\"\n}\n"));
         assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
         let line: Value = serde_json::from_slice(&line).unwrap();
         assert_eq!(line["response"]["body"], json!({"x": "a\nb"}));
     }
 
     #[test]
-    fn a_body_that_is_not_json_is_no_line() {
-        assert!(response_line("a", 200, "r", b"{\"x\":").is_err());
-        assert!(response_line("a", 200, "r", b"").is_err());
+    fn a_reply_that_is_not_json_is_a_string_or_base64_with_its_content_type() {
+        let text: &[u8] = "one\ntwo \u{2028}\"ü\"".as_bytes();
+        let base64 =
+            |content_type: &str, base64: &str| json!({"content_type": content_type, "base64": base64});
+        let cases: [(&str, &[u8], Value); 8] = [
+            ("text/vtt; charset=utf-8", text, json!("one\ntwo \u{2028}\"ü\"")),
+            ("text/plain", b"{\"not\": \"parsed\"}", json!("{\"not\": \"parsed\"}")),
+            ("text/plain", b"", json!("")),
+            ("text/plain", b"\xff\n", base64("text/plain", "/wo=")),
+            ("text/plain; charset=latin1", b"\xc3\xbc", base64("text/plain; charset=latin1", "w7w=")),
+            ("audio/wav", b"RIFF\0\n", base64("audio/wav", "UklGRgAK")),
+            // Nothing is lost of what is not what it says.
+            (JSON, b"{\"x\":", base64(JSON, "eyJ4Ijo=")),
+            (JSON, b"", base64(JSON, "")),
+        ];
+        for (content_type, body, expected) in cases {
+            let line = answered("a", "r", &reply(content_type, body));
+            assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1, "{content_type}");
+            assert_eq!(output_custom_id(&line).unwrap().as_deref(), Some("a"));
+            let line: Value = serde_json::from_slice(&line).unwrap();
+            assert_eq!(line["response"]["body"], expected, "{content_type}");
+        }
+        let written = String::from_utf8(answered("a", "r", &reply("audio/wav", b"x"))).unwrap();
+        assert!(written.contains(r#""body":{"content_type":"audio/wav","base64":"eA=="}"#), "{written}");
+        let unnamed = Message { body: "{\"x\":1}".into(), ..Message::default() };
+        assert_eq!(body_value(&unnamed).get(), "{\"x\":1}", "a reply without a content type is JSON");
     }
 
     #[test]
@@ -360,7 +411,7 @@ mod tests {
 
     #[test]
     fn every_start_of_an_output_line_is_known_as_torn_and_other_text_is_not() {
-        let line = response_line("a", 200, "r", b"{}").unwrap();
+        let line = answered("a", "r", &reply(JSON, b"{}"));
         assert!((0..line.len()).all(|cut| is_torn_output(&line[..cut])));
         assert!(is_torn_output(&[0; 16]));
         assert!(!is_torn_output(b"my notes"));
@@ -381,7 +432,7 @@ mod tests {
             prop_assert_eq!(&request.custom_id, &custom_id);
             prop_assert_eq!(&request.url, &url);
             prop_assert_eq!(&request.body[..], body.as_bytes());
-            let line = response_line(&custom_id, code, "r", &request.body).unwrap();
+            let line = response_line(&custom_id, code, "r", &body_value(&reply(JSON, &request.body)));
             prop_assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
             prop_assert_eq!(output_custom_id(&line).unwrap(), Some(custom_id));
             let line: Value = serde_json::from_slice(&line).unwrap();

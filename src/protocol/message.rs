@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
+use super::JSON;
+
 /// Header with the OpenAI path that is meant, where a pool answers several; run-batch sets it from its lines.
 pub const URL: &str = "url";
 
@@ -191,6 +193,27 @@ impl Message {
         (!essence.is_empty()).then(|| essence.to_ascii_lowercase())
     }
 
+    /// Whether the body is JSON by its media type. A message without one counts as JSON.
+    pub fn is_json(&self) -> bool {
+        self.media_type().is_none_or(|it| it == JSON || it.ends_with("+json"))
+    }
+
+    /// The body as text, if its media type is `text/*` and it is UTF-8.
+    pub fn text(&self) -> Option<&str> {
+        if !self.media_type()?.starts_with("text/") {
+            return None;
+        }
+        // Bytes of another character set may happen to be valid UTF-8, and would become another text.
+        let parameters = self.properties.content_type.as_deref()?.split(';').skip(1);
+        let named = parameters.filter_map(|parameter| parameter.split_once('='));
+        let mut charsets = named.filter(|(name, _)| name.trim().eq_ignore_ascii_case("charset"));
+        let is_utf8 = charsets.all(|(_, charset)| {
+            let charset = charset.trim().trim_matches('"');
+            ["utf-8", "us-ascii"].iter().any(|it| it.eq_ignore_ascii_case(charset))
+        });
+        std::str::from_utf8(&self.body).ok().filter(|_| is_utf8)
+    }
+
     /// The OpenAI path that is meant, by the header `url`.
     pub fn url(&self) -> Option<&str> {
         self.properties.headers.get(URL).and_then(Value::as_str).filter(|url| !url.is_empty())
@@ -226,6 +249,25 @@ pub(super) fn is_the_brokers(header: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_body_is_json_or_text_by_its_content_type_and_text_only_in_utf8() {
+        let of = |content_type: &str, body: &'static [u8]| {
+            let properties = Properties { content_type: Some(content_type.into()), ..Properties::default() };
+            let message = Message { properties, body: body.into() };
+            (message.is_json(), message.text().map(str::to_owned))
+        };
+        assert!(Message::default().is_json());
+        for json in ["", "application/json", "Application/JSON; charset=utf-8", "application/problem+json"] {
+            assert_eq!(of(json, b"\"a\""), (true, None), "{json}");
+        }
+        for text in ["text/plain", "TEXT/VTT;charset=\"UTF-8\"", "text/plain; x=1; Charset=us-ascii"] {
+            assert_eq!(of(text, b"\xc3\xbc"), (false, Some("ü".into())), "{text}");
+        }
+        assert_eq!(of("text/plain; charset=iso-8859-1", b"\xc3\xbc"), (false, None));
+        assert_eq!(of("text/plain", b"\xfc"), (false, None));
+        assert_eq!(of("application/x-ndjson", b"{}"), (false, None));
+    }
 
     #[test]
     fn headers_are_plain_while_they_are_single_small_and_finite() {

@@ -25,6 +25,7 @@ mod generate;
 mod hostile;
 mod logs;
 mod loss;
+mod media_types;
 mod messages;
 mod outage;
 mod own_models;

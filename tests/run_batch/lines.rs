@@ -79,6 +79,35 @@ fn a_line_that_is_no_request_is_an_error_on_its_own_line_and_blank_lines_are_non
 }
 
 #[test]
+fn replies_that_are_not_json_stand_in_their_lines_and_a_run_continues_behind_them() {
+    let reply = |url: &str| json!({"input": "a", "reply": url});
+    let lines = [
+        line("sound", reply("data:audio/wav;base64,UklGRv8ACg==")),
+        line("text", reply("data:text/plain;base64,b25lCnR3byDDvA==")),
+        line("json", json!({"input": "a"})),
+        line("refused", reply("no data URL")),
+    ];
+    let rig = Rig::new(&lines);
+    let bodies = || rig.answers().iter().map(|it| it["response"]["body"].clone()).collect::<Vec<_>>();
+    let ended = rig.run_echo(&["--show"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let whole = bodies();
+    assert_eq!(whole[0], json!({"content_type": "audio/wav", "base64": "UklGRv8ACg=="}));
+    assert_eq!(whole[1], "one\ntwo ü");
+    assert_eq!(whole[2], json!({"object": "echo", "input": "a", "model": "echo"}));
+    assert_eq!(whole[3]["error"]["param"], "reply");
+    assert!(ended.stdout.contains("> text\none\ntwo ü\n"), "{}", ended.stdout);
+    let ends: Vec<usize> = rig.written().match_indices('\n').map(|(at, _)| at + 1).collect();
+    for (done, keep) in [(0, ends[0] - 9), (1, ends[0]), (1, ends[1] - 1), (2, ends[1] + 40)] {
+        std::fs::write(rig.output(), &rig.written()[..keep]).unwrap();
+        let ended = rig.run_echo(&[]);
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        assert!(ended.stderr.contains(&format!("4 lines answered now, {done} before")), "{}", ended.stderr);
+        assert_eq!(bodies(), whole);
+    }
+}
+
+#[test]
 fn a_report_says_who_answered_how_much_and_stands_alone_on_stdout() {
     let mut lines = slow_lines(10, 20);
     lines.push("{}".into());

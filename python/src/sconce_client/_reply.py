@@ -1,9 +1,10 @@
-"""Replies and their parts, and what the bodies mean. Pure."""
+"""Replies and their parts, and what their bodies mean. Pure."""
 
 from __future__ import annotations
 
 import array
 import base64
+import email.message
 import json
 import sys
 from collections.abc import Mapping
@@ -20,35 +21,74 @@ if TYPE_CHECKING:
 else:
     Vector = Any
 
+JSON = "application/json"
+
 
 @dataclass(frozen=True)
-class Reply:
-    """The final answer to a task. `body` is as it came: OpenAI's JSON, or bytes of another `content_type`."""
+class _Content:
+    """What a reply and its parts have in common: a media type and bytes."""
 
     body: bytes = field(repr=False)
+    """As it came: OpenAI's JSON, or the bytes of another `content_type`, such as a sound."""
     content_type: str
+
+    @property
+    def media_type(self) -> str:
+        """The content type without its parameters, in small letters, such as `audio/wav`."""
+        return self.content_type.partition(";")[0].strip().lower()
+
+    @property
+    def content(self) -> Any:
+        """The body by its content type: what the JSON means, the str of `text/*`, or else the bytes."""
+        if self._is_json():
+            return self.json()
+        return self._decoded() if self._is_text() else self.body
+
+    def json(self) -> Any:
+        """The body, if it is JSON; else raises BadReply."""
+        if not self._is_json():
+            raise errors.BadReply(f"it is {self.content_type}, and not JSON: read its body or content")
+        return json.loads(self.body)
+
+    def _is_json(self) -> bool:
+        return self.media_type in ("", "application/json") or self.media_type.endswith("+json")
+
+    def _is_text(self) -> bool:
+        return self.media_type.startswith("text/")
+
+    def _decoded(self) -> str:
+        parameters = email.message.Message()
+        parameters["Content-Type"] = self.content_type
+        charset = parameters.get_content_charset("utf-8")
+        try:
+            return self.body.decode(charset)
+        except (LookupError, UnicodeDecodeError) as error:
+            raise errors.BadReply(f"it is {self.content_type}, and cannot be decoded: {error}") from None
+
+
+@dataclass(frozen=True)
+class Reply(_Content):
+    """The final answer to a task: `body`, a media type (`content_type`), and headers.
+
+    `json()` reads OpenAI's bodies; the types of the `openai` package do too: `ChatCompletion.model_validate(…)`.
+    """
+
     correlation_id: str
     status: str
     status_code: int
     headers: Mapping[str, Any]
     """All headers: `worker`, `device`, `model`, `queue_us`, `compute_us`, `truncated`, `seed` and others."""
 
-    def json(self) -> Any:
-        """The body, if it is JSON. The types of the `openai` package read it: `ChatCompletion.model_validate(…)`."""
-        return json.loads(self.body)
-
     @property
     def text(self) -> str:
-        """The generated text: that of the first choice, if there are several."""
-        return _text(self.json()["choices"][0])
+        """The body of a reply that is `text/*`; else the generated text, of the first choice if there are several."""
+        return self._decoded() if self._is_text() else _text(self.json()["choices"][0])
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of a reply that is still being generated."""
+class Part(_Content):
+    """A piece of a reply that is still being generated: a chunk of JSON, or bytes of another `content_type`."""
 
-    chunk: dict[str, Any]
-    """One chunk as OpenAI's, such as `{"object": "chat.completion.chunk", "choices": […]}`."""
     stream_id: str
     """New for each run of the task."""
     seq: int
@@ -57,9 +97,15 @@ class Part:
     """The first part of a second or later run: drop the text of the parts before it."""
 
     @property
+    def chunk(self) -> dict[str, Any]:
+        """One chunk as OpenAI's, such as `{"object": "chat.completion.chunk", "choices": […]}`; else raises BadReply."""
+        chunk: dict[str, Any] = self.json()
+        return chunk
+
+    @property
     def text(self) -> str:
-        """The text that this part adds, of all its choices; often one."""
-        return "".join(_text(choice) for choice in self.chunk.get("choices", ()))
+        """The text that this part adds: its body if it is `text/*`, or that of all its choices; often one."""
+        return self._decoded() if self._is_text() else "".join(map(_text, self.chunk.get("choices", ())))
 
 
 @dataclass(frozen=True)
@@ -92,7 +138,7 @@ class Runs:
         self._current: str | None = None
         self._seq = -1
 
-    def part(self, headers: Mapping[str, Any], body: bytes) -> Part | None:
+    def part(self, headers: Mapping[str, Any], body: bytes, content_type: str | None) -> Part | None:
         """The part, or none if it is of an earlier run or was seen before."""
         stream_id, seq = str(headers.get("stream_id")), int(headers.get("seq", 0))
         restarted = False
@@ -105,7 +151,7 @@ class Runs:
         if seq <= self._seq:
             return None
         self._seq = seq
-        return Part(json.loads(body), stream_id, seq, restarted)
+        return Part(body, content_type or JSON, stream_id, seq, restarted)
 
 
 def reply(body: bytes, content_type: str | None, correlation_id: str, headers: Mapping[str, Any] | None) -> Reply:
@@ -115,7 +161,7 @@ def reply(body: bytes, content_type: str | None, correlation_id: str, headers: M
         status, status_code = str(headers["status"]), int(headers["status_code"])
     except (KeyError, TypeError, ValueError):
         raise errors.BadReply(f"a reply without a status: headers {headers}") from None
-    read = Reply(body, content_type or "application/json", correlation_id, status, status_code, headers)
+    read = Reply(body, content_type or JSON, correlation_id, status, status_code, headers)
     if status != "succeeded":
         raise errors.of_reply(read)
     return read

@@ -132,6 +132,8 @@ class AsyncClient(Defaults):
     async def request(self, body: Body, **options: Unpack[TaskOptions]) -> Reply:
         """Any task: a dict, sent as JSON, or the bytes of a file with its `content_type`.
 
+        A reply may be JSON, a text, or the bytes of any other `content_type`: `content` is one of these.
+
         Waits for the reply. Raises a TaskError by its `status_code`, TaskTimeout, NoSuchQueue or NotAccepted.
         """
         return await self._link.call(self._task(body, **options))
@@ -430,7 +432,7 @@ class _Link:
                     _reply.reply(message.body, message.content_type, correlation_id, message.headers)
                 )
             elif waiting.on_part is not None:
-                part = waiting.runs.part(message.headers, message.body)
+                part = waiting.runs.part(message.headers, message.body, message.content_type)
                 if part is not None:
                     waiting.on_part(part)
         except (errors.SconceError, ValueError, TypeError) as error:

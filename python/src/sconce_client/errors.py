@@ -41,7 +41,7 @@ class TaskTimeout(SconceError, TimeoutError):
 
 
 class BadReply(SconceError):
-    """A reply that is not one of sconce's."""
+    """A reply that is not one of sconce's, or is not what is read from it: a sound is no JSON."""
 
 
 class TaskError(SconceError):

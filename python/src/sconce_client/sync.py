@@ -128,6 +128,8 @@ class Client(Defaults):
     def request(self, body: Body, **options: Unpack[TaskOptions]) -> Reply:
         """Any task: a dict, sent as JSON, or the bytes of a file with its `content_type`.
 
+        A reply may be JSON, a text, or the bytes of any other `content_type`: `content` is one of these.
+
         Waits for the reply. Raises a TaskError by its `status_code`, TaskTimeout, NoSuchQueue or NotAccepted.
         """
         return self._call(self._task(body, **options))
@@ -474,7 +476,7 @@ class _Link:
             if properties.type != _task.PART:
                 waiting.settle(_reply.reply(body, properties.content_type, waiting.task.correlation_id, headers))
             elif waiting.on_part is not None:
-                part = waiting.runs.part(headers, body)
+                part = waiting.runs.part(headers, body, properties.content_type)
                 if part is not None:
                     waiting.on_part(part)
         except (errors.SconceError, ValueError, TypeError) as error:

@@ -148,7 +148,8 @@ mod tests {
 
     use super::super::lines::InputLines;
     use super::*;
-    use crate::protocol::batch_line::{error_line, response_line};
+    use crate::protocol::batch_line::{body_value, error_line, response_line};
+    use crate::protocol::{Message, Properties};
 
     /// Five requests, one of them broken, with blank lines between.
     const INPUT: &str = concat!(
@@ -181,9 +182,23 @@ mod tests {
         files
     }
 
+    /// Replies of each kind: JSON, a text, and a file.
+    fn reply(custom_id: &str) -> Message {
+        let (content_type, body): (_, &[u8]) = match custom_id {
+            "a" => ("application/json", b"{\"data\":\"\xc3\xbc\"}"),
+            "b" => ("text/plain", b"a\n\xc3\xbc"),
+            _ => ("audio/wav", b"RIFF\xff\0\n"),
+        };
+        let properties = Properties { content_type: Some(content_type.into()), ..Properties::default() };
+        Message { properties, body: body.into() }
+    }
+
     fn answer(line: &InputLine) -> Vec<u8> {
         match parse(line.bytes.as_deref().unwrap()) {
-            Ok(request) => response_line(&request.custom_id, 200, "r", b"{\"data\":\"\xc3\xbc\"}").unwrap(),
+            Ok(request) => {
+                let reply = reply(&request.custom_id);
+                response_line(&request.custom_id, 200, "r", &body_value(&reply))
+            }
             Err(invalid) => error_line(line.number, &invalid),
         }
     }

@@ -59,7 +59,8 @@ impl<'a> Answer<'a> {
         let inputs = number(headers, "batch_size").filter(|inputs| *inputs > 0.0);
         let tokens = number(headers, "batch_tokens");
         let status_code = headers.get("status_code").and_then(Value::as_i64);
-        let body = (status_code == Some(SUCCEEDED)).then(|| serde_json::from_slice::<Body>(&reply.body).ok());
+        let states_usage = status_code == Some(SUCCEEDED) && reply.is_json();
+        let body = states_usage.then(|| serde_json::from_slice::<Body>(&reply.body).ok());
         let usage = body.flatten().and_then(|body| body.usage);
         Self {
             status_code,
@@ -126,6 +127,19 @@ mod tests {
         assert_eq!(answer.batch, Some(Batch { inputs: 8.0, tokens: 80.0 }));
         assert_eq!(answer.device_ms(2), 10.0);
         assert_eq!(answer.device_ms(20), 40.0, "it spans batches, and takes no more than their time");
+    }
+
+    #[test]
+    fn a_reply_that_is_not_json_is_answered_and_states_no_tokens() {
+        for (content_type, body) in
+            [("text/plain", r#"{"usage":{"total_tokens":12}}"#), ("audio/wav", "RIFF")]
+        {
+            let mut reply = reply(&[("status_code", 200.into())], body);
+            reply.properties.content_type = Some(content_type.into());
+            let answer = Answer::of(&reply);
+            assert!(answer.succeeded(), "{content_type}");
+            assert_eq!(answer.tokens, None, "{content_type}");
+        }
     }
 
     #[test]

@@ -6,6 +6,8 @@ use std::io::{self, Write};
 
 use serde::Deserialize;
 
+use crate::protocol::Message;
+
 /// Texts on their way to `out`.
 pub(super) struct Show<W> {
     out: W,
@@ -43,8 +45,12 @@ struct Content {
     content: Option<String>,
 }
 
-fn text_of(body: &[u8]) -> Option<String> {
-    let Shown { choices } = serde_json::from_slice(body).ok()?;
+/// None: it has no text, as a vector or a sound has none.
+fn text_of(message: &Message) -> Option<String> {
+    if let Some(text) = message.text() {
+        return Some(text.to_owned());
+    }
+    let Shown { choices } = serde_json::from_slice(&message.body).ok()?;
     let first = choices.into_iter().find(|choice| choice.index == 0)?;
     first.text.or_else(|| first.message?.content)
 }
@@ -60,18 +66,18 @@ impl<W: Write> Show<W> {
     }
 
     /// A part of an answer came.
-    pub(super) fn part(&mut self, number: u64, body: &[u8]) -> io::Result<()> {
-        if let (Some(text), Some(waiting)) = (text_of(body), self.waiting.get_mut(&number)) {
+    pub(super) fn part(&mut self, number: u64, part: &Message) -> io::Result<()> {
+        if let (Some(text), Some(waiting)) = (text_of(part), self.waiting.get_mut(&number)) {
             waiting.text.push_str(&text);
         }
         self.write_on()
     }
 
     /// Lines are answered in their order, so it is this one's turn.
-    pub(super) fn answered(&mut self, number: u64, body: &[u8]) -> io::Result<()> {
+    pub(super) fn answered(&mut self, number: u64, reply: &Message) -> io::Result<()> {
         self.write_on()?;
         if self.waiting.remove(&number).is_some() {
-            let whole = text_of(body).unwrap_or_default();
+            let whole = text_of(reply).unwrap_or_default();
             // Parts may be lost; the reply has everything.
             let rest = whole.strip_prefix(&self.written).unwrap_or(&whole);
             writeln!(self.out, "{rest}\n")?;
@@ -99,9 +105,30 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::protocol::Properties;
 
-    fn part(text: &str) -> Vec<u8> {
-        json!({"choices": [{"index": 0, "delta": {"content": text}}]}).to_string().into()
+    fn message(body: impl ToString) -> Message {
+        Message { body: body.to_string().into(), ..Message::default() }
+    }
+
+    fn part(text: &str) -> Message {
+        message(json!({"choices": [{"index": 0, "delta": {"content": text}}]}))
+    }
+
+    #[test]
+    fn a_reply_that_is_a_text_is_shown_as_it_is_and_a_sound_is_not() {
+        let of = |content_type: &str, body: &str| {
+            let properties = Properties { content_type: Some(content_type.into()), ..Properties::default() };
+            Message { properties, ..message(body) }
+        };
+        let mut show = Show::new(Vec::new());
+        show.begun(0, "a");
+        show.begun(1, "b");
+        show.part(0, &of("text/plain", "one ")).unwrap();
+        show.answered(0, &of("text/plain", "one two")).unwrap();
+        show.part(1, &of("audio/wav", "RIFF")).unwrap();
+        show.answered(1, &of("audio/wav", "RIFFRIFF")).unwrap();
+        assert_eq!(String::from_utf8(show.out).unwrap(), "> a\none two\n\n> b\n\n\n");
     }
 
     #[test]
@@ -112,13 +139,13 @@ mod tests {
         show.part(0, &part("one ")).unwrap();
         show.part(1, &part("three")).unwrap();
         assert_eq!(show.out, b"> a\none ");
-        let whole = json!({"choices": [{"index": 0, "message": {"content": "one two"}}]}).to_string();
-        show.answered(0, whole.as_bytes()).unwrap();
+        let whole = json!({"choices": [{"index": 0, "message": {"content": "one two"}}]});
+        show.answered(0, &message(whole)).unwrap();
         assert_eq!(show.out, b"> a\none two\n\n> b\nthree");
-        show.answered(1, json!({"choices": [{"index": 0, "text": "three"}]}).to_string().as_bytes()).unwrap();
+        show.answered(1, &message(json!({"choices": [{"index": 0, "text": "three"}]}))).unwrap();
         assert_eq!(show.out, b"> a\none two\n\n> b\nthree\n\n");
         show.part(1, &part("late")).unwrap();
-        show.answered(9, b"not JSON").unwrap();
+        show.answered(9, &message("not JSON")).unwrap();
         assert!(show.out.ends_with(b"three\n\n"));
     }
 }

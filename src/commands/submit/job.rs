@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use super::ordered::{MOST_WAITING, Ordered};
 use super::read::Unit;
-use super::rows::{Packed, failed_line, lines_of};
+use super::rows::{Packed, failed_line, line_of, shared_lines};
 use crate::cli::Submit;
 use crate::client::{self, Request, Task};
 use crate::commands::batch_report::Tally;
@@ -192,8 +192,8 @@ impl Job {
                 }
             };
         };
-        let Message { properties, body } = &reply;
-        let status = properties.headers.get("status_code").and_then(|code| code.as_i64()).unwrap_or(500);
+        let status =
+            reply.properties.headers.get("status_code").and_then(|code| code.as_i64()).unwrap_or(500);
         if status == CANCELLED {
             let words = "was withdrawn, or one of its tasks cancelled; the same command goes on from there";
             let error = anyhow!("job {} {words}", self.id);
@@ -204,15 +204,16 @@ impl Job {
             self.apart.extend(packed.apart());
             return Ok(());
         }
-        let id = properties.message_id.as_deref().unwrap_or_default();
-        let lines = match lines_of(&packed.rows, status as u16, id, body) {
-            Ok(lines) => lines,
-            // A model that answers otherwise cannot be asked for several rows at once.
-            Err(_) if is_shared => {
-                self.apart.extend(packed.apart());
-                return Ok(());
-            }
-            Err(error) => return self.fail(&packed, "no_json", &format!("{error:#}")),
+        let lines = match &packed.rows[..] {
+            [row] => vec![line_of(row, status as u16, &reply)],
+            rows => match shared_lines(rows, status as u16, &reply) {
+                Ok(lines) => lines,
+                // A model that answers otherwise cannot be asked for several rows at once.
+                Err(_) => {
+                    self.apart.extend(packed.apart());
+                    return Ok(());
+                }
+            },
         };
         if status != 200 {
             self.errors += 1;

@@ -7,6 +7,7 @@ use anyhow::{Context as _, bail};
 use serde_json::value::{RawValue, to_raw_value};
 
 use crate::commands::bench::inputs_of;
+use crate::protocol::Message;
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, RequestBody};
 
 /// The endpoints whose requests can share a task: `input` is a list, and the reply's `data` has an item for each.
@@ -139,16 +140,21 @@ impl Packed {
     }
 }
 
-/// The output lines of a task's rows, in their order, from the status, message id and body of its reply.
+/// The output line of a row that has a task of its own, from the reply to it.
+pub(super) fn line_of(row: &Row, status: u16, reply: &Message) -> Vec<u8> {
+    batch_line::response_line(&row.custom_id, status, id_of(reply), &batch_line::body_value(reply))
+}
+
+/// The output lines of rows that share a task, in their order, from the reply to it.
 ///
 /// # Errors
-/// The body is no JSON, or has not one item for each input.
-pub(super) fn lines_of(rows: &[Row], status: u16, id: &str, body: &[u8]) -> anyhow::Result<Vec<Vec<u8>>> {
-    if let [row] = rows {
-        let line = batch_line::response_line(&row.custom_id, status, id, body);
-        return Ok(vec![line.context("a reply's body is not JSON")?]);
+/// The reply is no JSON, or has not one item for each input.
+pub(super) fn shared_lines(rows: &[Row], status: u16, reply: &Message) -> anyhow::Result<Vec<Vec<u8>>> {
+    if !reply.is_json() {
+        bail!("a reply is {:?}, which cannot be divided", reply.properties.content_type);
     }
-    let mut fields: Fields = serde_json::from_slice(body).context("a reply's body is not a JSON object")?;
+    let mut fields: Fields =
+        serde_json::from_slice(&reply.body).context("a reply's body is not a JSON object")?;
     let data = fields.remove("data").context("a reply has no data")?;
     let data: Vec<Fields> = serde_json::from_str(data.get()).context("a reply's data")?;
     let wanted: usize = rows.iter().map(|row| row.inputs).sum();
@@ -169,11 +175,14 @@ pub(super) fn lines_of(rows: &[Row], status: u16, id: &str, body: &[u8]) -> anyh
             let none: BTreeMap<String, u64> = counts.into_keys().map(|name| (name, 0)).collect();
             *usage = to_raw_value(&none)?;
         }
-        let own_id = format!("{id}_{index}");
-        let body = serde_json::to_vec(&fields)?;
-        lines.push(batch_line::response_line(&row.custom_id, status, &own_id, &body)?);
+        let own_id = format!("{}_{index}", id_of(reply));
+        lines.push(batch_line::response_line(&row.custom_id, status, &own_id, &*to_raw_value(&fields)?));
     }
     Ok(lines)
+}
+
+fn id_of(reply: &Message) -> &str {
+    reply.properties.message_id.as_deref().unwrap_or_default()
 }
 
 /// The output line of a row without a reply that could be written.
@@ -256,7 +265,8 @@ mod tests {
             "object": "list", "model": "m", "data": [item(0), item(1), item(2)],
             "usage": {"prompt_tokens": 9, "total_tokens": 9},
         });
-        let lines = lines_of(&task.rows, 200, "r", body.to_string().as_bytes()).unwrap();
+        let reply = |body: &Value| Message { body: body.to_string().into(), ..Message::default() };
+        let lines = shared_lines(&task.rows, 200, &reply(&body)).unwrap();
         let lines: Vec<Value> = lines.iter().map(|line| serde_json::from_slice(line).unwrap()).collect();
         let own = |row: usize| &lines[row]["response"]["body"];
         assert_eq!(lines[1]["custom_id"], "1");
@@ -267,9 +277,14 @@ mod tests {
         assert_eq!(own(0)["usage"]["total_tokens"], 9);
         assert_eq!(own(1)["usage"], json!({"prompt_tokens": 0, "total_tokens": 0}));
         assert_ne!(lines[0]["id"], lines[1]["id"]);
-        let short = json!({"data": [item(0)]}).to_string();
-        let error = lines_of(&task.rows, 200, "r", short.as_bytes()).unwrap_err().to_string();
+        let error =
+            shared_lines(&task.rows, 200, &reply(&json!({"data": [item(0)]}))).unwrap_err().to_string();
         assert_eq!(error, "a reply has 1 items, and its task had 3 inputs");
+        let mut sound = reply(&body);
+        sound.properties.content_type = Some("audio/wav".into());
+        assert!(shared_lines(&task.rows, 200, &sound).is_err(), "whatever its bytes look like");
+        let line: Value = serde_json::from_slice(&line_of(&task.rows[0], 200, &sound)).unwrap();
+        assert_eq!(line["response"]["body"]["content_type"], "audio/wav");
     }
 
     #[test]

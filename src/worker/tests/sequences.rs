@@ -46,6 +46,31 @@ async fn parts_come_before_the_reply_and_say_together_what_it_says() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn parts_and_replies_that_are_not_json_carry_their_content_type_and_an_error_is_json() {
+    here(async {
+        let rig = Rig::start("script", |_| ());
+        let body = |prompt: usize| {
+            json!({"prompt": prompt, "max_tokens": 9, "step_ms": 10, "stream": true, "content_type": "audio/pcm"})
+        };
+        rig.memory.deliver([task("a", "mine", &body(4)), task("b", "other", &body(0))]);
+        rig.memory.settles(2).await;
+        let messages = rig.memory.published("mine");
+        let (reply, parts) = messages.split_last().unwrap();
+        assert_eq!((kind(reply), status(reply), parts.is_empty()), ("reply", 200, false));
+        for message in &messages {
+            assert_eq!(message.properties.content_type.as_deref(), Some("audio/pcm"));
+            assert_eq!(message.properties.content_encoding, None);
+        }
+        let joined: Vec<u8> = parts.iter().flat_map(|part| part.body.to_vec()).collect();
+        assert_eq!((&joined[..], &reply.body[..]), (words(9).as_bytes(), words(9).as_bytes()));
+        let error = rig.memory.published("other").remove(0);
+        assert_eq!(error.properties.content_type.as_deref(), Some("application/json"));
+        assert_eq!((status(&error), &super::body(&error)["error"]["param"]), (400, &json!("prompt")));
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn who_does_not_ask_for_parts_gets_none_and_neither_does_who_has_no_queue_of_its_own() {
     here(async {
         let rig = Rig::start("script", |_| ());
