@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use super::job::Item;
 use super::panics::guarded;
+use super::probe::ProbeError;
 use super::{Notices, Observer, Pass, now};
 use crate::model::{Forward, ForwardError, Processor, TaskError, TaskErrorKind};
 use crate::protocol::control::TaskName;
@@ -36,21 +37,23 @@ where
     /// Computes the probe of `processor`, and keeps its inputs for later checks.
     ///
     /// # Errors
-    /// Why the device cannot be trusted.
-    pub(super) fn try_probe(&mut self, processor: &R) -> Result<(), String> {
+    /// The model refuses its probe, or the device cannot be trusted.
+    pub(super) fn try_probe(&mut self, processor: &R) -> Result<(), ProbeError> {
         let Some(message) = processor.probe() else { return Ok(()) };
-        let failed = |error: TaskError| format!("a known input fails: {error}");
-        let (context, inputs) = processor.preprocess(&message).map_err(failed)?;
-        self.probe = inputs.all().map_err(failed)?.into_iter().map(|sized| sized.input).collect();
+        let (context, inputs) = processor.preprocess(&message)?;
+        let inputs = inputs.all()?;
+        if inputs.is_empty() {
+            return Err(ProbeError::Refused("it has no input".to_owned()));
+        }
+        self.probe = inputs.into_iter().map(|sized| sized.input).collect();
         let outputs = self.compute_probe()?;
-        processor.finish(context, outputs).map(drop).map_err(failed)
+        Ok(processor.finish(context, outputs).map(drop)?)
     }
 
-    fn compute_probe(&mut self) -> Result<Vec<R::Output>, String> {
+    fn compute_probe(&mut self) -> Result<Vec<R::Output>, ProbeError> {
         let inputs: Vec<&R::Input> = self.probe.iter().collect();
         let outputs = guarded(|| self.network.forward(&inputs)).and_then(|it| counted(it, inputs.len()));
-        let outputs = outputs.map_err(|error| format!("a known input fails: {error}"))?;
-        outputs.into_iter().collect::<Result<_, _>>().map_err(|error| format!("a known input fails: {error}"))
+        Ok(outputs.map_err(ProbeError::failed)?.into_iter().collect::<Result<_, _>>()?)
     }
 
     /// After a failure with this `error`: computes the probe again, to check the device.

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant, SystemTime};
 use super::job::{Item, Queue};
 use super::pace::PromptPace;
 use super::panics::guarded;
+use super::probe::ProbeError;
 use super::sizing::Sizing;
 use super::turns::{Idle, Loop, Next, Waker};
 use super::{Expect, Notice, Notices, Observer, Pass, Passed, TaskState, now};
@@ -147,15 +148,17 @@ impl<R: Processor> Probe<R> {
     /// The probe of `processor`, if it has one.
     ///
     /// # Errors
-    /// The probe is not exactly one sequence.
-    pub(super) fn of(processor: &R) -> Result<Option<Self>, String> {
+    /// The processor refuses the probe, or the probe is not exactly one sequence.
+    pub(super) fn of(processor: &R) -> Result<Option<Self>, ProbeError> {
         let Some(message) = processor.probe() else { return Ok(None) };
-        let prepared = processor.preprocess(&message);
-        let prepared = prepared.and_then(|(context, inputs)| Ok((context, inputs.all()?)));
-        let (context, mut inputs) = prepared.map_err(|error| known_input_fails(&error))?;
+        let (context, inputs) = processor.preprocess(&message)?;
+        let mut inputs = inputs.all()?;
         match (inputs.pop(), inputs.len()) {
             (Some(input), 0) => Ok(Some(Self { context, input })),
-            _ => Err(known_input_fails(&"it is not one sequence")),
+            (last, before) => {
+                let sequences = before + usize::from(last.is_some());
+                Err(ProbeError::Refused(format!("it is {sequences} sequences, and not one")))
+            }
         }
     }
 
@@ -166,23 +169,19 @@ impl<R: Processor> Probe<R> {
     }
 }
 
-fn known_input_fails(error: &dyn std::fmt::Display) -> String {
-    format!("a known input fails: {error}")
-}
-
 /// Feeds an open sequence `prompt` tokens, then makes steps until the sequence is done.
-fn run_to_end<G: Generate>(network: &mut G, slot: Slot, prompt: usize) -> Result<G::Output, String> {
+fn run_to_end<G: Generate>(network: &mut G, slot: Slot, prompt: usize) -> Result<G::Output, ProbeError> {
     let mut take = prompt;
     for _ in 0..PROBE_STEPS {
         let rows = [model::Row { slot, take }];
-        let mut results = guarded(|| network.step(&rows)).map_err(|error| known_input_fails(&error))?;
-        let result = results.pop().ok_or_else(|| known_input_fails(&"no result"))?;
-        if let Advance::Done(_, output) = result.map_err(|error| known_input_fails(&error))? {
+        let mut results = guarded(|| network.step(&rows)).map_err(ProbeError::failed)?;
+        let result = results.pop().ok_or_else(|| ProbeError::failed("no result"))?;
+        if let Advance::Done(_, output) = result? {
             return Ok(output);
         }
         take = 1;
     }
-    Err(known_input_fails(&"it does not end"))
+    Err(ProbeError::failed("it does not end"))
 }
 
 struct Sequence<R: Processor> {
@@ -270,21 +269,21 @@ where
     /// Computes the probe, and keeps it for later checks.
     ///
     /// # Errors
-    /// Why the device cannot be trusted.
-    pub(super) fn try_probe(&mut self, processor: &R, probe: Probe<R>) -> Result<(), String> {
+    /// The model refuses its probe, or the device cannot be trusted.
+    pub(super) fn try_probe(&mut self, processor: &R, probe: Probe<R>) -> Result<(), ProbeError> {
         let Probe { context, input } = probe;
         self.probe = Some(input);
         let output = self.compute_probe(Slot(0))?;
-        processor.finish(context, vec![output]).map(drop).map_err(|error| known_input_fails(&error))
+        Ok(processor.finish(context, vec![output]).map(drop)?)
     }
 
     /// Runs the probe in a free slot, to its end.
-    fn compute_probe(&mut self, slot: Slot) -> Result<R::Output, String> {
-        let Some(probe) = &self.probe else { return Err("there is no probe".to_owned()) };
+    fn compute_probe(&mut self, slot: Slot) -> Result<R::Output, ProbeError> {
+        let Some(probe) = &self.probe else { return Err(ProbeError::failed("there is none")) };
         let network = &mut self.network;
         let output = guarded(|| Ok(network.open(slot, &probe.input)))
-            .map_err(|error| known_input_fails(&error))
-            .and_then(|opened| opened.map_err(|error| known_input_fails(&error)))
+            .map_err(ProbeError::failed)
+            .and_then(|opened| Ok(opened?))
             .and_then(|()| run_to_end(network, slot, probe.tokens));
         network.close(slot);
         output

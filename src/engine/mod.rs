@@ -7,6 +7,7 @@
 //! | `oneshot` | the loop of models that answer in one pass |
 //! | `continuous` | the loop of models whose sequences join and leave |
 //! | `batch` | what a failed batch of one pass means: a bad input, or a bad device |
+//! | `probe` | what a failed probe means: its author's mistake, or a bad device |
 //! | `sizing` | how large a batch the device's memory takes |
 //! | `pace` | how many tokens of prompts a step may have, so that it does not take long |
 //! | `memory` | when there is memory for further inputs |
@@ -23,6 +24,7 @@ mod memory;
 mod oneshot;
 mod pace;
 mod panics;
+mod probe;
 mod sizing;
 mod start;
 mod task_state;

@@ -37,7 +37,7 @@ where
         let (processor, network) = load(&spec, &device)?;
         let (notices, received) = Notices::new();
         let mut network = Network::new(network, observer, notices);
-        network.try_probe(&processor).map_err(|reason| unusable(&name, reason))?;
+        network.try_probe(&processor).map_err(|error| error.load_error(&spec, &name))?;
         let waiting = Arc::new(Waiting::new(policy, network.is_asynchronous(), waker));
         let work = OneShot::new(network, waiting.clone());
         let engine = Arc::new(Handle::new(processor, waiting, Memory::new(prepared_bytes)));
@@ -58,13 +58,13 @@ where
         let (device, name, _proven) = opened(&spec, min_speed)?;
         let (processor, network) = load(&spec, &device)?;
         let (notices, received) = Notices::new();
-        let probe = Probe::of(&processor).map_err(|reason| unusable(&name, reason))?;
+        let probe = Probe::of(&processor).map_err(|error| error.load_error(&spec, &name))?;
         let capacity = network.capacity();
         let capacity = probe.as_ref().map_or(capacity, |probe| probe.beside(capacity));
         let sequences = Arc::new(Sequences::new(capacity, policy, waker));
         let mut work = Continuous::new(network, sequences.clone(), observer, notices);
         if let Some(probe) = probe {
-            work.try_probe(&processor, probe).map_err(|reason| unusable(&name, reason))?;
+            work.try_probe(&processor, probe).map_err(|error| error.load_error(&spec, &name))?;
         }
         let engine = Arc::new(Handle::new(processor, sequences, Memory::new(prepared_bytes)));
         Ok((Loaded { engine, notices: received, device: name }, Box::new(work)))

@@ -195,7 +195,9 @@ pub trait Processor: Send + Sync + 'static {
 
     /// A small task that this model can certainly answer. It is computed before the worker takes work, and
     /// again when the model fails on an input: if it fails then, the device is broken, and the worker ends
-    /// instead of answering tasks with errors. None: the input is blamed.
+    /// instead of answering tasks with errors. For a one-pass model it has one input or more, otherwise it is one
+    /// sequence. A probe that the model refuses as it would refuse a request ([`LoadError::Probe`]) is a mistake of
+    /// the model's author. None: the input is blamed.
     fn probe(&self) -> Option<Message> {
         None
     }
@@ -392,6 +394,14 @@ pub enum LoadError {
         /// The `model` setting.
         model: String,
         /// The property with its value, and what is supported.
+        reason: String,
+    },
+    /// The model refuses its own probe ([`Processor::probe`]). Whoever wrote the model must act.
+    #[error("model {model:?} refuses its own probe: {reason}")]
+    Probe {
+        /// The `model` setting.
+        model: String,
+        /// Why it is refused.
         reason: String,
     },
     /// The device cannot be opened. No other device is used instead.

@@ -95,7 +95,9 @@ impl WorkerError {
                 Exit::DeviceFailed
             }
             Self::Load(LoadError::Hub { .. }) => Exit::ModelUnavailable,
-            Self::Load(LoadError::File { .. } | LoadError::Unsupported { .. }) => Exit::ModelFailed,
+            Self::Load(LoadError::File { .. } | LoadError::Unsupported { .. } | LoadError::Probe { .. }) => {
+                Exit::ModelFailed
+            }
             Self::Broker(BrokerError::Refused { .. }) => Exit::Config,
             Self::Broker(BrokerError::Unreachable { .. }) | Self::SentinelLost => Exit::BrokerLost,
             Self::Internal(_) => Exit::Internal,

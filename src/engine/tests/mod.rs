@@ -2,6 +2,7 @@
 
 mod continuous;
 mod oneshot;
+mod probe;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

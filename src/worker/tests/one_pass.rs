@@ -387,3 +387,12 @@ async fn a_url_that_the_model_does_not_answer_is_named() {
     })
     .await;
 }
+
+#[test]
+fn a_model_that_refuses_its_own_probe_has_failed_and_not_its_device() {
+    let error = |error: LoadError| WorkerError::from(error).exit();
+    let (model, reason) = ("own".to_owned(), "no".to_owned());
+    assert_eq!(error(LoadError::Probe { model, reason }), Exit::ModelFailed);
+    let (device, reason) = ("cpu".to_owned(), "no".to_owned());
+    assert_eq!(error(LoadError::Device { device, reason }), Exit::DeviceFailed);
+}

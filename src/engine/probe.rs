@@ -1,0 +1,42 @@
+//! What it means that a model's probe fails: a mistake of the model's author, or a device that cannot be trusted. Pure.
+
+use std::fmt::{self, Display};
+
+use crate::model::{LoadError, LoadSpec, TaskError};
+
+/// Why a model's probe has no answer.
+#[derive(Debug)]
+pub(super) enum ProbeError {
+    /// The model refuses the probe as a request: whoever wrote the probe must act.
+    Refused(String),
+    /// Its computation failed: the device cannot be trusted.
+    Failed(String),
+}
+
+impl ProbeError {
+    pub(super) fn failed(error: impl Display) -> Self {
+        Self::Failed(error.to_string())
+    }
+
+    /// What the load of the model fails with.
+    pub(super) fn load_error(self, spec: &LoadSpec, device: &str) -> LoadError {
+        match self {
+            Self::Refused(reason) => LoadError::Probe { model: spec.source.clone(), reason },
+            Self::Failed(_) => LoadError::Device { device: device.to_owned(), reason: self.to_string() },
+        }
+    }
+}
+
+impl From<TaskError> for ProbeError {
+    /// A refusal would be the same on any device.
+    fn from(error: TaskError) -> Self {
+        if error.kind.is_refusal() { Self::Refused(error.message) } else { Self::Failed(error.message) }
+    }
+}
+
+impl Display for ProbeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Refused(reason) | Self::Failed(reason)) = self;
+        write!(f, "a known input fails: {reason}")
+    }
+}

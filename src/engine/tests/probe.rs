@@ -1,0 +1,143 @@
+//! What a model's probe says when the model is loaded: of the device, or of its author.
+
+use super::*;
+use crate::engine::{continuous, oneshot};
+use crate::model::{
+    Advance, Advances, Capacity, Forward, ForwardError, Generate, LoadError, Preprocessed, Row, SizedInput,
+    Slot,
+};
+
+/// A model whose inputs are the bytes of a body. `r` is an input that it refuses, `f` one on which its computation
+/// fails, and `i` one on which it reports a fault of its own.
+#[derive(Clone, Copy)]
+struct Fussy {
+    probe: &'static str,
+}
+
+fn judged(byte: u8) -> Result<u8, TaskError> {
+    match byte {
+        b'r' => Err(TaskError::bad_input("input", "r is refused")),
+        b'i' => Err(TaskError::internal("not a number")),
+        byte => Ok(byte),
+    }
+}
+
+impl Processor for Fussy {
+    type Context = ();
+    type Input = u8;
+    type Piece = ();
+    type Output = u8;
+
+    fn routes(&self) -> &[Route] {
+        &[]
+    }
+
+    fn probe(&self) -> Option<Message> {
+        Some(Message { body: self.probe.into(), ..Message::default() })
+    }
+
+    fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
+        if message.body.starts_with(b"?") {
+            return Err(TaskError::bad_input("body", "it begins with ?"));
+        }
+        let input = |byte: &u8| SizedInput { input: *byte, tokens: 1, answer_tokens: 1 };
+        Ok(((), message.body.iter().map(input).collect()))
+    }
+
+    fn finish(&self, (): (), outputs: Vec<u8>) -> Result<Body, TaskError> {
+        Ok(Body::json(outputs))
+    }
+}
+
+impl Forward for Fussy {
+    type Input = u8;
+    type Output = u8;
+    type Pending = Vec<u8>;
+
+    fn submit(&mut self, inputs: &[&u8]) -> Result<Vec<u8>, ForwardError> {
+        Ok(inputs.iter().map(|input| **input).collect())
+    }
+
+    fn wait(&mut self, inputs: Vec<u8>) -> Result<Vec<Result<u8, TaskError>>, ForwardError> {
+        if inputs.contains(&b'f') {
+            return Err(ForwardError::Failed("no".into()));
+        }
+        Ok(inputs.into_iter().map(judged).collect())
+    }
+}
+
+/// The network of sequences: each gives its prompt as its output.
+struct Sequences(u8);
+
+impl Generate for Sequences {
+    type Prompt = u8;
+    type Piece = ();
+    type Output = u8;
+
+    fn capacity(&self) -> Capacity {
+        Capacity { sequences: 2, tokens: 9, context: 9 }
+    }
+
+    fn open(&mut self, _: Slot, prompt: &u8) -> Result<(), TaskError> {
+        self.0 = *prompt;
+        if *prompt == b'r' { judged(*prompt).map(drop) } else { Ok(()) }
+    }
+
+    fn step(&mut self, _: &[Row]) -> Result<Advances<Self>, ForwardError> {
+        match self.0 {
+            b'f' => Err(ForwardError::Failed("no".into())),
+            prompt => Ok(vec![judged(prompt).map(|output| Advance::Done(None, output))]),
+        }
+    }
+
+    fn close(&mut self, _: Slot) {}
+}
+
+/// How the load of a model with this probe ends: of one pass, and of sequences.
+fn loads(probe: &'static str) -> [Option<LoadError>; 2] {
+    let model = Fussy { probe };
+    let starters =
+        [oneshot(move |_, _| Ok((model, model))), continuous(move |_, _| Ok((model, Sequences(0))))];
+    starters.map(|starter| starter.start_here(setup("own", 64, &Log::default())).err())
+}
+
+#[tokio::test]
+async fn a_probe_that_the_model_refuses_is_its_authors_mistake_and_no_fault_of_the_device() {
+    tokio::task::LocalSet::new()
+        .run_until(async {
+            assert!(loads("a").iter().all(Option::is_none));
+            for (probe, words) in [("?", "it begins with ?"), ("r", "r is refused")] {
+                for error in loads(probe) {
+                    let Some(LoadError::Probe { model, reason }) = error else {
+                        panic!("{probe}: {error:?}")
+                    };
+                    assert_eq!((&*model, &*reason), ("own", words));
+                }
+            }
+            let [one_pass, sequences] = loads("").map(|error| error.expect("it has no input").to_string());
+            assert_eq!(one_pass, "model \"own\" refuses its own probe: it has no input");
+            assert_eq!(sequences, "model \"own\" refuses its own probe: it is 0 sequences, and not one");
+            let [one_pass, sequences] = loads("ab");
+            assert!(one_pass.is_none(), "one pass computes several inputs");
+            assert!(matches!(sequences, Some(LoadError::Probe { .. })), "{sequences:?}");
+        })
+        .await;
+}
+
+#[tokio::test]
+async fn a_probe_whose_computation_fails_is_a_fault_of_the_device() {
+    tokio::task::LocalSet::new()
+        .run_until(async {
+            for (probe, words) in
+                [("f", "a known input fails: no"), ("i", "a known input fails: not a number")]
+            {
+                for error in loads(probe) {
+                    let Some(LoadError::Device { device, reason }) = error else {
+                        panic!("{probe}: {error:?}")
+                    };
+                    assert_eq!((&*device, &*reason), ("cpu", words));
+                }
+            }
+        })
+        .await;
+}
