@@ -10,7 +10,7 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
-use crate::launcher::REASONS;
+use crate::launcher::RestartReason;
 use crate::launcher::gpus::Gpus;
 use crate::launcher::status_board::{Entry, SlotStatus, StatusBoard};
 use crate::protocol::TaskErrorKind;
@@ -255,8 +255,10 @@ fn of_workers(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     });
     out.gauge("worker_state", "1 for the state that a slot is in", states)?;
     let restarts = status.slots.values().flat_map(|entry| {
-        let count = |reason: &str| entry.report.restarts.get(reason).copied().unwrap_or(0) as f64;
-        REASONS.iter().map(move |reason| (with(entry, "reason", reason), count(reason)))
+        RestartReason::ALL.iter().map(move |reason| {
+            let count = entry.report.restarts.get(reason.as_str()).copied().unwrap_or(0);
+            (with(entry, "reason", reason.as_str()), count as f64)
+        })
     });
     out.counter("worker_restarts", "Workers started in the place of another", restarts)?;
     let stuck =

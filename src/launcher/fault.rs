@@ -1,9 +1,9 @@
-//! The reason for which a worker ended: a name for counting, and words. Pure.
+//! The reason for which a worker ended, and words. Pure.
 
 use std::process::ExitStatus;
 
 use super::gpus::device_fault::DeviceFault;
-use super::restart::Death;
+use super::restart::{Death, RestartReason};
 use crate::protocol::control::Unfit;
 use crate::protocol::shorten;
 use crate::shutdown::Exit;
@@ -25,12 +25,12 @@ pub(super) enum Fault {
 }
 
 impl Fault {
-    pub(super) fn name(&self) -> &'static str {
+    pub(super) fn reason(&self) -> RestartReason {
         match self {
-            Self::WrongDevice => "wrong_device",
-            Self::Stuck => "stuck",
-            Self::Silent => "silent",
-            Self::Device(device_fault) => device_fault.kind.name(),
+            Self::WrongDevice => RestartReason::WrongDevice,
+            Self::Stuck => RestartReason::Stuck,
+            Self::Silent => RestartReason::Silent,
+            Self::Device(device_fault) => device_fault.kind.reason(),
         }
     }
 
@@ -50,23 +50,23 @@ pub(super) struct Circumstances {
 }
 
 impl Circumstances {
-    /// The name of the reason, and words if the exit status does not say it all. `lately`: the last event on
+    /// The reason, and words if the exit status does not say it all. `lately`: the last event on
     /// the device before the end.
-    pub(super) fn name(
+    pub(super) fn reason(
         &self,
         death: &Death,
         status: Option<ExitStatus>,
         lately: Option<&DeviceFault>,
-    ) -> (&'static str, Option<String>) {
+    ) -> (RestartReason, Option<String>) {
         if let Some(fault) = &self.fault {
             let words = match fault {
                 Fault::Device(device_fault) => Some(device_fault.words.clone()),
                 Fault::WrongDevice | Fault::Stuck | Fault::Silent => None,
             };
-            return (fault.name(), words);
+            return (fault.reason(), words);
         }
         if let Some((why, words)) = &self.unfit {
-            return (why.name(), Some(shorten(words, WORDS)));
+            return ((*why).into(), Some(shorten(words, WORDS)));
         }
         let by_itself = match death.exit {
             Some(Exit::DeviceFailed | Exit::Internal) => true,
@@ -74,24 +74,25 @@ impl Circumstances {
             None => status.is_some(),
         };
         match lately.filter(|_| by_itself) {
-            Some(device_fault) => {
-                (device_fault.kind.name(), Some(format!("{}, and then the worker died", device_fault.words)))
-            }
+            Some(device_fault) => (
+                device_fault.kind.reason(),
+                Some(format!("{}, and then the worker died", device_fault.words)),
+            ),
             None => (of_status(death, status), None),
         }
     }
 }
 
-/// The name of the reason, by the exit status.
-fn of_status(death: &Death, status: Option<ExitStatus>) -> &'static str {
+/// The reason by the exit status.
+fn of_status(death: &Death, status: Option<ExitStatus>) -> RestartReason {
     match death.exit {
-        Some(Exit::BrokerLost) => "broker_lost",
-        Some(Exit::ModelFailed | Exit::ModelUnavailable) => "model_failed",
-        Some(Exit::DeviceFailed) => "device_failed",
-        Some(Exit::Config | Exit::Usage) => "bad_configuration",
-        Some(Exit::Internal) => "internal_error",
-        None if status.is_some_and(|status| status.code().is_none()) => "killed",
-        _ => "other",
+        Some(Exit::BrokerLost) => RestartReason::BrokerLost,
+        Some(Exit::ModelFailed | Exit::ModelUnavailable) => RestartReason::ModelFailed,
+        Some(Exit::DeviceFailed) => RestartReason::DeviceFailed,
+        Some(Exit::Config | Exit::Usage) => RestartReason::BadConfiguration,
+        Some(Exit::Internal) => RestartReason::InternalError,
+        None if status.is_some_and(|status| status.code().is_none()) => RestartReason::Killed,
+        _ => RestartReason::Other,
     }
 }
 
@@ -101,7 +102,6 @@ mod tests {
     use std::time::Duration;
 
     use super::super::gpus::device_fault::Kind;
-    use super::super::restart::REASONS;
     use super::*;
 
     fn ended(code: i32) -> (Death, Option<ExitStatus>) {
@@ -123,7 +123,10 @@ mod tests {
     #[test]
     fn what_the_launcher_and_the_worker_know_comes_before_the_status() {
         let (death, status) = ended(83);
-        let name = |it: &Circumstances, lately: Option<&DeviceFault>| it.name(&death, status, lately);
+        let name = |it: &Circumstances, lately: Option<&DeviceFault>| {
+            let (reason, words) = it.reason(&death, status, lately);
+            (reason.as_str(), words)
+        };
         let lately = Some(&device_fault(Kind::Xid));
         let mut it = Circumstances::default();
         assert_eq!(name(&it, None), ("device_failed", None));
@@ -144,20 +147,13 @@ mod tests {
         {
             let (death, status) = ended(code);
             let lately = device_fault(Kind::Xid);
-            assert_eq!(Circumstances::default().name(&death, status, Some(&lately)), (name, None));
+            let (reason, words) = Circumstances::default().reason(&death, status, Some(&lately));
+            assert_eq!((reason.as_str(), words), (name, None));
         }
         let (death, _) = ended(99);
         let killed = Some(ExitStatus::from_raw(9));
-        assert_eq!(Circumstances::default().name(&death, killed, None).0, "killed");
-        assert_eq!(Circumstances::default().name(&death, killed, Some(&device_fault(Kind::Ecc))).0, "ecc");
-    }
-
-    #[test]
-    fn every_name_is_one_that_is_counted() {
-        let kinds = [Kind::Xid, Kind::Ecc, Kind::OffTheBus, Kind::Unresponsive].map(Kind::name);
-        let faults = [Fault::WrongDevice, Fault::Stuck, Fault::Silent].map(|it| it.name());
-        let unfit = [Unfit::WrongResult, Unfit::TooSlow].map(Unfit::name);
-        let all = kinds.iter().chain(&faults).chain(&unfit);
-        assert!(all.clone().all(|name| REASONS.contains(name)), "{:?}", all.collect::<Vec<_>>());
+        let reason = |lately| Circumstances::default().reason(&death, killed, lately).0;
+        assert_eq!(reason(None), RestartReason::Killed);
+        assert_eq!(reason(Some(&device_fault(Kind::Ecc))), RestartReason::Ecc);
     }
 }

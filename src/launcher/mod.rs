@@ -61,7 +61,7 @@ pub use guard::guard_workers;
 pub use logs::RawLines;
 pub use name::LauncherName;
 pub use plan::{Cuda, Host, fit, plan};
-pub use restart::{Death, REASONS, Verdict, judge};
+pub use restart::{Death, RestartReason, Verdict, judge};
 
 /// Why nothing was launched.
 #[derive(Debug, thiserror::Error)]

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::Launch;
+use super::restart::RestartReason;
 use super::slot_state::{NextAction, Probation, ReplaceReason, Slot, Successor};
 use super::worker_handle::{WorkerEvent, WorkerHandle};
 use super::worker_monitor::WorkerExit;
@@ -35,7 +36,7 @@ impl Slot {
         let words = current.monitor.is_spent(&self.launch)?;
         let permit = self.launch.turn.clone().try_acquire_owned().ok()?;
         tracing::info!(slot = self.assignment.slot, reason = words, "the worker is to be replaced");
-        Some(ReplaceReason { reason: "recycled", permit, answer: None })
+        Some(ReplaceReason { reason: RestartReason::Recycled, permit, answer: None })
     }
 
     /// Replaces the running worker by one with `assignment`, in the way that the settings say.
@@ -154,7 +155,7 @@ impl Slot {
 
     fn install(&mut self, next: Successor) -> (WorkerHandle, OwnedSemaphorePermit) {
         let Successor { mut running, why } = next;
-        tracing::info!(slot = self.assignment.slot, reason = why.reason, "a new worker takes over");
+        tracing::info!(slot = self.assignment.slot, reason = why.reason.as_str(), "a new worker takes over");
         self.count_restart(why.reason);
         if running.assignment != self.assignment {
             self.take_on(running.assignment.clone());
@@ -169,7 +170,7 @@ impl Slot {
     fn give_up_successor(&mut self, why: ReplaceReason, words: &str) {
         tracing::error!(
             slot = self.assignment.slot,
-            reason = why.reason,
+            reason = why.reason.as_str(),
             error = words,
             "the worker cannot be replaced; the old settings stay"
         );

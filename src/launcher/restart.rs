@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::backoff::Backoff;
 use crate::config::Launcher;
+use crate::protocol::control::Unfit;
 use crate::shutdown::Exit;
 
 /// How a worker process ended.
@@ -32,28 +33,103 @@ impl Death {
     }
 }
 
-/// Why a worker is started in the place of another, as names for counting: how the one before ended, or why it
-/// was replaced.
-pub const REASONS: [&str; 18] = [
-    "killed",
-    "stuck",
-    "silent",
-    "internal_error",
-    "broker_lost",
-    "model_failed",
-    "device_failed",
-    "wrong_device",
-    "wrong_result",
-    "too_slow",
-    "xid",
-    "ecc",
-    "off_the_bus",
-    "bad_configuration",
-    "recycled",
-    "reloaded",
-    "requested",
-    "other",
-];
+/// Why a worker is started in the place of another: how the one before ended, or why it was replaced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RestartReason {
+    /// A signal ended it.
+    Killed,
+    /// A forward pass took longer than `batch.timeout`.
+    Stuck,
+    /// It sent nothing any more.
+    Silent,
+    /// A bug in sconce.
+    InternalError,
+    /// No broker could be reached.
+    BrokerLost,
+    /// Its model could not be loaded.
+    ModelFailed,
+    /// Its device failed, or the driver does not answer.
+    DeviceFailed,
+    /// It reported another device than its own.
+    WrongDevice,
+    /// Its device computes wrongly.
+    WrongResult,
+    /// Its device is far slower than it should be.
+    TooSlow,
+    /// The driver reports an error of its device.
+    Xid,
+    /// Its device has a memory error that cannot be corrected.
+    Ecc,
+    /// The driver cannot find its device any more.
+    OffTheBus,
+    /// Its settings or command line are wrong, or the broker refuses them.
+    BadConfiguration,
+    /// It was spent: `launcher.recycle_…`.
+    Recycled,
+    /// Its settings have changed.
+    Reloaded,
+    /// An operator asked for another one.
+    Requested,
+    /// Any other end.
+    Other,
+}
+
+impl RestartReason {
+    /// Every reason, for metrics.
+    pub const ALL: [Self; 18] = [
+        Self::Killed,
+        Self::Stuck,
+        Self::Silent,
+        Self::InternalError,
+        Self::BrokerLost,
+        Self::ModelFailed,
+        Self::DeviceFailed,
+        Self::WrongDevice,
+        Self::WrongResult,
+        Self::TooSlow,
+        Self::Xid,
+        Self::Ecc,
+        Self::OffTheBus,
+        Self::BadConfiguration,
+        Self::Recycled,
+        Self::Reloaded,
+        Self::Requested,
+        Self::Other,
+    ];
+
+    /// The name, for counting and in logs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Killed => "killed",
+            Self::Stuck => "stuck",
+            Self::Silent => "silent",
+            Self::InternalError => "internal_error",
+            Self::BrokerLost => "broker_lost",
+            Self::ModelFailed => "model_failed",
+            Self::DeviceFailed => "device_failed",
+            Self::WrongDevice => "wrong_device",
+            Self::WrongResult => "wrong_result",
+            Self::TooSlow => "too_slow",
+            Self::Xid => "xid",
+            Self::Ecc => "ecc",
+            Self::OffTheBus => "off_the_bus",
+            Self::BadConfiguration => "bad_configuration",
+            Self::Recycled => "recycled",
+            Self::Reloaded => "reloaded",
+            Self::Requested => "requested",
+            Self::Other => "other",
+        }
+    }
+}
+
+impl From<Unfit> for RestartReason {
+    fn from(unfit: Unfit) -> Self {
+        match unfit {
+            Unfit::WrongResult => Self::WrongResult,
+            Unfit::TooSlow => Self::TooSlow,
+        }
+    }
+}
 
 /// What the launcher does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,6 +186,34 @@ mod tests {
     fn death(exit: Option<Exit>, was_ready: bool, seconds: u64) -> Death {
         let lived = Duration::from_secs(seconds);
         Death { exit, was_ready, lived, worked: false, broker_reached: false, has_loaded: was_ready }
+    }
+
+    #[test]
+    fn the_reasons_have_the_names_that_dashboards_know() {
+        let names = [
+            "killed",
+            "stuck",
+            "silent",
+            "internal_error",
+            "broker_lost",
+            "model_failed",
+            "device_failed",
+            "wrong_device",
+            "wrong_result",
+            "too_slow",
+            "xid",
+            "ecc",
+            "off_the_bus",
+            "bad_configuration",
+            "recycled",
+            "reloaded",
+            "requested",
+            "other",
+        ];
+        assert_eq!(RestartReason::ALL.map(RestartReason::as_str), names);
+        for unfit in [Unfit::WrongResult, Unfit::TooSlow] {
+            assert_eq!(RestartReason::from(unfit).as_str(), unfit.name());
+        }
     }
 
     #[test]

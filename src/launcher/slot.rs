@@ -9,7 +9,7 @@ use futures_util::StreamExt;
 use super::fault::Fault;
 use super::order::Ordered;
 use super::replace::next_of;
-use super::restart::{Verdict, judge};
+use super::restart::{RestartReason, Verdict, judge};
 use super::slot_state::{NextAction, ReplaceReason, Slot, SlotEnd, Successor};
 use super::status_board::Entry;
 use super::worker_handle::{Refusal, WorkerHandle};
@@ -115,7 +115,10 @@ impl Slot {
         let (order, answer) = match ordered {
             Ordered::Order(order, answer) => (order, answer),
             Ordered::Replace(assignment, permit, answer) if failing => {
-                self.try_out(*assignment, ReplaceReason { reason: "reloaded", permit, answer: Some(answer) });
+                self.try_out(
+                    *assignment,
+                    ReplaceReason { reason: RestartReason::Reloaded, permit, answer: Some(answer) },
+                );
                 return Some(NextAction::Start);
             }
             Ordered::Replace(assignment, _permit, answer) => {
@@ -245,7 +248,7 @@ impl Slot {
         let (order, answer) = match ordered {
             Ordered::Order(order, answer) => (order, answer),
             Ordered::Replace(assignment, permit, answer) if current.is_leaving() => {
-                let why = ReplaceReason { reason: "reloaded", permit, answer: Some(answer) };
+                let why = ReplaceReason { reason: RestartReason::Reloaded, permit, answer: Some(answer) };
                 match then {
                     NextAction::Start => self.try_out(*assignment, why),
                     // The next worker of this slot, if any, gets these settings.
@@ -257,7 +260,7 @@ impl Slot {
                 return;
             }
             Ordered::Replace(assignment, permit, answer) => {
-                let why = ReplaceReason { reason: "reloaded", permit, answer: Some(answer) };
+                let why = ReplaceReason { reason: RestartReason::Reloaded, permit, answer: Some(answer) };
                 return self.replace(*assignment, why, (current, successor), then).await;
             }
         };
@@ -309,7 +312,7 @@ impl Slot {
             (_, Some(Exit::StoppedOnRequest)) => NextAction::End(SlotEnd::StoppedOnRequest),
             (NextAction::Start, _) if !stopping => {
                 if self.probation.is_none() {
-                    self.count_restart("requested");
+                    self.count_restart(RestartReason::Requested);
                 }
                 NextAction::Start
             }

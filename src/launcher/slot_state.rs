@@ -10,6 +10,7 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
 use super::Launch;
 use super::order::Ordered;
+use super::restart::RestartReason;
 use super::worker_handle::{Overrides, WorkerHandle};
 use crate::config::Assignment;
 use crate::protocol::admin::State;
@@ -117,17 +118,16 @@ impl Slot {
         }
     }
 
-    pub(super) fn count_restart(&self, reason: &str) {
+    pub(super) fn count_restart(&self, reason: RestartReason) {
         self.launch.board.change(&self.assignment.slot, |entry| {
-            *entry.report.restarts.entry(reason.to_owned()).or_default() += 1;
+            *entry.report.restarts.entry(reason.as_str().to_owned()).or_default() += 1;
         });
     }
 }
 
 /// Why a worker is replaced.
 pub(super) struct ReplaceReason {
-    /// The reason as a name, for counting.
-    pub(super) reason: &'static str,
+    pub(super) reason: RestartReason,
     /// While this is held, no other slot replaces its worker.
     pub(super) permit: OwnedSemaphorePermit,
     /// Who waits for the outcome.

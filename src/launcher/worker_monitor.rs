@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use super::Launch;
 use super::fault::{Circumstances, Fault};
-use super::gpus::device_fault::{DeviceFault, Kind};
+use super::gpus::device_fault::DeviceFault;
 use super::logs::LogTail;
-use super::restart::Death;
+use super::restart::{Death, RestartReason};
 use super::status_board::Entry;
 use crate::config::Assignment;
 use crate::protocol::admin::State;
@@ -86,8 +86,8 @@ pub(super) struct WorkerExit {
     pub(super) suspects: Option<SuspectTasks>,
     /// The reason for its end in words.
     pub(super) words: String,
-    /// The same as a name for counting.
-    pub(super) reason: &'static str,
+    /// The same for counting.
+    pub(super) reason: RestartReason,
 }
 
 impl WorkerMonitor {
@@ -198,7 +198,7 @@ impl WorkerMonitor {
 
     /// It has exceeded a limit. Returns when to kill it unless it recovers.
     pub(super) fn give_up(&mut self, fault: Fault, (launch, slot): (&Launch, &str), shown: bool) -> Instant {
-        tracing::error!(slot, reason = fault.name(), "the worker is stuck; it will be killed");
+        tracing::error!(slot, reason = fault.reason().as_str(), "the worker is stuck; it will be killed");
         self.why.fault = Some(fault);
         if shown {
             launch.board.change(slot, |entry| entry.stuck_since = Some(Instant::now()));
@@ -216,7 +216,7 @@ impl WorkerMonitor {
     ) {
         tracing::error!(
             slot,
-            reason = device_fault.kind.name(),
+            reason = device_fault.kind.reason().as_str(),
             fault = device_fault.words,
             "its device is out of order; killing the worker"
         );
@@ -290,9 +290,9 @@ impl WorkerMonitor {
             log_death(slot, status, &self.death, says_why);
         }
         let lately = launch.health.lately(&assignment.device);
-        let (reason, words) = self.why.name(&self.death, status, lately.as_ref());
+        let (reason, words) = self.why.reason(&self.death, status, lately.as_ref());
         // An uncorrectable memory error is no task's fault; a task may cause other events.
-        devices |= reason == Kind::Ecc.name();
+        devices |= reason == RestartReason::Ecc;
         let mut tasks = std::mem::take(&mut self.on_device);
         for task in std::mem::take(&mut self.preprocessing) {
             if !tasks.contains(&task) {

@@ -4,6 +4,8 @@
 //! Sources: NVIDIA's catalogue ("Analyzing Xid Errors with the Xid Catalog", the immediate action), and the
 //! list of Xids that its device plugin for Kubernetes ascribes to the application.
 
+use crate::launcher::restart::RestartReason;
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DeviceFault {
     pub(crate) kind: Kind,
@@ -11,7 +13,7 @@ pub(crate) struct DeviceFault {
     pub(crate) words: String,
 }
 
-/// The kinds of faults, as names for counting.
+/// The kinds of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// The driver reports an error.
@@ -25,12 +27,12 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    pub(crate) fn name(self) -> &'static str {
+    pub(crate) fn reason(self) -> RestartReason {
         match self {
-            Self::Xid => "xid",
-            Self::Ecc => "ecc",
-            Self::OffTheBus => "off_the_bus",
-            Self::Unresponsive => "device_failed",
+            Self::Xid => RestartReason::Xid,
+            Self::Ecc => RestartReason::Ecc,
+            Self::OffTheBus => RestartReason::OffTheBus,
+            Self::Unresponsive => RestartReason::DeviceFailed,
         }
     }
 }
@@ -127,7 +129,7 @@ mod tests {
 
     #[test]
     fn each_xid_has_a_name_for_counting_its_number_and_its_meaning() {
-        let said = |number| (xid(number).0.kind.name(), xid(number).0.words);
+        let said = |number| (xid(number).0.kind.reason().as_str(), xid(number).0.words);
         assert_eq!(said(79), ("off_the_bus", "Xid 79: GPU has fallen off the bus".to_owned()));
         assert_eq!(said(95), ("ecc", "Xid 95: uncontained memory error".to_owned()));
         assert_eq!(said(31), ("xid", "Xid 31: GPU memory page fault".to_owned()));
