@@ -1,7 +1,8 @@
 //! Writes the effective settings as TOML, each with its origin and with secrets masked: the output of `sconce
-//! check-config`. Decides nothing about the settings.
+//! check-config`. Compares the settings of two loads. Decides nothing about the settings.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use ::config::{Map, Value, ValueKind};
 
@@ -27,50 +28,103 @@ pub(super) fn render(settings: &Value, outline: &[(&str, Outline)]) -> String {
     text
 }
 
-/// The settings that differ between two such pages, as `section.key = value`; a pool's section has its number.
-pub(super) fn changes(before: &str, after: &str) -> Vec<String> {
-    let (before, after) = (values(before), values(after));
-    let now = |(key, value): (&String, &String)| format!("{key} = {value}");
-    let changed = after.iter().filter(|(key, value)| before.get(*key) != Some(value)).map(now);
-    let gone = before.keys().filter(|key| !after.contains_key(*key)).map(|key| format!("{key} is gone"));
-    changed.chain(gone).collect()
+/// The value of every setting, by its path: `section.key`, where a pool's section has its number.
+#[derive(Clone, PartialEq)]
+pub(super) struct Values(BTreeMap<String, Setting>);
+
+/// A setting's value, and how it is shown, with secrets masked.
+#[derive(Clone, PartialEq)]
+struct Setting {
+    value: ValueKind,
+    shown: String,
 }
 
-/// The values of a page, without their origins.
-fn values(page: &str) -> BTreeMap<String, String> {
-    let (mut section, mut pools) = (String::new(), 0);
-    let mut values = BTreeMap::new();
-    for line in page.lines() {
-        if let Some(name) = line.strip_prefix("[[").and_then(|line| line.strip_suffix("]]")) {
-            (section, pools) = (format!("{name}[{pools}]"), pools + 1);
-        } else if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
-            // `[pool.batch]` is of the pool above it.
-            section = match name.strip_prefix("pool.") {
-                Some(nested) => format!("pool[{}].{nested}", pools - 1),
-                None => name.to_owned(),
-            };
-        } else if let Some((key, value)) = line.split_once(" = ") {
-            let value = value.rsplit_once("  # ").map_or(value, |(value, _)| value).trim_end();
-            values.insert(format!("{section}.{key}"), value.to_owned());
+/// Without the values, which hold secrets.
+impl fmt::Debug for Values {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Values").finish_non_exhaustive()
+    }
+}
+
+impl Values {
+    /// The merged settings.
+    pub(super) fn of(settings: &Value, outline: &[(&str, Outline)]) -> Self {
+        let mut values = Self(BTreeMap::new());
+        let ValueKind::Table(root) = &settings.kind else { return values };
+        for (key, outline) in outline {
+            match root.get(*key).map(|value| &value.kind) {
+                Some(ValueKind::Table(table)) => values.add(key, table, outline),
+                Some(ValueKind::Array(items)) => {
+                    for (index, item) in items.iter().enumerate() {
+                        if let ValueKind::Table(table) = &item.kind {
+                            values.add(&format!("{key}[{index}]"), table, outline);
+                        }
+                    }
+                }
+                _ => {}
+            }
+        }
+        values
+    }
+
+    fn add(&mut self, path: &str, table: &Map<String, Value>, outline: &Outline) {
+        for (name, default, value) in settings_of(table, outline) {
+            let (shown, value) = (shown(&name, value, default), without_origins(as_read(value, default)));
+            self.0.insert(format!("{path}.{name}"), Setting { value: value.kind, shown });
+        }
+        for (key, nested) in &outline.nested {
+            if let Some(ValueKind::Table(table)) = table.get(*key).map(|value| &value.kind) {
+                self.add(&format!("{path}.{key}"), table, nested);
+            }
         }
     }
-    values
+
+    /// The settings in which `later` differs, as `section.key = value`.
+    pub(super) fn changes(&self, later: &Self) -> Vec<String> {
+        let differs = |key: &String, setting: &Setting| {
+            self.0.get(key).is_none_or(|before| before.value != setting.value)
+        };
+        let changed = later.0.iter().filter(|(key, setting)| differs(key, setting));
+        let changed = changed.map(|(key, setting)| format!("{key} = {}", setting.shown));
+        let gone =
+            self.0.keys().filter(|key| !later.0.contains_key(*key)).map(|key| format!("{key} is gone"));
+        changed.chain(gone).collect()
+    }
+}
+
+/// The settings of a section, each with its default.
+fn settings_of<'a>(
+    table: &'a Map<String, Value>,
+    outline: &'a Outline,
+) -> Vec<(String, &'static str, &'a Value)> {
+    if outline.keys.is_empty() {
+        // Settings of a model, whose names are unknown here.
+        let mut settings: Vec<_> = table.iter().map(|(name, value)| (quoted(name), "", value)).collect();
+        settings.sort_by(|(one, ..), (other, ..)| one.cmp(other));
+        return settings;
+    }
+    let of_key = |key: &Key| Some((key.name.to_owned(), key.default, table.get(key.name)?));
+    outline.keys.iter().filter_map(of_key).collect()
+}
+
+fn without_origins(value: Value) -> Value {
+    let kind = match value.kind {
+        ValueKind::Array(items) => ValueKind::Array(items.into_iter().map(without_origins).collect()),
+        ValueKind::Table(table) => {
+            ValueKind::Table(table.into_iter().map(|(name, value)| (name, without_origins(value))).collect())
+        }
+        plain => plain,
+    };
+    Value::new(None, kind)
 }
 
 /// Writes a section's settings with their comments in one column, which a very long line does not move.
 fn section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &Outline) {
     const WIDEST: usize = 60;
-    let of_key = |key: &Key| {
-        let value = table.get(key.name)?;
-        Some((line(key.name, value, key.default), origin(value)))
+    let line = |(name, default, value): (String, &str, &Value)| {
+        (format!("{name} = {}", shown(&name, value, default)), origin(value))
     };
-    let mut lines: Vec<(String, String)> = outline.keys.iter().filter_map(of_key).collect();
-    if outline.keys.is_empty() {
-        // Settings of a model, whose names are unknown here.
-        let of_model = |(name, value): (&String, &Value)| (line(&quoted(name), value, ""), origin(value));
-        lines.extend(table.iter().map(of_model));
-        lines.sort();
-    }
+    let lines: Vec<(String, String)> = settings_of(table, outline).into_iter().map(line).collect();
     let widths = lines.iter().map(|(line, _)| line.chars().count());
     let width = widths.filter(|width| *width <= WIDEST).max().unwrap_or(0);
     if !text.is_empty() {
@@ -87,15 +141,18 @@ fn section(text: &mut String, path: &str, table: &Map<String, Value>, outline: &
     }
 }
 
-/// `key = value`. Flags and variables give text, which is shown as the value that it stands for, unless the
-/// setting is a text.
-fn line(key: &str, value: &Value, default: &str) -> String {
-    let is_text = default.starts_with('"');
-    let shown = inline(&if is_text { value.clone() } else { typed(value) });
+/// The value that a setting's text stands for: flags and variables give text. A setting that is a text stays one.
+fn as_read(value: &Value, default: &str) -> Value {
+    if default.starts_with('"') { value.clone() } else { typed(value) }
+}
+
+/// A value as TOML, with secrets masked.
+fn shown(key: &str, value: &Value, default: &str) -> String {
+    let shown = inline(&as_read(value, default));
     // An address that was given to another setting by mistake may hold a password too.
     let lower = shown.to_ascii_lowercase();
     let is_address = key == "url" || ["amqp://", "amqps://"].iter().any(|scheme| lower.contains(scheme));
-    format!("{key} = {}", if is_address { redact_url(&shown) } else { shown })
+    if is_address { redact_url(&shown) } else { shown }
 }
 
 /// A value as TOML in one line, tables too.
@@ -162,19 +219,37 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_between_two_pages_is_named_with_its_pool() {
-        let page =
-            |pools: &str| load_text(&format!("{pools}\n[launcher]\nshutdown_grace = \"5s\"")).effective;
-        let one = page("[[pool]]\nname = \"a\"\n[[pool]]\nname = \"b # c\"\ntask_queue = \"q\"");
-        let two = page(
+    fn what_differs_between_two_loads_is_named_with_its_pool() {
+        let loaded = |pools: &str| load_text(&format!("{pools}\n[launcher]\nshutdown_grace = \"5s\""));
+        let one = loaded("[[pool]]\nname = \"a\"\n[[pool]]\nname = \"b # c\"\ntask_queue = \"q\"");
+        let two = loaded(
             "[[pool]]\nname = \"a\"\n[[pool]]\nname = \"b # c\"\ntask_queue = \"q\"\nbatch = { max_tokens = 7 }",
         );
-        assert_eq!(super::changes(&one, &two), ["pool[1].batch.max_tokens = 7"]);
-        assert_eq!(super::changes(&one, &one), [""; 0]);
-        let fewer = super::changes(&two, &page("[[pool]]\nname = \"a\""));
+        assert_eq!(one.changes(&two), ["pool[1].batch.max_tokens = 7"]);
+        assert_eq!(one.changes(&one), [""; 0]);
+        let fewer = two.changes(&loaded("[[pool]]\nname = \"a\""));
         assert!(fewer.contains(&"pool[1].name is gone".to_owned()), "{fewer:?}");
-        let other = load_text("").effective;
-        assert!(super::changes(&one, &other).contains(&"launcher.shutdown_grace = \"8s\"".to_owned()));
+        assert!(one.changes(&load_text("")).contains(&"launcher.shutdown_grace = \"8s\"".to_owned()));
+    }
+
+    #[test]
+    fn values_are_compared_and_not_how_they_are_shown_or_where_they_come_from() {
+        let url = |password: &str| load_text(&format!("broker.url = \"amqp://me:{password}@h\""));
+        let (one, two) = (url("hunter2"), url("hunter3"));
+        assert_eq!(one.changes(&two), ["broker.url = \"amqp://me:***@h\""], "another password is a change");
+        assert!(!format!("{one:?}").contains("hunter"), "{one:?}");
+        let folder = tempfile::tempdir().expect("a folder");
+        let named = |name: &str| {
+            let file = folder.path().join(name);
+            let text = "[[pool]]\nthreads = 3\noptions = { names = [\"a\", \"b\"], deep = { on = true } }";
+            std::fs::write(&file, text).expect("written");
+            load(&[file], Vec::new(), &[]).expect("valid settings")
+        };
+        assert_eq!(named("a  # b.toml").changes(&named("c.toml")), [""; 0]);
+        let flags = [("pool[0].threads".to_owned(), "3".to_owned())];
+        let file = folder.path().join("c.toml");
+        let by_flag = load(&[file], Vec::new(), &flags).expect("valid settings");
+        assert_eq!(named("c.toml").changes(&by_flag), [""; 0]);
     }
 
     #[test]

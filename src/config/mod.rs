@@ -13,7 +13,7 @@
 //! | `overrides`, `path` | environment variables and flags → layers |
 //! | `text` | values as TOML, durations, sizes |
 //! | `problem` | what a mistake looks like; "did you mean" |
-//! | `effective` | the page that `sconce check-config` prints |
+//! | `effective` | the page that `sconce check-config` prints; what differs between two loads |
 //! | `redact` | what of a broker address may be shown |
 
 pub mod assignment;
@@ -48,12 +48,14 @@ pub struct Loaded {
     pub settings: Settings,
     /// The settings as TOML, each with a comment that gives its origin; secrets masked.
     pub effective: String,
+    /// The value of each setting, to be compared with later ones.
+    values: effective::Values,
 }
 
 impl Loaded {
     /// The settings in which `later` differs, each with its new value; secrets masked.
     pub fn changes(&self, later: &Self) -> Vec<String> {
-        effective::changes(&self.effective, &later.effective)
+        self.values.changes(&later.values)
     }
 }
 
@@ -75,7 +77,9 @@ pub fn load(
     report.problems.extend(misplaced);
     match settings {
         Some(settings) if report.problems.is_empty() => {
-            Ok(Loaded { settings, effective: effective::render(&merged, &settings::outline()) })
+            let outline = settings::outline();
+            let values = effective::Values::of(&merged, &outline);
+            Ok(Loaded { settings, effective: effective::render(&merged, &outline), values })
         }
         _ => Err(ConfigError::new(report.problems)),
     }
