@@ -8,7 +8,7 @@ use clap::Parser;
 
 use crate::cli::Cli;
 use crate::client::ClientError;
-use crate::commands;
+use crate::commands::{self, exits::WithExit};
 use crate::config::ConfigError;
 use crate::launcher::LaunchError;
 use crate::shutdown::Exit;
@@ -72,31 +72,67 @@ fn run(registry: &Registry) -> Exit {
 
 #[expect(clippy::print_stderr, reason = "the last word of a command goes to its user")]
 fn eprintln_error(error: &anyhow::Error) {
-    // An exit code in the chain is for the caller of the program, not for its reader.
-    let is_code = |words: &String| Exit::ALL.iter().any(|(_, meaning)| meaning == words);
-    let mut words: Vec<String> = error.chain().map(ToString::to_string).filter(|it| !is_code(it)).collect();
-    if words.is_empty() {
-        words = vec![error.to_string()];
-    }
-    eprintln!("sconce: {}", words.join(": "));
+    eprintln!("sconce: {error:#}");
 }
 
-/// The exit code tells who has to act.
+/// The exit code tells who has to act: by the kind of error, else the code that the command gave it.
 fn exit_of(error: &anyhow::Error) -> Exit {
+    let (mut within, mut given) = (error, None);
+    loop {
+        if let Some(exit) = exit_of_kind(within) {
+            return exit;
+        }
+        let Some(WithExit { exit, error }) = within.downcast_ref() else {
+            return given.unwrap_or(Exit::Internal);
+        };
+        given = given.or(Some(*exit));
+        within = error;
+    }
+}
+
+/// None: an error of this kind says nothing about who has to act.
+fn exit_of_kind(error: &anyhow::Error) -> Option<Exit> {
     if error.is::<ConfigError>() || error.is::<LaunchError>() {
-        return Exit::Config;
+        return Some(Exit::Config);
     }
     if let Some(error) = error.downcast_ref::<WorkerError>() {
-        return error.exit();
+        return Some(error.exit());
     }
     if let Some(error) = error.downcast_ref::<crate::broker::BrokerError>() {
-        return WorkerError::from(error.clone()).exit();
+        return Some(WorkerError::from(error.clone()).exit());
     }
-    match error.downcast_ref::<ClientError>() {
-        Some(ClientError::Broker(error)) => return WorkerError::from(error.clone()).exit(),
-        Some(ClientError::NoReply { .. }) => return Exit::Aborted,
-        Some(ClientError::Lost { .. }) => return Exit::BrokerLost,
-        None => {}
+    Some(match error.downcast_ref::<ClientError>()? {
+        ClientError::Broker(error) => WorkerError::from(error.clone()).exit(),
+        ClientError::NoReply { .. } => Exit::Aborted,
+        ClientError::Lost { .. } => Exit::BrokerLost,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::{Context as _, anyhow};
+
+    use super::*;
+    use crate::commands::exits::ExitsWith as _;
+
+    #[test]
+    fn an_error_says_its_words_and_never_its_exit_code() {
+        // Words that are those of an exit code too.
+        let words = Exit::Aborted.to_string();
+        let error = anyhow!(words.clone()).exits_with(Exit::Usage).context("one").exits_with(Exit::No);
+        assert_eq!(format!("{error:#}"), format!("one: {words}"));
+        assert_eq!(exit_of(&error), Exit::No, "the last one that was given");
+        let read = std::fs::read("/nowhere/at/all").context("two").exits_with(Exit::Config).unwrap_err();
+        assert!(format!("{read:#}").starts_with("two: No such file"), "{read:#}");
+        assert_eq!(exit_of(&read.context("three")), Exit::Config);
     }
-    error.downcast_ref::<Exit>().copied().unwrap_or(Exit::Internal)
+
+    #[test]
+    fn the_kind_of_an_error_comes_before_the_code_that_it_was_given() {
+        let lost = || ClientError::Lost { missing: 1, published: 2 };
+        for error in [anyhow::Error::from(lost()), anyhow::Error::from(lost()).context("why")] {
+            assert_eq!(exit_of(&error.exits_with(Exit::Usage).context("more")), Exit::BrokerLost);
+        }
+        assert_eq!(exit_of(&anyhow!("a bug")), Exit::Internal);
+    }
 }

@@ -7,6 +7,7 @@ use anyhow::Context as _;
 
 use super::{Registry, load};
 use crate::cli::{CheckConfig, Settings};
+use crate::commands::exits::ExitsWith as _;
 use crate::config::Tls;
 use crate::launcher::{Host, plan};
 use crate::shutdown::Exit;
@@ -22,11 +23,13 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
     writeln!(out)?;
     let Tls { ca_file, cert_file, key_file } = &loaded.settings.broker.tls;
     for file in [ca_file, cert_file, key_file].into_iter().flatten() {
-        File::open(file).with_context(|| format!("broker.tls: {}", file.display())).context(Exit::Config)?;
+        File::open(file)
+            .with_context(|| format!("broker.tls: {}", file.display()))
+            .exits_with(Exit::Config)?;
     }
     plan(&loaded.settings, &Host::here())?;
     for pool in &loaded.settings.pools {
-        let served = registry.describe(pool).context(Exit::ModelFailed)?;
+        let served = registry.describe(pool).exits_with(Exit::ModelFailed)?;
         let served = served.as_deref().unwrap_or("its files are not on this host yet");
         writeln!(out, "# pool {:?} will load {:?}: {served}", pool.name, pool.model)?;
     }

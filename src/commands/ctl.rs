@@ -13,6 +13,7 @@ use super::{load, start_logging};
 use crate::broker::BrokerError;
 use crate::broker::amqp::{Connector, ControlClient};
 use crate::cli::{Ctl, CtlOrder};
+use crate::commands::exits::ExitsWith as _;
 use crate::config::Settings;
 use crate::protocol::admin::{Answer, Request, SlotReport, State, Target};
 use crate::protocol::shorten;
@@ -26,13 +27,13 @@ const LOOK: Duration = Duration::from_millis(300);
 pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET))?;
-    let target = arguments.target().map_err(|words| anyhow!(words).context(Exit::Usage))?;
+    let target = arguments.target().map_err(|words| anyhow!(words).exits_with(Exit::Usage))?;
     let request = arguments.order.request();
     if let Request::SetBatch(change) = &request
         && *change == Default::default()
     {
         return Err(
-            anyhow!("set-batch needs --max-tokens, --max-requests or --max-delay").context(Exit::Usage)
+            anyhow!("set-batch needs --max-tokens, --max-requests or --max-delay").exits_with(Exit::Usage)
         );
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
@@ -65,7 +66,7 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
                 format!("{some} of {expected} launchers have answered, {},", names.join(", "))
             }
         };
-        return Err(anyhow!("{words} for {key:?} within {timeout:?}").context(Exit::No));
+        return Err(anyhow!("{words} for {key:?} within {timeout:?}").exits_with(Exit::No));
     }
     Ok(if refused { Exit::No } else { Exit::Done })
 }
@@ -98,7 +99,7 @@ async fn wait_for(
         }
         if Instant::now() >= until {
             let words = format!("not there after {limit:?}: {}", waits.join(", "));
-            return Err(anyhow!(words).context(Exit::No));
+            return Err(anyhow!(words).exits_with(Exit::No));
         }
         tokio::time::sleep_until(next).await;
     }
@@ -130,7 +131,7 @@ pub(super) async fn open(settings: &Settings) -> anyhow::Result<ControlClient> {
     let exchange = settings.admin.control_exchange.as_deref();
     let exchange = exchange
         .context("admin.control_exchange = \"\": there is no remote control")
-        .context(Exit::Config)?;
+        .exits_with(Exit::Config)?;
     let connector = Connector::new(settings.broker.clone(), "sconce ctl");
     Ok(ControlClient::connect(&connector, exchange).await?)
 }
@@ -151,7 +152,7 @@ pub(super) async fn gather(
         Ok(false) => return Ok(answers),
         // No launcher has made the exchange: nobody is there.
         Err(BrokerError::Refused { reason, .. }) if reason.starts_with("404") => {
-            return Err(anyhow!("nobody has answered: {reason}").context(Exit::No));
+            return Err(anyhow!("nobody has answered: {reason}").exits_with(Exit::No));
         }
         Err(error) => return Err(error.into()),
     }

@@ -8,6 +8,7 @@ use anyhow::{Context, anyhow};
 use super::load;
 use crate::admin::{Check, LAUNCHER};
 use crate::cli::Healthcheck;
+use crate::commands::exits::ExitsWith as _;
 use crate::shutdown::Exit;
 
 /// Prints the answer, and returns it as the exit code.
@@ -17,7 +18,7 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
         None => {
             let settings = load(&arguments.settings, &[])?.settings;
             let address = settings.admin.listen.context("admin.listen = \"\": the launcher serves no health");
-            (format!("http://{}", reachable(address.context(Exit::Config)?)), settings.launcher.name)
+            (format!("http://{}", reachable(address.exits_with(Exit::Config)?)), settings.launcher.name)
         }
     };
     let check = match (arguments.live, arguments.startup) {
@@ -30,17 +31,18 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
     let (answer, exit) = match agent.get(&url).call() {
         Ok(answer) => (answer, Exit::Done),
         Err(ureq::Error::Status(_, answer)) => (answer, Exit::No),
-        Err(error) => return Err(anyhow!("{error}; is a launcher running there?").context(Exit::No)),
+        Err(error) => return Err(anyhow!("{error}; is a launcher running there?").exits_with(Exit::No)),
     };
     // Another process may listen there, another launcher among them.
     match (answer.header(LAUNCHER), own) {
-        (None, _) => return Err(anyhow!("{base} is no launcher").context(Exit::No)),
+        (None, _) => return Err(anyhow!("{base} is no launcher").exits_with(Exit::No)),
         (Some(name), Some(own)) if name != own => {
-            return Err(anyhow!("{base} is the launcher {name:?}, and not {own:?}").context(Exit::No));
+            return Err(anyhow!("{base} is the launcher {name:?}, and not {own:?}").exits_with(Exit::No));
         }
         _ => {}
     }
-    let text = answer.into_string().with_context(|| format!("{url}: unreadable answer")).context(Exit::No)?;
+    let text =
+        answer.into_string().with_context(|| format!("{url}: unreadable answer")).exits_with(Exit::No)?;
     write!(std::io::stdout(), "{text}")?;
     Ok(exit)
 }

@@ -14,6 +14,7 @@ use crate::admin::{self, Place};
 use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, retry_queue, subscribe};
 use crate::broker::{BrokerError, BrokerSession, Publisher as _, Seen};
 use crate::cli;
+use crate::commands::exits::ExitsWith as _;
 use crate::config::{Assignment, Loaded, Pool, Settings, redact_url};
 use crate::launcher::order::Handle;
 use crate::launcher::{Host, LauncherName, Launching, RawLines, plan};
@@ -40,7 +41,7 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     let host_name = host.name.clone();
     let launcher = LauncherName::claim(settings.launcher.name.as_deref(), &host_name)
         .map_err(|name| anyhow!("launcher.name = {name:?}: another launcher of this host has it"))
-        .context(Exit::Config)?;
+        .exits_with(Exit::Config)?;
     host.name.clone_from(&launcher.name);
     let assignments = registry.plan(settings, &host)?;
     let program = std::env::current_exe().context("cannot find this program's file")?;
@@ -70,7 +71,7 @@ async fn serve(
         #[cfg(feature = "http")]
         let served = admin::serve(address, &host.name, launching.board(), stop.clone()).await;
         #[cfg(feature = "http")]
-        served.with_context(|| format!("admin.listen = \"{address}\"")).context(Exit::Config)?;
+        served.with_context(|| format!("admin.listen = \"{address}\"")).exits_with(Exit::Config)?;
         #[cfg(not(feature = "http"))]
         tracing::info!(%address, "no metrics and no health: this build is without the feature `http`");
     }

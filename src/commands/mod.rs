@@ -9,6 +9,7 @@ mod check_config;
 mod ctl;
 mod dead;
 mod devices;
+pub(crate) mod exits;
 mod healthcheck;
 mod launch;
 mod progress;
@@ -29,6 +30,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, anyhow};
 
+use self::exits::ExitsWith as _;
 use crate::cli::{self, Command};
 use crate::config::{self, ConfigError, Loaded, Pool};
 use crate::launcher::guard_workers;
@@ -101,7 +103,7 @@ fn pool_named<'a>(pools: &'a [Pool], name: Option<&str>) -> anyhow::Result<(usiz
         Some(name) => format!("no pool is named {name:?}; the settings have: {}", names()),
         None => format!("there are several pools, choose one with --pool: {}", names()),
     })
-    .map_err(|error| error.context(Exit::Usage))
+    .map_err(|error| error.exits_with(Exit::Usage))
 }
 
 /// Starts logging for a command that a person or a service manager runs.
@@ -111,7 +113,7 @@ fn pool_named<'a>(pools: &'a [Pool], name: Option<&str>) -> anyhow::Result<(usiz
 fn start_logging(unless_told: Option<&str>) -> anyhow::Result<()> {
     let filter = std::env::var("SCONCE_LOG").ok();
     let format = log_format(unless_told.is_none())?;
-    let refused = |problem: String| anyhow!("SCONCE_LOG: {problem}").context(Exit::Config);
+    let refused = |problem: String| anyhow!("SCONCE_LOG: {problem}").exits_with(Exit::Config);
     telemetry::start(filter.as_deref().or(unless_told), format).map_err(refused)
 }
 
@@ -124,7 +126,7 @@ fn log_format(is_service: bool) -> anyhow::Result<Format> {
         Err(_) | Ok("") if is_service && !std::io::stderr().is_terminal() => Ok(Format::Json),
         Err(_) | Ok("") => Ok(Format::Human),
         Ok(other) => {
-            Err(anyhow!("SCONCE_LOG_FORMAT is {other:?}; expected human or json").context(Exit::Config))
+            Err(anyhow!("SCONCE_LOG_FORMAT is {other:?}; expected human or json").exits_with(Exit::Config))
         }
     }
 }

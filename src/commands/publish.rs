@@ -19,6 +19,7 @@ use crate::broker::BrokerError;
 use crate::broker::amqp::{Connector, consumers_of};
 use crate::cli::Publish;
 use crate::client::{Bounds, Client, Request, Sink, Task};
+use crate::commands::exits::ExitsWith as _;
 use crate::config::Broker;
 use crate::protocol::batch_line::body_value;
 use crate::protocol::{Message, Value};
@@ -36,7 +37,7 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
-    let mut lines = read_ahead(requests(arguments).context(Exit::Usage)?)?;
+    let mut lines = read_ahead(requests(arguments).exits_with(Exit::Usage)?)?;
     let total = match &arguments.input {
         None => Some(arguments.texts.len() as u64),
         Some(path) if path == Path::new("-") => None,
@@ -73,7 +74,7 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
             writeln!(io::stdout(), "published {} tasks to {}", output.published, pool.task_queue)?;
         }
         match bad {
-            Some(error) => Err(error.context(Exit::Usage)),
+            Some(error) => Err(error.exits_with(Exit::Usage)),
             None => Ok(Exit::Done),
         }
     })

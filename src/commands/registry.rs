@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use anyhow::Context as _;
 
+use crate::commands::exits::ExitsWith as _;
 use crate::config::{Assignment, Pool, Settings};
 use crate::engine::{Starter, chosen, continuous, oneshot};
 use crate::launcher::{Host, fit, plan};
@@ -110,7 +111,7 @@ impl Registry {
             if let Err(error @ LoadError::Unsupported { .. }) = self.describe(pool) {
                 return Err(error)
                     .with_context(|| format!("pool {:?}", pool.name))
-                    .context(Exit::ModelFailed);
+                    .exits_with(Exit::ModelFailed);
             }
         }
         fit(&slots, &host.gpus, |slot| match self.registered(&slot.pool.model) {

@@ -30,6 +30,7 @@ use super::{Registry, load, pool_named, progress, start_logging};
 use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
 use crate::client::{Bounds, Client, Request, Sink, Task};
+use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Secret, Sentinels, Settings};
 use crate::launcher::{Host, Launching};
 use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
@@ -51,7 +52,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     start_logging(Some(QUIET))?;
     let digest = |pool: &Pool| Ok::<_, anyhow::Error>((pool.clone(), registry.weights(&pool.model)?));
     let pools = settings.pools.iter().map(digest).collect::<anyhow::Result<Vec<_>>>();
-    let (output, point) = files(arguments, &pools.context(Exit::ModelFailed)?).context(Exit::Usage)?;
+    let (output, point) = files(arguments, &pools.exits_with(Exit::ModelFailed)?).exits_with(Exit::Usage)?;
     let total = point.input.lines;
     if point.done == total {
         return nothing_left(arguments, &names, total);
@@ -71,7 +72,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let broker = {
         let _inside = queues.enter();
         let bound = EmbeddedBroker::bind(&socket, &queues_of(&settings.pools));
-        Arc::new(bound.with_context(|| format!("TMPDIR: {}", folder.display())).context(Exit::Config)?)
+        Arc::new(bound.with_context(|| format!("TMPDIR: {}", folder.display())).exits_with(Exit::Config)?)
     };
     let output = Arc::new(Mutex::new(Output {
         file: BufWriter::new(output),
@@ -157,7 +158,7 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
         writeln!(says, "warning: {repeated}")?;
     }
     if let Some(changed) = output.input_changed.take() {
-        return Err(anyhow!(changed).context(Exit::Usage));
+        return Err(anyhow!(changed).exits_with(Exit::Usage));
     }
     if done == total {
         // All lines are written, so it does not matter how the workers ended.
@@ -227,7 +228,7 @@ fn settings(arguments: &RunBatch) -> anyhow::Result<Settings> {
     if model.is_some() || devices.is_some() {
         let [index] = chosen[..] else {
             let error = anyhow!("--model and --devices are of one pool: choose it with --pool");
-            return Err(error.context(Exit::Usage));
+            return Err(error.exits_with(Exit::Usage));
         };
         let flag = |name: &str, value: &Option<String>| {
             value.clone().map(|value| (format!("pool[{index}].{name}"), value))

@@ -11,6 +11,7 @@ use crate::broker::Publisher as _;
 use crate::broker::amqp::{AmqpPublisher, Connector, consumers_of};
 use crate::cli::StopWorkers;
 use crate::client::publish;
+use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
 use crate::protocol::admin::{Request, Target};
 use crate::protocol::control::Cancellation;
@@ -95,7 +96,7 @@ pub(super) async fn tell_all(settings: &Settings, unwanted: Cancellation) -> any
     }
     if obeyed.is_empty() || !refusals.is_empty() {
         let words = format!("{} launchers have obeyed within {WITHDRAWING:?}", obeyed.len());
-        return Err(anyhow!(words).context(Exit::No));
+        return Err(anyhow!(words).exits_with(Exit::No));
     }
     Ok(obeyed.len())
 }

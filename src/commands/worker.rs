@@ -12,6 +12,7 @@ use nix::unistd::{Pid, getppid};
 use super::registry::Registry;
 use super::{broker_session, load, pool_named, start_logging, with_environment};
 use crate::cli::Worker;
+use crate::commands::exits::ExitsWith as _;
 use crate::config::Assignment;
 use crate::launcher::Host;
 use crate::protocol::control::{Command, Event, MAX_LINE, decode, job_queue};
@@ -35,7 +36,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
         Some(launcher) => {
             let filter = std::env::var("SCONCE_LOG").ok();
             let started = telemetry::start(filter.as_deref(), Format::Json);
-            started.map_err(|problem| anyhow!("SCONCE_LOG: {problem}").context(Exit::Config))?;
+            started.map_err(|problem| anyhow!("SCONCE_LOG: {problem}").exits_with(Exit::Config))?;
             tie_to(launcher)?;
             (assigned(&crashes, &settings)?, Patience::Drain)
         }

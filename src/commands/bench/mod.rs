@@ -21,6 +21,7 @@ use super::requests::requests_in;
 use super::{broker_session, pool_named, progress, start_logging};
 use crate::cli::{Bench, Texts};
 use crate::client::Client;
+use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
@@ -39,7 +40,7 @@ pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
     let settings = super::load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
-    let bodies = bodies(&arguments.texts).context(Exit::Usage)?;
+    let bodies = bodies(&arguments.texts).exits_with(Exit::Usage)?;
     let plan = plan(arguments);
     // One thread, which wakes less often: the client should take as little of the cores as possible from the
     // measured service.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow};
 
 use crate::commands::bench::Work;
+use crate::commands::exits::ExitsWith as _;
 use crate::config::Assignment;
 use crate::engine::{
     Expect, Job, JobEvent, Loaded, Notice, Observer, Passed, Setup, Source, Starter, TaskState,
@@ -109,7 +110,7 @@ fn preprocessed(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<Box<dyn J
         let properties = Properties { content_type, ..Properties::default() };
         let message = Message { properties, body: task.body.bytes.clone() };
         let job = loaded.engine.preprocess(&message).map_err(|error| anyhow!("task {number}: {error}"));
-        job.context(Exit::Usage)
+        job.exits_with(Exit::Usage)
     };
     tasks.iter().zip(1..).map(job).collect()
 }

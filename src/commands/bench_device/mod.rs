@@ -12,6 +12,7 @@ use self::report::Report;
 use super::bench::{Work, bodies};
 use super::{Registry, load, pool_named, start_logging, with_environment};
 use crate::cli::BenchDevice;
+use crate::commands::exits::ExitsWith as _;
 use crate::config::Assignment;
 use crate::launcher::{Host, environment};
 use crate::shutdown::Exit;
@@ -21,7 +22,7 @@ pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Resul
     let slot = slot(arguments, registry)?;
     with_environment(&environment(&slot))?;
     start_logging(Some(QUIET))?;
-    let tasks: Vec<Work> = bodies(&arguments.texts).context(Exit::Usage)?.take(arguments.tasks).collect();
+    let tasks: Vec<Work> = bodies(&arguments.texts).exits_with(Exit::Usage)?.take(arguments.tasks).collect();
     let measured = measure(&slot, &registry.starter(&slot.pool), &tasks, arguments.time)?;
     let report = Report::new(&slot, tasks.len(), measured);
     match arguments.json {

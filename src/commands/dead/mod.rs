@@ -17,6 +17,7 @@ use self::view::Row;
 use super::start_logging;
 use crate::broker::Delivery;
 use crate::cli::{Dead, DeadList, DeadPurge, DeadShow, DeadWhich};
+use crate::commands::exits::ExitsWith as _;
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -76,7 +77,7 @@ async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
     let (now, queue) = (session.selection.now, session.queue().to_owned());
     let exit = session.close().await?;
     if found.is_empty() {
-        return Err(anyhow!("no dead letter in {queue} has the id {:?}", arguments.id).context(Exit::No));
+        return Err(anyhow!("no dead letter in {queue} has the id {:?}", arguments.id).exits_with(Exit::No));
     }
     if more > 0 {
         let told = view::dead_letters(more);

@@ -20,6 +20,7 @@ use crate::cli::Submit;
 use crate::client::{self, Request, Task};
 use crate::commands::batch_report::Tally;
 use crate::commands::bench::Answer;
+use crate::commands::exits::ExitsWith as _;
 use crate::commands::progress;
 use crate::protocol::Message;
 use crate::shutdown::Exit;
@@ -197,7 +198,7 @@ impl Job {
         if status == CANCELLED {
             let words = "was withdrawn, or one of its tasks cancelled; the same command goes on from there";
             let error = anyhow!("job {} {words}", self.id);
-            return Err(error.context(Exit::Aborted));
+            return Err(error.exits_with(Exit::Aborted));
         }
         if status != 200 && is_shared {
             // One row must not spoil the others.

@@ -25,6 +25,7 @@ use super::stop::tell_all;
 use super::{load, pool_named, start_logging};
 use crate::cli::Submit;
 use crate::client::{Bounds, Client, Resend};
+use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
 use crate::protocol::control::{Cancellation, job_queue};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
@@ -48,9 +49,9 @@ pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
         return runtime.block_on(cancel(&settings, job));
     }
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
-    let queue = queue_of(pool, arguments.background).context(Exit::Usage)?;
-    let output = arguments.output.as_deref().context("--output is missing").context(Exit::Usage)?;
-    let (file, point) = files(arguments, output, queue).context(Exit::Usage)?;
+    let queue = queue_of(pool, arguments.background).exits_with(Exit::Usage)?;
+    let output = arguments.output.as_deref().context("--output is missing").exits_with(Exit::Usage)?;
+    let (file, point) = files(arguments, output, queue).exits_with(Exit::Usage)?;
     let (done, total) = point.as_ref().map_or((0, None), |point| (point.done, Some(point.input.lines)));
     let ordered = Ordered::new(file, output, done as u64);
     let job = Job::new(ordered, total, arguments);

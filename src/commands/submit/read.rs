@@ -12,6 +12,7 @@ use tokio::sync::mpsc;
 
 use super::rows::{Most, Packed, Packer};
 use crate::commands::batch_file::{CountedInput, InputLine, InputLines, MAX_LINE, RepeatedIds, ResumePoint};
+use crate::commands::exits::ExitsWith as _;
 use crate::protocol::batch_line::{self, InvalidLine};
 
 /// Lines read ahead of publishing, and as many tasks made of them: each may have 64 MiB.
@@ -83,7 +84,7 @@ fn counted(mut input: CountedInput, read: &mpsc::Sender<Line>) {
             Err(error) => Some(anyhow::Error::from(error).context("the input")),
         };
         if let Some(changed) = changed {
-            let _ = read.blocking_send(Err(changed.context(crate::shutdown::Exit::Usage)));
+            let _ = read.blocking_send(Err(changed.exits_with(crate::shutdown::Exit::Usage)));
         }
     }
 }

@@ -18,7 +18,7 @@ use std::io::IsTerminal;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, anyhow};
+use anyhow::anyhow;
 use ratatui::crossterm::event::Event;
 use ratatui::{DefaultTerminal, crossterm};
 use tokio::sync::mpsc;
@@ -26,6 +26,7 @@ use tokio::sync::mpsc;
 use super::ctl::open;
 use super::load;
 use crate::cli::Top;
+use crate::commands::exits::ExitsWith as _;
 use crate::config::redact_url;
 use crate::protocol::admin::{Request, Target};
 use crate::shutdown::Exit;
@@ -41,7 +42,9 @@ const LATE: Duration = Duration::from_secs(3);
 pub(super) fn run(arguments: &Top) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
-        return Err(anyhow!("this needs a terminal; `sconce ctl stats --json` does not").context(Exit::Usage));
+        return Err(
+            anyhow!("this needs a terminal; `sconce ctl stats --json` does not").exits_with(Exit::Usage)
+        );
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let every = arguments.every;

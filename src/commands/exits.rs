@@ -1,0 +1,51 @@
+//! Errors that name the exit code with which they end the program. Owns no state.
+
+use std::error::Error;
+use std::fmt::{self, Display};
+
+use crate::shutdown::Exit;
+
+/// An error with the exit code that it ends the program with. It says what its error says: the code is for the
+/// caller of the program, not for its reader.
+#[derive(Debug)]
+pub(crate) struct WithExit {
+    pub(crate) exit: Exit,
+    pub(crate) error: anyhow::Error,
+}
+
+impl Display for WithExit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl Error for WithExit {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.error.source()
+    }
+}
+
+/// Gives an error its exit code. Where an error has several, the one that was given last counts.
+pub(crate) trait ExitsWith {
+    /// The same with an exit code.
+    type Output;
+
+    /// If this is an error, it ends the program with `exit`.
+    fn exits_with(self, exit: Exit) -> Self::Output;
+}
+
+impl ExitsWith for anyhow::Error {
+    type Output = Self;
+
+    fn exits_with(self, exit: Exit) -> Self {
+        Self::new(WithExit { exit, error: self })
+    }
+}
+
+impl<T, E: Into<anyhow::Error>> ExitsWith for Result<T, E> {
+    type Output = anyhow::Result<T>;
+
+    fn exits_with(self, exit: Exit) -> anyhow::Result<T> {
+        self.map_err(|error| error.into().exits_with(exit))
+    }
+}
