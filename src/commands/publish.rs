@@ -6,7 +6,6 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::path::Path;
 use std::thread;
 
-use anyhow::Context;
 use futures_util::stream;
 use indicatif::ProgressBar;
 use serde_json::{Map, Value as Json, json};

@@ -310,11 +310,11 @@ mod tests {
             processor.preprocess(&Message { body: body.into(), ..Message::default() })
         };
         let (context, inputs) = preprocessed("data:audio/wav;base64,/wA=").unwrap();
-        let outputs = inputs.into_iter().map(|sized| sized.input.value).collect();
+        let outputs = inputs.all().unwrap().into_iter().map(|sized| sized.input.value).collect();
         let body = processor.finish(context, outputs).unwrap();
         assert_eq!((&*body.content_type, &body.bytes[..]), ("audio/wav", &b"\xff\0"[..]));
         for bad in ["sound", "data:;base64,/wA=", "data:audio/wav;base64,!"] {
-            let error = preprocessed(bad).unwrap_err();
+            let error = preprocessed(bad).map(drop).unwrap_err();
             assert_eq!(
                 (error.kind, error.param.as_deref()),
                 (TaskErrorKind::BadInput, Some("reply")),

@@ -18,7 +18,7 @@ use std::io::IsTerminal;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::anyhow;
+use anyhow::{Context as _, anyhow};
 use ratatui::crossterm::event::Event;
 use ratatui::{DefaultTerminal, crossterm};
 use tokio::sync::mpsc;

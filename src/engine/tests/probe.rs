@@ -41,7 +41,7 @@ impl Processor for Fussy {
             return Err(TaskError::bad_input("body", "it begins with ?"));
         }
         let input = |byte: &u8| SizedInput { input: *byte, tokens: 1, answer_tokens: 1 };
-        Ok(((), message.body.iter().map(input).collect()))
+        Ok(((), message.body.iter().map(input).collect::<Vec<_>>().into()))
     }
 
     fn finish(&self, (): (), outputs: Vec<u8>) -> Result<Body, TaskError> {
