@@ -806,6 +806,24 @@ mod tests {
     }
 
     #[test]
+    fn a_requester_whose_sequences_give_way_again_and_again_ends_them_all() {
+        let mut run = Run::new(LIMITS);
+        for key in 0..12 {
+            run.enqueue(key, of(1, 4, 20));
+        }
+        for step in 0..400_u32 {
+            // Nearly always another one comes, and runs for three steps.
+            if step.is_multiple_of(5) {
+                run.enqueue(100 + step, of((100 + step).into(), 2, 3));
+            }
+            run.step(false);
+        }
+        assert!((0..12).all(|key| run.ended.contains_key(&key)), "{:?}", run.ended);
+        assert!((0..79).all(|n| run.ended.contains_key(&(100 + 5 * n))));
+        assert!((5..60).contains(&run.preempted), "{}", run.preempted);
+    }
+
+    #[test]
     fn a_priority_is_worth_some_seconds_of_waiting_and_no_more() {
         let mut run = Run::new(Limits { sequences: 1, ..LIMITS });
         let begun = run.now;

@@ -194,6 +194,15 @@ struct Sequence<R: Processor> {
     known: usize,
 }
 
+impl<R: Processor> Sequence<R> {
+    /// None: its output is wanted. Otherwise the error with which its task is answered, if it is to be answered.
+    fn unwanted(&self, time: Instant) -> Option<Option<TaskError>> {
+        let task = self.item.task();
+        let is_over = task.is_over() || self.item.outputs.is_complete();
+        if is_over { Some(None) } else { task.unwanted(time).map(Some) }
+    }
+}
+
 /// Identifies a sequence to the scheduler.
 type Key = u64;
 
@@ -340,25 +349,24 @@ where
     /// wait.
     fn end_unwanted(&mut self) {
         let time = now();
-        let mut looked_at: Vec<Key> = self.scheduler.running().collect();
-        if looked_at.is_empty() || time >= self.looked_at + LOOK_EVERY {
+        let looks_at_all = time >= self.looked_at + LOOK_EVERY || self.scheduler.running().next().is_none();
+        let is_unwanted = |key: &Key| self.sequences.get(key).is_some_and(|it| it.unwanted(time).is_some());
+        let ended: Vec<Key> = if looks_at_all {
             self.looked_at = time;
-            looked_at = self.sequences.keys().copied().collect();
-        }
-        for key in looked_at {
+            let unwanted = self.sequences.iter().filter(|(_, it)| it.unwanted(time).is_some());
+            unwanted.map(|(key, _)| *key).collect()
+        } else {
+            self.scheduler.running().filter(is_unwanted).collect()
+        };
+        for key in ended {
             self.end_if_unwanted(key, time);
         }
     }
 
     /// Ends the sequence if it is cancelled, expired or withdrawn. Returns whether it was.
     fn end_if_unwanted(&mut self, key: Key, time: Instant) -> bool {
-        let Some(sequence) = self.sequences.get(&key) else { return false };
-        let task = sequence.item.task();
-        let over = task.is_over() || sequence.item.outputs.is_complete();
-        let error = if over { None } else { task.unwanted(time) };
-        if !over && error.is_none() {
-            return false;
-        }
+        let unwanted = self.sequences.get(&key).and_then(|sequence| sequence.unwanted(time));
+        let Some(error) = unwanted else { return false };
         if let Some(item) = self.remove(key)
             && let Some(error) = error
         {
