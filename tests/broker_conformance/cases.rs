@@ -125,6 +125,7 @@ pub async fn a_changed_prefetch_takes_effect_in_order(rig: &impl Rig) {
     link.takes_nothing().await;
     link.consumer.set_prefetch(prefetch(8)).await;
     came.extend(link.take_many(6).await);
+    assert_eq!(link.consumer.granted(), 8);
     ack_all(&link, &came).await;
     link.consumer.set_prefetch(prefetch(3)).await;
     // At most a full prefetch of the former consumer and one of the new.
@@ -138,6 +139,7 @@ pub async fn a_changed_prefetch_takes_effect_in_order(rig: &impl Rig) {
         ack_all(&link, &held).await;
         came.extend(held);
     }
+    assert_eq!(link.consumer.granted(), 3);
     assert_eq!(bodies(&came), (0..COUNT).map(|n| n.to_string()).collect::<Vec<_>>());
     assert!(came.iter().all(|delivery| !delivery.redelivered));
 }
