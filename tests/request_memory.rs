@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use sconce::model::tasks::{embed, generate, labels, pairs};
 use sconce::model::{Device, Inputs, LoadSpec, Processor};
-use sconce::protocol::{Headers, Message, Properties};
+use sconce::protocol::{Headers, Message, Properties, TaskError, TaskErrorKind};
 
 /// Counts the bytes that each thread holds, and the most that it held.
 struct Counting;
@@ -56,14 +56,13 @@ static ALLOCATOR: Counting = Counting;
 const BODY: usize = 8 << 20;
 const INPUTS: usize = 2_048;
 
-/// What a request held at most while it was prepared, and what it holds then, in bytes.
-#[derive(Debug)]
+/// What a request was refused with, and the most bytes that it held while it was prepared, beside its body.
 struct Cost {
-    most: isize,
-    kept: isize,
+    refusal: Option<TaskError>,
+    bytes: isize,
 }
 
-fn cost<P: Processor>(processor: &P, url: &str, body: String) -> (Cost, Option<String>) {
+fn cost<P: Processor>(processor: &P, url: &str, body: String) -> Cost {
     assert!(body.len() <= BODY, "{} bytes", body.len());
     let headers = Headers::from([("url".into(), url.into())]);
     let properties = Properties { headers, ..Properties::default() };
@@ -77,12 +76,8 @@ fn cost<P: Processor>(processor: &P, url: &str, body: String) -> (Cost, Option<S
             slices.try_for_each(|slice| slice.map(drop)).map(|()| (context, Vec::new()))
         }
     });
-    let cost = Cost { most: MOST.get() - before, kept: HELD.get() - before };
-    let refusal = prepared.as_ref().err().map(|error| {
-        assert!(error.message.len() < 1_000, "{}", error.message);
-        format!("{:?} {}", error.kind, error.message)
-    });
-    (cost, refusal)
+    let bytes = MOST.get() - before;
+    Cost { refusal: prepared.err(), bytes }
 }
 
 fn spec(name: &str) -> LoadSpec {
@@ -99,19 +94,14 @@ fn many(item: &str, rest: usize) -> String {
 fn check<P: Processor>(processor: &P, url: &str, cases: Vec<(&str, String)>, factor: isize) {
     let mut over = Vec::new();
     for (name, body) in cases {
-        let (cost, refusal) = cost(processor, url, body);
-        let mib = |bytes: isize| bytes as f64 / f64::from(1 << 20);
-        println!(
-            "{url}, {name}: at most {:.1} MiB, kept {:.1} MiB; {}",
-            mib(cost.most),
-            mib(cost.kept),
-            refusal.as_deref().unwrap_or("taken")
-        );
-        if cost.most > factor * BODY as isize {
-            over.push(name.to_owned());
+        let Cost { refusal, bytes } = cost(processor, url, body);
+        let end = refusal.map_or_else(|| "taken".to_owned(), |error| error.message);
+        assert!(end.len() < 1_000, "{end}");
+        if bytes > factor * BODY as isize {
+            over.push(format!("{name} ({end}): {} MiB", bytes >> 20));
         }
     }
-    assert!(over.is_empty(), "{over:?} hold more than {factor} times the body");
+    assert!(over.is_empty(), "{url}: these hold more than {factor} times the body: {over:#?}");
 }
 
 /// Bodies that have nothing to do with the field of a request.
@@ -162,7 +152,7 @@ fn a_request_for_text_holds_no_multiple_of_its_body() {
             ),
         ),
     ]);
-    check(&processor, "/v1/completions", cases, 10);
+    check(&processor, "/v1/completions", cases, 4);
     let parts = many(r#"{"type":"text","text":""},"#, 200);
     let messages = many(r#"{"role":"user","content":""},"#, 100);
     let fewer = r#"{"role":"user","content":""},"#.repeat(16_000);
@@ -174,8 +164,23 @@ fn a_request_for_text_holds_no_multiple_of_its_body() {
             ("16,000 messages", format!(r#"{{"messages":[{}]}}"#, fewer.trim_end_matches(','))),
             ("many parts", format!(r#"{{"messages":[{{"role":"user","content":[{parts}0]}}]}}"#)),
         ],
-        10,
+        4,
     );
+}
+
+#[test]
+fn more_probabilities_than_a_reply_holds_are_refused() {
+    let (processor, _) = generate::load(&spec("generate-llama"), &Device::Cpu).expect("a model of the tests");
+    let ask = |max_tokens: usize| {
+        let prompts = vec!["\"a\""; 256].join(",");
+        let body = format!(r#"{{"prompt":[{prompts}],"n":8,"logprobs":5,"max_tokens":{max_tokens}}}"#);
+        cost(&processor, "/v1/completions", body).refusal
+    };
+    // 2,048 answers, with 6 tokens listed for each of theirs.
+    assert!(ask(42).is_none());
+    let error = ask(43).expect("528,384 are too many");
+    assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("logprobs")));
+    assert!(error.message.contains("528384"), "{}", error.message);
 }
 
 #[test]
@@ -199,10 +204,10 @@ fn what_answers_have_in_common_they_share() {
 fn a_request_for_vectors_or_labels_holds_no_multiple_of_its_body() {
     for name in ["tiny-bert-cls", "tiny-modernbert", "tiny-xlm-roberta"] {
         let (processor, _) = embed::load(&spec(name), &Device::Cpu).expect("a model of the tests");
-        check(&processor, "/v1/embeddings", of_any("input"), 10);
+        check(&processor, "/v1/embeddings", of_any("input"), 4);
     }
     let (processor, _) = labels::load(&spec("score-roberta"), &Device::Cpu).expect("a model of the tests");
-    check(&processor, "/classify", of_any("input"), 10);
+    check(&processor, "/classify", of_any("input"), 4);
     let (processor, _) = pairs::load(&spec("score-bert"), &Device::Cpu).expect("a model of the tests");
     let documents = vec!["\"a b c\""; INPUTS].join(",");
     let cases = vec![
@@ -216,7 +221,7 @@ fn a_request_for_vectors_or_labels_holds_no_multiple_of_its_body() {
             ),
         ),
     ];
-    check(&processor, "/v1/rerank", cases, 10);
+    check(&processor, "/v1/rerank", cases, 4);
 }
 
 #[test]

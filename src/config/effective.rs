@@ -82,7 +82,7 @@ impl Values {
     /// The settings in which `later` differs, as `section.key = value`.
     pub(super) fn changes(&self, later: &Self) -> Vec<String> {
         let differs = |key: &String, setting: &Setting| {
-            self.0.get(key).is_none_or(|before| before.value != setting.value)
+            self.0.get(key).is_none_or(|before| !are_equal(&before.value, &setting.value))
         };
         let changed = later.0.iter().filter(|(key, setting)| differs(key, setting));
         let changed = changed.map(|(key, setting)| format!("{key} = {}", setting.shown));
@@ -105,6 +105,12 @@ fn settings_of<'a>(
     }
     let of_key = |key: &Key| Some((key.name.to_owned(), key.default, table.get(key.name)?));
     outline.keys.iter().filter_map(of_key).collect()
+}
+
+/// Whether both are one value: flags and environment variables write numbers as texts.
+fn are_equal(one: &Value, other: &Value) -> bool {
+    let text = |value: &Value| value.clone().into_string().ok();
+    one == other || text(one).is_some_and(|one| text(other) == Some(one))
 }
 
 fn without_origins(value: Value) -> Value {

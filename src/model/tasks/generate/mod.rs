@@ -470,13 +470,7 @@ impl GenerateProcessor {
             Prompts::Texts { texts } => texts.iter().map(String::len).sum(),
             _ => prompts().map(length).sum(),
         };
-        let bytes = bytes.saturating_mul(request.n);
-        if bytes > MOST_ECHOED {
-            let message = format!(
-                "echo repeats {bytes} bytes of prompts before the answers; at most {MOST_ECHOED} are repeated"
-            );
-            return Err(TaskError::new(TaskErrorKind::TooLarge, message).at("echo"));
-        }
+        check_echoed(bytes.saturating_mul(request.n))?;
         let text = |sized: &SizedInput<Prompt>| -> Arc<str> {
             let bytes: Vec<u8> = sized.input.ids.iter().flat_map(|id| tokens.get(*id)).copied().collect();
             String::from_utf8_lossy(&bytes).into()
@@ -487,6 +481,17 @@ impl GenerateProcessor {
         };
         Ok(echoed.into_iter().flat_map(|text| std::iter::repeat_n(text, request.n)).collect())
     }
+}
+
+/// Refuses more bytes of prompts than a worker should hold, and a reply.
+fn check_echoed(bytes: usize) -> Result<(), TaskError> {
+    if bytes <= MOST_ECHOED {
+        return Ok(());
+    }
+    let message = format!(
+        "echo repeats {bytes} bytes of prompts before the answers; at most {MOST_ECHOED} are repeated"
+    );
+    Err(TaskError::new(TaskErrorKind::TooLarge, message).at("echo"))
 }
 
 /// Refuses answers with more listed tokens than a worker should hold, and a reply.
@@ -522,5 +527,17 @@ impl Options {
         let Some(id) = id else { return uuid::Uuid::new_v4().as_u64_pair().0 };
         let digest = Sha256::new().chain_update(self.seed.to_le_bytes()).chain_update(id).finalize();
         digest.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_are_repeated_up_to_a_bound() {
+        assert!(check_echoed(MOST_ECHOED).is_ok());
+        let error = check_echoed(MOST_ECHOED + 1).unwrap_err();
+        assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::TooLarge, Some("echo")));
     }
 }
