@@ -108,8 +108,8 @@ fn settings_of<'a>(
 }
 
 /// Whether both are one value: flags and environment variables write numbers as texts.
-fn are_equal(one: &Value, other: &Value) -> bool {
-    let text = |value: &Value| value.clone().into_string().ok();
+fn are_equal(one: &ValueKind, other: &ValueKind) -> bool {
+    let text = |value: &ValueKind| Value::new(None, value.clone()).into_string().ok();
     one == other || text(one).is_some_and(|one| text(other) == Some(one))
 }
 
