@@ -188,10 +188,10 @@ impl<'a> Intake<'a> {
             self.shared.settlement.counters.count(|stats| stats.redelivered += 1);
         }
         let queue = usize::from(delivery_tag.is_background());
-        if let Some(prefetch) = self.shared.prefetch[queue].came(delivery.message.body.len()) {
-            if let Some(consumer) = &mut self.consumers[queue] {
-                consumer.set_prefetch(prefetch).await;
-            }
+        if let Some(prefetch) = self.shared.prefetch[queue].came(delivery.message.body.len())
+            && let Some(consumer) = &mut self.consumers[queue]
+        {
+            consumer.set_prefetch(prefetch).await;
         }
         // A consumer gets a changed prefetch later, or never: it is read again with each message.
         let granted = self.consumers.iter().flatten().fold(0_u16, |sum, it| sum.saturating_add(it.granted()));

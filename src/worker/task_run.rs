@@ -165,7 +165,7 @@ impl Shared {
         if !state.commit() {
             return Ok(None);
         }
-        Ok(match self.settlement.settle(accepted, held, &Timings::default()).await? {
+        Ok(match self.settlement.settle(accepted, Outcome::Held(held), &Timings::default()).await? {
             Settled::Yes => None,
             Settled::MustCompute => Some(Admitted { expected: Expected::new(&self.engine), probe: None }),
         })

@@ -166,10 +166,10 @@ impl Queues {
 }
 
 impl Settlement {
-    /// Whether a task is computed now. An outcome: it is not, because its reply queue takes nothing. A probe: it tries
+    /// Whether a task is computed now. An error: it is not, because its reply queue takes nothing. A probe: it tries
     /// that queue, for as long as the probe exists. Tasks of the background queue are computed, since the retry queues
     /// lead to the other one.
-    pub(super) fn admit(&self, accepted: &Accepted) -> Result<Option<Probe<'_>>, Outcome> {
+    pub(super) fn admit(&self, accepted: &Accepted) -> Result<Option<Probe<'_>>, Held> {
         let Some(queue) = self.queues.of_reply(&accepted.task).filter(|queue| !self.is_own(queue)) else {
             return Ok(None);
         };
@@ -178,7 +178,7 @@ impl Settlement {
         }
         let held = |is_refused| {
             let left = self.time_to_wait(accepted);
-            Outcome::Held(Held { queue: queue.to_owned(), left, is_refused })
+            Held { queue: queue.to_owned(), left, is_refused }
         };
         match self.breakers.admit(queue, tokio::time::Instant::now()) {
             Admission::Compute => Ok(None),
