@@ -179,7 +179,7 @@ fn check_embeddings(body: &[u8]) {
 fn check_processor<P: Processor>(processor: &P, message: &Message) {
     match processor.preprocess(message).and_then(|(_, inputs)| inputs.all()) {
         Ok(inputs) => {
-            assert!((1..=MOST).contains(&inputs.len()));
+            assert!(inputs.len() <= MOST);
             assert!(inputs.iter().all(|input| (1..=1_000_000).contains(&input.tokens)));
         }
         Err(error) => {

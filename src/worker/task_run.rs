@@ -281,31 +281,10 @@ impl Run<'_> {
         job.enqueue(state.clone(), isolated);
         // Only now: an engine that waits for this task must find it in its queue.
         drop(expected);
-        let (mut parts, source) = (Parts::of(&shared.settlement, task, &*job), job.source());
-        let prefetch = &shared.prefetch[usize::from(state.background)];
-        let is_on_demand = source.is_some();
-        if !is_on_demand {
-            prefetch.prepared(job.inputs(), job.tokens());
-        }
-        let limit = shared.settlement.waits.own;
-        let computing = async {
-            tokio::select! {
-                biased;
-                ended = self.events(&mut *job, parts.as_mut()) => Ok(ended),
-                error = self.feed(source) => Err(error),
-            }
-        };
-        let ended = timeout(limit, computing).await;
+        let mut parts = Parts::of(&shared.settlement, task, &*job);
+        let ended = self.computed(&mut *job, parts.as_mut()).await;
         *answered = parts.map(Parts::finish);
-        let Ok(ended) = ended else {
-            let words = format!("not finished within {limit:?}, after which the broker takes the task back");
-            return Err(TaskError::new(TaskErrorKind::Fault, words).into());
-        };
         let Ended { computed, has_left } = ended?;
-        if is_on_demand {
-            // Only now it is known how large the task was.
-            prefetch.prepared(job.inputs(), job.tokens());
-        }
         // From here the task is answered even if the worker ends, so that the result is not lost.
         if !state.commit() {
             return pending().await;
@@ -333,6 +312,32 @@ impl Run<'_> {
             Some(error) => Err(error.into()),
             None => Ok(reply.map_err(internal)??),
         }
+    }
+
+    /// Waits until a job that was enqueued is done, prepares more of its inputs meanwhile, and sends its parts.
+    async fn computed(&self, job: &mut dyn Job, parts: Option<&mut Parts<'_>>) -> Result<Ended, TaskError> {
+        let (source, limit) = (job.source(), self.shared.settlement.waits.own);
+        let prefetch = &self.shared.prefetch[usize::from(self.state.background)];
+        let is_on_demand = source.is_some();
+        if !is_on_demand {
+            prefetch.prepared(job.inputs(), job.tokens());
+        }
+        let computing = async {
+            tokio::select! {
+                biased;
+                ended = self.events(job, parts) => Ok(ended),
+                error = self.feed(source) => Err(error),
+            }
+        };
+        let Ok(ended) = timeout(limit, computing).await else {
+            let words = format!("not finished within {limit:?}, after which the broker takes the task back");
+            return Err(TaskError::new(TaskErrorKind::Fault, words));
+        };
+        if is_on_demand {
+            // Only now it is known how large the task was.
+            prefetch.prepared(job.inputs(), job.tokens());
+        }
+        ended
     }
 
     /// Does `work` that prepares inputs of this task, once there is memory for more of them. The only use of the
