@@ -165,9 +165,9 @@ impl Storm {
     }
 }
 
-/// Tokens in a step of the pool of texts: half a second of a debug build, which is not more than a release build takes
-/// for the default.
-const STEP: usize = 64;
+/// Tokens in a step of the pool of texts: about 0.3 s of a debug build. An answer takes as many steps as it has tokens,
+/// whatever prompts are read in them, so that this bounds how much long prompts can delay it.
+const STEP: usize = 32;
 
 /// The settings of three pools with a worker each, and their queues.
 fn service(url: &str) -> (Settings, Queues) {

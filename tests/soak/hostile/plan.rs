@@ -51,7 +51,7 @@ pub enum Trouble {
     GiantImages,
     /// Three prompts of about the pool's context, at once.
     LongPrompts,
-    /// `n` = 8 answers of up to 1,000 tokens each, which end early: together all that the pool can reserve.
+    /// `n` = 8 answers of up to 500 tokens each, which end early: together all that the pool can reserve.
     Reservation,
     /// A burst of tasks whose reply queue is full.
     FullQueue,
@@ -105,7 +105,7 @@ struct Recurrence {
 }
 
 /// The most tokens of a prompt and its answer in the pool of texts.
-pub const CONTEXT: usize = 2_048;
+pub const CONTEXT: usize = 1_024;
 /// Innocent tasks a second.
 const RATES: [(Pool, f64); 3] = [(Pool::Texts, 1.0), (Pool::Images, 1.5), (Pool::Embeddings, 4.0)];
 /// Different requests of each innocent kind.
@@ -188,7 +188,7 @@ impl Scale {
     pub fn of(seconds: u64) -> Self {
         let phase = Duration::from_secs(seconds / 12);
         let judged = phase >= JUDGED;
-        let (burst, prompt) = if judged { (500, CONTEXT - 48) } else { (100, 400) };
+        let (burst, prompt) = if judged { (500, CONTEXT - 48) } else { (100, 300) };
         Self { phase, burst, prompt, judged }
     }
 }

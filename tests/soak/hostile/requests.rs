@@ -70,7 +70,7 @@ impl Requests {
         match pool {
             Pool::Texts => Task::new(json!({
                 "messages": [{"role": "user", "content": QUESTIONS[request]}],
-                "max_tokens": 12 + 2 * request, "temperature": 0.8, "seed": request, "stream": way == Way::Streamed,
+                "max_tokens": 8 + request, "temperature": 0.8, "seed": request, "stream": way == Way::Streamed,
             }))
             .header("url", CHAT),
             Pool::Embeddings => Task::new(json!({"input": SENTENCES[request]})),
@@ -123,7 +123,7 @@ impl Requests {
             Trouble::LongPrompts => json!({"prompt": tokens(number, self.prompt), "max_tokens": 16}),
             Trouble::Reservation => {
                 let format = json!({"type": "regex", "regex": "[a-z ]{20,40}"});
-                json!({"prompt": "It is", "n": 8, "max_tokens": 1_000, "response_format": format, "seed": number})
+                json!({"prompt": "It is", "n": 8, "max_tokens": 500, "response_format": format, "seed": number})
             }
             _ => return self.ordinary_text(trouble, number),
         };
