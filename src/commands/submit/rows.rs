@@ -176,7 +176,7 @@ pub(super) fn shared_lines(rows: &[Row], status: u16, reply: &Message) -> anyhow
             *usage = to_raw_value(&none)?;
         }
         let own_id = format!("{}_{index}", id_of(reply));
-        lines.push(batch_line::response_line(&row.custom_id, status, &own_id, &*to_raw_value(&fields)?));
+        lines.push(batch_line::response_line(&row.custom_id, status, &own_id, &to_raw_value(&fields)?));
     }
     Ok(lines)
 }
