@@ -8,7 +8,9 @@ use super::distances::Distances;
 use super::{Numbers, host_values};
 
 mod composed;
+#[path = "../../../crates/kernels/src/attention/packed.rs"]
 mod packed;
+#[path = "../../../crates/kernels/src/attention/text.rs"]
 mod text;
 
 use composed::attention;

@@ -2,18 +2,28 @@
 //! caches; on other devices, in half precision, and as a reference for tests, they are composed of candle's own
 //! operations. Own the packed weights, and no state between calls.
 
+#[path = "../../../crates/kernels/src/activation.rs"]
 mod activation;
+#[path = "../../../crates/kernels/src/add_norm.rs"]
 mod add_norm;
 mod attention;
+#[path = "../../../crates/kernels/src/causal.rs"]
 pub mod causal;
+#[path = "../../../crates/kernels/src/convolution.rs"]
 mod convolution;
+#[path = "../../../crates/kernels/src/distances.rs"]
 mod distances;
+#[path = "../../../crates/kernels/src/exp.rs"]
 mod exp;
+#[path = "../../../crates/kernels/src/exponentials.rs"]
 mod exponentials;
 mod feed_forward;
 pub mod gpu;
+#[path = "../../../crates/kernels/src/kv.rs"]
 pub mod kv;
+#[path = "../../../crates/kernels/src/pooling.rs"]
 pub mod pooling;
+#[path = "../../../crates/kernels/src/product/mod.rs"]
 mod product;
 
 pub use activation::{Activation, gate};
