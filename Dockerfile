@@ -4,20 +4,22 @@
 
 FROM rust:1-bookworm AS build
 WORKDIR /build
-# The dependencies alone, over an empty library: built again only when the lock file changes. They
+# The dependencies alone, over empty libraries: built again only when the lock file changes. They
 # hold C (oniguruma, ring, mimalloc), which needs this stage's compiler and nothing at run time.
 COPY Cargo.toml Cargo.lock ./
-RUN mkdir src \
+COPY crates/kernels/Cargo.toml crates/kernels/
+RUN mkdir src crates/kernels/src \
  && echo 'fn main() {}' > src/main.rs \
- && touch src/lib.rs \
+ && touch src/lib.rs crates/kernels/src/lib.rs \
  && cargo build --release --locked \
- && rm -r src
+ && rm -r src crates/kernels/src
 COPY build.rs ./
+COPY crates crates
 COPY src src
 # For `sconce --version`, as there is no repository here: --build-arg SCONCE_COMMIT=$(git rev-parse --short=12 HEAD)
 ARG SCONCE_COMMIT
 # Newer than the empty ones, or cargo would take those for current.
-RUN find src -name '*.rs' -exec touch {} + \
+RUN find src crates -name '*.rs' -exec touch {} + \
  && cargo build --release --locked
 
 FROM debian:bookworm-slim

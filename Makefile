@@ -43,7 +43,7 @@ test: ## install what tests need (RabbitMQ), then lint and test everything
 	scripts/fetch-smollm2
 	$(MAKE) lint
 	$(CARGO) build --locked --manifest-path examples/Cargo.toml --target-dir target
-	$(CARGO) test --locked
+	$(CARGO) test --locked --workspace
 	scripts/check-openai target/debug/sconce
 	scripts/check-python target/debug/sconce
 
@@ -68,17 +68,17 @@ bench: ## Celery, sentence-transformers, ONNX Runtime and us: make bench ROUNDS=
 # One thread, as a worker on its core has.
 bench-parts: models ## kernels, forward passes, codec and batcher alone, by criterion
 	scripts/fetch-efficientnet
-	RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 $(CARGO) bench --locked
+	RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 $(CARGO) bench --locked --workspace
 
 lint: ## lock files, formatting, clippy, documentation; warnings are errors
 	@for manifest in Cargo.toml examples/Cargo.toml fuzz/Cargo.toml; do \
 		$(CARGO) metadata --locked --format-version 1 --manifest-path $$manifest >/dev/null \
 			|| { echo "$$manifest: run 'cargo update --workspace --manifest-path $$manifest'" >&2; exit 1; }; \
 	done
-	$(CARGO) fmt --check
-	$(CARGO) clippy --locked --all-targets -- -D warnings
-	$(CARGO) clippy --locked --no-default-features -- -D warnings
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	$(CARGO) clippy --locked --workspace --no-default-features -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps
 
 check-deploy: ## deploy/, the compose file and the workflows, by promtool, Prometheus, schemas, systemd and linters
 	scripts/check-deploy
@@ -92,7 +92,7 @@ default-settings: ## write config/default.toml from the settings' definitions
 	WRITE_DEFAULT_SETTINGS=1 $(CARGO) test --locked --lib the_default_file_is_made
 
 fmt: ## format the sources
-	$(CARGO) fmt
+	$(CARGO) fmt --all
 
 image: ## the container image: sconce
 	docker build -t sconce --build-arg SCONCE_COMMIT=$$(git rev-parse --short=12 HEAD) .

@@ -1,5 +1,5 @@
 //! What a forward pass of the real all-MiniLM-L6-v2 costs on one thread, by the number and length of
-//! its texts. The kernels are the model room's own; this is the door to them. `make bench-parts`.
+//! its texts. The kernels alone: `crates/kernels/benches/kernels.rs`. `make bench-parts`.
 
 use std::hint::black_box;
 use std::time::Duration;

@@ -13,6 +13,7 @@
 //!
 //! | level | room | decides |
 //! |---|---|---|
+//! | – | `crates/kernels` | what networks compute on a CPU, on slices; a crate of its own, for `model/ops`. Of it `config` has the names of vector units |
 //! | 0 | `protocol` | bytes ↔ task, reply, part of a reply, sentinel, control line, batch line |
 //! | 0 | `batching` | when a batch is full, due or flushed; which sequences run, and which rows a step computes |
 //! | 0 | `backoff` | capped, jittered delays |

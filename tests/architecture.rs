@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 /// Rooms and what each may import.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
+    ("kernels", &[]),
     ("protocol", &[]),
     ("batching", &[]),
     ("backoff", &[]),
@@ -50,6 +51,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
 /// Crates, and the only folder that may name them.
 const FENCES: &[(&str, &str)] = &[
     ("lapin", "src/broker/amqp"),
+    ("sconce_kernels", "src/model"),
     ("candle_core", "src/model"),
     ("candle_nn", "src/model"),
     ("memmap2", "src/model"),
@@ -68,8 +70,18 @@ const FENCES: &[(&str, &str)] = &[
     ("indicatif", "src/commands"),
 ];
 
-/// Clap's entry point is the app's too.
-const EXCEPTIONS: &[(&str, &str)] = &[("clap", "src/app/mod.rs")];
+/// Clap's entry point is the app's too. A setting chooses the kernels' vector units, by the kernels' names for them.
+const EXCEPTIONS: &[(&str, &str)] =
+    &[("clap", "src/app/mod.rs"), ("sconce_kernels", "src/config/settings.rs")];
+
+/// The crate of the CPU's kernels.
+const KERNELS: &str = "crates/kernels";
+
+/// Crates that the kernels may name: none that knows tensors, models or settings.
+const KERNELS_NEED: &[&str] = &["memmap2", "pulp", "rayon", "serde", "thiserror"];
+
+/// The same for their tests and benches.
+const KERNELS_TESTS_NEED: &[&str] = &["criterion", "half", "libm", "mimalloc"];
 
 /// Rooms without any asynchronous runtime.
 const WITHOUT_TOKIO: &[&str] = &["protocol", "batching", "backoff", "model", "config", "cli", "telemetry"];
@@ -84,7 +96,7 @@ struct Source {
 fn sources() -> Vec<Source> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut found = Vec::new();
-    let mut folders = vec![root.join("src")];
+    let mut folders = vec![root.join("src"), root.join(KERNELS).join("src")];
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -109,8 +121,7 @@ fn source(root: &Path, path: PathBuf) -> Source {
         .map(|line| format!("{line}\n"))
         .collect();
     let path = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
-    let inside = path.strip_prefix("src/").unwrap();
-    let room = inside.split(['/', '.']).next().unwrap().to_owned();
+    let room = module(&path).split("::").next().unwrap().to_owned();
     Source { path, room, code }
 }
 
@@ -150,16 +161,20 @@ fn needs(source: &Source, room: &BTreeMap<String, &Source>) -> Vec<String> {
     let is_needed = |other: &&String| {
         let is_face = own.starts_with(&format!("{other}::")) || other.starts_with(&format!("{own}::"));
         let sibling = other.strip_prefix(&format!("{above}::")).filter(|rest| !rest.contains("::"));
-        let written = [Some(format!("crate::{other}::")), sibling.map(|name| format!("super::{name}::"))];
+        let by_crate = other.strip_prefix("kernels::").unwrap_or(other);
+        let written = [Some(format!("crate::{by_crate}::")), sibling.map(|name| format!("super::{name}::"))];
         **other != own && !is_face && written.iter().flatten().any(|written| source.code.contains(written))
     };
     room.keys().filter(is_needed).cloned().collect()
 }
 
-/// `src/a/b/mod.rs` and `src/a/b.rs` are `a::b`.
+/// `src/a/b/mod.rs` and `src/a/b.rs` are `a::b`; what is in the crate of the kernels is in `kernels`, as in a room.
 fn module(path: &str) -> String {
-    let inside = path.strip_prefix("src/").unwrap_or(path).trim_end_matches(".rs").trim_end_matches("/mod");
-    inside.replace('/', "::")
+    let inside = match path.strip_prefix("crates/kernels/src/") {
+        Some(inside) => format!("kernels/{inside}"),
+        None => path.strip_prefix("src/").unwrap_or(path).to_owned(),
+    };
+    inside.trim_end_matches(".rs").trim_end_matches("/mod").replace('/', "::")
 }
 
 #[test]
@@ -196,7 +211,7 @@ fn no_files_of_a_room_need_each_other_in_a_circle() {
 #[test]
 fn third_party_crates_stay_behind_their_fences() {
     let mut wrong = Vec::new();
-    for source in sources() {
+    for source in sources().into_iter().filter(|source| source.room != "kernels") {
         for (name, folder) in FENCES {
             let excepted = EXCEPTIONS.contains(&(name, source.path.as_str()));
             if names(&source.code, name) && !source.path.starts_with(folder) && !excepted {
@@ -208,6 +223,19 @@ fn third_party_crates_stay_behind_their_fences() {
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn the_kernels_know_no_tensors_models_or_settings() {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join(KERNELS).join("Cargo.toml");
+    let text = fs::read_to_string(manifest).unwrap();
+    let named = |section: &str| -> Vec<String> {
+        let lines = text.lines().skip_while(|line| *line != section).skip(1);
+        let lines = lines.take_while(|line| !line.starts_with('['));
+        lines.filter_map(|line| line.split_once(" = ")).map(|(name, _)| name.to_owned()).collect()
+    };
+    assert_eq!(named("[dependencies]"), KERNELS_NEED);
+    assert_eq!(named("[dev-dependencies]"), KERNELS_TESTS_NEED);
 }
 
 #[test]

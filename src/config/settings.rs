@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ::config::{Value, ValueKind};
+pub use sconce_kernels::CpuFeatures;
 use serde::{Deserialize, Serialize};
 
 use super::define::{Outline, Section, section};
@@ -375,27 +376,6 @@ impl Dtype {
     pub fn name(self) -> &'static str {
         Self::ALL.iter().find(|(dtype, _)| *dtype == self).map_or("", |(_, name)| *name)
     }
-}
-
-/// The `cpu_features` setting: the vector units of a CPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum CpuFeatures {
-    /// The best that there are.
-    #[default]
-    Auto,
-    /// Registers of 16 numbers.
-    Avx512,
-    /// Registers of 8 numbers, and multiplication with addition.
-    Avx2,
-    /// What every CPU of this kind has.
-    None,
-}
-
-impl CpuFeatures {
-    /// All, with their names in settings.
-    pub const ALL: [(Self, &str); 4] =
-        [(Self::Auto, "auto"), (Self::Avx512, "avx512"), (Self::Avx2, "avx2"), (Self::None, "none")];
 }
 
 /// The `replace` setting: the order in which a worker is replaced by a new one.

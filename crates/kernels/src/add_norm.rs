@@ -1,165 +1,61 @@
 //! x ← LayerNorm(x + bias + residual), row by row, in place.
 
-use candle_core::{CpuStorage, D, DType, InplaceOp2, Layout, Result, Tensor};
 use pulp::{Simd, WithSimd};
 
+use super::dispatch;
 use super::product::by_blocks;
-use super::{dispatch, rows_of, values};
 
 /// The constants of a residual step: the bias of the linear layer before it, and the norm's parameters.
 #[derive(Debug)]
-pub struct NormParams {
+pub struct Norm {
     /// `[3, width]`: bias, the norm's weight, the norm's bias.
-    rows: Tensor,
-    /// The same on the host.
-    host: Vec<f32>,
+    pub rows: Vec<f32>,
     /// Added to the variance.
-    eps: f32,
+    pub eps: f32,
 }
 
-impl NormParams {
-    /// Joins the three vectors `[width]`; `eps` is added to the variance.
-    ///
-    /// # Errors
-    /// When their shapes differ.
-    pub fn new(bias: &Tensor, weight: &Tensor, shift: &Tensor, eps: f32) -> Result<Self> {
-        // Half precision has too few digits for a variance.
-        let rows = Tensor::stack(&[bias, weight, shift], 0)?.to_dtype(DType::F32)?;
-        let host = rows.flatten_all()?.to_vec1()?;
-        Ok(Self { rows, host, eps })
+impl Norm {
+    /// Numbers of a row.
+    pub fn width(&self) -> usize {
+        self.rows.len() / 3
     }
 
-    /// The constants as the GPU's kernels take them.
-    #[cfg(feature = "cuda")]
-    pub fn constants(&self) -> super::gpu::cuda::Constants<'_> {
-        (&self.rows, self.eps)
+    /// rows ← LayerNorm(rows + bias + residual), both `[n, width]`, in parallel if there are several threads.
+    pub fn add(&self, rows: &mut [f32], residual: &[f32]) {
+        let width = self.width();
+        by_blocks(rows, width, |first, rows| self.add_alone(rows, &residual[first * width..][..rows.len()]));
     }
 
-    /// The same parameters with `by` `[width]` added to the bias.
-    ///
-    /// # Errors
-    /// The device fails.
-    pub(super) fn with_bias_raised(mut self, by: &[f32]) -> Result<Self> {
-        self.host.iter_mut().zip(by).for_each(|(bias, by)| *bias += by);
-        self.rows = Tensor::from_slice(&self.host, self.rows.shape(), self.rows.device())?;
-        Ok(self)
+    /// The same on this thread alone.
+    fn add_alone(&self, rows: &mut [f32], residual: &[f32]) {
+        dispatch(Rows { rows, residual, params: &self.rows, eps: self.eps });
     }
 }
 
-/// What follows a half of a block.
-pub enum After {
-    /// LayerNorm(x + bias + half).
-    Norm(NormParams),
-    /// half + bias: the norm comes before the half, and x is added by the caller.
-    Bias(Bias),
+/// What ends a half of a block.
+#[derive(Clone, Copy)]
+pub enum End<'a> {
+    /// x ← LayerNorm(x + bias + half).
+    Norm(&'a Norm),
+    /// x ← half + bias `[width]`.
+    Bias(&'a [f32]),
 }
 
-/// A bias `[width]`, also on the host.
-pub struct Bias {
-    row: Tensor,
-    host: Vec<f32>,
-}
-
-impl After {
-    /// The half with this bias `[width]` added.
-    ///
-    /// # Errors
-    /// The device fails.
-    pub fn bias(row: &Tensor) -> Result<Self> {
-        let host = row.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
-        Ok(Self::Bias(Bias { row: row.clone(), host }))
-    }
-
-    /// The same with `by` `[width]` added to the bias.
-    ///
-    /// # Errors
-    /// The device fails.
-    pub(super) fn with_bias_raised(self, by: &[f32]) -> Result<Self> {
+impl End<'_> {
+    /// `rows` hold x, and then the result. On this thread alone.
+    pub(crate) fn rows(self, rows: &mut [f32], half: &[f32]) {
         match self {
-            Self::Norm(norm) => norm.with_bias_raised(by).map(Self::Norm),
-            Self::Bias(Bias { row, mut host }) => {
-                host.iter_mut().zip(by).for_each(|(bias, by)| *bias += by);
-                let row = Tensor::from_slice(&host, row.shape(), row.device())?.to_dtype(row.dtype())?;
-                Ok(Self::Bias(Bias { row, host }))
-            }
-        }
-    }
-
-    /// Ends a half on any device.
-    pub(super) fn end(&self, x: Tensor, half: &Tensor) -> Result<Tensor> {
-        match self {
-            Self::Norm(norm) => add_norm(x, half, norm),
-            Self::Bias(bias) => half.broadcast_add(&bias.row),
-        }
-    }
-
-    /// Ends a half on a CPU: `rows` hold x, and then the result.
-    pub(super) fn end_rows(&self, rows: &mut [f32], half: &[f32]) {
-        match self {
-            Self::Norm(norm) => norm_rows(rows, half, norm),
-            Self::Bias(Bias { host, .. }) => {
-                let pairs = rows.chunks_exact_mut(host.len()).zip(half.chunks_exact(host.len()));
+            Self::Norm(norm) => norm.add_alone(rows, half),
+            Self::Bias(bias) => {
+                let pairs = rows.chunks_exact_mut(bias.len()).zip(half.chunks_exact(bias.len()));
                 for (row, half) in pairs {
-                    for ((x, half), bias) in row.iter_mut().zip(half).zip(host) {
+                    for ((x, half), bias) in row.iter_mut().zip(half).zip(bias) {
                         *x = half + bias;
                     }
                 }
             }
         }
     }
-}
-
-/// LayerNorm(x + bias + residual) of `x` and `residual` `[rows, width]`, in `x`'s memory.
-///
-/// # Errors
-/// Shapes or types do not match: a bug of the caller.
-pub fn add_norm(x: Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if x.device().is_cuda() && super::gpu::cuda::add_norm(&x, residual, params.constants())? {
-        return Ok(x);
-    }
-    if !x.device().is_cpu() || x.dtype() != DType::F32 {
-        return composed(&x, residual, params);
-    }
-    x.inplace_op2(residual, &AddNorm(params))?;
-    Ok(x)
-}
-
-fn composed(x: &Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
-    let (dtype, rows) = (x.dtype(), &params.rows);
-    let x = (x.to_dtype(DType::F32)? + residual.to_dtype(DType::F32)?)?.broadcast_add(&rows.get(0)?)?;
-    let x = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-    let variance = x.sqr()?.mean_keepdim(D::Minus1)?;
-    let x = x.broadcast_div(&(variance + f64::from(params.eps))?.sqrt()?)?;
-    x.broadcast_mul(&rows.get(1)?)?.broadcast_add(&rows.get(2)?)?.to_dtype(dtype)
-}
-
-struct AddNorm<'a>(&'a NormParams);
-
-impl InplaceOp2 for AddNorm<'_> {
-    fn name(&self) -> &'static str {
-        "add-norm"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &mut CpuStorage,
-        x_layout: &Layout,
-        residual: &CpuStorage,
-        residual_layout: &Layout,
-    ) -> Result<()> {
-        let width = self.0.host.len() / 3;
-        let residual = values(residual, residual_layout)?;
-        by_blocks(rows_of(x, x_layout, width)?, width, |first, rows| {
-            norm_rows(rows, &residual[first * width..][..rows.len()], self.0);
-        });
-        Ok(())
-    }
-}
-
-/// rows ← LayerNorm(rows + bias + residual), both `[n, width]`.
-fn norm_rows(rows: &mut [f32], residual: &[f32], params: &NormParams) {
-    dispatch(Rows { rows, residual, params: &params.host, eps: params.eps });
 }
 
 struct Rows<'a> {
@@ -269,28 +165,43 @@ impl WithSimd for Squares<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{difference, noise, norm_params};
+    use super::super::testing::{difference, noise, on_every_cpu};
     use super::*;
 
     #[test]
-    fn it_equals_adding_and_norming_step_by_step() {
-        for width in [1, 7, 32, 384, 401] {
-            let x = noise(&[67, width], 3.0, 1).unwrap();
-            let residual = noise(&[67, width], 2.0, 2).unwrap();
-            let params = norm_params(width, 3).unwrap();
-            let right = composed(&x, &residual, &params).unwrap();
-            let ours = add_norm(x.copy().unwrap(), &residual, &params).unwrap();
-            assert!(difference(&ours, &right).unwrap() < 2e-6, "width {width}");
-        }
+    fn it_equals_adding_and_norming_step_by_step_on_every_cpu() {
+        on_every_cpu(|| {
+            for width in [1, 7, 32, 384, 401] {
+                let (mut x, residual) = (noise(&[67, width], 3.0, 1), noise(&[67, width], 2.0, 2));
+                let norm = Norm { rows: noise(&[3, width], 1.0, 3), eps: 1e-5 };
+                let right = added_and_normed(&x, &residual, &norm);
+                norm.add(&mut x, &residual);
+                assert!(difference(&x, &right) < 2e-6, "width {width}");
+            }
+        });
+    }
+
+    /// The formula.
+    fn added_and_normed(x: &[f32], residual: &[f32], norm: &Norm) -> Vec<f64> {
+        let width = norm.width();
+        let sum = |at: usize| f64::from(x[at]) + f64::from(norm.rows[at % width]) + f64::from(residual[at]);
+        let sums: Vec<f64> = (0..x.len()).map(sum).collect();
+        let of_row = |row: &[f64]| {
+            let mean = row.iter().sum::<f64>() / width as f64;
+            let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
+            let scale = 1.0 / (variance + f64::from(norm.eps)).sqrt();
+            let number = |(at, x): (usize, &f64)| {
+                (x - mean) * scale * f64::from(norm.rows[width + at]) + f64::from(norm.rows[2 * width + at])
+            };
+            row.iter().enumerate().map(number).collect::<Vec<f64>>()
+        };
+        sums.chunks_exact(width).flat_map(of_row).collect()
     }
 
     #[test]
     fn a_norm_by_squares_is_the_formula_for_any_width() {
         for width in [1, 7, 64, 401] {
-            let flat = |shape: &[usize], seed| -> Vec<f32> {
-                noise(shape, 2.0, seed).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-            };
-            let (rows, weight) = (flat(&[5, width], 1), flat(&[width], 2));
+            let (rows, weight) = (noise(&[5, width], 2.0, 1), noise(&[width], 2.0, 2));
             let mut out = vec![f32::NAN; rows.len()];
             norm_by_squares(&rows, &weight, 1e-5, &mut out);
             for (row, out) in rows.chunks_exact(width).zip(out.chunks_exact(width)) {

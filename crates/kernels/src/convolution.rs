@@ -1,15 +1,14 @@
 //! Convolution of images whose pixels follow each other with all their channels (`[images, height, width,
-//! channels]`). On a CPU a pixel is a row of a matrix, so that a convolution is the product of its patches
-//! with the weights, and one of 1 × 1 the product of the pixels themselves. Depthwise convolutions have a kernel
-//! of their own. Elsewhere both are candle's. Owns the packed weights.
+//! channels]`). A pixel is a row of a matrix, so that a convolution is the product of its patches with the weights,
+//! and one of 1 × 1 the product of the pixels themselves. Depthwise convolutions have a kernel of their own. Owns the
+//! packed weights.
 
 use std::cell::RefCell;
 
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 use pulp::{Simd, WithSimd};
 
+use super::dispatch;
 use super::product::{Panels, Rows, by_blocks, multiply_rows};
-use super::{dispatch, host_values, values};
 
 /// What is put around an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,16 +32,26 @@ impl Clamp {
     pub const RELU6: Self = Self(0.0, 6.0);
 }
 
-/// A convolution as published.
-pub struct Filters<'a> {
-    /// `[out, in, size, size]`, or for a depthwise convolution `[channels, 1, size, size]`.
-    pub weights: &'a Tensor,
-    /// `[out]`.
-    pub bias: &'a Tensor,
+/// How the patches of a convolution lie in an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Patches {
+    /// Pixels of a patch's side.
+    pub size: usize,
     /// Pixels from one patch to the next.
     pub stride: usize,
     /// What is put around an image; zeros.
     pub padding: Padding,
+}
+
+/// A convolution as published, but for the order of its weights.
+pub struct Filters<'a> {
+    /// `[out, size, size, in]`, or for a depthwise convolution `[channels, size, size]`: each patch has its pixels one
+    /// after the other, each with all its channels.
+    pub weights: &'a [f32],
+    /// `[out]`.
+    pub bias: Vec<f32>,
+    /// Where the patches lie.
+    pub patches: Patches,
     /// The bounds of the result.
     pub clamp: Clamp,
     /// Whether each channel is convolved by itself.
@@ -52,78 +61,70 @@ pub struct Filters<'a> {
 /// One convolution with its bias and bounds.
 pub struct Convolution {
     weights: Weights,
-    size: usize,
-    stride: usize,
-    padding: Padding,
+    bias: Vec<f32>,
+    patches: Patches,
     clamp: Clamp,
-    /// Channels of the result.
-    width: usize,
 }
 
 enum Weights {
-    /// On a CPU, in f32: `[size·size·in, out]`.
-    Packed { matrix: Panels, bias: Vec<f32> },
-    /// On a CPU, in f32: `[size·size, channels]`.
-    Depthwise { taps: Vec<f32>, bias: Vec<f32> },
-    /// For candle's operations: as published, and the bias `[1, out, 1, 1]`.
-    Plain { weights: Tensor, bias: Tensor, groups: usize },
+    /// `[size·size·in, out]`.
+    Packed(Panels),
+    /// `[size·size, channels]`.
+    Depthwise(Vec<f32>),
 }
 
 impl Convolution {
-    /// Takes over the weights.
-    ///
-    /// # Errors
-    /// Shapes do not match, or the device fails.
-    pub fn new(filters: &Filters<'_>) -> Result<Self> {
-        let Filters { weights, bias, stride, padding, clamp, is_depthwise } = *filters;
-        let (width, _, size, _) = weights.dims4()?;
-        // Candle has no convolution in bf16 on a CPU.
-        let on_cpu = |tensor: &Tensor| {
-            if tensor.device().is_cpu() { tensor.to_dtype(DType::F32) } else { Ok(tensor.clone()) }
+    /// Lays out the weights.
+    pub fn new(filters: Filters<'_>) -> Self {
+        let Filters { weights, bias, patches, clamp, is_depthwise } = filters;
+        let each = weights.len() / bias.len();
+        let weights = if is_depthwise {
+            let taps = (0..each).flat_map(|tap| weights[tap..].iter().step_by(each));
+            Weights::Depthwise(taps.copied().collect())
+        } else {
+            Weights::Packed(Panels::new(weights, each))
         };
-        let (weights, bias) = (&on_cpu(weights)?, &on_cpu(bias)?);
-        // Each patch has its pixels one after the other, each with all its channels.
-        let by_pixel = weights.permute((0, 2, 3, 1))?.contiguous()?;
-        let packed = match (host_values(&by_pixel)?, host_values(bias)?) {
-            (Some(_), Some(bias)) if is_depthwise => {
-                let taps = by_pixel.reshape((width, size * size))?.t()?.flatten_all()?;
-                Weights::Depthwise { taps: taps.to_vec1()?, bias }
-            }
-            (Some(numbers), Some(bias)) => {
-                Weights::Packed { matrix: Panels::new(&numbers, numbers.len() / width), bias }
-            }
-            _ => Weights::Plain {
-                weights: weights.clone(),
-                bias: bias.reshape((1, width, 1, 1))?,
-                groups: if is_depthwise { width } else { 1 },
-            },
-        };
-        Ok(Self { weights: packed, size, stride, padding, clamp, width })
+        Self { weights, bias, patches, clamp }
     }
 
-    /// Convolves `x` `[images, height, width, channels]`.
-    ///
-    /// # Errors
-    /// Shapes or types do not match: a bug of the caller.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (_, height, width, _) = x.dims4()?;
+    /// The channels of the images that it takes.
+    pub fn channels(&self) -> usize {
         match &self.weights {
-            Weights::Plain { weights, bias, groups } => {
-                let ((top, bottom), (left, right)) = (self.around(height), self.around(width));
-                let x = x.permute((0, 3, 1, 2))?.contiguous()?;
-                let x = x.pad_with_zeros(2, top, bottom)?.pad_with_zeros(3, left, right)?;
-                let x = x.conv2d(weights, 0, self.stride, 1, *groups)?.broadcast_add(bias)?;
-                let Clamp(least, most) = self.clamp;
-                let x = if least.is_finite() { x.maximum(f64::from(least))? } else { x };
-                let x = if most.is_finite() { x.minimum(f64::from(most))? } else { x };
-                x.permute((0, 2, 3, 1))?.contiguous()
-            }
-            _ => x.to_dtype(DType::F32)?.apply_op1_no_bwd(self)?.to_dtype(x.dtype()),
+            Weights::Packed(matrix) => matrix.depth() / (self.patches.size * self.patches.size),
+            Weights::Depthwise(_) => self.width(),
         }
     }
 
+    /// Channels of the result.
+    fn width(&self) -> usize {
+        self.bias.len()
+    }
+
+    /// Convolves `x` `[images, height, width, channels]`, whose first three are given. Returns the result with its
+    /// four.
+    pub fn forward(&self, x: &[f32], [images, height, width]: [usize; 3]) -> (Vec<f32>, [usize; 4]) {
+        let (rows, columns, channels) =
+            (self.patches.side(height), self.patches.side(width), self.channels());
+        let mut out = vec![0.0; images * rows.out * columns.out * self.width()];
+        let image = Images { x, rows, columns, channels };
+        match &self.weights {
+            Weights::Packed(matrix) => self.product(&image, matrix, &mut out),
+            Weights::Depthwise(taps) => {
+                let line = columns.out * channels;
+                by_blocks(&mut out, line, |first, lines| {
+                    for (index, line) in lines.chunks_exact_mut(line).enumerate() {
+                        dispatch(DepthwiseLine { of: self, image: &image, taps, index: first + index, line });
+                    }
+                });
+            }
+        }
+        (out, [images, rows.out, columns.out, self.width()])
+    }
+}
+
+impl Patches {
     /// Zeros before and after `length` pixels.
-    fn around(&self, length: usize) -> (usize, usize) {
+    pub fn around(self, length: usize) -> (usize, usize) {
         match self.padding {
             Padding::Each(count) => (count, count),
             Padding::Same => {
@@ -134,7 +135,7 @@ impl Convolution {
         }
     }
 
-    fn side(&self, length: usize) -> Side {
+    fn side(self, length: usize) -> Side {
         let (before, after) = self.around(length);
         Side { length, out: (length + before + after).saturating_sub(self.size) / self.stride + 1, before }
     }
@@ -162,51 +163,7 @@ impl Side {
 
 thread_local! {
     /// The patches of a block of results, and their layout for the product.
-    static PATCHES: RefCell<(Vec<f32>, Rows)> = RefCell::default();
-}
-
-impl CustomOp1 for Convolution {
-    fn name(&self) -> &'static str {
-        "convolution"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let &[images, height, width, channels] = layout.dims() else {
-            bail!("a convolution of {:?}, not of images", layout.dims());
-        };
-        let x = values(x, layout)?;
-        let (rows, columns) = (self.side(height), self.side(width));
-        let mut out = vec![0.0; images * rows.out * columns.out * self.width];
-        let image = Images { x, rows, columns, channels };
-        match &self.weights {
-            Weights::Packed { matrix, bias } => {
-                if matrix.depth() != self.size * self.size * channels {
-                    bail!("a convolution for {} numbers got {channels} channels", matrix.depth());
-                }
-                self.product(&image, matrix, bias, &mut out);
-            }
-            Weights::Depthwise { taps, bias } => {
-                if self.width != channels {
-                    bail!("a depthwise convolution of {} channels got {channels}", self.width);
-                }
-                let line = columns.out * channels;
-                by_blocks(&mut out, line, |first, lines| {
-                    for (index, line) in lines.chunks_exact_mut(line).enumerate() {
-                        dispatch(DepthwiseLine {
-                            of: self,
-                            image: &image,
-                            taps,
-                            bias,
-                            index: first + index,
-                            line,
-                        });
-                    }
-                });
-            }
-            Weights::Plain { .. } => bail!("the weights are not on the CPU"),
-        }
-        Ok((CpuStorage::F32(out), (images, rows.out, columns.out, self.width).into()))
-    }
+    static FILLED: RefCell<(Vec<f32>, Rows)> = RefCell::default();
 }
 
 struct Images<'a> {
@@ -217,27 +174,27 @@ struct Images<'a> {
 }
 
 impl Convolution {
-    fn product(&self, image: &Images<'_>, matrix: &Panels, bias: &[f32], out: &mut [f32]) {
+    fn product(&self, image: &Images<'_>, matrix: &Panels, out: &mut [f32]) {
         let end = |_: usize, block: &mut [f32]| {
             let Clamp(least, most) = self.clamp;
-            for row in block.chunks_exact_mut(self.width) {
-                row.iter_mut().zip(bias).for_each(|(x, bias)| *x = (*x + bias).clamp(least, most));
+            for row in block.chunks_exact_mut(self.width()) {
+                row.iter_mut().zip(&self.bias).for_each(|(x, bias)| *x = (*x + bias).clamp(least, most));
             }
         };
-        if self.size == 1 && out.len() / self.width == image.x.len() / image.channels {
+        if self.patches.size == 1 && out.len() / self.width() == image.x.len() / image.channels {
             return multiply_rows(image.x, matrix, out, end);
         }
         let depth = matrix.depth();
-        by_blocks(out, self.width, |first, block| {
-            let (mut patches, mut left) = PATCHES.take();
+        by_blocks(out, self.width(), |first, block| {
+            let (mut patches, mut left) = FILLED.take();
             patches.clear();
-            patches.resize(block.len() / self.width * depth, 0.0);
+            patches.resize(block.len() / self.width() * depth, 0.0);
             for (index, patch) in patches.chunks_exact_mut(depth).enumerate() {
                 self.fill(image, first + index, patch);
             }
             left.lay(&patches, depth);
-            left.multiply(0, matrix, block, self.width);
-            PATCHES.set((patches, left));
+            left.multiply(0, matrix, block, self.width());
+            FILLED.set((patches, left));
             end(first, block);
         });
     }
@@ -245,13 +202,14 @@ impl Convolution {
     /// Copies the pixels of the patch of result `index`; what is outside the image stays as it is.
     fn fill(&self, image: &Images<'_>, index: usize, patch: &mut [f32]) {
         let Images { x, rows, columns, channels } = *image;
+        let Patches { size, stride, .. } = self.patches;
         let (line, column) = (index / columns.out, index % columns.out);
-        let (of_rows, row) = rows.taps(line % rows.out, self.size, self.stride);
-        let (of_columns, first) = columns.taps(column, self.size, self.stride);
+        let (of_rows, row) = rows.taps(line % rows.out, size, stride);
+        let (of_columns, first) = columns.taps(column, size, stride);
         let start = line / rows.out * rows.length + row;
         for (tap, row) in of_rows.zip(start..) {
             let from = &x[(row * columns.length + first) * channels..][..of_columns.len() * channels];
-            patch[(tap * self.size + of_columns.start) * channels..][..from.len()].copy_from_slice(from);
+            patch[(tap * size + of_columns.start) * channels..][..from.len()].copy_from_slice(from);
         }
     }
 }
@@ -261,7 +219,6 @@ struct DepthwiseLine<'a> {
     of: &'a Convolution,
     image: &'a Images<'a>,
     taps: &'a [f32],
-    bias: &'a [f32],
     /// Counts the lines of all images.
     index: usize,
     /// `[columns, channels]`.
@@ -276,13 +233,14 @@ impl WithSimd for DepthwiseLine<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { of, image, taps, bias, index, line } = self;
+        let Self { of, image, taps, index, line } = self;
+        let (bias, Patches { size, stride, .. }) = (&*of.bias, of.patches);
         let Images { x, rows, columns, channels } = *image;
-        let (of_rows, row) = rows.taps(index % rows.out, of.size, of.stride);
+        let (of_rows, row) = rows.taps(index % rows.out, size, stride);
         let start = index / rows.out * rows.length + row;
         let (least, most) = (simd.splat_f32s(of.clamp.0), simd.splat_f32s(of.clamp.1));
         for (column, out) in line.chunks_exact_mut(channels).enumerate() {
-            let (of_columns, first) = columns.taps(column, of.size, of.stride);
+            let (of_columns, first) = columns.taps(column, size, stride);
             // Many channels at a time, so that their sums stay in registers for all taps.
             let wide = REGISTERS * S::F32_LANES;
             let mut channel = 0;
@@ -292,7 +250,7 @@ impl WithSimd for DepthwiseLine<'_> {
                 load(simd, &bias[channel..][..count], &mut sums);
                 for (tap, row) in of_rows.clone().zip(start..) {
                     let pixels = (row * columns.length + first) * channels + channel;
-                    let weights = (tap * of.size + of_columns.start) * channels + channel;
+                    let weights = (tap * size + of_columns.start) * channels + channel;
                     for place in 0..of_columns.len() {
                         let pixel = &x[pixels + place * channels..][..count];
                         let weight = &taps[weights + place * channels..][..count];
@@ -339,100 +297,91 @@ fn add_product<S: Simd>(simd: S, pixel: &[f32], weight: &[f32], sums: &mut [S::f
     }
 }
 
-/// The largest of each 3 × 3 pixels, at every second one, of `x` `[images, height, width, channels]` without
-/// negative numbers.
-///
-/// # Errors
-/// Shapes do not match: a bug of the caller.
-pub fn max_pool(x: &Tensor) -> Result<Tensor> {
-    // Zeros around it are never larger than what is there.
-    let x = x.permute((0, 3, 1, 2))?.pad_with_zeros(2, 1, 1)?.pad_with_zeros(3, 1, 1)?.contiguous()?;
-    x.max_pool2d_with_stride(3, 2)?.permute((0, 2, 3, 1))?.contiguous()
-}
-
-/// The mean of all pixels: `[images, channels]` from `[images, height, width, channels]`, in f32.
-///
-/// # Errors
-/// Shapes do not match: a bug of the caller.
-pub fn mean_pool(x: &Tensor) -> Result<Tensor> {
-    x.to_dtype(DType::F32)?.flatten(1, 2)?.mean(1)
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{difference, noise, on_every_cpu};
+    use super::super::testing::{difference, noise, on_every_cpu, wide};
     use super::*;
 
-    /// The same by candle's operations.
-    fn plain(filters: &Filters<'_>) -> Convolution {
-        let ours = Convolution::new(filters).unwrap();
-        let width = ours.width;
-        let weights = Weights::Plain {
-            weights: filters.weights.clone(),
-            bias: filters.bias.reshape((1, width, 1, 1)).unwrap(),
-            groups: if filters.is_depthwise { width } else { 1 },
-        };
-        Convolution { weights, ..ours }
+    /// The formula, in f64, of `x` `[images, height, width, channels]`.
+    fn right(filters: &Filters<'_>, x: &[f64], [images, height, width]: [usize; 3]) -> Vec<f64> {
+        let Filters { weights, bias, patches, clamp, is_depthwise } = filters;
+        let Patches { size, stride, .. } = *patches;
+        let channels = x.len() / (images * height * width);
+        let (rows, columns) = (patches.side(height), patches.side(width));
+        let each = weights.len() / bias.len();
+        let mut out = Vec::new();
+        for at in 0..images * rows.out * columns.out {
+            let (line, column) = (at / columns.out, at % columns.out);
+            let (image, line) = (line / rows.out, line % rows.out);
+            // A pixel of the patch; nothing outside of the image.
+            let pixel = |tap: usize| {
+                let row =
+                    (line * stride + tap / size).checked_sub(rows.before).filter(|row| *row < height)?;
+                let column = (column * stride + tap % size).checked_sub(columns.before);
+                let column = column.filter(|column| *column < width)?;
+                Some(&x[((image * height + row) * width + column) * channels..][..channels])
+            };
+            for (index, bias) in bias.iter().enumerate() {
+                let weights = wide(&weights[index * each..][..each]);
+                let mut sum = f64::from(*bias);
+                for (tap, weights) in weights.chunks_exact(each / (size * size)).enumerate() {
+                    let Some(pixel) = pixel(tap) else { continue };
+                    let pixel = if *is_depthwise { &pixel[index..=index] } else { pixel };
+                    sum += pixel.iter().zip(weights).map(|(x, weight)| x * weight).sum::<f64>();
+                }
+                out.push(sum.clamp(clamp.0.into(), clamp.1.into()));
+            }
+        }
+        out
     }
 
     #[test]
-    fn it_equals_candles_own_for_every_shape_on_every_cpu() {
-        on_every_cpu(equals_candles_own);
-    }
-
-    fn equals_candles_own() {
-        let paddings = [Padding::Same, Padding::Each(0), Padding::Each(1)];
-        for (size, stride) in [(1, 1), (1, 2), (3, 1), (3, 2), (5, 2), (5, 1), (7, 2), (8, 8)] {
-            for (padding, is_depthwise) in paddings.into_iter().flat_map(|it| [(it, false), (it, true)]) {
-                for (height, width, channels, clamp) in
-                    [(9, 12, 3, Clamp::RELU), (8, 8, 19, Clamp::NONE), (10, 8, 80, Clamp::RELU6)]
-                {
-                    if size == 8 && (padding != Padding::Each(0) || height % 8 + width % 8 > 0) {
-                        continue;
-                    }
-                    let out = if is_depthwise { channels } else { 5 };
-                    let each = if is_depthwise { 1 } else { channels };
-                    let weights = noise(&[out, each, size, size], 0.5, 1).unwrap();
-                    let bias = noise(&[out], 0.5, 2).unwrap();
-                    let filters =
-                        Filters { weights: &weights, bias: &bias, stride, padding, clamp, is_depthwise };
-                    let x = noise(&[2, height, width, channels], 1.0, 3).unwrap();
-                    let right = plain(&filters).forward(&x).unwrap();
-                    let ours = Convolution::new(&filters).unwrap().forward(&x).unwrap();
-                    let off = difference(&ours, &right).unwrap();
-                    assert!(off < 5e-5, "{size} by {stride}, {padding:?}, depthwise: {is_depthwise}: {off}");
+    fn it_equals_its_formula_for_every_shape_on_every_cpu() {
+        on_every_cpu(|| {
+            for (size, stride) in [(1, 1), (1, 2), (3, 1), (3, 2), (5, 2), (5, 1), (7, 2), (8, 8)] {
+                for padding in [Padding::Same, Padding::Each(0), Padding::Each(1)] {
+                    equals_its_formula(Patches { size, stride, padding });
                 }
             }
+        });
+    }
+
+    fn equals_its_formula(patches: Patches) {
+        let shapes = [(9, 12, 3, Clamp::RELU), (8, 8, 19, Clamp::NONE), (10, 8, 80, Clamp::RELU6)];
+        for ((height, width, channels, clamp), is_depthwise) in
+            shapes.into_iter().flat_map(|it| [(it, false), (it, true)])
+        {
+            let has_rest = height % 8 + width % 8 > 0;
+            if patches.size == 8 && (patches.padding != Padding::Each(0) || has_rest) {
+                continue;
+            }
+            let (out, each) = if is_depthwise { (channels, 1) } else { (5, channels) };
+            let weights = noise(&[out, patches.size, patches.size, each], 0.5, 1);
+            let bias = noise(&[out], 0.5, 2);
+            let filters = || Filters { weights: &weights, bias: bias.clone(), patches, clamp, is_depthwise };
+            let x = noise(&[2, height, width, channels], 1.0, 3);
+            let right = right(&filters(), &wide(&x), [2, height, width]);
+            let convolution = Convolution::new(filters());
+            assert_eq!(convolution.channels(), channels);
+            let (ours, shape) = convolution.forward(&x, [2, height, width]);
+            assert_eq!((ours.len(), shape[3]), (shape.iter().product(), out));
+            let off = difference(&ours, &right);
+            assert!(off < 5e-5, "{patches:?}, depthwise: {is_depthwise}: {off}");
         }
     }
 
     #[test]
     fn not_a_number_stays_so() {
         on_every_cpu(|| {
-            let bias = noise(&[5], 0.5, 2).unwrap();
             for is_depthwise in [false, true] {
-                let weights = noise(&[5, if is_depthwise { 1 } else { 5 }, 3, 3], 0.5, 1).unwrap();
-                let (stride, padding, clamp) = (1, Padding::Same, Clamp::RELU6);
-                let filters =
-                    Filters { weights: &weights, bias: &bias, stride, padding, clamp, is_depthwise };
-                let x = Tensor::full(f32::NAN, (1, 3, 3, 5), &candle_core::Device::Cpu).unwrap();
-                let out = Convolution::new(&filters).unwrap().forward(&x).unwrap();
-                let out: Vec<f32> = out.flatten_all().unwrap().to_vec1().unwrap();
+                let weights = noise(&[5, 3, 3, if is_depthwise { 1 } else { 5 }], 0.5, 1);
+                let (patches, clamp) = (Patches { size: 3, stride: 1, padding: Padding::Same }, Clamp::RELU6);
+                let bias = noise(&[5], 0.5, 2);
+                let convolution =
+                    Convolution::new(Filters { weights: &weights, bias, patches, clamp, is_depthwise });
+                let (out, _) = convolution.forward(&[f32::NAN; 45], [1, 3, 3]);
                 assert!(out.iter().all(|x| x.is_nan()), "{out:?}");
             }
         });
-    }
-
-    #[test]
-    fn an_image_does_not_see_its_neighbours_in_the_batch() {
-        let weights = noise(&[4, 3, 3, 3], 0.5, 1).unwrap();
-        let bias = noise(&[4], 0.5, 2).unwrap();
-        let (stride, padding, clamp, is_depthwise) = (2, Padding::Same, Clamp::RELU, false);
-        let filters = Filters { weights: &weights, bias: &bias, stride, padding, clamp, is_depthwise };
-        let convolution = Convolution::new(&filters).unwrap();
-        let x = noise(&[3, 7, 9, 3], 1.0, 3).unwrap();
-        let together = convolution.forward(&x).unwrap();
-        let alone = convolution.forward(&x.narrow(0, 1, 1).unwrap().copy().unwrap()).unwrap();
-        assert_eq!(difference(&together.narrow(0, 1, 1).unwrap(), &alone).unwrap(), 0.0);
     }
 }

@@ -3,8 +3,6 @@
 
 use std::sync::Arc;
 
-use candle_core::{Device, Result, Tensor};
-
 /// What one layer knows; by default nothing.
 #[derive(Clone, Debug, Default)]
 pub struct Distances {
@@ -35,18 +33,6 @@ impl Distances {
                 far.fill(f32::NEG_INFINITY);
             }
         }
-    }
-
-    /// What [`Distances::apply`] adds to the scores of a text of `n` tokens: `[heads, n, n]`.
-    ///
-    /// # Errors
-    /// The device fails.
-    pub fn added(&self, heads: usize, n: usize, device: &Device) -> Result<Tensor> {
-        let mut added = vec![0.0; heads * n * n];
-        for (index, scores) in added.chunks_exact_mut(n).enumerate() {
-            self.apply(index / n, index % n, scores);
-        }
-        Tensor::from_vec(added, (heads, n, n), device)
     }
 }
 
@@ -102,7 +88,13 @@ impl Rotary {
         Self { half, turns: (0..longest * half).map(turn).collect() }
     }
 
-    fn at(&self, place: usize) -> &[(f32, f32)] {
+    /// Half of a head's numbers: as many pairs turn.
+    pub fn half(&self) -> usize {
+        self.half
+    }
+
+    /// The cosine and sine of each pair at `place`.
+    pub fn at(&self, place: usize) -> &[(f32, f32)] {
         &self.turns[place * self.half..][..self.half]
     }
 
@@ -128,32 +120,6 @@ impl Rotary {
                 (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
             }
         }
-    }
-
-    /// The cosines and sines of these places, each `[places, half]`, in f32.
-    ///
-    /// # Errors
-    /// The device fails.
-    pub fn tables(&self, places: &[usize], device: &Device) -> Result<[Tensor; 2]> {
-        let table = |part: fn(&(f32, f32)) -> f32| {
-            let numbers: Vec<f32> = places.iter().flat_map(|place| self.at(*place)).map(part).collect();
-            Tensor::from_vec(numbers, (places.len(), self.half), device)
-        };
-        Ok([table(|turn| turn.0)?, table(|turn| turn.1)?])
-    }
-
-    /// The same by candle's operations, of `x` `[tokens, heads, d]`.
-    ///
-    /// # Errors
-    /// Shapes or types do not match, or the device fails.
-    pub fn rotated(&self, x: &Tensor, places: &[usize]) -> Result<Tensor> {
-        let [cos, sin] = self.tables(places, x.device())?;
-        let of_heads = |table: Tensor| table.unsqueeze(1)?.to_dtype(x.dtype());
-        let (cos, sin) = (of_heads(cos)?, of_heads(sin)?);
-        let (a, b) = (x.narrow(2, 0, self.half)?, x.narrow(2, self.half, self.half)?);
-        let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
-        let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
-        Tensor::cat(&[first, second], 2)
     }
 }
 
@@ -199,8 +165,5 @@ mod tests {
         let column: Vec<f32> = head.iter().skip(1).step_by(3).copied().collect();
         assert_eq!(column, token);
         assert_eq!((head[0], head[2]), (9.0, 9.0), "place 0 does not turn, and no token is no token");
-        let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0, 4.0], (1, 1, 4), &Device::Cpu).unwrap();
-        let composed: Vec<f32> = rotary.rotated(&x, &[3]).unwrap().flatten_all().unwrap().to_vec1().unwrap();
-        assert_eq!(composed, token);
     }
 }

@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use memmap2::Mmap;
-use pulp::bytemuck;
 use serde::{Deserialize, Serialize};
 
 use super::weights::map;

@@ -1,20 +1,16 @@
-//! The attention half of a block: LayerNorm(attention(x)·O + bias + x), or without the norm and x, each text over its own tokens. The texts of a batch follow each other without padding. Decides the form in which its weights are kept, and owns
-//! them.
+//! The attention half of a block on any device: LayerNorm(attention(x)·O + bias + x), or without the norm and x, each
+//! text over its own tokens. Decides the form in which its weights are kept, and owns them.
 
-use candle_core::{Result, Tensor};
+use candle_core::{CpuStorage, Error, InplaceOp1, Layout, Result, Tensor, bail};
+use sconce_kernels::attention::{Attention, through};
+use sconce_kernels::{Distances, Numbers};
 
 use super::add_norm::After;
-use super::distances::Distances;
-use super::{Numbers, host_values};
+use super::{host_values, rows_of};
 
 mod composed;
-#[path = "../../../crates/kernels/src/attention/packed.rs"]
-mod packed;
-#[path = "../../../crates/kernels/src/attention/text.rs"]
-mod text;
 
 use composed::attention;
-use packed::Packed;
 
 /// One attention half.
 pub struct SelfAttention {
@@ -27,7 +23,7 @@ pub struct SelfAttention {
 
 enum Weights {
     /// f32 on a CPU.
-    Packed(Packed),
+    Packed(Attention),
     /// `[hidden, 3·hidden]`, `[3·hidden]`, `[hidden, hidden]`.
     Plain { qkv: Tensor, qkv_bias: Tensor, out: Tensor },
     /// For a GPU with a kernel for these heads. The bias is that of the queries, in f32: the keys' bias changes
@@ -63,8 +59,9 @@ impl SelfAttention {
             let host = |tensor: &Tensor| tensor.flatten_all()?.to_vec1();
             let [q, k, v] = [host(matrices[0])?, host(matrices[1])?, host(matrices[2])?];
             let (q_bias, v_bias) = (host(biases[0])?, host(biases[2])?);
-            after = after.with_bias_raised(&packed::through(&out, &v_bias))?;
-            Weights::Packed(Packed::new([q, k, v], q_bias, &out, (heads, numbers))?)
+            after = after.with_bias_raised(&through(&out, &v_bias))?;
+            let packed = Attention::new([q, k, v], q_bias, &out, (heads, numbers));
+            Weights::Packed(packed.map_err(Error::msg)?)
         } else {
             #[cfg(feature = "cuda")]
             if distances.are_unknown()
@@ -72,7 +69,7 @@ impl SelfAttention {
             {
                 let host =
                     |tensor: &Tensor| tensor.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1();
-                let by = packed::through(&host(&out)?, &host(biases[2])?);
+                let by = through(&host(&out)?, &host(biases[2])?);
                 after = after.with_bias_raised(&by)?;
                 return Ok(Self { weights, heads, distances, after });
             }
@@ -93,7 +90,7 @@ impl SelfAttention {
     pub fn forward(&self, x: Tensor, lengths: &[usize]) -> Result<Tensor> {
         match &self.weights {
             Weights::Packed(weights) => {
-                x.inplace_op1(&weights.over(lengths, &self.distances, &self.after))?;
+                x.inplace_op1(&Attend { weights, lengths, distances: &self.distances, after: &self.after })?;
                 Ok(x)
             }
             Weights::Plain { qkv, qkv_bias, out } => {
@@ -126,6 +123,31 @@ impl SelfAttention {
     }
 }
 
+/// The kernel on a batch.
+struct Attend<'a> {
+    weights: &'a Attention,
+    lengths: &'a [usize],
+    distances: &'a Distances,
+    after: &'a After,
+}
+
+impl InplaceOp1 for Attend<'_> {
+    fn name(&self) -> &'static str {
+        "attention"
+    }
+
+    fn cpu_fwd(&self, x: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        let hidden = self.weights.hidden();
+        let x = rows_of(x, layout, hidden)?;
+        let (rows, tokens) = (x.len() / hidden, self.lengths.iter().sum::<usize>());
+        if rows != tokens {
+            bail!("attention over texts of {tokens} tokens in all got {rows} rows");
+        }
+        self.weights.attend(x, self.lengths, self.distances, self.after.on_host());
+        Ok(())
+    }
+}
+
 /// The weights as a GPU's kernel takes them; none if no kernel fits these heads.
 #[cfg(feature = "cuda")]
 fn for_kernel(
@@ -149,8 +171,9 @@ fn for_kernel(
 mod tests {
     use std::sync::Arc;
 
-    use super::super::distances::{Bias, Rotary};
-    use super::super::testing::{difference, noise, norm_params, on_every_cpu};
+    use sconce_kernels::{Bias, Rotary};
+
+    use super::super::testing::{difference, noise, norm_params};
     use super::*;
 
     fn published(heads: usize, hidden: usize, range: f32) -> Published {
@@ -182,11 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn it_equals_its_steps_for_any_length_and_head_size_on_every_cpu() {
-        on_every_cpu(equals_its_steps);
-    }
-
-    fn equals_its_steps() {
+    fn it_equals_its_steps_for_any_length_and_head_size() {
         for (heads, d) in [(12, 32), (2, 64), (4, 8), (3, 5), (1, 1)] {
             let off = off(heads, d, &[1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65], 0.2);
             assert!(off < 2e-5, "{heads} heads of {d}: {off}");
@@ -195,34 +214,31 @@ mod tests {
     }
 
     #[test]
-    fn with_known_distances_it_equals_its_steps_on_every_cpu() {
-        on_every_cpu(|| {
-            let lengths = [1, 2, 17, 33, 70];
-            let bias = Bias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
-            let cases = [
-                Distances { bias: Some(Arc::new(bias)), ..Distances::default() },
-                Distances { rotary: Some(Arc::new(Rotary::new(100.0, 8, 70))), ..Distances::default() },
-                Distances { window: Some(5), ..Distances::default() },
-            ];
-            for distances in cases {
-                let published = || {
-                    let mut published = published(4, 32, 0.3);
-                    // Rotated keys have no bias.
-                    published.qkv[1].1 = published.qkv[1].1.zeros_like().unwrap();
-                    Published { distances: distances.clone(), ..published }
-                };
-                let x = noise(&[lengths.iter().sum(), 32], 1.0, 1).unwrap();
-                let bias = || After::bias(&noise(&[32], 0.5, 9).unwrap()).unwrap();
-                for after in [bias, || After::Norm(norm_params(32, 20).unwrap())] {
-                    let ours = SelfAttention::new(published(), after()).unwrap();
-                    assert!(matches!(ours.weights, Weights::Packed(_)));
-                    let right = plain(published(), after()).forward(x.copy().unwrap(), &lengths).unwrap();
-                    let off =
-                        difference(&ours.forward(x.copy().unwrap(), &lengths).unwrap(), &right).unwrap();
-                    assert!(off < 2e-5, "{distances:?}: {off}");
-                }
+    fn with_known_distances_it_equals_its_steps() {
+        let lengths = [1, 2, 17, 33, 70];
+        let bias = Bias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
+        let cases = [
+            Distances { bias: Some(Arc::new(bias)), ..Distances::default() },
+            Distances { rotary: Some(Arc::new(Rotary::new(100.0, 8, 70))), ..Distances::default() },
+            Distances { window: Some(5), ..Distances::default() },
+        ];
+        for distances in cases {
+            let published = || {
+                let mut published = published(4, 32, 0.3);
+                // Rotated keys have no bias.
+                published.qkv[1].1 = published.qkv[1].1.zeros_like().unwrap();
+                Published { distances: distances.clone(), ..published }
+            };
+            let x = noise(&[lengths.iter().sum(), 32], 1.0, 1).unwrap();
+            let bias = || After::bias(&noise(&[32], 0.5, 9).unwrap()).unwrap();
+            for after in [bias, || After::Norm(norm_params(32, 20).unwrap())] {
+                let ours = SelfAttention::new(published(), after()).unwrap();
+                assert!(matches!(ours.weights, Weights::Packed(_)));
+                let right = plain(published(), after()).forward(x.copy().unwrap(), &lengths).unwrap();
+                let off = difference(&ours.forward(x.copy().unwrap(), &lengths).unwrap(), &right).unwrap();
+                assert!(off < 2e-5, "{distances:?}: {off}");
             }
-        });
+        }
     }
 
     #[test]

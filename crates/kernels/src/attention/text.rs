@@ -7,9 +7,9 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::super::distances::Distances;
-use super::super::exp::exp;
-use super::super::product::COLUMNS;
+use crate::distances::Distances;
+use crate::exp::exp;
+use crate::product::COLUMNS;
 
 /// Queries that are computed together.
 const ROWS: usize = 4;

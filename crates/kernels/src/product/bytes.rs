@@ -14,6 +14,7 @@ use std::arch::x86_64::{
 };
 
 use super::numbers::{Numbers, PANEL};
+use crate::cpu::has_vnni;
 
 /// Numbers in a register.
 const LANES: usize = 16;
@@ -31,15 +32,6 @@ const SHIFT: u32 = 7;
 const HIGH: usize = 8;
 /// The rows of the tile between one and the highest.
 const SOME: usize = 4;
-
-/// Whether this CPU has the instructions.
-pub fn is_available() -> bool {
-    is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512dq")
-        && is_x86_feature_detected!("avx512vl")
-        && is_x86_feature_detected!("avx512vnni")
-}
 
 /// Rows as whole numbers, tile by tile. Where there are fewer rows than a tile is high, the others are 0.
 #[derive(Default)]
@@ -61,7 +53,7 @@ impl ByteRows {
     /// Rounds `rows` `[count, depth]` to one part or two, for matrices of these numbers. `depth` is a multiple of 32.
     #[expect(unsafe_code, reason = "functions for some CPUs alone are unsafe to call on any other")]
     pub fn lay(&mut self, rows: &[f32], depth: usize, numbers: Numbers, parts: usize) {
-        assert!(is_available() && numbers.is_scaled() && depth.is_multiple_of(GROUP));
+        assert!(has_vnni() && numbers.is_scaled() && depth.is_multiple_of(GROUP));
         (self.depth, self.kind) = (depth, Some((numbers, parts)));
         // SAFETY: the CPU has the instructions.
         unsafe {

@@ -1,12 +1,20 @@
 //! The weights of a linear layer on a CPU, in the numbers that they are to be kept in. Decides which layout and
 //! which product that means. Owns the weights.
 
-use candle_core::{Result, bail};
-
-use super::super::multiplies_bytes;
 use super::matrix::{Group, Matrix, RowNumbers};
 use super::numbers::Numbers;
 use super::{Panels, by_blocks, multiply_rows};
+use crate::multiplies_bytes;
+
+/// The depth of a matrix is no whole number of groups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{numbers:?} needs a multiple of {} numbers in each row, and there are {depth}", numbers.group())]
+pub struct NotWholeGroups {
+    /// How its numbers were to be kept.
+    pub numbers: Numbers,
+    /// The numbers in each row.
+    pub depth: usize,
+}
 
 /// The right matrix of a linear layer's product, `[depth, width]`.
 pub enum Linear {
@@ -21,7 +29,7 @@ impl Linear {
     ///
     /// # Errors
     /// The columns cannot be cut into whole groups of `numbers`.
-    pub fn new(columns: &[f32], depth: usize, numbers: Numbers) -> Result<Self> {
+    pub fn new(columns: &[f32], depth: usize, numbers: Numbers) -> Result<Self, NotWholeGroups> {
         match numbers {
             Numbers::F32 => Ok(Self::Panels(Panels::new(columns, depth))),
             _ => narrow(columns, depth, numbers).map(Self::Narrow),
@@ -55,10 +63,10 @@ impl Linear {
 ///
 /// # Errors
 /// The columns cannot be cut into whole groups of `numbers`.
-pub fn narrow(columns: &[f32], depth: usize, numbers: Numbers) -> Result<Matrix> {
+pub fn narrow(columns: &[f32], depth: usize, numbers: Numbers) -> Result<Matrix, NotWholeGroups> {
     let group = numbers.group();
     if !depth.is_multiple_of(group) {
-        bail!("{numbers:?} needs a multiple of {group} numbers in each row, and there are {depth}");
+        return Err(NotWholeGroups { numbers, depth });
     }
     Ok(match numbers {
         Numbers::F32 => Matrix::of_f32(columns, depth),
@@ -95,7 +103,7 @@ mod tests {
     use super::*;
 
     fn flat(shape: &[usize], seed: u32) -> Vec<f32> {
-        noise(shape, 1.0, seed).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+        noise(shape, 1.0, seed)
     }
 
     #[test]

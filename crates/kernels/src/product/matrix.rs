@@ -154,7 +154,7 @@ impl Matrix {
     }
 
     /// From now on rows become such numbers before they are multiplied. No effect on a matrix whose own numbers are
-    /// not whole. For whole numbers the CPU must be one that [`multiplies_bytes`](super::super::multiplies_bytes).
+    /// not whole. For whole numbers the CPU must be one that [`multiplies_bytes`](crate::multiplies_bytes).
     #[must_use]
     pub fn with_rows_as(mut self, rows: RowNumbers) -> Self {
         if self.numbers.is_scaled() && self.depth.is_multiple_of(32) {
@@ -174,11 +174,13 @@ impl Matrix {
     }
 
     /// The length of a column.
+    #[inline]
     pub fn depth(&self) -> usize {
         self.depth
     }
 
     /// The number of columns.
+    #[inline]
     pub fn width(&self) -> usize {
         self.width
     }
@@ -250,26 +252,31 @@ impl Matrix {
 
 /// `outs` `[rows, width]` ← `rows` `[rows, depth]` times each of the matrices, which have one depth. Several products
 /// together are shared among threads at once.
-pub fn multiply_together<const N: usize>(matrices: [&Matrix; N], rows: &[f32], outs: [&mut [f32]; N]) {
-    let [first, ..] = matrices[..] else { return };
+pub fn multiply_together<const N: usize>(matrices: [&Matrix; N], rows: &[f32], mut outs: [&mut [f32]; N]) {
+    // What depends on N is compiled in the crate that calls it; what computes is compiled once, here.
+    multiply_each(&matrices, rows, &mut outs);
+}
+
+fn multiply_each(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f32]]) {
+    let [first, ..] = matrices else { return };
     let count = rows.len() / first.depth;
     if count > MANY {
-        matrices.into_iter().zip(outs).for_each(|(matrix, out)| matrix.multiply_many(rows, out));
+        matrices.iter().zip(outs).for_each(|(matrix, out)| matrix.multiply_many(rows, out));
     } else if count > 0 {
         let alike = |matrix: &&Matrix| (matrix.rows, matrix.numbers) == (first.rows, first.numbers);
         if matrices.iter().all(alike) {
-            multiply_few_together(&matrices, rows, outs);
+            multiply_few_together(matrices, rows, outs);
         } else {
             matrices
-                .into_iter()
+                .iter()
                 .zip(outs)
-                .for_each(|(matrix, out)| multiply_few_together(&[matrix], rows, [out]));
+                .for_each(|(matrix, out)| multiply_few_together(&[*matrix], rows, &mut [&mut **out]));
         }
     }
 }
 
 /// Few rows: each thread computes some of the columns, of one matrix or of several.
-fn multiply_few_together<const N: usize>(matrices: &[&Matrix; N], rows: &[f32], outs: [&mut [f32]; N]) {
+fn multiply_few_together(matrices: &[&Matrix], rows: &[f32], outs: &mut [&mut [f32]]) {
     let count = rows.len() / matrices[0].depth;
     let laid = Laid::of(matrices[0], rows);
     let threads = rayon::current_num_threads();
@@ -386,7 +393,7 @@ mod tests {
         [Numbers::F32, Numbers::Bf16, Numbers::Bits4, Numbers::Bits8, Numbers::Bits8By16];
 
     fn flat(shape: &[usize], seed: u32) -> Vec<f32> {
-        noise(shape, 1.0, seed).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+        noise(shape, 1.0, seed)
     }
 
     /// A matrix with its columns as f32.
@@ -475,7 +482,7 @@ mod tests {
     #[test]
     #[cfg(target_arch = "x86_64")]
     fn rounded_rows_give_the_products_of_what_they_were_rounded_to() {
-        if !crate::model::ops::multiplies_bytes() {
+        if !crate::multiplies_bytes() {
             return;
         }
         for (numbers, (kind, largest)) in whole() {
@@ -503,7 +510,7 @@ mod tests {
     #[test]
     #[cfg(target_arch = "x86_64")]
     fn a_rounded_row_gives_the_same_bits_among_any_others_and_what_is_not_finite_stays_so() {
-        if !crate::model::ops::multiplies_bytes() {
+        if !crate::multiplies_bytes() {
             return;
         }
         for (numbers, (kind, _)) in whole() {

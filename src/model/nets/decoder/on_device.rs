@@ -19,7 +19,7 @@ use super::{Weights, host};
 use crate::model::nets::{fitness, uniform};
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::{BLOCK, KvNumbers};
-use crate::model::ops::{Matrix, Rotary};
+use crate::model::ops::{Matrix, Rotary, turns};
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
 /// Candle's kernels count the numbers of a tensor in 32 bits (candle-kernels, indexing.cu).
@@ -232,7 +232,7 @@ impl DeviceDecoder {
         let shape = (kv_heads, places.len(), head_width);
         Ok(Step {
             slots: self.indices(slots)?.reshape((1, (), 1))?.broadcast_as(shape)?.contiguous()?,
-            turns: self.rotary.tables(&places, &self.device)?,
+            turns: turns(&self.rotary, &places, &self.device)?,
             groups: packed.groups.iter().map(|group| self.group(packed, group)).collect::<Result<_>>()?,
         })
     }

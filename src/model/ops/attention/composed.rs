@@ -3,8 +3,9 @@
 //! padding.
 
 use candle_core::{D, DType, Result, Tensor, bail};
+use sconce_kernels::{Distances, places};
 
-use super::super::distances::{Distances, places};
+use super::super::distances::{added, rotated};
 
 /// The most scores of a head computed at once, unless one text alone has more: a text is never split.
 const MOST_SCORES: usize = 1 << 22;
@@ -22,14 +23,14 @@ pub fn attention(qkv: &Tensor, heads: usize, lengths: &[usize], distances: &Dist
     if of_texts != tokens || tokens == 0 {
         bail!("attention over texts of {of_texts} tokens in all got {tokens} rows");
     }
-    let rotated = distances.rotary.as_ref().map(|rotary| {
+    let turned = distances.rotary.as_ref().map(|rotary| {
         let parts = qkv.reshape((tokens, 3 * heads, width / 3 / heads))?;
         let (turning, values) = (parts.narrow(1, 0, 2 * heads)?, parts.narrow(1, 2 * heads, heads)?);
-        let turned = rotary.rotated(&turning, &places(lengths))?;
+        let turned = rotated(rotary, &turning, &places(lengths))?;
         Tensor::cat(&[turned, values], 1)?.reshape((tokens, width))
     });
-    let rotated = rotated.transpose()?;
-    let qkv = rotated.as_ref().unwrap_or(qkv);
+    let turned = turned.transpose()?;
+    let qkv = turned.as_ref().unwrap_or(qkv);
     let mut places = vec![0u32; tokens];
     let mut padded = 0;
     let mut seen = Vec::new();
@@ -101,7 +102,7 @@ impl Group {
         let scores = (part(0)? / (d as f64).sqrt())?.matmul(&part(1)?.t()?)?.to_dtype(DType::F32)?;
         let mut scores = scores.broadcast_add(&Tensor::from_vec(mask, (texts, 1, 1, n), device)?)?;
         if distances.bias.is_some() || distances.window.is_some() {
-            scores = scores.broadcast_add(&distances.added(heads, n, device)?)?;
+            scores = scores.broadcast_add(&added(distances, heads, n, device)?)?;
         }
         let weights = candle_nn::ops::softmax(&scores, D::Minus1)?.to_dtype(qkv.dtype())?;
         weights.matmul(&part(2)?)?.transpose(1, 2)?.reshape((texts * n, heads * d))

@@ -1,0 +1,390 @@
+//! The attention half of a block: LayerNorm(attention(x)·O + bias + x), or without the norm and x, each text over its
+//! own tokens. The texts of a batch follow each other without padding. Decides the layout of its weights: attention
+//! reads queries, values and transposed keys as their products left them, and copies nothing.
+//!
+//! The keys' bias adds the same number to all scores of a query, which the softmax removes. The values' bias is
+//! weighted by weights with the sum one, so it is a constant after O.
+
+use std::cell::RefCell;
+use std::mem;
+use std::ops::Range;
+
+mod text;
+
+use crate::add_norm::End;
+use crate::dispatch;
+use crate::distances::{Distances, places};
+use crate::product::{
+    Linear, Matrix, NotWholeGroups, Numbers, Panels, Rows, by_blocks, columns_of_this_cpu, in_parallel,
+    narrow,
+};
+use text::{Heads, Text};
+
+/// The queries of one text that are computed together.
+const QUERIES: usize = 64;
+
+/// One layer's attention weights, laid out for a CPU.
+pub struct Attention {
+    /// Queries, scaled by 1/√d, then values: `[hidden, hidden + heads·d_values]`.
+    qv: Linear,
+    /// The queries' bias, scaled.
+    q_bias: Vec<f32>,
+    /// `[hidden, hidden]`.
+    k: Keys,
+    /// `[heads·d_values, hidden]`.
+    out: Linear,
+    heads: Heads,
+    hidden: usize,
+}
+
+/// The matrix of the keys.
+enum Keys {
+    /// f32, as the left matrix: the product gives transposed keys.
+    Left(Rows),
+    /// Fewer bits: keys are transposed after the product.
+    Right(Matrix),
+}
+
+impl Attention {
+    /// Takes the matrices of queries, keys and values, and O, as published: `[hidden, hidden]` each, one row for each
+    /// output; `q_bias` is the queries' bias. They are to be kept as `numbers`. `heads` divide `hidden`.
+    ///
+    /// # Errors
+    /// `hidden` is no multiple of the numbers in a group.
+    pub fn new(
+        [q, k, v]: [Vec<f32>; 3],
+        q_bias: Vec<f32>,
+        out: &[f32],
+        (heads, numbers): (usize, Numbers),
+    ) -> Result<Self, NotWholeGroups> {
+        let hidden = q_bias.len();
+        let d = hidden / heads;
+        let d_values = d.next_multiple_of(columns_of_this_cpu());
+        let scale = 1.0 / (d as f32).sqrt();
+        let scaled = |values: Vec<f32>| values.into_iter().map(move |x| x * scale);
+        let mut qv: Vec<f32> = scaled(q).collect();
+        for head in v.chunks_exact(d * hidden) {
+            qv.extend_from_slice(head);
+            qv.resize(qv.len() + (d_values - d) * hidden, 0.0);
+        }
+        let mut wide = Vec::with_capacity(hidden * heads * d_values);
+        for head in out.chunks_exact(d) {
+            wide.extend_from_slice(head);
+            wide.resize(wide.len() + d_values - d, 0.0);
+        }
+        Ok(Self {
+            qv: Linear::new(&qv, hidden, numbers)?,
+            q_bias: scaled(q_bias).collect(),
+            k: match numbers {
+                Numbers::F32 => Keys::Left(Rows::new(&k, hidden)),
+                _ => Keys::Right(narrow(&k, hidden, numbers)?),
+            },
+            out: Linear::new(&wide, heads * d_values, numbers)?,
+            heads: Heads { count: heads, d, d_values },
+            hidden,
+        })
+    }
+
+    /// Numbers of a token.
+    pub fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    /// Attends over `x` `[tokens, hidden]`, whose texts have these lengths, with the sum `tokens`, and ends with `end`,
+    /// in `x`'s memory.
+    pub fn attend(&self, x: &mut [f32], lengths: &[usize], distances: &Distances, end: End<'_>) {
+        Over { weights: self, lengths, distances }.attend(x, end);
+    }
+}
+
+/// `vector` multiplied by a linear layer's weights `[width, vector's length]`: what the values' bias adds after O.
+pub fn through(weights: &[f32], vector: &[f32]) -> Vec<f32> {
+    let rows = weights.chunks_exact(vector.len());
+    let sum = |row: &[f32]| row.iter().zip(vector).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>();
+    rows.map(|row| sum(row) as f32).collect()
+}
+
+struct Over<'a> {
+    weights: &'a Attention,
+    lengths: &'a [usize],
+    distances: &'a Distances,
+}
+
+/// The buffers of one batch.
+#[derive(Default)]
+struct Scratch {
+    /// `[tokens, hidden + heads·d_values]`.
+    qv: Vec<f32>,
+    /// The tokens' vectors as the right matrix of a product.
+    x: Panels,
+    /// Keys, transposed: `[hidden, stride]`.
+    keys: Vec<f32>,
+    /// `[tokens, heads·d_values]`.
+    seen: Vec<f32>,
+    /// `[tokens, hidden]`.
+    out: Vec<f32>,
+}
+
+thread_local! {
+    /// Reused by the next batch: new memory costs a page fault every 4 KiB.
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+impl Over<'_> {
+    fn attend(&self, x: &mut [f32], end: End<'_>) {
+        let hidden = self.weights.hidden;
+        let mut scratch = SCRATCH.take();
+        let stride = self.project(x, &mut scratch);
+        self.rotate(&mut scratch, stride);
+        self.see(&mut scratch, stride);
+        let Scratch { seen, out, .. } = &mut scratch;
+        out.resize(x.len(), 0.0);
+        self.weights.out.multiply(seen, out, |_, _| {});
+        let out = &*out;
+        by_blocks(x, hidden, |first, x| end.rows(x, &out[first * hidden..][..x.len()]));
+        SCRATCH.set(scratch);
+    }
+
+    /// Computes queries, keys and values of all tokens; returns the stride of the keys.
+    fn project(&self, x: &[f32], scratch: &mut Scratch) -> usize {
+        let Attention { qv, q_bias, k, hidden, .. } = self.weights;
+        let tokens = x.len() / hidden;
+        scratch.qv.resize(tokens * qv.width(), 0.0);
+        qv.multiply(x, &mut scratch.qv, |_, rows| {
+            for row in rows.chunks_exact_mut(qv.width()) {
+                row.iter_mut().zip(q_bias).for_each(|(x, b)| *x += b);
+            }
+        });
+        // The last block of a text's keys may extend past the text, and for the last text past the batch.
+        let stride = tokens + columns_of_this_cpu();
+        scratch.keys.resize(hidden * stride, 0.0);
+        match k {
+            Keys::Left(k) => {
+                scratch.x.lay(x, *hidden);
+                let right = &scratch.x;
+                by_blocks(&mut scratch.keys, stride, |first, keys| k.multiply(first, right, keys, stride));
+            }
+            Keys::Right(k) => {
+                scratch.out.resize(x.len(), 0.0);
+                k.multiply(x, &mut scratch.out);
+                let keys = &scratch.out;
+                by_blocks(&mut scratch.keys, stride, |first, to| {
+                    transpose(&keys[first..], *hidden, to, stride)
+                });
+            }
+        }
+        stride
+    }
+
+    /// Rotates queries and keys, if the layer does so.
+    fn rotate(&self, scratch: &mut Scratch, stride: usize) {
+        let Some(rotary) = &self.distances.rotary else { return };
+        let Attention { qv, heads, hidden, .. } = self.weights;
+        let places = places(self.lengths);
+        by_blocks(&mut scratch.qv, qv.width(), |first, rows| {
+            for (row, place) in rows.chunks_exact_mut(qv.width()).zip(&places[first..]) {
+                rotary.rotate(*place, &mut row[..*hidden]);
+            }
+        });
+        let heads = scratch.keys.chunks_exact_mut(heads.d * stride);
+        in_parallel(heads, |head| rotary.rotate_transposed(&places, head, stride));
+    }
+
+    /// What each token sees: softmax(Q·Kᵀ)·V of its text.
+    fn see(&self, scratch: &mut Scratch, stride: usize) {
+        let Attention { qv, heads, .. } = self.weights;
+        let width = heads.count * heads.d_values;
+        scratch.seen.resize(scratch.qv.len() / qv.width() * width, 0.0);
+        let text = |rows: Range<usize>| Text {
+            qv: &scratch.qv,
+            qv_width: qv.width(),
+            keys: &scratch.keys,
+            stride,
+            rows,
+            heads: *heads,
+            distances: self.distances,
+        };
+        let mut rest = &mut scratch.seen[..];
+        let parts = parts(self.lengths).map(|(rows, queries)| {
+            let (out, others) = mem::take(&mut rest).split_at_mut(queries.len() * width);
+            rest = others;
+            (rows, queries, out)
+        });
+        in_parallel(parts, |(rows, queries, out)| dispatch(text(rows).queries(queries, out)));
+    }
+}
+
+/// `to` `[columns, stride]` ← the first columns of `rows`, which are `width` apart. Some rows at a time, so that their
+/// lines stay in the near cache while column after column is read.
+fn transpose(rows: &[f32], width: usize, to: &mut [f32], stride: usize) {
+    const ROWS: usize = 16;
+    for (index, rows) in rows.chunks(ROWS * width).enumerate() {
+        for (column, to) in to.chunks_exact_mut(stride).enumerate() {
+            let from = rows.get(column..).unwrap_or_default().iter().step_by(width);
+            to[index * ROWS..].iter_mut().zip(from).for_each(|(to, x)| *to = *x);
+        }
+    }
+}
+
+/// The rows of each text, with each block of its queries.
+fn parts(lengths: &[usize]) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+    let mut start = 0;
+    lengths.iter().flat_map(move |n| {
+        let rows = start..start + n;
+        start += n;
+        let blocks = rows.clone().step_by(QUERIES);
+        blocks.map(move |first| (rows.clone(), first..rows.end.min(first + QUERIES)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::add_norm::Norm;
+    use crate::distances::{Bias, Rotary};
+    use crate::testing::{difference, linear, noise, on_every_cpu, wide};
+
+    #[test]
+    fn every_query_is_in_one_block_of_its_text() {
+        let parts: Vec<_> = parts(&[3, 130, 64]).collect();
+        assert_eq!(
+            parts,
+            [(0..3, 0..3), (3..133, 3..67), (3..133, 67..131), (3..133, 131..133), (133..197, 133..197)]
+        );
+    }
+
+    /// The matrices `[hidden, hidden]` of queries, keys, values and O, and the queries' bias.
+    struct Published {
+        matrices: [Vec<f32>; 4],
+        q_bias: Vec<f32>,
+        heads: usize,
+    }
+
+    impl Published {
+        fn new(heads: usize, d: usize, range: f32) -> Self {
+            let hidden = heads * d;
+            let matrices = [(range, 1), (range, 2), (range, 3), (0.2, 4)];
+            let matrices = matrices.map(|(range, seed)| noise(&[hidden, hidden], range, seed));
+            Self { matrices, q_bias: noise(&[hidden], 0.5, 11), heads }
+        }
+
+        fn packed(&self) -> Attention {
+            let [q, k, v, out] = self.matrices.clone();
+            Attention::new([q, k, v], self.q_bias.clone(), &out, (self.heads, Numbers::F32)).unwrap()
+        }
+
+        /// attention(x)·O by the formula, in f64.
+        fn right(&self, x: &[f32], lengths: &[usize], distances: &Distances) -> Vec<f64> {
+            let hidden = self.q_bias.len();
+            let [q, k, v, out] = &self.matrices;
+            let none = vec![0.0; hidden];
+            let x = wide(x);
+            let (mut q, mut k, v) = (linear(&x, q, &self.q_bias), linear(&x, k, &none), linear(&x, v, &none));
+            if let Some(rotary) = &distances.rotary {
+                for (row, place) in places(lengths).into_iter().enumerate() {
+                    for rows in [&mut q, &mut k] {
+                        let row = &mut rows[row * hidden..][..hidden];
+                        let mut turned: Vec<f32> = row.iter().map(|x| *x as f32).collect();
+                        rotary.rotate(place, &mut turned);
+                        row.copy_from_slice(&wide(&turned));
+                    }
+                }
+            }
+            let mut seen = Vec::new();
+            let mut start = 0;
+            for length in lengths {
+                let text = start * hidden..(start + length) * hidden;
+                let rows = [&q[text.clone()], &k[text.clone()], &v[text]];
+                seen.extend(self.text(rows, distances));
+                start += length;
+            }
+            linear(&seen, out, &none)
+        }
+
+        /// softmax(Q·Kᵀ/√d)·V of one text.
+        fn text(&self, [q, k, v]: [&[f64]; 3], distances: &Distances) -> Vec<f64> {
+            let hidden = self.q_bias.len();
+            let d = hidden / self.heads;
+            let mut seen = vec![0.0; q.len()];
+            for (place, head) in (0..q.len() / hidden).flat_map(|at| (0..self.heads).map(move |it| (at, it)))
+            {
+                let of = |row: usize| row * hidden + head * d..row * hidden + (head + 1) * d;
+                let product = |key: usize| {
+                    let sum: f64 = q[of(place)].iter().zip(&k[of(key)]).map(|(a, b)| a * b).sum();
+                    (sum / (d as f64).sqrt()) as f32
+                };
+                let mut scores: Vec<f32> = (0..k.len() / hidden).map(product).collect();
+                distances.apply(head, place, &mut scores);
+                let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let weights: Vec<f64> = scores.iter().map(|score| f64::from(score - most).exp()).collect();
+                let sum: f64 = weights.iter().sum();
+                for (key, weight) in weights.iter().enumerate() {
+                    for (seen, v) in seen[of(place)].iter_mut().zip(&v[of(key)]) {
+                        *seen += weight / sum * v;
+                    }
+                }
+            }
+            seen
+        }
+
+        /// The largest difference of what is computed from the formula.
+        fn off(&self, lengths: &[usize], distances: &Distances) -> f64 {
+            let hidden = self.q_bias.len();
+            let mut x = noise(&[lengths.iter().sum(), hidden], 1.0, 7);
+            let bias = noise(&[hidden], 0.5, 9);
+            let mut right = self.right(&x, lengths, distances);
+            right.iter_mut().zip(bias.iter().cycle()).for_each(|(x, bias)| *x += f64::from(*bias));
+            self.packed().attend(&mut x, lengths, distances, End::Bias(&bias));
+            difference(&x, &right)
+        }
+    }
+
+    #[test]
+    fn it_equals_its_formula_for_any_length_and_head_size_on_every_cpu() {
+        on_every_cpu(|| {
+            for (heads, d) in [(12, 32), (2, 64), (4, 8), (3, 5), (1, 1)] {
+                let lengths = [1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65];
+                let off = Published::new(heads, d, 0.2).off(&lengths, &Distances::default());
+                assert!(off < 2e-5, "{heads} heads of {d}: {off}");
+            }
+            let off = Published::new(2, 32, 0.2).off(&[512], &Distances::default());
+            assert!(off < 1e-5, "{off}");
+        });
+    }
+
+    #[test]
+    fn with_known_distances_it_equals_its_formula_on_every_cpu() {
+        on_every_cpu(|| {
+            let bias = Bias::new(4, 70, |head, distance| (head as f32 + 0.3 * distance as f32).sin());
+            let cases = [
+                Distances { bias: Some(Arc::new(bias)), ..Distances::default() },
+                Distances { rotary: Some(Arc::new(Rotary::new(100.0, 8, 70))), ..Distances::default() },
+                Distances { window: Some(5), ..Distances::default() },
+            ];
+            for distances in cases {
+                let off = Published::new(4, 8, 0.3).off(&[1, 2, 17, 33, 70], &distances);
+                assert!(off < 2e-5, "{distances:?}: {off}");
+            }
+        });
+    }
+
+    #[test]
+    fn large_scores_do_not_overflow() {
+        on_every_cpu(|| assert!(Published::new(2, 32, 4.0).off(&[9, 40], &Distances::default()) < 1e-3));
+    }
+
+    #[test]
+    fn a_text_gets_the_same_bits_alone_and_among_others_on_every_cpu() {
+        on_every_cpu(|| {
+            let attention = Published::new(4, 8, 0.5).packed();
+            let norm = Norm { rows: noise(&[3, 32], 1.0, 5), eps: 1e-5 };
+            let x = noise(&[30, 32], 1.0, 1);
+            let (mut together, mut alone) = (x.clone(), x[11 * 32..].to_vec());
+            attention.attend(&mut together, &[11, 19], &Distances::default(), End::Norm(&norm));
+            attention.attend(&mut alone, &[19], &Distances::default(), End::Norm(&norm));
+            assert_eq!(together[11 * 32..], alone);
+        });
+    }
+}

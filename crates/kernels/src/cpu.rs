@@ -1,0 +1,85 @@
+//! The vector units of this CPU. Decides for which of them kernels are compiled, and which run.
+
+use std::sync::OnceLock;
+
+use pulp::{Arch, WithSimd};
+use serde::{Deserialize, Serialize};
+
+/// The vector units of a CPU, as the `cpu_features` setting names them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CpuFeatures {
+    /// The best that there are.
+    #[default]
+    Auto,
+    /// Registers of 16 numbers.
+    Avx512,
+    /// Registers of 8 numbers, and multiplication with addition.
+    Avx2,
+    /// What every CPU of this kind has.
+    None,
+}
+
+impl CpuFeatures {
+    /// All, with their names in settings.
+    pub const ALL: [(Self, &str); 4] =
+        [(Self::Auto, "auto"), (Self::Avx512, "avx512"), (Self::Avx2, "avx2"), (Self::None, "none")];
+}
+
+/// The vector units that kernels use. Set once, before the first kernel runs; then only read.
+static ARCH: OnceLock<Arch> = OnceLock::new();
+
+/// Has all kernels of this process use these vector units. Call it before any kernel.
+///
+/// # Errors
+/// What this CPU lacks.
+pub fn use_features(features: CpuFeatures) -> Result<(), String> {
+    let arch = match features {
+        CpuFeatures::Auto => return Ok(()),
+        CpuFeatures::None => Some(Arch::Scalar),
+        #[cfg(target_arch = "x86_64")]
+        CpuFeatures::Avx2 => pulp::x86::V3::try_new().map(Arch::V3),
+        #[cfg(target_arch = "x86_64")]
+        CpuFeatures::Avx512 => pulp::x86::V4::try_new().map(Arch::V4),
+        #[cfg(not(target_arch = "x86_64"))]
+        CpuFeatures::Avx2 | CpuFeatures::Avx512 => None,
+    };
+    let name = CpuFeatures::ALL.iter().find(|(known, _)| *known == features).map_or("", |(_, name)| *name);
+    let arch = arch.ok_or_else(|| format!("cpu_features = {name:?}: this CPU lacks them"))?;
+    // Where it is set already, it is to the same: a process has one worker.
+    let _ = ARCH.set(arch);
+    Ok(())
+}
+
+/// Whether rows may become whole numbers before they are multiplied ([`Matrix::with_rows_as`]): the CPU has
+/// AVX512-VNNI, and may use it.
+///
+/// [`Matrix::with_rows_as`]: super::Matrix::with_rows_as
+pub fn multiplies_bytes() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let can = matches!(ARCH.get_or_init(Arch::new), Arch::V4(_)) && has_vnni();
+    #[cfg(not(target_arch = "x86_64"))]
+    let can = false;
+    can
+}
+
+/// Whether this CPU has the instructions of AVX512-VNNI, and those that are used with them.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_vnni() -> bool {
+    is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512vnni")
+}
+
+/// Runs a kernel compiled for this CPU's vector units (AVX-512, AVX2, NEON, or none), or for those that were set.
+pub(crate) fn dispatch<K: WithSimd>(kernel: K) -> K::Output {
+    #[cfg(test)]
+    match super::testing::LANES.get() {
+        Some(1) => return kernel.with_simd(pulp::Scalar::new()),
+        Some(16) => return kernel.with_simd(pulp::Scalar512b),
+        _ => {}
+    }
+    ARCH.get_or_init(Arch::new).dispatch(kernel)
+}

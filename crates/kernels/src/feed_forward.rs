@@ -1,0 +1,203 @@
+//! The feed-forward half of a block: LayerNorm(activation(x·U + bias)·D + bias + x). With a gate G it is
+//! (activation(x·U) * x·G)·D in the place of the product; without the norm, x is not added. Decides the layout of its
+//! weights, and owns them. Computed in blocks of rows, so that the numbers between the two products are still in a near
+//! cache.
+
+use std::cell::RefCell;
+
+use super::activation::{Activation, activate};
+use super::add_norm::End;
+use super::product::{Matrix, NotWholeGroups, Numbers, Panels, RUN, Rows, by_blocks, narrow};
+
+/// One feed-forward half.
+pub struct FeedForward {
+    weights: Weights,
+    activation: Activation,
+}
+
+enum Weights {
+    /// f32. The bias has zeros after its last number, up to a whole run.
+    Whole { up: Panels, up_bias: Vec<f32>, gate: Option<Panels>, down: Panels },
+    /// 16 bits or 8.
+    Narrow { up: Matrix, up_bias: Vec<f32>, gate: Option<Matrix>, down: Matrix },
+}
+
+/// The weights as published: one row for each output.
+pub struct Published<'a> {
+    /// U `[inner, hidden]`.
+    pub up: &'a [f32],
+    /// U's bias `[inner]`.
+    pub up_bias: Vec<f32>,
+    /// G `[inner, hidden]`. With it U's bias is 0.
+    pub gate: Option<&'a [f32]>,
+    /// D `[hidden, inner]`.
+    pub down: &'a [f32],
+    /// What the matrices are kept as.
+    pub numbers: Numbers,
+}
+
+impl FeedForward {
+    /// Lays out the weights.
+    ///
+    /// # Errors
+    /// A row is no whole number of groups of `numbers`.
+    pub fn new(published: Published<'_>, activation: Activation) -> Result<Self, NotWholeGroups> {
+        let Published { up, mut up_bias, gate, down, numbers } = published;
+        let (hidden, inner) = (up.len() / up_bias.len(), up_bias.len());
+        let weights = if numbers == Numbers::F32 {
+            up_bias.resize(inner.next_multiple_of(RUN), 0.0);
+            let gate = gate.map(|gate| Panels::new(gate, hidden));
+            let (up, down) = (Panels::new(up, hidden), Panels::new(down, inner));
+            Weights::Whole { up, up_bias, gate, down }
+        } else {
+            let gate = gate.map(|gate| narrow(gate, hidden, numbers)).transpose()?;
+            let (up, down) = (narrow(up, hidden, numbers)?, narrow(down, inner, numbers)?);
+            Weights::Narrow { up, up_bias, gate, down }
+        };
+        Ok(Self { weights, activation })
+    }
+
+    /// Numbers of a row.
+    pub fn hidden(&self) -> usize {
+        match &self.weights {
+            Weights::Whole { up, .. } => up.depth(),
+            Weights::Narrow { up, .. } => up.depth(),
+        }
+    }
+
+    /// Computes `x` `[rows, hidden]` and ends with `end`, in `x`'s memory.
+    pub fn forward(&self, x: &mut [f32], end: End<'_>) {
+        let activation = self.activation;
+        match &self.weights {
+            Weights::Whole { up, up_bias, gate, down } => {
+                Whole { up, up_bias, gate: gate.as_ref(), down, activation }.forward(x, end);
+            }
+            Weights::Narrow { up, up_bias, gate, down } => {
+                Narrow { up, up_bias, gate: gate.as_ref(), down, activation }.forward(x, end);
+            }
+        }
+    }
+}
+
+struct Whole<'a> {
+    up: &'a Panels,
+    up_bias: &'a [f32],
+    gate: Option<&'a Panels>,
+    down: &'a Panels,
+    activation: Activation,
+}
+
+/// The buffers of one block of rows.
+#[derive(Default)]
+struct Scratch {
+    rows: Rows,
+    inner: Rows,
+    gate: Rows,
+    out: Vec<f32>,
+}
+
+thread_local! {
+    /// Reused by the next block: new memory costs a page fault every 4 KiB.
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+impl Whole<'_> {
+    fn forward(&self, x: &mut [f32], end: End<'_>) {
+        let hidden = self.up.depth();
+        by_blocks(x, hidden, |_, x| {
+            let mut scratch = SCRATCH.take();
+            scratch.out.resize(x.len(), 0.0);
+            scratch.rows.lay(x, hidden);
+            scratch.rows.multiply_activated(self.up, (self.up_bias, self.activation), &mut scratch.inner);
+            if let Some(gate) = self.gate {
+                // A gate has no bias; U's is then 0 too.
+                scratch.rows.multiply_activated(
+                    gate,
+                    (self.up_bias, Activation::Identity),
+                    &mut scratch.gate,
+                );
+                scratch.inner.gate(&scratch.gate);
+            }
+            scratch.inner.multiply(0, self.down, &mut scratch.out, hidden);
+            end.rows(x, &scratch.out);
+            SCRATCH.set(scratch);
+        });
+    }
+}
+
+struct Narrow<'a> {
+    up: &'a Matrix,
+    up_bias: &'a [f32],
+    gate: Option<&'a Matrix>,
+    down: &'a Matrix,
+    activation: Activation,
+}
+
+thread_local! {
+    /// As `SCRATCH`: the numbers between the two products, those of the gate, and the result.
+    static BETWEEN: RefCell<[Vec<f32>; 3]> = RefCell::default();
+}
+
+impl Narrow<'_> {
+    fn forward(&self, x: &mut [f32], end: End<'_>) {
+        let (hidden, width) = (self.up.depth(), self.up.width());
+        by_blocks(x, hidden, |_, x| {
+            let [mut inner, mut gates, mut out] = BETWEEN.take();
+            let count = x.len() / hidden * width;
+            inner.resize(count, 0.0);
+            self.up.multiply_alone(x, &mut inner);
+            activate(&mut inner, self.up_bias, self.activation);
+            if let Some(gate) = self.gate {
+                gates.resize(count, 0.0);
+                gate.multiply_alone(x, &mut gates);
+                inner.iter_mut().zip(&gates).for_each(|(x, gate)| *x *= gate);
+            }
+            out.resize(x.len(), 0.0);
+            self.down.multiply_alone(&inner, &mut out);
+            end.rows(x, &out);
+            BETWEEN.set([inner, gates, out]);
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{difference, linear, noise, on_every_cpu, wide};
+    use super::*;
+
+    #[test]
+    fn it_equals_its_formula_on_every_cpu() {
+        on_every_cpu(|| {
+            for (rows, hidden, inner) in [(1, 32, 64), (50, 24, 40), (131, 96, 384)] {
+                for numbers in [Numbers::F32, Numbers::Bf16] {
+                    equals_its_formula([rows, hidden, inner], numbers);
+                }
+            }
+        });
+    }
+
+    fn equals_its_formula([rows, hidden, inner]: [usize; 3], numbers: Numbers) {
+        let (up, down) = (noise(&[inner, hidden], 0.1, 1), noise(&[hidden, inner], 0.1, 2));
+        let (gate, bias) = (noise(&[inner, hidden], 0.1, 8), noise(&[hidden], 0.5, 9));
+        let given = noise(&[rows, hidden], 1.0, 7);
+        for gate in [None, Some(&gate)] {
+            let up_bias = if gate.is_some() { vec![0.0; inner] } else { noise(&[inner], 0.5, 6) };
+            let mut between = linear(&wide(&given), &up, &up_bias);
+            between.iter_mut().for_each(|x| *x /= 1.0 + (-*x).exp());
+            if let Some(gate) = gate {
+                let gates = linear(&wide(&given), gate, &vec![0.0; inner]);
+                between.iter_mut().zip(gates).for_each(|(x, gate)| *x *= gate);
+            }
+            let right = linear(&between, &down, &bias);
+            let gate = gate.map(Vec::as_slice);
+            let published = Published { up: &up, up_bias, gate, down: &down, numbers };
+            let half = FeedForward::new(published, Activation::Silu).unwrap();
+            assert_eq!(half.hidden(), hidden);
+            let mut x = given.clone();
+            half.forward(&mut x, End::Bias(&bias));
+            let within = if numbers == Numbers::F32 { 2e-5 } else { 2e-2 };
+            let off = difference(&x, &right);
+            assert!(off < within, "{rows}×{hidden}×{inner} {numbers:?}, gate: {}: {off}", gate.is_some());
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! The steps of networks on a CPU in f32, on slices, written for its vector units (detected at run time) and caches.
+//! Own the packed weights, and no state between calls. What is a bug of the caller, such as slices that do not fit
+//! each other, panics.
+//!
+//! | file | decides |
+//! |---|---|
+//! | `cpu` | which vector units kernels are compiled for and run on |
+//! | `product` | layouts of matrices, products of rows with them |
+//! | `attention`, `distances` | attention of texts over all their tokens, and what it knows of distances |
+//! | `causal`, `kv` | attention of sequences over the tokens before, and where their keys and values lie |
+//! | `feed_forward` | the two products of a block, with the function between them |
+//! | `convolution` | convolution of images |
+//! | `add_norm`, `activation`, `exponentials`, `exp` | what is done number by number, or row by row |
+//! | `pooling` | from a text's token vectors to its one vector |
+
+mod activation;
+mod add_norm;
+pub mod attention;
+pub mod causal;
+pub mod convolution;
+mod cpu;
+mod distances;
+mod exp;
+mod exponentials;
+pub mod feed_forward;
+pub mod kv;
+pub mod pooling;
+mod product;
+
+pub use activation::{Activation, activate, gate};
+pub use add_norm::{End, Norm, norm_by_squares};
+pub use cpu::{CpuFeatures, multiplies_bytes, use_features};
+pub use distances::{Bias, Distances, Rotary, places};
+pub use exponentials::{exponentials, largest};
+pub use product::{
+    Group, Matrix, NotWholeGroups, Numbers, Panels, RowNumbers, Words, multiply_rows, multiply_together,
+};
+
+use cpu::dispatch;
+
+#[cfg(test)]
+mod testing {
+    thread_local! {
+        /// The numbers in a register, computed one by one, instead of this CPU's registers.
+        pub static LANES: std::cell::Cell<Option<usize>> = const { std::cell::Cell::new(None) };
+    }
+
+    /// Runs `test` with this CPU's registers, and with those of other CPUs.
+    pub fn on_every_cpu(test: impl Fn() + Send + Sync) {
+        let alone = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+        for lanes in [None, Some(1), Some(16)] {
+            alone.install(|| {
+                LANES.set(lanes);
+                test();
+            });
+        }
+    }
+
+    /// Reproducible values between -`range` and `range`, as many as a tensor of this shape has.
+    pub fn noise(shape: &[usize], range: f32, seed: u32) -> Vec<f32> {
+        let mut state = seed.wrapping_mul(2_654_435_769).wrapping_add(12_345);
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            ((state >> 8) as f32 / (1 << 23) as f32 - 1.0) * range
+        };
+        (0..shape.iter().product()).map(|_| next()).collect()
+    }
+
+    /// The largest absolute difference from what is right.
+    pub fn difference(ours: &[f32], right: &[f64]) -> f64 {
+        assert_eq!(ours.len(), right.len());
+        let off = |(ours, right): (&f32, &f64)| (f64::from(*ours) - right).abs();
+        // The larger of a number and NaN would be the number.
+        ours.iter()
+            .zip(right)
+            .map(off)
+            .fold(0.0, |most, off| if off > most || off.is_nan() { off } else { most })
+    }
+
+    /// A linear layer in f64: `rows` `[count, depth]` times `columns` `[width, depth]`, plus `bias` `[width]`.
+    pub fn linear(rows: &[f64], columns: &[f32], bias: &[f32]) -> Vec<f64> {
+        let depth = columns.len() / bias.len();
+        let of_row = |row: &[f64]| {
+            let number = |(column, bias): (&[f32], &f32)| {
+                row.iter().zip(column).map(|(a, b)| a * f64::from(*b)).sum::<f64>() + f64::from(*bias)
+            };
+            columns.chunks_exact(depth).zip(bias).map(number).collect::<Vec<f64>>()
+        };
+        rows.chunks_exact(depth).flat_map(of_row).collect()
+    }
+
+    /// The numbers with twice their bits.
+    pub fn wide(numbers: &[f32]) -> Vec<f64> {
+        numbers.iter().copied().map(f64::from).collect()
+    }
+}

@@ -1,0 +1,163 @@
+//! x ← LayerNorm(x + bias + residual), row by row, in place, on any device; and what else ends a half of a block.
+
+use candle_core::{CpuStorage, D, DType, InplaceOp2, Layout, Result, Tensor};
+use sconce_kernels::{End, Norm};
+
+use super::{rows_of, values};
+
+/// The constants of a residual step: the bias of the linear layer before it, and the norm's parameters.
+#[derive(Debug)]
+pub struct NormParams {
+    /// `[3, width]`: bias, the norm's weight, the norm's bias.
+    rows: Tensor,
+    /// The same on the host.
+    host: Norm,
+}
+
+impl NormParams {
+    /// Joins the three vectors `[width]`; `eps` is added to the variance.
+    ///
+    /// # Errors
+    /// When their shapes differ.
+    pub fn new(bias: &Tensor, weight: &Tensor, shift: &Tensor, eps: f32) -> Result<Self> {
+        // Half precision has too few digits for a variance.
+        let rows = Tensor::stack(&[bias, weight, shift], 0)?.to_dtype(DType::F32)?;
+        let host = Norm { rows: rows.flatten_all()?.to_vec1()?, eps };
+        Ok(Self { rows, host })
+    }
+
+    /// The constants as the GPU's kernels take them.
+    #[cfg(feature = "cuda")]
+    pub fn constants(&self) -> super::gpu::cuda::Constants<'_> {
+        (&self.rows, self.host.eps)
+    }
+
+    /// The same parameters with `by` `[width]` added to the bias.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub(super) fn with_bias_raised(mut self, by: &[f32]) -> Result<Self> {
+        self.host.rows.iter_mut().zip(by).for_each(|(bias, by)| *bias += by);
+        self.rows = Tensor::from_slice(&self.host.rows, self.rows.shape(), self.rows.device())?;
+        Ok(self)
+    }
+}
+
+/// What follows a half of a block.
+pub enum After {
+    /// LayerNorm(x + bias + half).
+    Norm(NormParams),
+    /// half + bias: the norm comes before the half, and x is added by the caller.
+    Bias(Bias),
+}
+
+/// A bias `[width]`, also on the host.
+pub struct Bias {
+    row: Tensor,
+    host: Vec<f32>,
+}
+
+impl After {
+    /// The half with this bias `[width]` added.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn bias(row: &Tensor) -> Result<Self> {
+        let host = row.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+        Ok(Self::Bias(Bias { row: row.clone(), host }))
+    }
+
+    /// The same with `by` `[width]` added to the bias.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub(super) fn with_bias_raised(self, by: &[f32]) -> Result<Self> {
+        match self {
+            Self::Norm(norm) => norm.with_bias_raised(by).map(Self::Norm),
+            Self::Bias(Bias { row, mut host }) => {
+                host.iter_mut().zip(by).for_each(|(bias, by)| *bias += by);
+                let row = Tensor::from_slice(&host, row.shape(), row.device())?.to_dtype(row.dtype())?;
+                Ok(Self::Bias(Bias { row, host }))
+            }
+        }
+    }
+
+    /// Ends a half on any device.
+    pub(super) fn end(&self, x: Tensor, half: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Norm(norm) => add_norm(x, half, norm),
+            Self::Bias(bias) => half.broadcast_add(&bias.row),
+        }
+    }
+
+    /// What ends a half on a CPU.
+    pub(super) fn on_host(&self) -> End<'_> {
+        match self {
+            Self::Norm(norm) => End::Norm(&norm.host),
+            Self::Bias(bias) => End::Bias(&bias.host),
+        }
+    }
+}
+
+/// LayerNorm(x + bias + residual) of `x` and `residual` `[rows, width]`, in `x`'s memory.
+///
+/// # Errors
+/// Shapes or types do not match: a bug of the caller.
+pub fn add_norm(x: Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() && super::gpu::cuda::add_norm(&x, residual, params.constants())? {
+        return Ok(x);
+    }
+    if !x.device().is_cpu() || x.dtype() != DType::F32 {
+        return composed(&x, residual, params);
+    }
+    x.inplace_op2(residual, &AddNorm(params))?;
+    Ok(x)
+}
+
+fn composed(x: &Tensor, residual: &Tensor, params: &NormParams) -> Result<Tensor> {
+    let (dtype, rows) = (x.dtype(), &params.rows);
+    let x = (x.to_dtype(DType::F32)? + residual.to_dtype(DType::F32)?)?.broadcast_add(&rows.get(0)?)?;
+    let x = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let variance = x.sqr()?.mean_keepdim(D::Minus1)?;
+    let x = x.broadcast_div(&(variance + f64::from(params.host.eps))?.sqrt()?)?;
+    x.broadcast_mul(&rows.get(1)?)?.broadcast_add(&rows.get(2)?)?.to_dtype(dtype)
+}
+
+struct AddNorm<'a>(&'a NormParams);
+
+impl InplaceOp2 for AddNorm<'_> {
+    fn name(&self) -> &'static str {
+        "add-norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &mut CpuStorage,
+        x_layout: &Layout,
+        residual: &CpuStorage,
+        residual_layout: &Layout,
+    ) -> Result<()> {
+        let rows = rows_of(x, x_layout, self.0.host.width())?;
+        self.0.host.add(rows, values(residual, residual_layout)?);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{difference, noise, norm_params};
+    use super::*;
+
+    #[test]
+    fn it_equals_adding_and_norming_step_by_step() {
+        for width in [1, 7, 32, 384, 401] {
+            let x = noise(&[67, width], 3.0, 1).unwrap();
+            let residual = noise(&[67, width], 2.0, 2).unwrap();
+            let params = norm_params(width, 3).unwrap();
+            let right = composed(&x, &residual, &params).unwrap();
+            let ours = add_norm(x.copy().unwrap(), &residual, &params).unwrap();
+            assert!(difference(&ours, &right).unwrap() < 2e-6, "width {width}");
+        }
+    }
+}

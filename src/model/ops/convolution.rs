@@ -1,0 +1,190 @@
+//! Convolution of images whose pixels follow each other with all their channels (`[images, height, width, channels]`),
+//! on any device. Decides the form in which its weights are kept, and owns them.
+
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
+use sconce_kernels::convolution::{self, Clamp, Padding, Patches};
+
+use super::{host_values, values};
+
+/// A convolution as published.
+pub struct Filters<'a> {
+    /// `[out, in, size, size]`, or for a depthwise convolution `[channels, 1, size, size]`.
+    pub weights: &'a Tensor,
+    /// `[out]`.
+    pub bias: &'a Tensor,
+    /// Pixels from one patch to the next.
+    pub stride: usize,
+    /// What is put around an image; zeros.
+    pub padding: Padding,
+    /// The bounds of the result.
+    pub clamp: Clamp,
+    /// Whether each channel is convolved by itself.
+    pub is_depthwise: bool,
+}
+
+/// One convolution with its bias and bounds.
+pub struct Convolution {
+    weights: Weights,
+    patches: Patches,
+    clamp: Clamp,
+}
+
+enum Weights {
+    /// On a CPU, in f32.
+    Packed(convolution::Convolution),
+    /// For candle's operations: as published, and the bias `[1, out, 1, 1]`.
+    Plain { weights: Tensor, bias: Tensor, groups: usize },
+}
+
+impl Convolution {
+    /// Takes over the weights.
+    ///
+    /// # Errors
+    /// Shapes do not match, or the device fails.
+    pub fn new(filters: &Filters<'_>) -> Result<Self> {
+        let Filters { weights, bias, stride, padding, clamp, is_depthwise } = *filters;
+        let (width, _, size, _) = weights.dims4()?;
+        let patches = Patches { size, stride, padding };
+        // Candle has no convolution in bf16 on a CPU.
+        let on_cpu = |tensor: &Tensor| {
+            if tensor.device().is_cpu() { tensor.to_dtype(DType::F32) } else { Ok(tensor.clone()) }
+        };
+        let (weights, bias) = (&on_cpu(weights)?, &on_cpu(bias)?);
+        // Each patch has its pixels one after the other, each with all its channels.
+        let by_pixel = weights.permute((0, 2, 3, 1))?.contiguous()?;
+        let packed = match (host_values(&by_pixel)?, host_values(bias)?) {
+            (Some(numbers), Some(bias)) => {
+                let weights = &numbers[..];
+                let filters = convolution::Filters { weights, bias, patches, clamp, is_depthwise };
+                Weights::Packed(convolution::Convolution::new(filters))
+            }
+            _ => Weights::Plain {
+                weights: weights.clone(),
+                bias: bias.reshape((1, width, 1, 1))?,
+                groups: if is_depthwise { width } else { 1 },
+            },
+        };
+        Ok(Self { weights: packed, patches, clamp })
+    }
+
+    /// Convolves `x` `[images, height, width, channels]`.
+    ///
+    /// # Errors
+    /// Shapes or types do not match: a bug of the caller.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let (_, height, width, _) = x.dims4()?;
+        match &self.weights {
+            Weights::Plain { weights, bias, groups } => {
+                let ((top, bottom), (left, right)) =
+                    (self.patches.around(height), self.patches.around(width));
+                let x = x.permute((0, 3, 1, 2))?.contiguous()?;
+                let x = x.pad_with_zeros(2, top, bottom)?.pad_with_zeros(3, left, right)?;
+                let x = x.conv2d(weights, 0, self.patches.stride, 1, *groups)?.broadcast_add(bias)?;
+                let Clamp(least, most) = self.clamp;
+                let x = if least.is_finite() { x.maximum(f64::from(least))? } else { x };
+                let x = if most.is_finite() { x.minimum(f64::from(most))? } else { x };
+                x.permute((0, 2, 3, 1))?.contiguous()
+            }
+            Weights::Packed(packed) => {
+                x.to_dtype(DType::F32)?.apply_op1_no_bwd(&Convolve(packed))?.to_dtype(x.dtype())
+            }
+        }
+    }
+}
+
+/// The kernel on some images.
+struct Convolve<'a>(&'a convolution::Convolution);
+
+impl CustomOp1 for Convolve<'_> {
+    fn name(&self) -> &'static str {
+        "convolution"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let &[images, height, width, channels] = layout.dims() else {
+            bail!("a convolution of {:?}, not of images", layout.dims());
+        };
+        if channels != self.0.channels() {
+            bail!("a convolution of {} channels got {channels}", self.0.channels());
+        }
+        let (out, shape) = self.0.forward(values(x, layout)?, [images, height, width]);
+        Ok((CpuStorage::F32(out), Shape::from(&shape)))
+    }
+}
+
+/// The largest of each 3 × 3 pixels, at every second one, of `x` `[images, height, width, channels]` without
+/// negative numbers.
+///
+/// # Errors
+/// Shapes do not match: a bug of the caller.
+pub fn max_pool(x: &Tensor) -> Result<Tensor> {
+    // Zeros around it are never larger than what is there.
+    let x = x.permute((0, 3, 1, 2))?.pad_with_zeros(2, 1, 1)?.pad_with_zeros(3, 1, 1)?.contiguous()?;
+    x.max_pool2d_with_stride(3, 2)?.permute((0, 2, 3, 1))?.contiguous()
+}
+
+/// The mean of all pixels: `[images, channels]` from `[images, height, width, channels]`, in f32.
+///
+/// # Errors
+/// Shapes do not match: a bug of the caller.
+pub fn mean_pool(x: &Tensor) -> Result<Tensor> {
+    x.to_dtype(DType::F32)?.flatten(1, 2)?.mean(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{difference, noise};
+    use super::*;
+
+    /// The same by candle's operations.
+    fn plain(filters: &Filters<'_>) -> Convolution {
+        let ours = Convolution::new(filters).unwrap();
+        let width = filters.weights.dim(0).unwrap();
+        let weights = Weights::Plain {
+            weights: filters.weights.clone(),
+            bias: filters.bias.reshape((1, width, 1, 1)).unwrap(),
+            groups: if filters.is_depthwise { width } else { 1 },
+        };
+        Convolution { weights, ..ours }
+    }
+
+    #[test]
+    fn it_equals_candles_own_for_every_shape() {
+        let paddings = [Padding::Same, Padding::Each(0), Padding::Each(1)];
+        for (size, stride) in [(1, 1), (1, 2), (3, 1), (3, 2), (5, 2), (5, 1), (7, 2), (8, 8)] {
+            for (padding, is_depthwise) in paddings.into_iter().flat_map(|it| [(it, false), (it, true)]) {
+                for (height, width, channels, clamp) in
+                    [(9, 12, 3, Clamp::RELU), (8, 8, 19, Clamp::NONE), (10, 8, 80, Clamp::RELU6)]
+                {
+                    if size == 8 && (padding != Padding::Each(0) || height % 8 + width % 8 > 0) {
+                        continue;
+                    }
+                    let out = if is_depthwise { channels } else { 5 };
+                    let each = if is_depthwise { 1 } else { channels };
+                    let weights = noise(&[out, each, size, size], 0.5, 1).unwrap();
+                    let bias = noise(&[out], 0.5, 2).unwrap();
+                    let filters =
+                        Filters { weights: &weights, bias: &bias, stride, padding, clamp, is_depthwise };
+                    let x = noise(&[2, height, width, channels], 1.0, 3).unwrap();
+                    let right = plain(&filters).forward(&x).unwrap();
+                    let ours = Convolution::new(&filters).unwrap().forward(&x).unwrap();
+                    let off = difference(&ours, &right).unwrap();
+                    assert!(off < 5e-5, "{size} by {stride}, {padding:?}, depthwise: {is_depthwise}: {off}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_image_does_not_see_its_neighbours_in_the_batch() {
+        let weights = noise(&[4, 3, 3, 3], 0.5, 1).unwrap();
+        let bias = noise(&[4], 0.5, 2).unwrap();
+        let (stride, padding, clamp, is_depthwise) = (2, Padding::Same, Clamp::RELU, false);
+        let filters = Filters { weights: &weights, bias: &bias, stride, padding, clamp, is_depthwise };
+        let convolution = Convolution::new(&filters).unwrap();
+        let x = noise(&[3, 7, 9, 3], 1.0, 3).unwrap();
+        let together = convolution.forward(&x).unwrap();
+        let alone = convolution.forward(&x.narrow(0, 1, 1).unwrap().copy().unwrap()).unwrap();
+        assert_eq!(difference(&together.narrow(0, 1, 1).unwrap(), &alone).unwrap(), 0.0);
+    }
+}

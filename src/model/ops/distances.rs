@@ -1,0 +1,59 @@
+//! What attention knows of the distance between two tokens, as candle's own operations take it.
+
+use candle_core::{Device, Result, Tensor};
+use sconce_kernels::{Distances, Rotary};
+
+/// What [`Distances::apply`] adds to the scores of a text of `n` tokens: `[heads, n, n]`.
+///
+/// # Errors
+/// The device fails.
+pub fn added(distances: &Distances, heads: usize, n: usize, device: &Device) -> Result<Tensor> {
+    let mut added = vec![0.0; heads * n * n];
+    for (index, scores) in added.chunks_exact_mut(n).enumerate() {
+        distances.apply(index / n, index % n, scores);
+    }
+    Tensor::from_vec(added, (heads, n, n), device)
+}
+
+/// The cosines and sines of these places, each `[places, half]`, in f32.
+///
+/// # Errors
+/// The device fails.
+pub fn turns(rotary: &Rotary, places: &[usize], device: &Device) -> Result<[Tensor; 2]> {
+    let table = |part: fn(&(f32, f32)) -> f32| {
+        let numbers: Vec<f32> = places.iter().flat_map(|place| rotary.at(*place)).map(part).collect();
+        Tensor::from_vec(numbers, (places.len(), rotary.half()), device)
+    };
+    Ok([table(|turn| turn.0)?, table(|turn| turn.1)?])
+}
+
+/// [`Rotary::rotate`] of `x` `[tokens, heads, d]`.
+///
+/// # Errors
+/// Shapes or types do not match, or the device fails.
+pub fn rotated(rotary: &Rotary, x: &Tensor, places: &[usize]) -> Result<Tensor> {
+    let [cos, sin] = turns(rotary, places, x.device())?;
+    let of_heads = |table: Tensor| table.unsqueeze(1)?.to_dtype(x.dtype());
+    let (cos, sin) = (of_heads(cos)?, of_heads(sin)?);
+    let half = rotary.half();
+    let (a, b) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
+    let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
+    let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
+    Tensor::cat(&[first, second], 2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rotation_is_that_of_the_kernel() {
+        let rotary = Rotary::new(100.0, 4, 8);
+        let mut token = [1.0, 2.0, 3.0, 4.0];
+        let x = Tensor::from_slice(&token, (1, 1, 4), &Device::Cpu).unwrap();
+        rotary.rotate(3, &mut token);
+        let composed: Vec<f32> =
+            rotated(&rotary, &x, &[3]).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+        assert_eq!(composed, token);
+    }
+}
