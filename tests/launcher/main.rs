@@ -259,6 +259,16 @@ async fn those_who_were_with_others_are_counted_but_are_no_poison() {
 }
 
 #[tokio::test]
+async fn tasks_that_are_preprocessed_when_their_worker_dies_are_counted_too() {
+    let preprocessing = |fingerprints: &[&str]| forward(fingerprints).replace("forward", "preprocessing");
+    let (begun, ended) = (preprocessing(&["a", "b"]), preprocessing(&["b"]));
+    let script = format!("{READY}\n[ $life = 2 ] && exit 80\n{begun}; {ended}; kill -11 $$");
+    let stage = Stage::new(1, &script);
+    assert_eq!(stage.run().await, Exit::Done);
+    assert_eq!(deaths(&stage.lines("start-0")[1]), [("b".to_owned(), 1, false)]);
+}
+
+#[tokio::test]
 async fn deaths_of_a_group_of_suspects_neither_give_the_slot_up_nor_count_as_attempts() {
     let script = format!("{READY}\n[ $life = 9 ] && exit 80\n{}; kill -11 $$", isolated(&["a", "b"]));
     let stage = Stage::new(1, &script);

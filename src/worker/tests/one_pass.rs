@@ -396,3 +396,19 @@ fn a_model_that_refuses_its_own_probe_has_failed_and_not_its_device() {
     let (device, reason) = ("cpu".to_owned(), "no".to_owned());
     assert_eq!(error(LoadError::Device { device, reason }), Exit::DeviceFailed);
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_launcher_knows_which_tasks_are_preprocessed_on_another_thread() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.deliver([echo("brief"), task("long", "mine", &json!({"input": "x".repeat(4 << 10)}))]);
+        rig.memory.settles(2).await;
+        let (_, events) = rig.finish().await;
+        let known = events.iter().filter_map(|event| match event {
+            Event::Preprocessing { tasks } => Some(tasks.iter().map(|task| &*task.id).collect::<Vec<_>>()),
+            _ => None,
+        });
+        assert_eq!(known.collect::<Vec<_>>(), [vec!["long"], vec![]]);
+    })
+    .await;
+}
