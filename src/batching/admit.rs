@@ -5,19 +5,23 @@
 //!   reserved. So no sequence runs out of room half way.
 //! - **Shares.** A requester's share is the limits divided by the number of requesters that run or wait, and at least one
 //!   sequence. While others wait that are within their shares, nothing is admitted beyond a share, and what runs beyond
-//!   one gives way to them: it waits again, and begins anew. What is within a share is never taken from it, except by
-//!   "overtaking". One requester alone may use everything.
-//! - **Order.** Of one requester the first come is next; one level of priority counts as [`AGEING`] of waiting. Among the
-//!   next ones of all requesters it is the same, but each counts as come no earlier than a sequence of its requester
-//!   was last admitted or ended. So a requester of hundreds of sequences lets each other requester go between two.
-//! - **Overtaking.** A sequence that finds no room does not hold up smaller ones behind it, and they do not hold it up:
-//!   those that were admitted before it out of turn give way as soon as it would find room without them. So neither a
+//!   one gives way to them: it waits again, and begins anew. Within its share a sequence is preempted in three cases only:
+//!   it overtook (see Overtaking), it is a background sequence, or an isolated sequence needs its room. One requester
+//!   alone may use everything.
+//! - **Order.** Within a requester, first come, first served; one level of priority is worth [`AGEING`] of waiting. Between
+//!   requesters, the first waiting sequences of each compete by the same rule, except that a requester's arrival time is
+//!   reset whenever one of its sequences is admitted or ends. So one with hundreds of sequences lets each other requester
+//!   go between two of its own.
+//! - **Overtaking.** A sequence that finds no room holds up only the later ones of its own requester. Smaller sequences of
+//!   other requesters are admitted before it, and are preempted as soon as it would find room without them. So neither a
 //!   small sequence nor one that needs nearly all room waits for ever.
+//! - **Isolated** sequences are of tasks that may have killed a worker. They run only beside each other: while they run, no
+//!   step has a row of another sequence.
 //! - **Background** sequences count as come [`BACKGROUND`] later. Before that time they run only where nobody else waits,
 //!   and give way to ordinary sequences.
-//! - **Steps.** A step first has a row (1 token) for each sequence whose prompt is fed, then chunks of prompts within
-//!   the step's tokens, divided by the rules in `prompts`. No more sequences run than a step has tokens, so that
-//!   every prompt makes progress.
+//! - **Steps.** A step first has a row (1 token) for each sequence whose whole prompt has been fed, then chunks of prompts in
+//!   the tokens left, divided by `prompts`. No more sequences are admitted than a step has tokens, so that every prompt
+//!   makes progress. If a smaller step leaves more running, they take turns.
 
 use std::cell::LazyCell;
 use std::collections::BTreeMap;
@@ -293,8 +297,8 @@ impl<K: Copy + Ord> Scheduler<K> {
         self.running.iter().flatten().map(|running| running.sequence.key)
     }
 
-    /// Enqueues a sequence. The caller must refuse one that needs more tokens than may be reserved: it would
-    /// never run, and would block those after it.
+    /// Enqueues a sequence. The caller must refuse one that needs more tokens than may be reserved: neither it nor any later
+    /// sequence of its requester would ever run.
     pub fn enqueue(&mut self, key: K, request: Request, now: Instant) {
         self.count += 1;
         let came = if request.background { now + BACKGROUND } else { now };

@@ -28,7 +28,7 @@ pub struct Held {
 }
 
 impl Memory {
-    /// No inputs yet, and at most `most` bytes of them.
+    /// Nothing is held yet. Preparing pauses while `most` bytes or more are held; slices already admitted may exceed it.
     pub fn new(most: u64) -> Arc<Self> {
         Arc::new(Self {
             most: usize::try_from(most).unwrap_or(usize::MAX),
@@ -40,8 +40,8 @@ impl Memory {
     }
 
     /// Waits until a slice of inputs may be prepared. What it will probably take is held until the returned value
-    /// is dropped. A slice may always be prepared while nothing is held. Inputs that are held wait for the model
-    /// alone, never for further ones, so that there is room again.
+    /// is dropped. A slice may always be prepared while nothing is held. No deadlock: prepared inputs need nothing but the
+    /// model to be computed, and then free their bytes.
     pub async fn room(self: &Arc<Self>) -> Held {
         let _turn = self.turn.lock().await;
         while self.used.load(Ordering::Acquire) >= self.most {
@@ -50,7 +50,8 @@ impl Memory {
         self.hold(self.largest.load(Ordering::Relaxed))
     }
 
-    /// Counts the `bytes` of a slice that was prepared; none if it has none.
+    /// Holds the bytes of a slice that was prepared, until the returned value is dropped; None for 0 bytes. Later slices are
+    /// expected to take at least as much.
     pub(super) fn slice(self: &Arc<Self>, bytes: usize) -> Option<Arc<Held>> {
         self.largest.fetch_max(bytes, Ordering::Relaxed);
         (bytes > 0).then(|| Arc::new(self.hold(bytes)))

@@ -149,7 +149,8 @@ impl Shared {
         }
     }
 
-    /// Settles a task whose reply queue takes nothing; it is not computed. None: that is done.
+    /// Whether the task is computed now. If its reply queue takes nothing, the task is put off or dead-lettered instead: then
+    /// None, and it is settled. If it cannot be put off, it is computed after all.
     async fn admit(
         &self,
         accepted: &Accepted,
@@ -268,7 +269,7 @@ impl Run<'_> {
         (timings, answered): (&mut Timings, &mut Option<PartsAnswered>),
     ) -> Result<Body, Outcome> {
         let Self { shared, task, state, isolated } = *self;
-        let accepted = now();
+        let accepted_at = now();
         task.deadline()?;
         shared.check(task, state)?;
         let began = Instant::now();
@@ -294,7 +295,7 @@ impl Run<'_> {
         timings.batch_size = computed.last.size as i64;
         timings.batch_tokens = computed.last.tokens as i64;
         if let Some(first) = computed.first_piece {
-            timings.first_token_us = Some(micros(first.saturating_duration_since(accepted)));
+            timings.first_token_us = Some(micros(first.saturating_duration_since(accepted_at)));
             timings.answer_us = micros(now().saturating_duration_since(first));
         }
         if has_left {
@@ -356,7 +357,7 @@ impl Run<'_> {
             let _suspect = (!brief).then(|| reporter.preprocessing(&name));
             work()
         };
-        // What an isolated task waits for is computed only after it.
+        // An isolated task does not wait for memory: that is held by tasks that are computed only after it, so it would deadlock.
         let _held = if self.isolated { None } else { Some(engine.memory().room().await) };
         self.beside_others(pool.run(brief, work)).await.map_err(internal)?
     }

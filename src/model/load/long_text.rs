@@ -36,9 +36,9 @@ pub struct TextIds {
     pub is_whole: bool,
 }
 
-/// The ids of a text, by `encode`. Of a text with more than twice `most` tokens it may be those of a part: the first or
-/// the last `most` of them are those of the text, because a tokenizer looks no farther than a word or two, and the cut
-/// is as far away.
+/// The token ids of a text, by `encode`. If it has more than twice `most` tokens, only a part of it may have been tokenised,
+/// from one side. The `most` ids nearest that side are still exactly those of the whole text: the cut is more than `most`
+/// tokens away from them, and affects only the word or two beside it.
 ///
 /// # Errors
 /// Those of `encode`.

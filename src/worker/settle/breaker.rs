@@ -1,7 +1,11 @@
-//! A circuit breaker for each requester's reply queue that takes no message now: decides which of its tasks are computed
-//! meanwhile. While computed replies wait for the queue, none is; they show when it takes messages again. Once none of
-//! them waits any more, one task at a time is computed, as a probe. Owns what is known of such queues, for this worker
-//! alone. Pure, but for the lock around it; time is passed in.
+//! A circuit breaker for each requester's reply queue that takes no message now: decides which of its tasks are computed.
+//! Owns what is known of such queues, for this worker alone. Does no I/O.
+//!
+//! - Open, nothing is computed: a waiting reply was refused; or replies wait unanswered, and the queue has taken nothing for
+//!   [`STALLED`]; or none waits, and less than [`PROBE_INTERVAL`] has passed since the last one did.
+//! - Slow, all are computed: replies wait unanswered, but the queue took a message within [`STALLED`].
+//! - Half open, otherwise: one task at a time is computed, as a probe. The first message that the queue takes while no
+//!   reply waits closes the breaker.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,7 +17,7 @@ use super::STALLED;
 
 /// The most queues that are remembered: requesters choose their names. Tasks of one that is forgotten are computed.
 const MOST: usize = 1_024;
-/// How long after a queue's last refusal the next task is computed as a probe.
+/// How long after the last reply ceased to wait the next task is computed as a probe.
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 /// How long a queue that no task asks for is remembered after its last refusal.
 const REMEMBERED: Duration = Duration::from_secs(60);
@@ -31,8 +35,8 @@ struct Breaker {
     is_probed: bool,
     /// When the queue last took a message. None: not since this was made.
     took_at: Option<Instant>,
-    /// When it was last known to take none.
-    refused_at: Instant,
+    /// When a reply last began or ceased to wait for it.
+    waited_at: Instant,
 }
 
 impl Breaker {
@@ -42,7 +46,7 @@ impl Breaker {
         let is_silent = || self.took_at.is_none_or(|at| now >= at + STALLED);
         self.refused > 0
             || self.unanswered > 0 && is_silent()
-            || self.refused + self.unanswered == 0 && now < self.refused_at + PROBE_INTERVAL
+            || self.refused + self.unanswered == 0 && now < self.waited_at + PROBE_INTERVAL
     }
 
     fn is_idle(&self) -> bool {
@@ -88,7 +92,7 @@ impl Drop for Waiting<'_> {
         if let Some(breaker) = self.breakers.lock().get_mut(self.queue) {
             let count = if self.was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
             *count = count.saturating_sub(1);
-            breaker.refused_at = Instant::now();
+            breaker.waited_at = Instant::now();
         }
     }
 }
@@ -114,16 +118,16 @@ impl Breakers {
     pub(super) fn wait<'a>(&'a self, queue: &'a str, was_refused: bool, now: Instant) -> Waiting<'a> {
         let mut all = self.lock();
         if !all.contains_key(queue) {
-            all.retain(|_, breaker| !breaker.is_idle() || now < breaker.refused_at + REMEMBERED);
+            all.retain(|_, breaker| !breaker.is_idle() || now < breaker.waited_at + REMEMBERED);
             if all.len() >= MOST {
                 let idle = all.iter().filter(|(_, breaker)| breaker.is_idle());
-                let oldest = idle.min_by_key(|(_, breaker)| breaker.refused_at).map(|(name, _)| name.clone());
+                let oldest = idle.min_by_key(|(_, breaker)| breaker.waited_at).map(|(name, _)| name.clone());
                 oldest.and_then(|name| all.remove(&name));
             }
         }
         if all.len() < MOST || all.contains_key(queue) {
             let new =
-                || Breaker { refused: 0, unanswered: 0, is_probed: false, took_at: None, refused_at: now };
+                || Breaker { refused: 0, unanswered: 0, is_probed: false, took_at: None, waited_at: now };
             let breaker = all.entry(queue.to_owned()).or_insert_with(new);
             let count = if was_refused { &mut breaker.refused } else { &mut breaker.unanswered };
             *count += 1;

@@ -49,8 +49,9 @@ pub(super) struct Reply<'a> {
 pub(super) enum Parked {
     No,
     Already,
-    /// The task was cancelled on request: if its reply queue is gone, no dead letter is written.
-    Never,
+    /// The task was cancelled on request. It becomes a dead letter unless its reply queue is gone: then nobody is left to
+    /// ask for it.
+    UnlessUnroutable,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,7 +113,7 @@ fn after_reply(sent: Sent, reply: Reply<'_>) -> Next {
     };
     match (parked, reason, error) {
         (Parked::Already, ..) => Next::AckUnheard(message),
-        (Parked::Never, Reason::Unroutable, _) => Next::Ack,
+        (Parked::UnlessUnroutable, Reason::Unroutable, _) => Next::Ack,
         // Computing it again would bring the same refusal.
         (_, Reason::Unroutable, Some(error)) if error.kind.is_refusal() => {
             let message = format!("{error}; {message}");
@@ -160,7 +161,7 @@ mod tests {
             Letter::PutOff,
             Letter::PutOffAgain("full"),
             Letter::Reply(reply(Parked::No)),
-            Letter::Reply(reply(Parked::Never)),
+            Letter::Reply(reply(Parked::UnlessUnroutable)),
         ] {
             assert_eq!(follow(Sent::Confirmed, letter), Next::Ack, "{letter:?}");
         }
@@ -185,7 +186,7 @@ mod tests {
 
     #[test]
     fn a_cancelled_task_is_not_computed_again_and_one_that_is_parked_is_not_parked_twice() {
-        let never = every_failure().map(|sent| follow(sent, Letter::Reply(reply(Parked::Never))));
+        let never = every_failure().map(|sent| follow(sent, Letter::Reply(reply(Parked::UnlessUnroutable))));
         assert_eq!(never[0], Next::Ack, "nobody is left to ask for it");
         assert!(matches!(never[3], Next::DeadLetter(Reason::Unconfirmed, _)));
         let second = Reply { is_second: true, ..reply(Parked::Already) };

@@ -256,7 +256,7 @@ impl Settlement {
             Disposition::ReplyErrorAndAck(error) => {
                 // Nobody may be left to receive the answer of a cancelled task.
                 let wanted = error.kind != TaskErrorKind::Cancelled;
-                let parked = if wanted { Parked::No } else { Parked::Never };
+                let parked = if wanted { Parked::No } else { Parked::UnlessUnroutable };
                 self.answer(accepted, Err(&error), (timings, parked)).await?;
             }
             Disposition::Retry(delay, error) => self.try_again(accepted, delay, &error, timings).await?,

@@ -123,7 +123,9 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
     }
 }
 
-/// Waits in a retry queue if there is time left for it, or if it is being tried whether the queue takes messages again.
+/// Puts the task off to a retry queue, for as long as its time to wait allows. With no time left: a dead letter if the reply
+/// queue is known to take nothing; the shortest delay if a probe is under way, because its result may let the task be
+/// computed.
 fn hold(held: Held, tries: Tries<'_>) -> Disposition {
     let Held { queue, left, is_refused } = held;
     let least = || tries.retry.ceilings().first().copied().unwrap_or(Retry::PUT_OFF);
@@ -151,7 +153,8 @@ fn within(ceiling: Duration, jitter: f64) -> Delay {
     Delay { after: ceiling.mul_f64(0.5 + 0.5 * jitter.clamp(0.0, 1.0)), ceiling }
 }
 
-/// Another attempt, if one is left and the deadline is later; otherwise an error reply.
+/// Another attempt. After the last one: a dead letter, and an error reply. If the deadline comes before the next one: only
+/// an error reply.
 fn try_again(error: TaskError, tries: Tries<'_>) -> Disposition {
     let Tries { retry, attempt, .. } = tries;
     if attempt >= retry.max_attempts {

@@ -75,7 +75,7 @@ impl Settlement {
         let given_up = tokio::select! {
             biased;
             sent = &mut published => return sent,
-            given_up = self.gives_up(to, (message.body.len(), limit), &attempts) => given_up,
+            given_up = self.wait_until_given_up(to, message.body.len(), limit, &attempts) => given_up,
         };
         // A message that the broker has not answered may yet arrive.
         let asked = Instant::now();
@@ -90,8 +90,15 @@ impl Settlement {
         })
     }
 
-    /// Returns when a queue is not waited for any more that has not taken a message of `bytes` bytes.
-    async fn gives_up(&self, to: To<'_>, (bytes, limit): (usize, Duration), attempts: &Attempts) -> Sent {
+    /// Waits until this queue's time is up, or until too many tasks wait for such queues. Returns what then counts as having
+    /// become of the message of `bytes` bytes. A requester's queue is entered into `breakers` and `stalled` after [`STALLED`].
+    async fn wait_until_given_up(
+        &self,
+        to: To<'_>,
+        bytes: usize,
+        limit: Duration,
+        attempts: &Attempts,
+    ) -> Sent {
         let queue = to.queue;
         let in_vain =
             || Sent::Unconfirmed(format!("queue {queue:?} has not taken the message for {limit:?}"));

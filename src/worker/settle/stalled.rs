@@ -1,6 +1,6 @@
 //! Decides which tasks may keep waiting for a reply queue that does not accept their replies. If there are too
-//! many, the one that has waited longest gives up. Owns their number and bytes, so that requesters who do not
-//! listen take at most half of what the worker may hold.
+//! many, the one that has waited longest gives up. Owns their number and bytes: at most half of the messages that the
+//! broker grants, and at most `prefetch_bytes` of replies.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
@@ -16,7 +16,7 @@ struct Waiting {
     tasks: VecDeque<(usize, oneshot::Sender<()>)>,
     /// The most tasks that may wait.
     most: usize,
-    /// The most bytes of their replies; one task may always wait.
+    /// The most bytes of their replies. A single larger reply may wait, if `most` allows a task at all.
     most_bytes: usize,
 }
 

@@ -1,6 +1,6 @@
 //! Bounds the work of one operation on a requester's grammar, in a process that does nothing else. The work is counted
 //! in bytes that are allocated: the same operation allocates the same bytes on every machine, however busy it is.
-//! (llguidance has limits of its own, but building a grammar passes some of its work by them: see `server`.) Processor
+//! (llguidance's own limits do not cover all of the work of building: see `server`.) Processor
 //! time is only a backstop. Owns the counters of the process; a process without an armed budget is not counted.
 
 use std::alloc::{GlobalAlloc, Layout};
@@ -13,7 +13,7 @@ use std::time::Duration;
 use mimalloc::MiMalloc;
 use nix::libc;
 
-use super::wire::{self, Status};
+use super::wire::{self, FrameKind};
 
 /// What one operation may cost.
 #[derive(Clone, Copy, Debug)]
@@ -38,13 +38,13 @@ static HELD: AtomicI64 = AtomicI64::new(0);
 /// The socket that is told when the budget is exceeded.
 static SOCKET: AtomicI32 = AtomicI32::new(-1);
 
-/// The program's allocator: mimalloc, and the count of a [`Budget`]. Large outputs cost page faults with the system's
-/// allocator. A program with a model of its own installs it with `#[global_allocator]`; with another allocator, grammars
-/// are bounded by processor time and by 1 GiB of address space.
+/// The program's allocator: mimalloc, which counts for a [`Budget`]. (mimalloc, because large model outputs cause page faults
+/// with the system's allocator.) A program with a model of its own installs it with `#[global_allocator]`. Without it, a
+/// grammar is bounded only by processor time and 1 GiB of address space.
 pub struct Allocator;
 
 /// Whether [`Allocator`] is the allocator of this program.
-pub(super) fn counts() -> bool {
+pub(super) fn allocator_is_installed() -> bool {
     let before = 1 << 40;
     ALLOCATED_LEFT.store(before, Ordering::Relaxed);
     HELD_LEFT.store(before, Ordering::Relaxed);
@@ -55,7 +55,7 @@ pub(super) fn counts() -> bool {
 }
 
 /// Runs an operation within a budget. If it needs more, the process tells the socket so and ends.
-pub(super) fn within<T>(budget: Budget, socket: &UnixStream, operation: impl FnOnce() -> T) -> T {
+pub(super) fn run_within<T>(budget: Budget, socket: &UnixStream, operation: impl FnOnce() -> T) -> T {
     SOCKET.store(socket.as_raw_fd(), Ordering::Relaxed);
     ALLOCATED_LEFT.store(budget.allocated, Ordering::Relaxed);
     HELD_LEFT.store(budget.held - HELD.load(Ordering::Relaxed), Ordering::Relaxed);
@@ -102,7 +102,7 @@ fn charge(bytes: usize, freed: usize) {
     reason = "an allocator may neither unwind nor allocate; only the bare calls do neither"
 )]
 fn exceeded(socket: RawFd) -> ! {
-    let frame = wire::header(Status::TooCostly, 0);
+    let frame = wire::header(FrameKind::TooCostly, 0);
     // SAFETY: the frame outlives the call; a socket that is closed meanwhile makes the call fail, which changes nothing.
     unsafe {
         libc::send(socket, frame.as_ptr().cast(), frame.len(), libc::MSG_NOSIGNAL);

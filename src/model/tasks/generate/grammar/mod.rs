@@ -30,7 +30,7 @@ use sha2::{Digest, Sha256};
 
 pub use self::budget::Allocator;
 pub use self::server::serve;
-use self::wire::{Status, read_frame, send_socket, write_frame};
+use self::wire::{FrameKind, read_frame, send_socket, write_frame};
 use crate::model::load::vocabulary::TokenTexts;
 use crate::model::{TaskError, TaskErrorKind};
 use crate::protocol::generate::Format;
@@ -112,7 +112,7 @@ impl Server {
             .spawn()?;
         let server = Self { process, socket };
         server.socket.set_write_timeout(Some(BUILDING))?;
-        write_frame(&server.socket, Status::Done, vocabulary)?;
+        write_frame(&server.socket, FrameKind::Data, vocabulary)?;
         Ok(server)
     }
 }
@@ -173,13 +173,13 @@ impl Grammars {
         let mut frame = Vec::new();
         let mut attempt = |server: &Server| {
             let socket = child_of(&server.socket, BUILDING)?;
-            write_frame(&socket, Status::Done, grammar)?;
+            write_frame(&socket, FrameKind::Data, grammar)?;
             Ok((read_frame(&socket, &mut frame)?, socket))
         };
         let running = state.server.take().map(|server| (attempt(&server), server));
         let (answer, server) = match running {
             Some((Ok(answer), server)) => (answer, server),
-            // The server may have ended. If it was the builder that ended, the new server says the same.
+            // Either the server or the builder has ended. A new server tells which: if its builder fails too, the task fails.
             _ => {
                 let server = Server::start(&self.vocabulary).map_err(|error| fault(&error))?;
                 (attempt(&server).map_err(|error| fault(&error))?, server)
@@ -188,9 +188,9 @@ impl Grammars {
         state.server = Some(server);
         let (status, socket) = answer;
         Ok(match status {
-            Status::Done => Ok(Arc::new(Builder(socket))),
-            Status::Refused => Err(String::from_utf8_lossy(&frame).into_owned()),
-            Status::TooCostly => Err(too_costly("building it")),
+            FrameKind::Data => Ok(Arc::new(Builder(socket))),
+            FrameKind::Refused => Err(String::from_utf8_lossy(&frame).into_owned()),
+            FrameKind::TooCostly => Err(too_costly("building it")),
         })
     }
 
@@ -199,7 +199,7 @@ impl Grammars {
     }
 }
 
-/// The grammar of a schema. Without free space: a small model would go on with it until `max_tokens`.
+/// The grammar of a schema. Optional whitespace is forbidden: a small model may emit nothing else until `max_tokens`.
 fn json_grammar(mut schema: serde_json::Value) -> TopLevelGrammar {
     if let Some(schema) = schema.as_object_mut() {
         let spaces = json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "});
@@ -232,7 +232,8 @@ impl fmt::Debug for Constraint {
 }
 
 impl Constraint {
-    /// Begins a sequence. Its first mask is computed meanwhile.
+    /// Begins a sequence: has its matcher forked, which sends the first mask at once (the builder computed it with the
+    /// grammar).
     ///
     /// # Errors
     /// `Fault` if the grammar's process has ended.
@@ -260,9 +261,11 @@ impl Masks {
     pub fn apply(&mut self, logits: &mut [f32]) -> Result<(), TaskError> {
         if !self.is_read {
             match read_frame(&self.socket, &mut self.allowed).map_err(|error| fault(&error))? {
-                Status::Done => self.is_read = true,
-                Status::Refused => return Err(refused(String::from_utf8_lossy(&self.allowed).into_owned())),
-                Status::TooCostly => return Err(refused(too_costly("finding the next token"))),
+                FrameKind::Data => self.is_read = true,
+                FrameKind::Refused => {
+                    return Err(refused(String::from_utf8_lossy(&self.allowed).into_owned()));
+                }
+                FrameKind::TooCostly => return Err(refused(too_costly("finding the next token"))),
             }
         }
         for (id, x) in logits.iter_mut().enumerate() {
@@ -278,6 +281,6 @@ impl Masks {
     /// [`Masks::apply`] says so.
     pub fn take(&mut self, id: u32) {
         self.is_read = false;
-        let _ = write_frame(&self.socket, Status::Done, &id.to_le_bytes());
+        let _ = write_frame(&self.socket, FrameKind::Data, &id.to_le_bytes());
     }
 }

@@ -1,6 +1,6 @@
-//! The processes that run requesters' grammars. A grammar is a program of a stranger: building it or computing one mask
-//! may take any time and memory, and llguidance bounds only a part of that (building explores `multipleOf` and
-//! intersections of patterns without its fuel). So it runs in processes that hold nothing else and may end at any time:
+//! The processes that run requesters' grammars. Requesters write the grammars, so they are untrusted: building one or
+//! computing one mask may take any time and memory, and llguidance's work limit ("fuel") does not cover `multipleOf` or
+//! intersections of patterns. So each runs in processes that hold nothing else and may end at any time:
 //!
 //! - the *server*, one for a worker, holds the vocabulary. It forks
 //! - a *builder* for each grammar, which builds it within [`BUILD`] and says whether it can be used. It forks
@@ -22,8 +22,8 @@ use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{SigHandler, Signal, signal};
 use nix::unistd::{ForkResult, fork};
 
-use super::budget::{Budget, counts, within};
-use super::wire::{Status, read_frame, receive_socket, write_frame};
+use super::budget::{Budget, allocator_is_installed, run_within};
+use super::wire::{FrameKind, read_frame, receive_socket, write_frame};
 use crate::protocol::shorten;
 
 /// What building a grammar and computing its first mask may cost. 192 MiB of allocations take 250 ms of a 2.6 GHz Xeon
@@ -121,10 +121,10 @@ fn factory(vocabulary: &[u8]) -> Result<ParserFactory, String> {
 fn build(factory: &ParserFactory, worker: UnixStream) -> io::Result<()> {
     let mut grammar = Vec::new();
     read_frame(&worker, &mut grammar)?;
-    if !counts() {
+    if !allocator_is_installed() {
         setrlimit(Resource::RLIMIT_AS, UNCOUNTED, UNCOUNTED)?;
     }
-    let built = within(BUILD, &worker, || {
+    let built = run_within(BUILD, &worker, || {
         let grammar: TopLevelGrammar = serde_json::from_slice(&grammar).map_err(|error| error.to_string())?;
         let mut matcher = Matcher::new(factory.create_parser(grammar));
         let mask = mask(&mut matcher)?;
@@ -134,16 +134,16 @@ fn build(factory: &ParserFactory, worker: UnixStream) -> io::Result<()> {
         Ok(built) => built,
         Err(reason) => return refuse(&worker, reason),
     };
-    write_frame(&worker, Status::Done, &[])?;
+    write_frame(&worker, FrameKind::Data, &[])?;
     fork_for_each(worker, |worker| answer(&mut matcher, &first, &worker))
 }
 
 /// A matcher: writes the first mask; then reads each chosen token and writes the mask for the next.
 fn answer(matcher: &mut Matcher, first: &[u8], worker: &UnixStream) -> io::Result<()> {
-    write_frame(worker, Status::Done, first)?;
+    write_frame(worker, FrameKind::Data, first)?;
     let mut token = Vec::new();
-    while let Ok(Status::Done) = read_frame(worker, &mut token) {
-        let next = within(MASK, worker, || {
+    while let Ok(FrameKind::Data) = read_frame(worker, &mut token) {
+        let next = run_within(MASK, worker, || {
             let id: [u8; 4] = token.as_slice().try_into().map_err(|_| "a token has four bytes")?;
             if !matcher.is_stopped() {
                 matcher.consume_token(u32::from_le_bytes(id)).map_err(|error| reason(&error))?;
@@ -151,7 +151,7 @@ fn answer(matcher: &mut Matcher, first: &[u8], worker: &UnixStream) -> io::Resul
             mask(matcher)
         });
         match next {
-            Ok(next) => write_frame(worker, Status::Done, &next)?,
+            Ok(next) => write_frame(worker, FrameKind::Data, &next)?,
             Err(reason) => return refuse(worker, reason),
         }
     }
@@ -172,7 +172,7 @@ fn reason(error: &impl std::fmt::Display) -> String {
 }
 
 fn refuse(worker: &UnixStream, reason: String) -> io::Result<()> {
-    write_frame(worker, Status::Refused, reason.as_bytes())
+    write_frame(worker, FrameKind::Refused, reason.as_bytes())
 }
 
 #[cfg(test)]

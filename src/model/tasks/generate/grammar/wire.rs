@@ -7,11 +7,11 @@ use std::os::unix::net::UnixStream;
 use nix::cmsg_space;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 
-/// What a frame holds.
+/// What the payload of a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Status {
-    /// What was asked for.
-    Done = 0,
+pub(super) enum FrameKind {
+    /// Data: a request, or its result.
+    Data = 0,
     /// The grammar cannot be used; the payload says why.
     Refused = 1,
     /// The grammar needs more work or memory than its budget.
@@ -23,26 +23,26 @@ const HEADER: usize = 5;
 /// The largest payload, in bytes: a vocabulary of a million tokens has about 10 MiB.
 const MOST: usize = 64 << 20;
 
-pub(super) fn header(status: Status, length: u32) -> [u8; HEADER] {
+pub(super) fn header(status: FrameKind, length: u32) -> [u8; HEADER] {
     let [a, b, c, d] = length.to_le_bytes();
     [status as u8, a, b, c, d]
 }
 
 /// Writes a frame by one call, so that the reader wakes once.
-pub(super) fn write_frame(mut stream: &UnixStream, status: Status, payload: &[u8]) -> io::Result<()> {
+pub(super) fn write_frame(mut stream: &UnixStream, status: FrameKind, payload: &[u8]) -> io::Result<()> {
     let length = u32::try_from(payload.len()).map_err(io::Error::other)?;
     stream.write_all(&[&header(status, length)[..], payload].concat())
 }
 
 /// Reads a frame's payload into `payload`.
-pub(super) fn read_frame(mut stream: &UnixStream, payload: &mut Vec<u8>) -> io::Result<Status> {
+pub(super) fn read_frame(mut stream: &UnixStream, payload: &mut Vec<u8>) -> io::Result<FrameKind> {
     let mut header = [0; HEADER];
     stream.read_exact(&mut header)?;
     let [status, length @ ..] = header;
     let status = match status {
-        0 => Status::Done,
-        1 => Status::Refused,
-        2 => Status::TooCostly,
+        0 => FrameKind::Data,
+        1 => FrameKind::Refused,
+        2 => FrameKind::TooCostly,
         other => return Err(io::Error::other(format!("{other} is no status of a frame"))),
     };
     let length = u32::from_le_bytes(length) as usize;
