@@ -113,7 +113,14 @@ impl Convolution {
                 let line = columns.out * channels;
                 by_blocks(&mut out, line, |first, lines| {
                     for (index, line) in lines.chunks_exact_mut(line).enumerate() {
-                        dispatch(DepthwiseLine { of: self, image: &image, taps, index: first + index, line });
+                        dispatch(DepthwiseLine {
+                            of: self,
+                            image: &image,
+                            taps,
+                            bias: &self.bias,
+                            index: first + index,
+                            line,
+                        });
                     }
                 });
             }
@@ -219,6 +226,7 @@ struct DepthwiseLine<'a> {
     of: &'a Convolution,
     image: &'a Images<'a>,
     taps: &'a [f32],
+    bias: &'a [f32],
     /// Counts the lines of all images.
     index: usize,
     /// `[columns, channels]`.
@@ -233,14 +241,13 @@ impl WithSimd for DepthwiseLine<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { of, image, taps, index, line } = self;
-        let (bias, Patches { size, stride, .. }) = (&*of.bias, of.patches);
+        let Self { of, image, taps, bias, index, line } = self;
         let Images { x, rows, columns, channels } = *image;
-        let (of_rows, row) = rows.taps(index % rows.out, size, stride);
+        let (of_rows, row) = rows.taps(index % rows.out, of.patches.size, of.patches.stride);
         let start = index / rows.out * rows.length + row;
         let (least, most) = (simd.splat_f32s(of.clamp.0), simd.splat_f32s(of.clamp.1));
         for (column, out) in line.chunks_exact_mut(channels).enumerate() {
-            let (of_columns, first) = columns.taps(column, size, stride);
+            let (of_columns, first) = columns.taps(column, of.patches.size, of.patches.stride);
             // Many channels at a time, so that their sums stay in registers for all taps.
             let wide = REGISTERS * S::F32_LANES;
             let mut channel = 0;
@@ -250,7 +257,7 @@ impl WithSimd for DepthwiseLine<'_> {
                 load(simd, &bias[channel..][..count], &mut sums);
                 for (tap, row) in of_rows.clone().zip(start..) {
                     let pixels = (row * columns.length + first) * channels + channel;
-                    let weights = (tap * size + of_columns.start) * channels + channel;
+                    let weights = (tap * of.patches.size + of_columns.start) * channels + channel;
                     for place in 0..of_columns.len() {
                         let pixel = &x[pixels + place * channels..][..count];
                         let weight = &taps[weights + place * channels..][..count];
