@@ -165,7 +165,7 @@ pub const OTHERS: &str = "(others)";
 /// Bytes of a user's name that are kept: as many as a request may have.
 const USER_BYTES: usize = 256;
 
-/// Tokens by user. At most [`USERS`] are counted apart: the one that was counted longest ago makes room for another,
+/// Tokens by user. At most 100 (`USERS`) are counted apart: the one that was counted longest ago makes room for another,
 /// and its tokens go to [`OTHERS`], so that the sum over all never falls. A user that comes back begins at 0.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(transparent)]

@@ -38,7 +38,7 @@ static HELD: AtomicI64 = AtomicI64::new(0);
 /// The socket that is told when the budget is exceeded.
 static SOCKET: AtomicI32 = AtomicI32::new(-1);
 
-/// The program's allocator: mimalloc, which counts for a [`Budget`]. (mimalloc, because large model outputs cause page faults
+/// The program's allocator: mimalloc, which counts what a grammar may allocate. (mimalloc, because large model outputs cause page faults
 /// with the system's allocator.) A program with a model of its own installs it with `#[global_allocator]`. Without it, a
 /// grammar is bounded only by processor time and 1 GiB of address space.
 pub struct Allocator;
