@@ -29,6 +29,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 
 pub use self::budget::Allocator;
+use self::budget::Budget;
 pub use self::server::serve;
 use self::wire::{FrameKind, read_frame, send_socket, write_frame};
 use crate::model::load::vocabulary::TokenTexts;
@@ -41,6 +42,9 @@ pub const COMMAND: &str = "grammar-server";
 const SPECIAL: u8 = 0xff;
 /// Grammars whose builders are kept after their last sequence, and whose refusals are remembered.
 const REMEMBERED: usize = 16;
+/// The longest regular expression, in bytes. The time to build one grows with the square of its length: optional letters
+/// of this length take about 0.3 s.
+const EXPRESSION: usize = 8 << 10;
 /// How long the worker waits for a builder. Its processor time ends it far sooner, unless the machine is overloaded; then
 /// the task is tried again.
 const BUILDING: Duration = Duration::from_secs(20);
@@ -154,6 +158,15 @@ impl Grammars {
             Format::JsonSchema(schema) => json_grammar(schema.clone()),
             Format::Regex(expression) => TopLevelGrammar::from_regex(expression),
         };
+        let longest = match format {
+            Format::JsonSchema(schema) => longest_expression(schema),
+            Format::Regex(expression) => expression.len(),
+            Format::Text | Format::JsonObject => 0,
+        };
+        if longest > EXPRESSION {
+            let reason = format!("an expression has {longest} bytes; at most {EXPRESSION} are taken");
+            return Err(refused(reason));
+        }
         let grammar = serde_json::to_vec(&grammar).map_err(|error| TaskError::internal(error.to_string()))?;
         let fingerprint: Fingerprint = Sha256::digest(&grammar).into();
         let mut state = self.lock();
@@ -190,7 +203,7 @@ impl Grammars {
         Ok(match status {
             FrameKind::Data => Ok(Arc::new(Builder(socket))),
             FrameKind::Refused => Err(String::from_utf8_lossy(&frame).into_owned()),
-            FrameKind::TooCostly => Err(too_costly("building it")),
+            FrameKind::TooCostly => Err(too_costly("building it", server::BUILD)),
         })
     }
 
@@ -208,8 +221,30 @@ fn json_grammar(mut schema: serde_json::Value) -> TopLevelGrammar {
     TopLevelGrammar::from_json_schema(schema)
 }
 
-fn too_costly(what: &str) -> String {
-    format!("{what} takes more work or memory than one request may; write a simpler schema or expression")
+/// The bytes of the longest expression in a schema: values of `pattern`, and names in `patternProperties`.
+fn longest_expression(schema: &serde_json::Value) -> usize {
+    let of = |(key, value): (&String, &serde_json::Value)| {
+        let own = match (key.as_str(), value) {
+            ("pattern", serde_json::Value::String(expression)) => expression.len(),
+            ("patternProperties", serde_json::Value::Object(properties)) => {
+                properties.keys().map(String::len).max().unwrap_or_default()
+            }
+            _ => 0,
+        };
+        own.max(longest_expression(value))
+    };
+    match schema {
+        serde_json::Value::Object(fields) => fields.iter().map(of).max().unwrap_or_default(),
+        serde_json::Value::Array(items) => items.iter().map(longest_expression).max().unwrap_or_default(),
+        _ => 0,
+    }
+}
+
+fn too_costly(what: &str, Budget { allocated, held, .. }: Budget) -> String {
+    let (allocated, held) = (allocated >> 20, held >> 20);
+    format!(
+        "{what} takes more than {allocated} MiB of allocations, or {held} MiB at once; write a simpler schema or expression"
+    )
 }
 
 fn refused(reason: String) -> TaskError {
@@ -265,7 +300,9 @@ impl Masks {
                 FrameKind::Refused => {
                     return Err(refused(String::from_utf8_lossy(&self.allowed).into_owned()));
                 }
-                FrameKind::TooCostly => return Err(refused(too_costly("finding the next token"))),
+                FrameKind::TooCostly => {
+                    return Err(refused(too_costly("finding the next token", server::MASK)));
+                }
             }
         }
         for (id, x) in logits.iter_mut().enumerate() {

@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use llguidance::api::TopLevelGrammar;
+use llguidance::api::{StopReason, TopLevelGrammar};
 use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use nix::libc;
@@ -27,12 +27,13 @@ use super::wire::{FrameKind, read_frame, receive_socket, write_frame};
 use crate::protocol::shorten;
 
 /// What building a grammar and computing its first mask may cost. 192 MiB of allocations take 250 ms of a 2.6 GHz Xeon
-/// (`multipleOf`), at most twice as long for the expressions tried. An object of 150 texts takes 5 MiB, a list of 2,000
+/// (`multipleOf`), up to three times as long for the longest expressions and schemas
+/// that are taken. An object of 150 texts takes 5 MiB, a list of 2,000
 /// names 6 MiB, a choice of 300 objects with ranges of numbers 113 MiB.
 pub(super) const BUILD: Budget =
     Budget { allocated: 192 << 20, held: 64 << 20, time: Duration::from_secs(4) };
 /// What one mask may cost. A mask of a usual schema allocates less than 100 KiB.
-const MASK: Budget = Budget { allocated: 12 << 20, held: 96 << 20, time: Duration::from_secs(1) };
+pub(super) const MASK: Budget = Budget { allocated: 12 << 20, held: 96 << 20, time: Duration::from_secs(1) };
 /// Bytes of address space of a process whose allocator does not count.
 const UNCOUNTED: u64 = 1 << 30;
 /// The most characters of llguidance's reason in an error.
@@ -125,7 +126,7 @@ fn build(factory: &ParserFactory, worker: UnixStream) -> io::Result<()> {
         setrlimit(Resource::RLIMIT_AS, UNCOUNTED, UNCOUNTED)?;
     }
     let built = run_within(BUILD, &worker, || {
-        let grammar: TopLevelGrammar = serde_json::from_slice(&grammar).map_err(|error| error.to_string())?;
+        let grammar: TopLevelGrammar = serde_json::from_slice(&grammar).map_err(|error| reason(&error))?;
         let mut matcher = Matcher::new(factory.create_parser(grammar));
         let mask = mask(&mut matcher)?;
         Ok((matcher, mask))
@@ -160,15 +161,22 @@ fn answer(matcher: &mut Matcher, first: &[u8], worker: &UnixStream) -> io::Resul
 
 /// Which tokens may come next: a bit for each, in little-endian words of 32.
 fn mask(matcher: &mut Matcher) -> Result<Vec<u8>, String> {
-    let allowed = matcher.compute_mask_or_eos().map_err(|error| reason(&error))?;
-    if allowed.is_zero() {
-        return Err("no text can go on from here".to_owned());
-    }
+    // Of a dead end only llguidance's text tells.
+    let dead_end = format!("{:?}", StopReason::NoExtensionBias);
+    let allowed = match matcher.compute_mask_or_eos().map_err(|error| reason(&error)) {
+        Ok(allowed) if !allowed.is_zero() => allowed,
+        Err(reason) if reason != dead_end => return Err(reason),
+        _ => return Err("no text fits it".to_owned()),
+    };
     Ok(allowed.as_slice().iter().flat_map(|word| word.to_le_bytes()).collect())
 }
 
+/// llguidance's reason, without the place in a grammar that it has made itself.
 fn reason(error: &impl std::fmt::Display) -> String {
-    shorten(&format!("{error:#}"), REASON)
+    let reason = format!("{error:#}");
+    let is_own = |line: &&str| !line.contains("| start:") && !line.contains("<non-verbose");
+    let lines: Vec<&str> = reason.lines().take_while(is_own).collect();
+    shorten(lines.join("\n").trim_end(), REASON)
 }
 
 fn refuse(worker: &UnixStream, reason: String) -> io::Result<()> {
