@@ -50,7 +50,7 @@ fn spec(path: &Path, options: Value) -> LoadSpec {
 }
 
 fn load(path: &Path, options: Value) -> (GenerateProcessor, TextGenerator) {
-    generate::grammar::set_program(env!("CARGO_BIN_EXE_sconce"));
+    sconce::model::sequences::grammar::set_program(env!("CARGO_BIN_EXE_sconce"));
     generate::load(&spec(path, options), &Device::Cpu).unwrap_or_else(|error| panic!("{error}"))
 }
 

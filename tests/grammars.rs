@@ -7,7 +7,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sconce::model::tasks::generate::{self, GenerateProcessor, TextGenerator, grammar};
+use sconce::model::sequences::grammar;
+use sconce::model::tasks::generate::{self, GenerateProcessor, TextGenerator};
 use sconce::model::{Device, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError, TaskErrorKind};
 use sconce::protocol::{Headers, Message, Properties};
 use serde_json::{Value, json};

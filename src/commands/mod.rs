@@ -34,11 +34,11 @@ use self::exits::ExitsWith as _;
 use crate::cli::{self, Command};
 use crate::config::{self, ConfigError, Loaded, Pool};
 use crate::launcher::guard_workers;
-use crate::model::tasks::generate::grammar;
+use crate::model::sequences::grammar;
 use crate::shutdown::Exit;
 use crate::telemetry::{self, Format};
 
-pub use crate::model::tasks::generate::grammar::Allocator;
+pub use crate::model::sequences::grammar::Allocator;
 pub use registry::Registry;
 
 /// Runs a command.

@@ -31,6 +31,8 @@ pub mod ops;
 pub mod registry;
 pub mod script;
 #[doc(hidden)]
+pub mod sequences;
+#[doc(hidden)]
 pub mod tasks;
 
 use std::collections::BTreeMap;

@@ -1,23 +1,16 @@
 //! Text generation: from `/v1/completions` and `/v1/chat/completions` bodies to prompts, and from answers to
 //! response bodies, whole and in parts. Never touches the device.
 
-mod blocks;
-pub mod grammar;
 mod network;
 mod options;
-mod sampler;
-mod text;
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use sha2::{Digest, Sha256};
 
-use self::blocks::Owner;
-use self::grammar::{Constraint, Grammars};
 pub use self::network::{Answer, Piece, Prompt, TextGenerator};
 use self::options::{Computes, Options};
-use self::sampler::Seed;
 use super::names::ServedNames;
 use super::{MANY_TEXTS, prepared};
 use crate::model::load::ModelFiles;
@@ -28,6 +21,9 @@ use crate::model::load::vocabulary::{Reach, Vocabulary};
 use crate::model::nets::decoder::config::DecoderConfig;
 use crate::model::nets::decoder::{Decoder, DeviceDecoder, GGUF_WORDS, Held, Weights, WithBlocks};
 use crate::model::ops::kv::{KvBlocks, KvShape};
+use crate::model::sequences::blocks::Owner;
+use crate::model::sequences::grammar::{Constraint, Grammars};
+use crate::model::sequences::sampler::Seed;
 use crate::model::{
     Body, Capacity, Device, Dtype, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
     Route, SizedInput, TaskError, TaskErrorKind,

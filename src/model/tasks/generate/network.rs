@@ -4,14 +4,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::blocks::{Blocks, Owner, Table};
-use super::grammar::{Constraint, Masks};
-use super::sampler::{Sampler, Seed, log_probabilities};
-use super::text::Text;
 use crate::model::load::vocabulary::TokenTexts;
 use crate::model::nets::decoder::WithBlocks;
 use crate::model::ops::causal::Span;
 use crate::model::ops::kv::BLOCK;
+use crate::model::sequences::blocks::{Blocks, Owner, Table};
+use crate::model::sequences::grammar::{Constraint, Masks};
+use crate::model::sequences::sampler::{Sampler, Seed, log_probabilities};
+use crate::model::sequences::text::Text;
 use crate::model::{Advance, Advances, Capacity, ForwardError, Generate, Row, Slot, TaskError};
 use crate::protocol::generate::{Finish, Sampling, TokenScore};
 

@@ -1,0 +1,8 @@
+//! What all models share whose answers are sequences of tokens: which sequence holds which blocks of keys and values
+//! (`blocks`), which token comes next (`sampler`, `grammar`), and what may be shown of the text (`text`). Knows no
+//! request and no network.
+
+pub mod blocks;
+pub mod grammar;
+pub mod sampler;
+pub mod text;
