@@ -71,7 +71,7 @@ fn cost<P: Processor>(processor: &P, url: &str, body: String) -> Cost {
     MOST.set(before);
     // A worker holds a few slices of inputs that are made on demand.
     let prepared = processor.preprocess(&message).and_then(|(context, inputs)| match inputs {
-        Inputs::All(inputs) => Ok((context, inputs)),
+        inputs @ (Inputs::All(_) | Inputs::Later(_)) => Ok((context, inputs.all()?)),
         Inputs::Slices(mut slices) => {
             slices.try_for_each(|slice| slice.map(drop)).map(|()| (context, Vec::new()))
         }

@@ -15,7 +15,7 @@ use super::panics::caught;
 use super::{Computed, Expect, Job, JobEvent, Memory, Pass, Source, TaskState, Told, now};
 use crate::batching::Policy;
 use crate::model::{
-    Body, Effort, Inputs, Message, Processor, Route, SizedInput, Slices, TaskError, TaskErrorKind,
+    Body, Effort, Inputs, Later, Message, Processor, Route, SizedInput, Slices, TaskError, TaskErrorKind,
 };
 
 /// One input of a task, on its way through the device.
@@ -105,6 +105,15 @@ impl<R: Processor> Model<R> {
         Ok(Slice { inputs, held, rest: slices })
     }
 
+    /// The first inputs of a task, unless it takes long to make them.
+    fn first(&self, inputs: Inputs<R::Input>) -> Result<First<R>, TaskError> {
+        Ok(match inputs {
+            Inputs::All(inputs) => First::Made(self.slice(inputs, None)?),
+            Inputs::Slices(slices) => First::Made(self.next(slices)?),
+            Inputs::Later(later) => First::Later(later),
+        })
+    }
+
     /// The next slice.
     fn next(&self, mut slices: Slices<R::Input>) -> Result<Slice<R>, TaskError> {
         match slices.next().transpose()? {
@@ -161,12 +170,9 @@ impl<R: Processor> super::Engine for Handle<R> {
     fn preprocess(&self, message: &Message) -> Result<Box<dyn Job>, TaskError> {
         let model = self.0.clone();
         let (context, inputs) = model.processor.preprocess(message)?;
-        let first = match inputs {
-            Inputs::All(inputs) => model.slice(inputs, None)?,
-            Inputs::Slices(slices) => model.next(slices)?,
-        };
+        let first = model.first(inputs)?;
         let is_streamed = model.processor.is_streamed(&context);
-        Ok(Box::new(Task { model, context, is_streamed, first: Some(first), outputs: None, feed: None }))
+        Ok(Box::new(Task { model, context, is_streamed, first, outputs: None, feed: None }))
     }
 
     fn effort(&self, message: &Message) -> Effort {
@@ -204,12 +210,19 @@ struct Sizes {
     tokens: usize,
 }
 
+/// The first inputs of a task, until they are enqueued.
+enum First<R: Processor> {
+    /// They are still to be made.
+    Later(Later<R::Input>),
+    Made(Slice<R>),
+    Enqueued,
+}
+
 struct Task<R: Processor> {
     model: Arc<Model<R>>,
     context: R::Context,
     is_streamed: bool,
-    /// None once the job is enqueued.
-    first: Option<Slice<R>>,
+    first: First<R>,
     /// None until the job is enqueued.
     outputs: Option<Waiting<R>>,
     /// None if all inputs were in the first slice.
@@ -271,11 +284,28 @@ impl<R: Processor> Job for Task<R> {
     }
 
     fn estimate(&self) -> Option<Duration> {
-        self.model.queue.estimate(&self.first.as_ref()?.inputs)
+        let First::Made(first) = &self.first else { return None };
+        self.model.queue.estimate(&first.inputs)
+    }
+
+    fn takes_long(&self) -> bool {
+        matches!(self.first, First::Later(_))
+    }
+
+    fn make(&mut self) -> Result<(), TaskError> {
+        loop {
+            match mem::replace(&mut self.first, First::Enqueued) {
+                First::Later(later) => self.first = self.model.first(later()?)?,
+                first => {
+                    self.first = first;
+                    return Ok(());
+                }
+            }
+        }
     }
 
     fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool) {
-        let Some(first) = self.first.take() else { return };
+        let First::Made(first) = mem::replace(&mut self.first, First::Enqueued) else { return };
         let outputs = Arc::new(Outputs::new(task, self.is_streamed));
         self.outputs = Some(Waiting(outputs.clone()));
         if let Some(rest) = self.model.enqueue(first, &outputs, isolated) {
@@ -337,7 +367,11 @@ impl<R: Processor> Job for Task<R> {
 impl<R: Processor> Task<R> {
     fn sizes(&self) -> Sizes {
         let waiting = self.outputs.as_ref().map(|Waiting(outputs)| outputs.lock().sizes);
-        waiting.or(self.first.as_ref().map(Slice::sizes)).unwrap_or_default()
+        let first = match &self.first {
+            First::Made(slice) => Some(slice.sizes()),
+            First::Later(_) | First::Enqueued => None,
+        };
+        waiting.or(first).unwrap_or_default()
     }
 }
 

@@ -106,7 +106,16 @@ pub trait Job: Send {
     /// one-pass models.
     fn estimate(&self) -> Option<Duration>;
 
-    /// Hands the inputs to the model thread, once. `isolated`: they are computed with other isolated jobs only.
+    /// Whether it takes long to make its inputs, which [`Job::make`] does.
+    fn takes_long(&self) -> bool;
+
+    /// Makes the inputs that take long. Blocks until that is done.
+    ///
+    /// # Errors
+    /// What is wrong with the task: it has no result.
+    fn make(&mut self) -> Result<(), TaskError>;
+
+    /// Hands the inputs to the model thread, once, when they are made. `isolated`: they are computed with other isolated jobs only.
     fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool);
 
     /// What makes the job's further inputs, once it is enqueued; none: all of them are prepared.

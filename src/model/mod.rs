@@ -94,7 +94,14 @@ pub enum Inputs<I> {
     /// milliseconds at most. An error is the task's, and ends it. Where `size_hint` says that none is left, the task
     /// is known whole with its last slice.
     Slices(Slices<I>),
+    /// Inputs that take long to make, such as those with a grammar: longer than [`Effort::Usual`]. They are made on a
+    /// thread of its own, where tasks of several requesters have their turns, so that other tasks need not wait. Decide
+    /// in [`Processor::preprocess`] whatever takes no longer than usual, also whether the task is refused.
+    Later(Later<I>),
 }
+
+/// What makes the inputs of [`Inputs::Later`]. It may return `Later` again, which runs at once.
+pub type Later<I> = Box<dyn FnOnce() -> Result<Inputs<I>, TaskError> + Send>;
 
 /// Slices of a task's inputs, as [`Inputs::Slices`] has them. Called on the preprocess threads, one slice at a time.
 pub type Slices<I> = Box<dyn Iterator<Item = Result<Vec<SizedInput<I>>, TaskError>> + Send>;
@@ -113,6 +120,7 @@ impl<I> Inputs<I> {
     pub fn all(self) -> Result<Vec<SizedInput<I>>, TaskError> {
         match self {
             Self::All(inputs) => Ok(inputs),
+            Self::Later(later) => later()?.all(),
             Self::Slices(slices) => {
                 Ok(slices.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect())
             }
@@ -129,10 +137,8 @@ pub enum Effort {
     /// Less than a millisecond. A worker with one preprocess thread does such work on the thread that speaks with the
     /// broker, which saves waking another. Decoders and templates, which may take long for a few bytes, are never brief.
     Brief,
-    /// Some ten milliseconds at most, or slices that take so long each.
+    /// Some ten milliseconds at most, or slices that take so long each. What takes longer is [`Inputs::Later`].
     Usual,
-    /// Longer. Such work has a thread of its own, so that other tasks need not wait for it.
-    Long,
 }
 
 impl Effort {

@@ -144,14 +144,15 @@ impl Task {
         message
     }
 
-    /// The message of a task that was first put off at `since` and is put off again; this attempt does not count.
+    /// The message of a task that is put off; this attempt does not count. `since`: when it was first put off because of its
+    /// reply queue; none, if it is not put off because of that.
     /// `deadline` as in [`Task::next_attempt`].
-    pub fn put_off(&self, since: SystemTime, deadline: Option<SystemTime>) -> Message {
+    pub fn put_off(&self, since: Option<SystemTime>, deadline: Option<SystemTime>) -> Message {
         let mut message = self.again(deadline);
         let headers = &mut message.properties.headers;
         // The broker writes these anew, and they would make the headers foreign (`Properties::is_plain`).
         headers.retain(|name, _| !is_the_brokers(name));
-        if let Ok(since) = Timestamp::try_from(since) {
+        if let Some(since) = since.and_then(|since| Timestamp::try_from(since).ok()) {
             headers.insert(PUT_OFF_SINCE.into(), format!("{since:.3}").into());
         }
         message
@@ -388,7 +389,7 @@ mod tests {
         message.properties.headers.insert("x-death".into(), Value::Array(Vec::new()));
         let task = Task::new(message, at(100), || "made".into());
         assert_eq!(task.put_off_since(at(100)), at(100), "it was not put off yet");
-        let again = task.put_off(at(100), task.deadline().unwrap());
+        let again = task.put_off(Some(at(100)), task.deadline().unwrap());
         assert_eq!((again.properties.priority, again.properties.expiration.as_deref()), (Some(7), None));
         assert_eq!(again.properties.headers.get("x-death"), None);
         let task = Task::new(again, at(110), || "made".into());

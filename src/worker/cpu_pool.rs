@@ -35,7 +35,8 @@ pub(super) struct CpuPool {
 pub(super) struct Pools {
     /// Prepare tasks.
     pub(super) preprocess: CpuPool,
-    /// One thread that prepares what takes long, such as a grammar, while `preprocess` goes on with other tasks.
+    /// One thread that prepares what takes long, such as a grammar, while `preprocess` goes on with other tasks. Who is
+    /// next on it, `turns` decides.
     pub(super) long: CpuPool,
     /// Write replies.
     pub(super) reply: CpuPool,

@@ -198,6 +198,7 @@ impl<'a> Intake<'a> {
         if granted != self.granted {
             self.granted = granted;
             self.shared.settlement.stalled.set_granted(granted);
+            self.shared.turns.set_granted(granted);
         }
         match classify(delivery.message, now, self.shared.sentinels, made_id) {
             Incoming::Task(task) => self.begin(Accepted::new(task, delivery_tag, redeliveries)),

@@ -10,6 +10,7 @@
 //! | `requester` | when a requester has left |
 //! | `isolation` | which tasks run apart from others, because they may have killed a worker |
 //! | `cpu_pool` | which CPU work runs on threads of its own |
+//! | `turns` | whose task is next on the thread for what takes long |
 //! | `settle/` | publish → confirm → ack; what becomes of a task's message |
 //! | `withdrawn` | which jobs' tasks are not wanted any more |
 //! | `live_settings` | which settings can be changed while it runs |
@@ -27,6 +28,7 @@ mod settle;
 mod task_run;
 #[cfg(test)]
 mod tests;
+mod turns;
 mod withdrawn;
 
 use std::io;

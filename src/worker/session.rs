@@ -13,6 +13,7 @@ use super::intake::{Ended, Intake, SessionEnd};
 use super::isolation::Isolation;
 use super::prefetch::{Limits, Live, Prefetch};
 use super::report::{Counters, connection};
+use super::turns::Turns;
 use super::settle::{Breakers, Queues, Settlement, Stalled, Waits};
 use super::task_run::Shared;
 use super::{Control, WorkerError, live_settings};
@@ -99,6 +100,7 @@ impl Worker {
         Shared {
             engine: self.engine.clone(),
             pools: self.pools.clone(),
+            turns: Turns::new(self.assignment.first_prefetch()),
             settlement,
             isolation: self.isolation.clone(),
             reporter: self.control.reporter.clone(),

@@ -10,10 +10,11 @@ use futures_util::FutureExt as _;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use super::cpu_pool::Pools;
+use super::cpu_pool::{CpuPool, Pools};
 use super::isolation::{CrashRecords, Isolation, Stay, suspicion};
 use super::prefetch::Live;
 use super::settle::{Accepted, Outcome, Parts, PartsAnswered, Probe, Settled, Settlement};
+use super::turns::{Crowded, Turns};
 use super::{Reporter, Withdrawn, WorkerError, requester};
 use crate::engine::{Computed, Engine, Expect, Job, JobEvent, Source, TaskState, now};
 use crate::model::{Effort, Route};
@@ -23,6 +24,8 @@ use crate::telemetry::traces::Traces;
 
 /// How long a redelivered task waits for the launcher's records of what a worker died of.
 const NEWS: Duration = Duration::from_millis(200);
+/// How often a task that waits for its turn is looked at: whether it was cancelled or is too late.
+const WANTED_INTERVAL: Duration = Duration::from_millis(100);
 /// The most inputs whose reply counts as brief work: writing 384 numbers takes 10 µs.
 const BRIEF_REPLY: usize = 4;
 
@@ -30,6 +33,8 @@ const BRIEF_REPLY: usize = 4;
 pub(super) struct Shared {
     pub(super) engine: Arc<dyn Engine>,
     pub(super) pools: Pools,
+    /// Of the thread for what takes long.
+    pub(super) turns: Turns,
     pub(super) settlement: Settlement,
     pub(super) isolation: Arc<Isolation>,
     pub(super) reporter: Reporter,
@@ -90,13 +95,32 @@ impl Shared {
         } else {
             let Some(admitted) = self.admit(&accepted, &state, expected).await? else { return Ok(()) };
             probe = admitted.probe;
-            let run = Run { shared: self, task: &accepted.task, state: &state, isolated: isolated.is_some() };
-            let computed = tokio::select! {
-                biased;
-                computed = run.compute(admitted.expected, (&mut timings, &mut accepted.parts)) => computed,
-                error = self.expired(&state) => Err(error.into()),
-            };
-            computed.map_or_else(|failed| failed, Outcome::Answered)
+            let mut may_leave = isolated.is_none() && !state.background;
+            let mut expected = admitted.expected;
+            loop {
+                let task = accepted.task.clone();
+                let run =
+                    Run { shared: self, task: &task, state: &state, isolated: isolated.is_some(), may_leave };
+                let computed = tokio::select! {
+                    biased;
+                    computed = run.compute(expected, (&mut timings, &mut accepted.parts)) => computed,
+                    error = self.expired(&state) => Err(error.into()),
+                };
+                match computed {
+                    Err(Outcome::Crowded) => {
+                        // Not handed back from here: it may be in a retry queue already.
+                        if !state.commit() {
+                            return Ok(());
+                        }
+                        if self.settlement.settle(&accepted, Outcome::Crowded, &timings).await? == Settled::Yes {
+                            return Ok(());
+                        }
+                        (may_leave, expected) = (false, Expected::new(&self.engine));
+                    }
+                    Err(failed) => break failed,
+                    Ok(body) => break Outcome::Answered(body),
+                }
+            }
         };
         if let Some(stay) = isolated {
             stay.end();
@@ -259,6 +283,8 @@ struct Run<'a> {
     task: &'a Arc<Task>,
     state: &'a Arc<TaskState>,
     isolated: bool,
+    /// It may be put off if too many tasks wait for what takes long.
+    may_leave: bool,
 }
 
 impl Run<'_> {
@@ -268,7 +294,7 @@ impl Run<'_> {
         expected: Expected,
         (timings, answered): (&mut Timings, &mut Option<PartsAnswered>),
     ) -> Result<Body, Outcome> {
-        let Self { shared, task, state, isolated } = *self;
+        let Self { shared, task, state, isolated, .. } = *self;
         let accepted_at = now();
         task.deadline()?;
         shared.check(task, state)?;
@@ -276,6 +302,14 @@ impl Run<'_> {
         let (engine, own) = (shared.engine.clone(), task.clone());
         let effort = engine.effort(&task.message);
         let mut job = self.prepare(effort, move || engine.preprocess(&own.message)).await?;
+        let expected = if job.takes_long() {
+            // The engine should not wait for this task meanwhile.
+            drop(expected);
+            job = self.prepare_long(job).await?;
+            Expected::new(&shared.engine)
+        } else {
+            expected
+        };
         timings.prepare_us = micros(began.elapsed());
         self.check_time(job.estimate())?;
         let enqueued = now();
@@ -341,16 +375,59 @@ impl Run<'_> {
         ended
     }
 
-    /// Does `work` that prepares inputs of this task, once there is memory for more of them. The only use of the
-    /// preprocess threads.
+    /// Makes the inputs of a job that takes long, in its requester's turn.
+    async fn prepare_long(&self, mut job: Box<dyn Job>) -> Result<Box<dyn Job>, Outcome> {
+        let Self { shared, state, .. } = *self;
+        let turn = async {
+            // The turns are of tasks that may wait for this one to end.
+            if self.isolated {
+                return Ok(None);
+            }
+            shared.turns.take(state.requester, self.may_leave).await.map(Some)
+        };
+        let turn = tokio::select! {
+            biased;
+            turn = turn => turn,
+            error = self.ceases_to_be_wanted() => return Err(error.into()),
+        };
+        let turn = turn.map_err(|Crowded| Outcome::Crowded)?;
+        let work = move || {
+            // It ends with the work, even if the task does not wait for that.
+            let _turn = turn;
+            job.make()?;
+            Ok(job)
+        };
+        Ok(self.prepare_on(&shared.pools.long, false, work).await?)
+    }
+
+    /// Returns with the error when nobody wants the answer any more.
+    async fn ceases_to_be_wanted(&self) -> TaskError {
+        loop {
+            if let Some(error) = self.state.unwanted(now()) {
+                return error;
+            }
+            tokio::time::sleep(WANTED_INTERVAL).await;
+        }
+    }
+
+    /// Does `work` that prepares inputs of this task and takes no longer than usual.
     async fn prepare<T: Send + 'static>(
         &self,
         effort: Effort,
         work: impl FnOnce() -> Result<T, TaskError> + Send + 'static,
     ) -> Result<T, TaskError> {
-        let Shared { engine, pools, .. } = self.shared;
-        let pool = if effort == Effort::Long { &pools.long } else { &pools.preprocess };
-        let brief = effort == Effort::Brief;
+        self.prepare_on(&self.shared.pools.preprocess, effort == Effort::Brief, work).await
+    }
+
+    /// Does `work` that prepares inputs of this task, once there is memory for more of them. The only use of the
+    /// preprocess threads.
+    async fn prepare_on<T: Send + 'static>(
+        &self,
+        pool: &CpuPool,
+        brief: bool,
+        work: impl FnOnce() -> Result<T, TaskError> + Send + 'static,
+    ) -> Result<T, TaskError> {
+        let Shared { engine, .. } = self.shared;
         let (reporter, name) = (self.shared.reporter.clone(), self.state.name.clone());
         let work = move || {
             // Brief work runs nothing that a requester could make crash, and a control line would cost more than it.

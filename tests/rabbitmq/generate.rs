@@ -147,3 +147,41 @@ async fn grammars_that_explode_are_refused_while_others_are_answered() {
     assert!(last < place("hostile-11"), "the grammars are built beside the other tasks");
     assert_eq!(sconce.workers(), workers, "the same process");
 }
+
+/// Distinct numbers whose automata cost a whole budget, so that none of them is known from before.
+fn costly(number: usize) -> Value {
+    let multiple = json!({"type": "integer", "multipleOf": 4_000_037 + 2 * number});
+    json!({"type": "json_schema", "json_schema": {"name": "x", "schema": multiple}})
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_requester_of_many_costly_grammars_waits_for_itself() {
+    // Twice the tasks that a worker holds.
+    const COSTLY: usize = 40;
+    let settings = settings();
+    let (_sconce, client, mut other) = serve(&settings).await;
+    let queue = format!("{}.costly", settings.name);
+    client.declare(&queue, &[]).await;
+    let task = |id: String, format: Option<Value>| {
+        let mut body = json!({"prompt": "Count: one, two,", "max_tokens": 4, "temperature": 0});
+        if let Some(format) = format {
+            body["response_format"] = format;
+        }
+        Task::new(body).id(id).header("url", "/v1/completions")
+    };
+    let usual = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": {
+        "type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}}});
+    let tasks = (0..COSTLY)
+        .map(|number| task(format!("costly-{number}"), Some(costly(number))).reply_to(&queue))
+        .chain([("plain", None), ("grammar", Some(usual))].map(|(id, format)| task(id.to_owned(), format)));
+    client.publish_all(&settings.tasks, tasks).await;
+    for reply in other.take(2).await {
+        assert_eq!(reply.status_code(), 200, "{reply:?}");
+    }
+    let (before, _) = client.look(&queue).await.expect("the queue");
+    assert!((before as usize) < COSTLY / 4, "{before} of {COSTLY} costly grammars were answered first");
+    for reply in client.inbox(&queue).await.take(COSTLY).await {
+        assert_eq!(reply.status_code(), 400, "{reply:?}");
+        assert_eq!(reply.header("attempt"), "1", "a task that is put off has used no attempt");
+    }
+}

@@ -191,7 +191,7 @@ mod tests {
             let body = serde_json::json!({ "input": texts }).to_string();
             let message = Message { body: body.into(), ..Message::default() };
             match processor().preprocess(&message).unwrap().1 {
-                Inputs::All(_) => None,
+                Inputs::All(_) | Inputs::Later(_) => None,
                 Inputs::Slices(slices) => Some(slices.map(|slice| slice.unwrap().len()).collect::<Vec<_>>()),
             }
         };

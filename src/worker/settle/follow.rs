@@ -24,7 +24,7 @@ pub(super) enum Sent {
 pub(super) enum Letter<'a> {
     /// The task, for another attempt after this error.
     NextAttempt(&'a TaskError),
-    /// The task, which has not been computed because its reply queue takes nothing.
+    /// The task, which has not been computed: its reply queue takes nothing, or too many tasks wait to be prepared.
     PutOff,
     /// The task, of which a reply was computed that its queue has not taken, for this reason.
     PutOffAgain(&'a str),

@@ -29,7 +29,7 @@ use tokio::time::timeout;
 use self::breaker::Admission;
 use self::counting::Answered;
 use self::follow::{Letter, Next, Parked, Reply, Sent, follow};
-use self::outcome::{Disposition, Tries, disposition, wait};
+use self::outcome::{Disposition, Tries, WaitsFor, disposition, wait};
 use self::publishing::{Owner, To};
 use super::WorkerError;
 use super::report::{Counters, Traced};
@@ -115,7 +115,7 @@ pub(super) struct Accepted {
 #[must_use]
 pub(super) enum Settled {
     Yes,
-    /// It was to wait for its reply queue, and there is no queue to wait in: it is to be computed.
+    /// It was to be put off, and there is no queue to wait in: it is to be computed.
     MustCompute,
 }
 
@@ -260,8 +260,8 @@ impl Settlement {
                 self.answer(accepted, Err(&error), (timings, parked)).await?;
             }
             Disposition::Retry(delay, error) => self.try_again(accepted, delay, &error, timings).await?,
-            Disposition::PutOff(delay) => {
-                let sent = self.put_off(accepted, delay).await?;
+            Disposition::PutOff(delay, waits_for) => {
+                let sent = self.put_off(accepted, delay, waits_for).await?;
                 match follow(sent, Letter::PutOff) {
                     Next::Compute => return Ok(Settled::MustCompute),
                     next => self.conclude(accepted, next).await?,
@@ -306,9 +306,15 @@ impl Settlement {
     }
 
     /// Publishes the task again with a delay, without counting an attempt.
-    async fn put_off(&self, accepted: &Accepted, delay: Delay) -> Result<Sent, WorkerError> {
+    async fn put_off(
+        &self,
+        accepted: &Accepted,
+        delay: Delay,
+        waits_for: WaitsFor,
+    ) -> Result<Sent, WorkerError> {
         let task = &accepted.task;
-        let since = task.put_off_since(SystemTime::now());
+        let waits_for_queue = waits_for == WaitsFor::ReplyQueue;
+        let since = waits_for_queue.then(|| task.put_off_since(SystemTime::now()));
         let message = Arc::new(accepted.traced.passed_on(task.put_off(since, accepted.deadline)));
         let to = To { queue: &self.queues.task, delay: Some(delay), owner: Owner::Pool };
         let mut sent = self.within(accepted, to, &message).await?;
@@ -318,7 +324,7 @@ impl Settlement {
         if sent == Sent::Confirmed {
             accepted.traced.put_off();
             let (reply_to, delay_ms) = (task.reply_to(), delay.after.as_millis() as u64);
-            tracing::debug!(task.id = task.id, reply_to, delay_ms, "put off: its reply queue takes nothing");
+            tracing::debug!(task.id = task.id, reply_to, delay_ms, ?waits_for, "put off");
             self.counters.count(|stats| stats.retried += 1);
         }
         Ok(sent)
@@ -425,7 +431,7 @@ impl Settlement {
         loop {
             next = match next {
                 Next::PutOff(delay, reason) => {
-                    let sent = self.put_off(accepted, delay).await?;
+                    let sent = self.put_off(accepted, delay, WaitsFor::ReplyQueue).await?;
                     follow(sent, Letter::PutOffAgain(&reason))
                 }
                 Next::DeadLetter(reason, error) | Next::DeadLetterAndReply(reason, error) => {

@@ -26,6 +26,8 @@ pub(in crate::worker) enum Outcome {
     UnknownControl(String),
     /// The reply queue takes nothing, so the task was not computed.
     Held(Held),
+    /// Too many tasks of its requester wait to be prepared, so it was not computed.
+    Crowded,
     /// The task was not computed to its end, because this queue, its `reply_to`, does not exist any more.
     RequesterLeft(String),
 }
@@ -58,6 +60,15 @@ pub(in crate::worker) struct Tries<'a> {
     pub(in crate::worker) jitter: f64,
 }
 
+/// What a task waits for that is put off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::worker) enum WaitsFor {
+    /// For `pool.reply_timeout` at most.
+    ReplyQueue,
+    /// For as long as it takes.
+    Turn,
+}
+
 /// What becomes of the task's message.
 #[derive(Debug)]
 pub(in crate::worker) enum Disposition {
@@ -66,7 +77,7 @@ pub(in crate::worker) enum Disposition {
     /// Publish the task again with this delay, then ack.
     Retry(Delay, TaskError),
     /// The same, without counting an attempt.
-    PutOff(Delay),
+    PutOff(Delay, WaitsFor),
     /// Dead letter, error reply if possible, then ack.
     DeadLetter(Reason, TaskError),
     /// Dead letter, then ack: no queue would take an error reply.
@@ -114,6 +125,11 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
             Disposition::DeadLetter(Reason::UnknownControl, error)
         }
         Outcome::Held(held) => hold(held, tries),
+        Outcome::Crowded => {
+            let time = tries.time_left.unwrap_or(Duration::MAX);
+            let delay = wait(tries.retry, time, tries.jitter);
+            Disposition::PutOff(delay.unwrap_or_else(|| shortest(tries)), WaitsFor::Turn)
+        }
         Outcome::RequesterLeft(queue) => {
             let words = format!(
                 "reply queue {queue:?} does not exist any more; the answer was not computed to its end"
@@ -128,17 +144,21 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
 /// computed.
 fn hold(held: Held, tries: Tries<'_>) -> Disposition {
     let Held { queue, left, is_refused } = held;
-    let least = || tries.retry.ceilings().first().copied().unwrap_or(Retry::PUT_OFF);
     match wait(tries.retry, left, tries.jitter) {
-        Some(delay) => Disposition::PutOff(delay),
+        Some(delay) => Disposition::PutOff(delay, WaitsFor::ReplyQueue),
         None if is_refused => {
             let words = format!(
                 "queue {queue:?} takes no message, and the time to wait for it is over; not computed"
             );
             Disposition::Park(Reason::Unconfirmed, TaskError::new(TaskErrorKind::Internal, words))
         }
-        None => Disposition::PutOff(within(least(), tries.jitter)),
+        None => Disposition::PutOff(shortest(tries), WaitsFor::ReplyQueue),
     }
+}
+
+/// The shortest delay for which there is a queue.
+fn shortest(tries: Tries<'_>) -> Delay {
+    within(tries.retry.ceilings().first().copied().unwrap_or(Retry::PUT_OFF), tries.jitter)
 }
 
 /// The longest delay, up to [`Retry::PUT_OFF`], after which a task has some of its time left; none: it is too late for
@@ -218,12 +238,24 @@ mod tests {
     #[test]
     fn a_task_whose_reply_queue_takes_nothing_waits_as_long_as_it_has_time_and_is_not_computed_then() {
         for (left, waits) in [(90, 15), (16, 15), (15, 2), (3, 2), (2, 1)] {
-            let Disposition::PutOff(delay) = held(left, true) else { panic!("{left} s are left") };
+            let Disposition::PutOff(delay, WaitsFor::ReplyQueue) = held(left, true) else { panic!("{left} s are left") };
             assert_eq!((delay.ceiling.as_secs(), delay.after), (waits, delay.ceiling), "{left}");
         }
         assert!(matches!(held(1, true), Disposition::Park(Reason::Unconfirmed, _)));
-        let Disposition::PutOff(delay) = held(0, false) else { panic!("the queue may take it again") };
+        let Disposition::PutOff(delay, _) = held(0, false) else { panic!("the queue may take it again") };
         assert_eq!(delay.ceiling.as_secs(), 1);
+    }
+
+    #[test]
+    fn a_task_that_waits_for_its_turn_is_put_off_until_shortly_before_its_deadline() {
+        for (left, waits) in [(None, 15), (Some(10), 2), (Some(1), 1)] {
+            let time_left = left.map(Duration::from_secs);
+            let tries = Tries { retry: &RETRY, attempt: 1, time_left, jitter: 1.0 };
+            let Disposition::PutOff(delay, WaitsFor::Turn) = disposition(Outcome::Crowded, tries) else {
+                panic!("{left:?} s are left");
+            };
+            assert_eq!(delay.ceiling.as_secs(), waits, "{left:?}");
+        }
     }
 
     #[test]

@@ -62,19 +62,54 @@ pub fn set_program(program: impl Into<PathBuf>) {
 /// Builds grammars for one model's tokens.
 pub struct Grammars {
     vocabulary: Vec<u8>,
-    /// Locked while a grammar is built: one is built at a time.
-    state: Mutex<State>,
+    /// Started for the first grammar. Locked while a grammar is built: one is built at a time.
+    server: Mutex<Option<Server>>,
+    /// Locked for a few instructions.
+    known: Mutex<Known>,
 }
 
+/// The grammars used last, and what became of each; the latest is first.
 #[derive(Default)]
-struct State {
-    /// Started for the first grammar.
-    server: Option<Server>,
-    /// The grammars used last, by the hash of their text; the latest is first.
-    known: VecDeque<(Fingerprint, Result<Arc<Builder>, String>)>,
+struct Known(VecDeque<(Fingerprint, Verdict)>);
+
+/// A grammar's builder, or why the grammar is refused.
+type Verdict = Result<Arc<Builder>, String>;
+
+/// The hash of a grammar's text.
+type Fingerprint = [u8; 32];
+
+impl Known {
+    /// What became of a grammar, if that is known and its builder lives.
+    fn find(&mut self, fingerprint: Fingerprint) -> Option<Verdict> {
+        let (_, verdict) = self.0.remove(self.0.iter().position(|(of, _)| *of == fingerprint)?)?;
+        if verdict.as_ref().is_ok_and(|builder| !builder.lives()) {
+            return None;
+        }
+        self.add(fingerprint, verdict.clone());
+        Some(verdict)
+    }
+
+    fn add(&mut self, fingerprint: Fingerprint, verdict: Verdict) {
+        self.0.push_front((fingerprint, verdict));
+        self.0.truncate(REMEMBERED);
+    }
 }
 
-type Fingerprint = [u8; 32];
+/// A grammar that is not known.
+pub struct Grammar {
+    text: Vec<u8>,
+    fingerprint: Fingerprint,
+}
+
+/// What is known of a format.
+pub enum Found {
+    /// Any text has it.
+    Any,
+    /// Its grammar was built before.
+    Known(Constraint),
+    /// Its grammar is to be built by [`Grammars::build`].
+    Unknown(Grammar),
+}
 
 /// The server process. It ends when its socket is closed.
 struct Server {
@@ -143,17 +178,16 @@ impl Grammars {
         };
         let count = u32::try_from(vocab_size).map_err(|error| error.to_string())?;
         let vocabulary = server::vocabulary_frame(end, (0..count).map(word));
-        Ok(Self { vocabulary, state: Mutex::default() })
+        Ok(Self { vocabulary, server: Mutex::default(), known: Mutex::default() })
     }
 
-    /// The constraint of a format; none for any text. Blocks while the grammar is built.
+    /// What is known of a format. Takes no longer than usual.
     ///
     /// # Errors
-    /// `BadInput` for a schema or an expression that cannot be used or costs too much; `Fault` where its process ended
-    /// for another reason: the task is tried again.
-    pub fn constraint(&self, format: &Format) -> Result<Option<Constraint>, TaskError> {
+    /// `BadInput` for a schema or an expression that is known to be refused, or that is too long.
+    pub fn find(&self, format: &Format) -> Result<Found, TaskError> {
         let grammar = match format {
-            Format::Text => return Ok(None),
+            Format::Text => return Ok(Found::Any),
             Format::JsonObject => json_grammar(json!({"type": "object"})),
             Format::JsonSchema(schema) => json_grammar(schema.clone()),
             Format::Regex(expression) => TopLevelGrammar::from_regex(expression),
@@ -167,38 +201,53 @@ impl Grammars {
             let reason = format!("an expression has {longest} bytes; at most {EXPRESSION} are taken");
             return Err(refused(reason));
         }
-        let grammar = serde_json::to_vec(&grammar).map_err(|error| TaskError::internal(error.to_string()))?;
-        let fingerprint: Fingerprint = Sha256::digest(&grammar).into();
-        let mut state = self.lock();
-        let known = state.known.iter().position(|(of, _)| *of == fingerprint);
-        let built = match known.and_then(|at| state.known.remove(at)) {
-            Some((_, Err(reason))) => Err(reason),
-            Some((_, Ok(builder))) if builder.lives() => Ok(builder),
-            _ => self.build(&mut state, &grammar)?,
-        };
-        state.known.push_front((fingerprint, built.clone()));
-        state.known.truncate(REMEMBERED);
-        built.map(|builder| Some(Constraint(builder))).map_err(refused)
+        let text = serde_json::to_vec(&grammar).map_err(|error| TaskError::internal(error.to_string()))?;
+        let fingerprint: Fingerprint = Sha256::digest(&text).into();
+        match self.known().find(fingerprint) {
+            Some(verdict) => Ok(Found::Known(Constraint(verdict.map_err(refused)?))),
+            None => Ok(Found::Unknown(Grammar { text, fingerprint })),
+        }
     }
 
-    /// Builds a grammar. A server that has ended is started again.
-    fn build(&self, state: &mut State, grammar: &[u8]) -> Result<Result<Arc<Builder>, String>, TaskError> {
+    /// Builds a grammar. Blocks until that is done.
+    ///
+    /// # Errors
+    /// `BadInput` for a schema or an expression that cannot be used or costs too much; `Fault` where its process ended
+    /// for another reason: the task is tried again.
+    pub fn build(&self, grammar: &Grammar) -> Result<Constraint, TaskError> {
+        let Grammar { text, fingerprint } = grammar;
+        let mut server = self.server.lock().unwrap_or_else(PoisonError::into_inner);
+        // Another task may have had it built meanwhile.
+        let known = self.known().find(*fingerprint);
+        let verdict = match known {
+            Some(verdict) => verdict,
+            None => {
+                let verdict = self.built(&mut server, text)?;
+                self.known().add(*fingerprint, verdict.clone());
+                verdict
+            }
+        };
+        Ok(Constraint(verdict.map_err(refused)?))
+    }
+
+    /// Has a grammar built by the server. One that has ended is started again.
+    fn built(&self, server: &mut Option<Server>, grammar: &[u8]) -> Result<Verdict, TaskError> {
         let mut frame = Vec::new();
         let mut attempt = |server: &Server| {
             let socket = child_of(&server.socket, BUILDING)?;
             write_frame(&socket, FrameKind::Data, grammar)?;
             Ok((read_frame(&socket, &mut frame)?, socket))
         };
-        let running = state.server.take().map(|server| (attempt(&server), server));
-        let (answer, server) = match running {
-            Some((Ok(answer), server)) => (answer, server),
+        let running = server.take().map(|server| (attempt(&server), server));
+        let (answer, running) = match running {
+            Some((Ok(answer), running)) => (answer, running),
             // Either the server or the builder has ended. A new server tells which: if its builder fails too, the task fails.
             _ => {
                 let server = Server::start(&self.vocabulary).map_err(|error| fault(&error))?;
                 (attempt(&server).map_err(|error| fault(&error))?, server)
             }
         };
-        state.server = Some(server);
+        *server = Some(running);
         let (status, socket) = answer;
         Ok(match status {
             FrameKind::Data => Ok(Arc::new(Builder(socket))),
@@ -207,8 +256,8 @@ impl Grammars {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -5,7 +5,7 @@ mod network;
 mod options;
 
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
@@ -22,10 +22,10 @@ use crate::model::nets::decoder::config::DecoderConfig;
 use crate::model::nets::decoder::{Decoder, DeviceDecoder, GGUF_WORDS, Held, Weights, WithBlocks};
 use crate::model::ops::kv::{KvBlocks, KvShape};
 use crate::model::sequences::blocks::Owner;
-use crate::model::sequences::grammar::{Constraint, Grammars};
+use crate::model::sequences::grammar::{Found, Grammars};
 use crate::model::sequences::sampler::Seed;
 use crate::model::{
-    Body, Capacity, Device, Dtype, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
+    Body, Capacity, Device, Dtype, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
     Route, SizedInput, TaskError, TaskErrorKind,
 };
 use crate::protocol::generate::{Api, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id};
@@ -126,6 +126,7 @@ fn served(
     decoder: WithBlocks,
 ) -> (GenerateProcessor, TextGenerator) {
     let known = (vocabulary.texts(), vocabulary.ends.clone());
+    let grammars = Grammars::new(&known.0, config.vocabulary, &known.1).map(Arc::new);
     let generator = TextGenerator::new(decoder, options.capacity(), known);
     let processor = GenerateProcessor {
         vocabulary,
@@ -133,7 +134,7 @@ fn served(
         max_inputs: spec.max_inputs,
         words: config.vocabulary,
         options,
-        grammars: OnceLock::new(),
+        grammars,
     };
     (processor, generator)
 }
@@ -174,8 +175,8 @@ pub struct GenerateProcessor {
     /// Ids are below this number.
     words: usize,
     options: Options,
-    /// Made for the first request that needs it.
-    grammars: OnceLock<Result<Grammars, String>>,
+    /// Or why this model's answers cannot be constrained.
+    grammars: Result<Arc<Grammars>, String>,
 }
 
 /// What the response needs of its request.
@@ -229,7 +230,11 @@ impl Processor for GenerateProcessor {
         let api = if is_chat { Api::Chat } else { Api::Completions };
         let request = GenerateRequest::read(api, &message.body, self.max_inputs)?;
         self.names.check(request.model.as_deref())?;
-        let constraint = self.constraint(&request.format)?;
+        let found = self.grammar(&request.format)?;
+        let constraint = match &found {
+            Found::Known(constraint) => Some(constraint.clone()),
+            Found::Any | Found::Unknown(_) => None,
+        };
         let prompts = self.prompts(&request)?;
         let seed = request.seed.unwrap_or_else(|| self.options.seed_of(&message.properties));
         let stop: Arc<[String]> = request.stop.as_slice().into();
@@ -271,12 +276,7 @@ impl Processor for GenerateProcessor {
             echoed,
             told: vec![Told::default(); inputs.len()],
         };
-        Ok((context, inputs.into()))
-    }
-
-    /// A request that may have a grammar waits for the process that builds it.
-    fn effort(&self, message: &Message) -> Effort {
-        if may_have_grammar(&message.body) { Effort::Long } else { Effort::Usual }
+        Ok((context, self.inputs(found, inputs)))
     }
 
     fn is_streamed(&self, context: &GenerateContext) -> bool {
@@ -335,25 +335,27 @@ impl Processor for GenerateProcessor {
     }
 }
 
-/// Whether a body may name the field of a grammar. JSON may write the letters of the name as escapes, which no encoder does
-/// for letters.
-fn may_have_grammar(body: &[u8]) -> bool {
-    let named = |text: &[u8]| body.windows(text.len()).any(|it| it == text);
-    named(b"response_format")
-        || body.windows(5).any(|it| matches!(it, [b'\\', b'u', b'0', b'0', b'5'..=b'7']))
-}
-
 impl GenerateProcessor {
-    /// What the text must be; none for any text.
-    fn constraint(&self, format: &Format) -> Result<Option<Constraint>, TaskError> {
-        if *format == Format::Text {
-            return Ok(None);
-        }
-        let made = || Grammars::new(&self.vocabulary.texts(), self.words, &self.vocabulary.ends);
-        match self.grammars.get_or_init(made) {
-            Ok(grammars) => grammars.constraint(format),
+    /// What is known of the grammar that the text must match.
+    fn grammar(&self, format: &Format) -> Result<Found, TaskError> {
+        match &self.grammars {
+            _ if *format == Format::Text => Ok(Found::Any),
+            Ok(grammars) => grammars.find(format),
             Err(reason) => Err(TaskError::internal(format!("response_format: {reason}"))),
         }
+    }
+
+    /// The inputs, with their constraint. A grammar that is not known is built later.
+    fn inputs(&self, found: Found, mut inputs: Vec<SizedInput<Prompt>>) -> Inputs<Prompt> {
+        let (Found::Unknown(grammar), Ok(grammars)) = (found, &self.grammars) else { return inputs.into() };
+        let grammars = grammars.clone();
+        Inputs::Later(Box::new(move || {
+            let constraint = grammars.build(&grammar)?;
+            for sized in &mut inputs {
+                sized.input.constraint = Some(constraint.clone());
+            }
+            Ok(inputs.into())
+        }))
     }
 
     /// The tokens of each prompt.

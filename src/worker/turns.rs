@@ -1,0 +1,277 @@
+//! Decides whose task is prepared next on the thread for what takes long (a grammar), and which tasks do not wait for it
+//! here. Requesters have their turns one after the other, however many tasks each has. A waiting task holds one of the
+//! messages that the broker grants, so when too many wait, tasks of the requester that has the most wait elsewhere: in a
+//! retry queue. Owns the list of those that wait. Does no I/O.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::time::{Instant, timeout};
+
+/// How often a waiting task looks at how long the others take.
+const REVIEW_INTERVAL: Duration = Duration::from_millis(100);
+/// If all waiting tasks together are expected to take less than this, all of them may wait.
+const SOON: Duration = Duration::from_secs(1);
+/// The weight of the latest turn in the average of how long turns take.
+const LATEST: f64 = 0.25;
+
+/// The tasks that wait for the thread. Clones share them.
+#[derive(Clone)]
+pub(super) struct Turns(Arc<Mutex<Lane>>);
+
+#[derive(Default)]
+struct Lane {
+    /// Whose turn it is; none: nobody's.
+    present: Option<Present>,
+    /// How long turns take, on average.
+    usual: Duration,
+    /// In the order of arrival. A task that no longer waits has dropped its receiver.
+    waiting: Vec<Waiting>,
+    /// Of each requester that waits or has the turn, a number: whoever has the least is next. At its arrival it is twice the
+    /// number of turns so far; with each turn it becomes one more than that.
+    places: HashMap<u64, u64>,
+    /// The number of turns so far.
+    turns: u64,
+    /// The most tasks that may wait, unless all of them are over soon.
+    most: usize,
+}
+
+struct Present {
+    requester: u64,
+    began: Instant,
+}
+
+struct Waiting {
+    requester: u64,
+    /// It can wait elsewhere.
+    may_leave: bool,
+    /// Told once. Written by whoever ends a turn or reviews the lane, read by the task.
+    call: oneshot::Sender<Call>,
+}
+
+enum Call {
+    Turn(Turn),
+    Leave,
+}
+
+/// While this exists, no other task has a turn.
+pub(super) struct Turn(Turns);
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let next = {
+            let mut lane = self.0.lock();
+            let now = Instant::now();
+            lane.end(now);
+            lane.next(now)
+        };
+        self.0.call(next);
+    }
+}
+
+/// Too many tasks wait, and most of them are of this task's requester: it is to wait elsewhere.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Crowded;
+
+impl Turns {
+    /// `granted` as in [`Turns::set_granted`].
+    pub(super) fn new(granted: u16) -> Self {
+        let turns = Self(Arc::default());
+        turns.set_granted(granted);
+        turns
+    }
+
+    /// The broker sends at most `granted` unsettled messages now. Half of them may be tasks that wait for a turn.
+    pub(super) fn set_granted(&self, granted: u16) {
+        self.lock().most = (usize::from(granted) / 2).max(1);
+    }
+
+    /// Waits for a turn of a task of `requester`. Without `may_leave`, it waits as long as it takes. Safe to cancel.
+    ///
+    /// # Errors
+    /// [`Crowded`]: the task is to wait elsewhere.
+    pub(super) async fn take(&self, requester: u64, may_leave: bool) -> Result<Turn, Crowded> {
+        let (call, mut called) = oneshot::channel();
+        self.call({
+            let mut lane = self.lock();
+            let now = Instant::now();
+            lane.enter(Waiting { requester, may_leave, call });
+            lane.review(now);
+            lane.next(now)
+        });
+        loop {
+            match timeout(REVIEW_INTERVAL, &mut called).await {
+                Ok(Ok(Call::Turn(turn))) => return Ok(turn),
+                // The sender is dropped only after a call.
+                Ok(Ok(Call::Leave) | Err(_)) => return Err(Crowded),
+                Err(_) => self.lock().review(Instant::now()),
+            }
+        }
+    }
+
+    /// Calls a task to its turn. If it has ceased to wait, its turn is dropped, which calls the next one.
+    fn call(&self, next: Option<Waiting>) {
+        if let Some(Waiting { call, .. }) = next {
+            let _ = call.send(Call::Turn(Turn(self.clone())));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Lane> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Lane {
+    fn enter(&mut self, task: Waiting) {
+        self.places.entry(task.requester).or_insert(2 * self.turns);
+        self.waiting.push(task);
+    }
+
+    /// The present turn is over.
+    fn end(&mut self, now: Instant) {
+        if let Some(present) = self.present.take() {
+            let took = now.saturating_duration_since(present.began);
+            self.usual = self.usual.mul_f64(1.0 - LATEST) + took.mul_f64(LATEST);
+        }
+    }
+
+    /// The task whose turn begins now, if nobody has one.
+    fn next(&mut self, now: Instant) -> Option<Waiting> {
+        self.forget();
+        if self.present.is_some() {
+            return None;
+        }
+        let place = |(_, task): &(usize, &Waiting)| self.places.get(&task.requester);
+        // The first of those with the same place is the one that came first.
+        let (index, _) = self.waiting.iter().enumerate().min_by_key(place)?;
+        let task = self.waiting.remove(index);
+        self.turns += 1;
+        self.places.insert(task.requester, 2 * self.turns + 1);
+        self.present = Some(Present { requester: task.requester, began: now });
+        Some(task)
+    }
+
+    /// Sends tasks elsewhere while too many wait: the latest of the requester that has the most.
+    fn review(&mut self, now: Instant) {
+        self.forget();
+        let elapsed = |present: &Present| now.saturating_duration_since(present.began);
+        let turn = self.present.as_ref().map_or(self.usual, |present| elapsed(present).max(self.usual));
+        while self.waiting.len() > self.most && turn * self.waiting.len() as u32 > SOON {
+            let mut counts: HashMap<u64, usize> = HashMap::new();
+            for task in &self.waiting {
+                *counts.entry(task.requester).or_default() += 1;
+            }
+            let leaving = self.waiting.iter().enumerate().filter(|(_, task)| task.may_leave);
+            let Some((index, _)) = leaving.max_by_key(|(_, task)| counts.get(&task.requester)) else { return };
+            let _ = self.waiting.remove(index).call.send(Call::Leave);
+        }
+    }
+
+    /// Forgets tasks that have ceased to wait, and requesters without a task.
+    fn forget(&mut self) {
+        self.waiting.retain(|task| !task.call.is_closed());
+        let (waiting, present) = (&self.waiting, &self.present);
+        let is_here = |requester: &u64| {
+            present.as_ref().is_some_and(|present| present.requester == *requester)
+                || waiting.iter().any(|task| task.requester == *requester)
+        };
+        self.places.retain(|requester, _| is_here(requester));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::*;
+
+    const GRANTED: u16 = 8;
+
+    /// Begins to wait, without having the turn.
+    async fn waits(
+        turns: &Turns,
+        requester: u64,
+        may_leave: bool,
+    ) -> tokio::task::JoinHandle<Result<Turn, Crowded>> {
+        let turns = turns.clone();
+        let task = tokio::spawn(async move { turns.take(requester, may_leave).await });
+        tokio::task::yield_now().await;
+        task
+    }
+
+    /// Who has turns, in order, when each takes `each`, until nobody waits.
+    async fn order(
+        mut turn: Turn,
+        each: Duration,
+        mut waiting: Vec<(u64, tokio::task::JoinHandle<Result<Turn, Crowded>>)>,
+    ) -> Vec<u64> {
+        let mut order = Vec::new();
+        while !waiting.is_empty() {
+            tokio::time::sleep(each).await;
+            drop(turn);
+            tokio::task::yield_now().await;
+            let at = waiting.iter().position(|(_, task)| task.is_finished()).expect("one has the turn");
+            let (requester, task) = waiting.remove(at);
+            turn = task.now_or_never().unwrap().unwrap().expect("it has its turn");
+            order.push(requester);
+        }
+        order
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_newcomer_waits_for_the_present_turn_and_one_more_at_most() {
+        let turns = Turns::new(GRANTED);
+        let turn = turns.take(1, true).await.unwrap();
+        let mut waiting = Vec::new();
+        for requester in [1, 1, 1, 2, 3, 2] {
+            waiting.push((requester, waits(&turns, requester, true).await));
+        }
+        let order = order(turn, Duration::from_millis(20), waiting).await;
+        assert_eq!(order, [2, 3, 1, 2, 1, 1]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn when_turns_take_long_half_of_the_granted_tasks_wait_and_the_rest_leave() {
+        let turns = Turns::new(GRANTED);
+        let _turn = turns.take(1, true).await.unwrap();
+        let mut waiting = Vec::new();
+        for requester in [2, 1, 1, 1, 1, 1, 1] {
+            waiting.push(waits(&turns, requester, true).await);
+        }
+        tokio::time::sleep(Duration::from_millis(90)).await;
+        assert!(waiting.iter().all(|task| !task.is_finished()), "seven turns of 90 ms are over soon");
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        let left: Vec<bool> = waiting.iter().map(|task| task.is_finished()).collect();
+        assert_eq!(left, [false, false, false, false, true, true, true], "the latest of requester 1");
+        let late = waits(&turns, 3, true).await;
+        assert!(waiting[3].is_finished() && !late.is_finished(), "there is room for another requester");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn tasks_that_can_wait_nowhere_else_stay() {
+        let turns = Turns::new(GRANTED);
+        let turn = turns.take(1, true).await.unwrap();
+        let mut waiting = Vec::new();
+        for _ in 0..6 {
+            waiting.push((1, waits(&turns, 1, false).await));
+        }
+        let order = order(turn, Duration::from_secs(2), waiting).await;
+        assert_eq!(order, [1; 6]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_task_that_ceases_to_wait_has_no_turn() {
+        let turns = Turns::new(GRANTED);
+        let turn = turns.take(1, true).await.unwrap();
+        let gone = waits(&turns, 2, true).await;
+        let stays = waits(&turns, 3, true).await;
+        gone.abort();
+        tokio::task::yield_now().await;
+        drop(turn);
+        assert!(stays.await.unwrap().is_ok());
+        assert!(turns.take(4, true).now_or_never().is_some_and(|turn| turn.is_ok()), "nobody has the turn");
+        assert!(turns.lock().places.is_empty() || turns.lock().places.len() == 1);
+    }
+}
