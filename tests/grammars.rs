@@ -42,6 +42,12 @@ fn schema(schema: Value) -> Value {
     json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
 }
 
+/// An object with so many optional texts.
+fn object_of(count: usize) -> Value {
+    let fields = (0..count).map(|k| (format!("field_{k}"), json!({"type": "string"})));
+    json!({"type": "object", "properties": fields.collect::<serde_json::Map<_, _>>()})
+}
+
 fn regex(regex: impl Into<String>) -> Value {
     json!({"type": "regex", "regex": regex.into()})
 }
@@ -136,6 +142,7 @@ fn grammars_that_explode_are_refused_within_their_budget() {
         schema(
             json!({"items": {"anyOf": [{"type": "string", "pattern": "a?".repeat(5_000)}]}, "type": "array"}),
         ),
+        schema(object_of(4_000)),
         regex("(("),
         regex(r"[^\s\S]"),
         schema(json!({"type": "nothing"})),
@@ -169,13 +176,13 @@ fn grammars_that_explode_are_refused_within_their_budget() {
 fn usual_grammars_stay_far_below_their_budget() {
     let _turn = turn();
     let mut model = model();
-    let text = json!({"type": "string"});
-    let many: serde_json::Map<String, Value> =
-        (0..150).map(|k| (format!("field_{k}"), text.clone())).collect();
+    let mut some = object_of(150);
+    some["required"] = json!(["field_3"]);
     let names: Vec<String> = (0..2_000).map(|k| format!("name {k}")).collect();
     let grammars = [
         json!({"type": "json_object"}),
-        schema(json!({"type": "object", "properties": many, "required": ["field_3"]})),
+        schema(some),
+        schema(object_of(490)),
         schema(json!({"enum": names})),
         schema(json!({"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 100_000})),
         schema(json!({"type": "number", "multipleOf": 0.01})),

@@ -165,9 +165,9 @@ impl Storm {
     }
 }
 
-/// Tokens in a step of the pool of texts: about 0.3 s of a debug build. An answer takes as many steps as it has tokens,
-/// whatever prompts are read in them, so that this bounds how much long prompts can delay it.
-const STEP: usize = 32;
+/// Tokens in a step of the pool of texts in a debug build, which are about 0.3 s of its time. A release build, in which
+/// latencies are judged, has the default.
+const DEBUG_STEP: usize = 32;
 
 /// The settings of three pools with a worker each, and their queues.
 fn service(url: &str) -> (Settings, Queues) {
@@ -175,8 +175,10 @@ fn service(url: &str) -> (Settings, Queues) {
         .controlled()
         .set("pool[0].model", requests::model(Pool::Texts).display())
         .set("pool[0].options.context", plan::CONTEXT)
-        .set("pool[0].batch.max_tokens", STEP)
         .set("pool[2].reply_timeout", "5s");
+    if cfg!(debug_assertions) {
+        settings = settings.set("pool[0].batch.max_tokens", DEBUG_STEP);
+    }
     let texts = settings.tasks.clone();
     let images = settings.beside("images", requests::model(Pool::Images).display());
     let embeddings = settings.beside("embeddings", requests::model(Pool::Embeddings).display());

@@ -45,6 +45,10 @@ const REMEMBERED: usize = 16;
 /// The longest regular expression, in bytes. The time to build one grows with the square of its length: optional letters
 /// of this length take about 0.3 s.
 const EXPRESSION: usize = 8 << 10;
+/// The most optional properties of one object. llguidance keeps about four items for each, and refuses an object with more
+/// than 2,000 of them at its first token, after a time that grows with the square of their number: 4,000 properties take
+/// 2 s.
+const OPTIONAL: usize = 490;
 /// How long the worker waits for a builder. Its processor time ends it far sooner, unless the machine is overloaded; then
 /// the task is tried again.
 const BUILDING: Duration = Duration::from_secs(20);
@@ -192,15 +196,12 @@ impl Grammars {
             Format::JsonSchema(schema) => json_grammar(schema.clone()),
             Format::Regex(expression) => TopLevelGrammar::from_regex(expression),
         };
-        let longest = match format {
-            Format::JsonSchema(schema) => longest_expression(schema),
-            Format::Regex(expression) => expression.len(),
-            Format::Text | Format::JsonObject => 0,
+        let sizes = match format {
+            Format::JsonSchema(schema) => Sizes::of(schema),
+            Format::Regex(expression) => Sizes { expression: expression.len(), optional: 0 },
+            Format::Text | Format::JsonObject => Sizes::default(),
         };
-        if longest > EXPRESSION {
-            let reason = format!("an expression has {longest} bytes; at most {EXPRESSION} are taken");
-            return Err(refused(reason));
-        }
+        sizes.check()?;
         let text = serde_json::to_vec(&grammar).map_err(|error| TaskError::internal(error.to_string()))?;
         let fingerprint: Fingerprint = Sha256::digest(&text).into();
         match self.known().find(fingerprint) {
@@ -270,22 +271,52 @@ fn json_grammar(mut schema: serde_json::Value) -> TopLevelGrammar {
     TopLevelGrammar::from_json_schema(schema)
 }
 
-/// The bytes of the longest expression in a schema: values of `pattern`, and names in `patternProperties`.
-fn longest_expression(schema: &serde_json::Value) -> usize {
-    let of = |(key, value): (&String, &serde_json::Value)| {
-        let own = match (key.as_str(), value) {
-            ("pattern", serde_json::Value::String(expression)) => expression.len(),
-            ("patternProperties", serde_json::Value::Object(properties)) => {
-                properties.keys().map(String::len).max().unwrap_or_default()
-            }
-            _ => 0,
+/// What the time to build a grammar grows with the square of.
+#[derive(Clone, Copy, Default)]
+struct Sizes {
+    /// The bytes of the longest expression: values of `pattern`, and names in `patternProperties`.
+    expression: usize,
+    /// The most optional properties of one object.
+    optional: usize,
+}
+
+impl Sizes {
+    fn of(schema: &serde_json::Value) -> Self {
+        use serde_json::Value;
+        let mut most = Self::default();
+        let mut include = |Self { expression, optional }| {
+            most.expression = most.expression.max(expression);
+            most.optional = most.optional.max(optional);
         };
-        own.max(longest_expression(value))
-    };
-    match schema {
-        serde_json::Value::Object(fields) => fields.iter().map(of).max().unwrap_or_default(),
-        serde_json::Value::Array(items) => items.iter().map(longest_expression).max().unwrap_or_default(),
-        _ => 0,
+        match schema {
+            Value::Object(fields) => {
+                let names = |of: &str| fields.get(of).and_then(Value::as_object);
+                let pattern = fields.get("pattern").and_then(Value::as_str).map(str::len);
+                let patterns = names("patternProperties").and_then(|all| all.keys().map(String::len).max());
+                let required = fields.get("required").and_then(Value::as_array);
+                let required: BTreeSet<&str> = required.into_iter().flatten().filter_map(Value::as_str).collect();
+                let properties = names("properties").into_iter().flat_map(|all| all.keys());
+                include(Self {
+                    expression: pattern.max(patterns).unwrap_or_default(),
+                    optional: properties.filter(|name| !required.contains(name.as_str())).count(),
+                });
+                fields.values().map(Self::of).for_each(include);
+            }
+            Value::Array(items) => items.iter().map(Self::of).for_each(include),
+            _ => {}
+        }
+        most
+    }
+
+    fn check(self) -> Result<(), TaskError> {
+        let Self { expression, optional } = self;
+        if expression > EXPRESSION {
+            return Err(refused(format!("an expression has {expression} bytes; at most {EXPRESSION} are taken")));
+        }
+        if optional > OPTIONAL {
+            return Err(refused(format!("an object has {optional} optional properties; at most {OPTIONAL} are taken")));
+        }
+        Ok(())
     }
 }
 
