@@ -7,7 +7,7 @@
 
 pub mod amqp;
 pub mod embedded;
-mod two_queues;
+mod source;
 
 use std::num::NonZeroU16;
 use std::sync::Arc;
@@ -17,30 +17,24 @@ use futures_util::future::BoxFuture;
 
 use crate::protocol::Message;
 
-pub use two_queues::TwoQueues;
+pub use source::{PerSource, Source};
 
-/// Names one delivery, to settle it by. Tags of a session are ordered as it delivered; those of the background queue
-/// come after those of the other.
+/// Names one delivery, to settle it by. Tags are ordered by source, then as its sessions delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeliveryTag {
-    /// Number of the session that delivered the message, counting from 1.
+    /// The queue that the message came from.
+    pub source: Source,
+    /// Number of the session that delivered the message, counting from 1 for each source.
     pub session: u64,
     /// The broker's delivery tag, unique within the session.
     pub tag: u64,
 }
 
 impl DeliveryTag {
-    /// The bit that the numbers of the background consumer's sessions have.
-    pub const BACKGROUND: u64 = 1 << 63;
-
-    /// Whether the background queue delivered the message.
-    pub fn is_background(self) -> bool {
-        self.session & Self::BACKGROUND != 0
-    }
-
-    /// Whether the delivery is over when this session is: it is of this one, or of an earlier one of the same consumer.
-    pub fn is_over_with(self, session: u64) -> bool {
-        (self.session ^ session) & Self::BACKGROUND == 0 && self.session <= session
+    /// Whether the delivery is over once this session of this source is: it belongs to that session or to an earlier
+    /// one of the same source.
+    pub fn is_over_with(self, source: Source, session: u64) -> bool {
+        self.source == source && self.session <= session
     }
 }
 
@@ -67,6 +61,8 @@ pub enum Event {
     Delivery(Box<Delivery>),
     /// The session ended. The broker will deliver its unsettled messages again; a new session is being made.
     Lost {
+        /// The queue that it consumed.
+        source: Source,
         /// The session that is over.
         session: u64,
     },

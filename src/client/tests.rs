@@ -8,7 +8,7 @@ use futures_util::stream;
 use tokio::sync::mpsc;
 
 use super::*;
-use crate::broker::{Delay, DeliveryTag};
+use crate::broker::{Delay, DeliveryTag, Source};
 
 /// Answers each task at once, and the numbers in `twice` again.
 struct Broker {
@@ -66,7 +66,7 @@ impl Consumer for Incoming {
         Box::pin(async {
             let message = self.replies.recv().await.expect("a broker");
             self.tag += 1;
-            let delivery_tag = DeliveryTag { session: 1, tag: self.tag };
+            let delivery_tag = DeliveryTag { source: Source::Main, session: 1, tag: self.tag };
             let delivery = Delivery {
                 message,
                 delivery_tag,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use futures_util::future::BoxFuture;
 
 use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, Topology, subscribe};
-use crate::broker::{Acker, BrokerError, BrokerSession, Consumer, TwoQueues, embedded};
+use crate::broker::{Acker, BrokerError, BrokerSession, Consumer, PerSource, Source, embedded};
 use crate::config::{Assignment, Broker, Pool};
 
 /// Opens a worker's session with its task queue.
@@ -23,17 +23,23 @@ pub(super) fn open(assignment: &Assignment) -> BoxFuture<'_, Result<BrokerSessio
         let name = format!("sconce {worker}");
         let refusals =
             if assignment.broker_reached { RefusalPolicy::Reached } else { RefusalPolicy::Service };
-        let tasks = |queue: &str, background: bool| {
+        let tasks = |queue: &str, source: Source| {
             let (queue, topology) = (queue.to_owned(), topology.clone());
-            let name = if background { format!("{name} (background)") } else { name.clone() };
+            let name = match source {
+                Source::Main => name.clone(),
+                Source::Background => format!("{name} (background)"),
+            };
             let consuming = Connector::new(broker.clone(), name).with_refusals(refusals);
-            subscribe(consuming, Subscription::Tasks { queue, topology, background }, prefetch)
+            subscribe(consuming, Subscription::Tasks { queue, topology, source }, prefetch)
         };
-        let (consumer, acker) = tasks(&pool.task_queue, false);
-        let background = pool.background_queue.as_ref().map(|queue| tasks(queue, true));
+        let (consumer, acker) = tasks(&pool.task_queue, Source::Main);
+        let background = pool.background_queue.as_ref().map(|queue| tasks(queue, Source::Background));
         let mut acker: Arc<dyn Acker> = Arc::new(acker);
         let background = background.map(|(consumer, of_background)| {
-            acker = Arc::new(TwoQueues { main: acker.clone(), background: Arc::new(of_background) });
+            acker = Arc::new(PerSource {
+                main: acker.clone(),
+                background: Arc::new(of_background) as Arc<dyn Acker>,
+            });
             Box::new(consumer) as Box<dyn Consumer>
         });
         // This connects only with the first message, after the consumer has a session.

@@ -12,7 +12,7 @@ use futures_util::task::AtomicWaker;
 
 use super::memory::Held;
 use super::panics::caught;
-use super::{Computed, Expect, Job, JobEvent, Memory, Pass, Source, TaskState, Told, now};
+use super::{Computed, Expect, InputSource, Job, JobEvent, Memory, Pass, TaskState, Told, now};
 use crate::batching::Policy;
 use crate::model::{
     Body, Effort, Inputs, Later, Message, Processor, Route, SizedInput, Slices, TaskError, TaskErrorKind,
@@ -238,7 +238,7 @@ struct Feed<R: Processor> {
     rest: Mutex<Option<Slices<R::Input>>>,
 }
 
-impl<R: Processor> Source for Feed<R> {
+impl<R: Processor> InputSource for Feed<R> {
     fn poll_wanted(&self, context: &mut Context<'_>) -> Poll<bool> {
         // Registered before the state is read, so that a change after the read wakes this task.
         self.outputs.feed_waker.register(context.waker());
@@ -314,8 +314,8 @@ impl<R: Processor> Job for Task<R> {
         }
     }
 
-    fn source(&self) -> Option<Arc<dyn Source>> {
-        self.feed.clone().map(|feed| feed as Arc<dyn Source>)
+    fn source(&self) -> Option<Arc<dyn InputSource>> {
+        self.feed.clone().map(|feed| feed as Arc<dyn InputSource>)
     }
 
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent> {
@@ -643,7 +643,7 @@ mod tests {
         job(&message)
     }
 
-    fn wanted(source: &Arc<dyn Source>) -> Option<bool> {
+    fn wanted(source: &Arc<dyn InputSource>) -> Option<bool> {
         match source.poll_wanted(&mut Context::from_waker(&noop_waker())) {
             Poll::Ready(wanted) => Some(wanted),
             Poll::Pending => None,

@@ -119,7 +119,7 @@ pub trait Job: Send {
     fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool);
 
     /// What makes the job's further inputs, once it is enqueued; none: all of them are prepared.
-    fn source(&self) -> Option<Arc<dyn Source>>;
+    fn source(&self) -> Option<Arc<dyn InputSource>>;
 
     /// Waits for the next event after `enqueue`. Parts are given out only while `parts` is true.
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent>;
@@ -132,7 +132,7 @@ pub trait Job: Send {
 }
 
 /// Makes the inputs of a job that has not all of them yet, slice by slice.
-pub trait Source: Send + Sync {
+pub trait InputSource: Send + Sync {
     /// Waits until few of the job's inputs wait for the model. True: the next slice is wanted. False: there is none.
     fn poll_wanted(&self, context: &mut Context<'_>) -> Poll<bool>;
 

@@ -16,7 +16,7 @@ use super::live_settings::LiveSettings;
 use super::report::Traced;
 use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
-use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event};
+use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, PerSource, Source};
 use crate::engine::{TaskState, now as instant};
 use crate::protocol::control::{Cancellation, TaskName};
 use crate::protocol::task::{STOP, published, sentinel_is_expired};
@@ -58,13 +58,12 @@ impl InFlight {
     }
 }
 
-/// The consumers of the task queue and of the background queue. None: there is no background queue.
-type Consumers<'a> = [Option<&'a mut Box<dyn Consumer>>; 2];
+/// The consumers; none: there is no background queue, or the consumer has ended.
+type Consumers<'a> = PerSource<Option<&'a mut Box<dyn Consumer>>>;
 
 /// Takes deliveries from the consumers until they end.
 pub(super) struct Intake<'a> {
     shared: Arc<Shared>,
-    /// None: it has ended.
     consumers: Consumers<'a>,
     /// How many unsettled messages the broker sends at most of all of them, as the settlement knows it.
     granted: u16,
@@ -79,17 +78,17 @@ pub(super) struct Intake<'a> {
     phase: Phase,
 }
 
-/// The next event, with the index of its consumer. Without consumers it never returns. Safe to cancel: a consumer's is.
-async fn next_of(consumers: &mut Consumers<'_>) -> (usize, Result<Event, BrokerError>) {
-    let [main, background] = consumers;
+/// The next event, and the source of its consumer. Without consumers it never returns. Safe to cancel: a consumer's is.
+async fn next_of(consumers: &mut Consumers<'_>) -> (Source, Result<Event, BrokerError>) {
+    let PerSource { main, background } = consumers;
     let next = async |consumer: &mut Option<&mut Box<dyn Consumer>>| match consumer {
         Some(consumer) => consumer.next().await,
         None => std::future::pending().await,
     };
     tokio::select! {
         biased;
-        event = next(main) => (0, event),
-        event = next(background) => (1, event),
+        event = next(main) => (Source::Main, event),
+        event = next(background) => (Source::Background, event),
     }
 }
 
@@ -136,14 +135,14 @@ impl<'a> Intake<'a> {
             let held = self.in_flight.len() as u64;
             self.shared.settlement.counters.count(|stats| stats.now.held = held);
             tokio::select! {
-                (queue, event) = next_of(&mut self.consumers) => match event? {
+                (source, event) = next_of(&mut self.consumers) => match event? {
                     Event::Delivery(delivery) => self.take(*delivery).await,
-                    Event::Lost { session } => self.forget(session)?,
+                    Event::Lost { source, session } => self.forget(source, session)?,
                     Event::End if self.phase == Phase::Running && self.stop.phase() == Phase::Running => {
                         let words = "the broker's deliveries ended without being asked to";
                         return Err(WorkerError::Internal(words.into()));
                     }
-                    Event::End => self.consumers[queue] = None,
+                    Event::End => self.consumers[source] = None,
                 },
                 Some(ended) = self.runs.join_next() => self.on_exit(ended)?,
                 error = fault.recv() => {
@@ -187,9 +186,8 @@ impl<'a> Intake<'a> {
         if count > 0 {
             self.shared.settlement.counters.count(|stats| stats.redelivered += 1);
         }
-        let queue = usize::from(delivery_tag.is_background());
-        if let Some(prefetch) = self.shared.prefetch[queue].came(delivery.message.body.len())
-            && let Some(consumer) = &mut self.consumers[queue]
+        if let Some(prefetch) = self.shared.prefetch[delivery_tag.source].came(delivery.message.body.len())
+            && let Some(consumer) = &mut self.consumers[delivery_tag.source]
         {
             consumer.set_prefetch(prefetch).await;
         }
@@ -215,7 +213,7 @@ impl<'a> Intake<'a> {
         let left = accepted.deadline.map(|at| at.duration_since(SystemTime::now()).unwrap_or_default());
         let mut state = TaskState::new(TaskName::of(&accepted.task), left.map(|left| instant() + left));
         state.priority = accepted.task.message.properties.priority.unwrap_or_default();
-        state.background = delivery_tag.is_background();
+        state.background = delivery_tag.source == Source::Background;
         state.requester = BuildHasherDefault::<DefaultHasher>::default().hash_one(accepted.task.requester());
         state.link = accepted.traced.link();
         if self.shared.withdrawn.has(accepted.task.reply_to(), instant()) {
@@ -324,11 +322,10 @@ impl<'a> Intake<'a> {
 
     /// The session is over, so the broker has everything it delivered again: drops these tasks, including those
     /// whose reply waits for a connection.
-    fn forget(&mut self, session: u64) -> Result<(), WorkerError> {
-        let queue = usize::from(session & DeliveryTag::BACKGROUND != 0);
+    fn forget(&mut self, source: Source, session: u64) -> Result<(), WorkerError> {
         self.shared.settlement.counters.count(|stats| stats.lost_sessions += 1);
-        self.shared.settlement.lost[queue].store(session, Ordering::Release);
-        let of_session = |delivery_tag: &DeliveryTag| delivery_tag.is_over_with(session);
+        self.shared.settlement.lost[source].store(session, Ordering::Release);
+        let of_session = |delivery_tag: &DeliveryTag| delivery_tag.is_over_with(source, session);
         for (delivery_tag, task) in &self.in_flight {
             if of_session(delivery_tag) {
                 task.withdraw();

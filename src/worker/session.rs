@@ -3,7 +3,6 @@
 //! a paused worker holds no task and no connection. Owns the connection during a session.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, watch};
@@ -18,7 +17,7 @@ use super::settle::{Breakers, Queues, Settlement, Stalled, Waits};
 use super::task_run::Shared;
 use super::{Control, WorkerError, live_settings};
 use crate::batching::Policy;
-use crate::broker::{BrokerSession, DeliveryTag};
+use crate::broker::{BrokerSession, PerSource};
 use crate::config::{self, Assignment};
 use crate::engine::Engine;
 use crate::protocol::control::BatchChange;
@@ -57,7 +56,7 @@ impl Worker {
             tokio::spawn(follow(self.control.settings.batch(), shared.prefetch.clone(), self.limits()));
         let settings = self.control.settings.clone();
         let cancellations = self.control.cancellations.subscribe();
-        let consumers = [Some(&mut link.consumer), link.background.as_mut()];
+        let consumers = PerSource { main: Some(&mut link.consumer), background: link.background.as_mut() };
         let intake = Intake::new(shared, consumers, (stop.clone(), settings), cancellations);
         let ended = intake.run(fault).await;
         for helper in [connection, follower] {
@@ -95,7 +94,7 @@ impl Worker {
             breakers: Breakers::default(),
             counters: self.counters.clone(),
             stop: stop.clone(),
-            lost: [0, DeliveryTag::BACKGROUND].map(AtomicU64::new),
+            lost: PerSource::default(),
         };
         Shared {
             engine: self.engine.clone(),
@@ -106,7 +105,7 @@ impl Worker {
             reporter: self.control.reporter.clone(),
             crashes: self.control.crashes.clone(),
             withdrawn: self.control.withdrawn.clone(),
-            prefetch: [self.live_prefetch(), self.live_prefetch()],
+            prefetch: PerSource { main: self.live_prefetch(), background: self.live_prefetch() },
             traces: self.control.traces.clone(),
             sentinels: protocol::Sentinels {
                 by_type: pool.sentinels != config::Sentinels::None,
@@ -151,7 +150,7 @@ impl Worker {
 /// Updates the prefetch when the bounds of batches change: too few messages could never fill a larger batch.
 async fn follow(
     mut changes: watch::Receiver<BatchChange>,
-    prefetch: [Live; 2],
+    prefetch: PerSource<Live>,
     limits: impl Fn(BatchChange) -> Limits + Send,
 ) {
     while changes.changed().await.is_ok() {

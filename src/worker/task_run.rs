@@ -16,7 +16,8 @@ use super::prefetch::Live;
 use super::settle::{Accepted, Outcome, Parts, PartsAnswered, Probe, Settled, Settlement};
 use super::turns::{Crowded, Turns};
 use super::{Reporter, Withdrawn, WorkerError, requester};
-use crate::engine::{Computed, Engine, Expect, Job, JobEvent, Source, TaskState, now};
+use crate::broker::{PerSource, Source};
+use crate::engine::{Computed, Engine, Expect, InputSource, Job, JobEvent, TaskState, now};
 use crate::model::{Effort, Route};
 use crate::protocol::reply::micros;
 use crate::protocol::{Body, JSON, Message, Sentinels, Task, TaskError, TaskErrorKind, Timings, shorten};
@@ -40,8 +41,7 @@ pub(super) struct Shared {
     pub(super) reporter: Reporter,
     pub(super) crashes: CrashRecords,
     pub(super) withdrawn: Withdrawn,
-    /// Of the task queue and of the background queue.
-    pub(super) prefetch: [Live; 2],
+    pub(super) prefetch: PerSource<Live>,
     pub(super) traces: Traces,
     pub(super) sentinels: Sentinels,
     pub(super) max_body: u64,
@@ -95,12 +95,18 @@ impl Shared {
         } else {
             let Some(admitted) = self.admit(&accepted, &state, expected).await? else { return Ok(()) };
             probe = admitted.probe;
-            let mut may_leave = isolated.is_none() && !state.background;
+            let mut may_leave = isolated.is_none() && accepted.delivery.source == Source::Main;
             let mut expected = admitted.expected;
             loop {
                 let task = accepted.task.clone();
-                let run =
-                    Run { shared: self, task: &task, state: &state, isolated: isolated.is_some(), may_leave };
+                let run = Run {
+                    shared: self,
+                    source: accepted.delivery.source,
+                    task: &task,
+                    state: &state,
+                    isolated: isolated.is_some(),
+                    may_leave,
+                };
                 let computed = tokio::select! {
                     biased;
                     computed = run.compute(expected, (&mut timings, &mut accepted.parts)) => computed,
@@ -280,6 +286,7 @@ struct Ended {
 /// One task on its way through the engine.
 struct Run<'a> {
     shared: &'a Shared,
+    source: Source,
     task: &'a Arc<Task>,
     state: &'a Arc<TaskState>,
     isolated: bool,
@@ -352,7 +359,7 @@ impl Run<'_> {
     /// Waits until a job that was enqueued is done, prepares more of its inputs meanwhile, and sends its parts.
     async fn computed(&self, job: &mut dyn Job, parts: Option<&mut Parts<'_>>) -> Result<Ended, TaskError> {
         let (source, limit) = (job.source(), self.shared.settlement.waits.own);
-        let prefetch = &self.shared.prefetch[usize::from(self.state.background)];
+        let prefetch = &self.shared.prefetch[self.source];
         let is_on_demand = source.is_some();
         if !is_on_demand {
             prefetch.prepared(job.inputs(), job.tokens());
@@ -441,7 +448,7 @@ impl Run<'_> {
 
     /// Prepares the further inputs of a task, a slice whenever few of them wait for the model; between slices other
     /// tasks have their turn. Returns with the error of a slice alone.
-    async fn feed(&self, source: Option<Arc<dyn Source>>) -> TaskError {
+    async fn feed(&self, source: Option<Arc<dyn InputSource>>) -> TaskError {
         if let Some(source) = source {
             while poll_fn(|context| source.poll_wanted(context)).await {
                 let own = source.clone();

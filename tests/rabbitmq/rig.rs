@@ -7,11 +7,10 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use lapin::types::AMQPValue;
-use sconce::broker::Published;
-use sconce::broker::Publisher;
 use sconce::broker::amqp::{
     AmqpPublisher, Connector, Subscription, Topology, declare, retry_queue, subscribe,
 };
+use sconce::broker::{Published, Publisher, Source};
 use sconce::config::{Broker, Secret, Tls};
 use sconce::protocol::{Message, Properties, Value};
 
@@ -73,7 +72,7 @@ impl Common {
     async fn open(&self, queue: &str, prefetch: u16) -> Link {
         let proxy = Proxy::before(self.rabbit.address()).await;
         let way = || connector(proxy.url());
-        let tasks = Subscription::Tasks { queue: queue.to_owned(), topology: None, background: false };
+        let tasks = Subscription::Tasks { queue: queue.to_owned(), topology: None, source: Source::Main };
         let (consumer, acker) = subscribe(way(), tasks, prefetch);
         let publisher = AmqpPublisher::new(way());
         let before = self.latest.lock().expect("the latest").replace(proxy);

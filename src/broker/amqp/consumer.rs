@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use super::acker::{AmqpAcker, Current, Open};
 use super::connect::{Connector, FAREWELL, Failure, ReconnectPolicy, Refusal, words};
 use super::session::{Session, Subscription, cancel, delivery_from};
-use crate::broker::{BrokerError, Consumer, DeliveryTag, Event};
+use crate::broker::{BrokerError, Consumer, Event};
 
 /// Events that may wait in the channel to the consumer's owner.
 const EVENTS: usize = 260;
@@ -152,8 +152,8 @@ impl Supervisor {
     async fn run(mut self) {
         let mut reconnect = ReconnectPolicy::default();
         let mut one_by_one = false;
-        let is_background = matches!(self.subscription, Subscription::Tasks { background: true, .. });
-        let mut sessions = if is_background { DeliveryTag::BACKGROUND } else { 0 };
+        let source = self.subscription.source();
+        let mut sessions = 0;
         loop {
             let prefetch = if one_by_one { 1 } else { *self.prefetch.borrow_and_update() };
             let opened = tokio::select! {
@@ -169,7 +169,7 @@ impl Supervisor {
                     let Some(lost) = self.live(number, session, one_by_one).await else { return };
                     let reason = lost.reason;
                     tracing::warn!(session = number, reason, "lost the broker");
-                    if self.events.send(Ok(Event::Lost { session: number })).await.is_err() {
+                    if self.events.send(Ok(Event::Lost { source, session: number })).await.is_err() {
                         return;
                     }
                     one_by_one = lost.unreadable;
@@ -235,7 +235,9 @@ impl Supervisor {
                     Some(Ok(delivery)) => {
                         session.first_tag.get_or_insert(delivery.delivery_tag);
                         open.ack_tracker().delivered(delivery.delivery_tag, delivery.redelivered);
-                        let event = Event::Delivery(Box::new(delivery_from(delivery, open.session, session.addressed)));
+                        let source = self.subscription.source();
+                        let delivery = delivery_from(delivery, source, open.session, session.addressed);
+                        let event = Event::Delivery(Box::new(delivery));
                         if self.events.send(Ok(event)).await.is_err() {
                             break None;
                         }

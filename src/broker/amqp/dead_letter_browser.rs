@@ -19,7 +19,7 @@ use super::convert::short;
 use super::publisher::AmqpPublisher;
 use super::session::{cancel, delivery_from};
 use super::topology::{HIGH_LIMIT, has_high_limit};
-use crate::broker::{BrokerError, Delivery, DeliveryTag, Published, Publisher};
+use crate::broker::{BrokerError, Delivery, DeliveryTag, Published, Publisher, Source};
 use crate::protocol::message::without_acting_properties;
 
 /// Deliveries after which RabbitMQ 4 drops a message of a quorum queue whose arguments set no limit.
@@ -153,7 +153,7 @@ impl DeadLetterBrowser {
             read.push(delivery.map_err(failed)?);
         }
         self.held += read.len() as u32;
-        self.at_hand.extend(read.into_iter().map(|delivery| delivery_from(delivery, 0, false)));
+        self.at_hand.extend(read.into_iter().map(|delivery| delivery_from(delivery, Source::Main, 0, false)));
         self.acks = 0;
         Ok(())
     }
@@ -165,7 +165,7 @@ impl DeadLetterBrowser {
         let got = got.map_err(|error| self.failed(&error))?;
         self.acks = 0;
         self.held += u32::from(got.is_some());
-        Ok(got.map(|got| delivery_from(got.delivery, 0, false)))
+        Ok(got.map(|got| delivery_from(got.delivery, Source::Main, 0, false)))
     }
 
     /// Takes the message out of the queue. Certain after [`DeadLetterBrowser::flush`].

@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use super::connect::{Connector, FAREWELL, Failure, OpenConnection, Refusal, words};
 use super::convert::{properties_from, short};
 use super::topology::{Topology, make_replies};
-use crate::broker::{Delivery, DeliveryTag};
+use crate::broker::{Delivery, DeliveryTag, Source};
 use crate::protocol::Message;
 
 /// RabbitMQ's default consumer timeout, which is not sent.
@@ -28,8 +28,8 @@ pub enum Subscription {
         queue: String,
         /// The queues to make where they are missing; none: make nothing.
         topology: Option<Topology>,
-        /// It is the pool's background queue.
-        background: bool,
+        /// Which of the pool's queues it is.
+        source: Source,
     },
     /// The durable queue of a job's replies, which is made. The broker deletes it when nobody has consumed from it
     /// for as long as `keep`.
@@ -66,6 +66,16 @@ pub(super) struct Session {
     /// Consumer tag of the first consumer; later ones append their number.
     tag: String,
     consumers: u32,
+}
+
+impl Subscription {
+    /// The source that its deliveries name.
+    pub(super) fn source(&self) -> Source {
+        match self {
+            Self::Tasks { source, .. } => *source,
+            Self::Job { .. } | Self::Private(_) | Self::Topic { .. } => Source::Main,
+        }
+    }
 }
 
 impl Session {
@@ -188,7 +198,12 @@ pub(super) async fn cancel(channel: &Channel, consumer_tag: ShortString) {
     let _ = tokio::time::timeout(FAREWELL, cancel).await;
 }
 
-pub(super) fn delivery_from(lapin: lapin::message::Delivery, session: u64, addressed: bool) -> Delivery {
+pub(super) fn delivery_from(
+    lapin: lapin::message::Delivery,
+    source: Source,
+    session: u64,
+    addressed: bool,
+) -> Delivery {
     let mut properties = properties_from(&lapin.properties);
     // The broker's count for this message, or for another whose headers were all published again with it.
     let counted = properties.headers.remove("x-delivery-count").and_then(|count| count.as_i64());
@@ -196,7 +211,7 @@ pub(super) fn delivery_from(lapin: lapin::message::Delivery, session: u64, addre
     let delivery_count = if lapin.redelivered { counted } else { Some(0) };
     Delivery {
         message: Message { properties, body: lapin.data.into() },
-        delivery_tag: DeliveryTag { session, tag: lapin.delivery_tag },
+        delivery_tag: DeliveryTag { source, session, tag: lapin.delivery_tag },
         routing_key: addressed.then(|| lapin.routing_key.as_str().to_owned()),
         redelivered: lapin.redelivered,
         delivery_count,

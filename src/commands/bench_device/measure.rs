@@ -10,7 +10,7 @@ use crate::commands::bench::Work;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::Assignment;
 use crate::engine::{
-    Expect, Job, JobEvent, Loaded, Notice, Observer, Passed, Setup, Source, Starter, TaskState,
+    Expect, InputSource, Job, JobEvent, Loaded, Notice, Observer, Passed, Setup, Starter, TaskState,
 };
 use crate::protocol::control::TaskName;
 use crate::protocol::{Message, Properties, TaskError};
@@ -153,7 +153,7 @@ fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<D
 }
 
 /// Makes all inputs of a job, however many of them wait.
-fn prepare(source: &dyn Source) -> Result<(), TaskError> {
+fn prepare(source: &dyn InputSource) -> Result<(), TaskError> {
     let mut context = Context::from_waker(Waker::noop());
     while source.poll_wanted(&mut context) != Poll::Ready(false) {
         source.pull()?;

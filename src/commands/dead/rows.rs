@@ -94,14 +94,14 @@ mod tests {
     use std::time::SystemTime;
 
     use super::*;
-    use crate::broker::{Delivery, DeliveryTag};
+    use crate::broker::{Delivery, DeliveryTag, Source};
 
     /// The row of a dead letter with this time of publication.
     fn row(timestamp: Option<u64>, error: &str) -> Row {
         let mut message = crate::protocol::Message::default();
         message.properties.timestamp = timestamp;
         message.properties.message_id = Some(format!("{timestamp:?}"));
-        let delivery_tag = DeliveryTag { session: 0, tag: 1 };
+        let delivery_tag = DeliveryTag { source: Source::Main, session: 0, tag: 1 };
         let delivery = Delivery {
             message,
             delivery_tag,

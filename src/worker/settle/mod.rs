@@ -33,7 +33,7 @@ use self::outcome::{Disposition, Tries, WaitsFor, disposition, wait};
 use self::publishing::{Owner, To};
 use super::WorkerError;
 use super::report::{Counters, Traced};
-use crate::broker::{Acker, Delay, DeliveryTag as DeliveryReceipt, Publisher};
+use crate::broker::{Acker, Delay, DeliveryTag, PerSource, Publisher, Source};
 use crate::config::Retry;
 use crate::protocol::control::CrashRecord;
 use crate::protocol::dead_letter::{Cause, Reason, dead_letter, with_deaths};
@@ -69,9 +69,9 @@ pub(super) struct Settlement {
     pub(super) breakers: Breakers,
     pub(super) counters: Arc<Counters>,
     pub(super) stop: Stop,
-    /// The numbers of the latest sessions that are over, of the task queue and of the background queue. Written by the
-    /// intake, read before a reply is published: the task will be delivered again, and should be answered only once.
-    pub(super) lost: [AtomicU64; 2],
+    /// The number of the latest session that is over. Written by the intake, read before a reply is published: the
+    /// task will be delivered again, and should be answered only once.
+    pub(super) lost: PerSource<AtomicU64>,
 }
 
 /// The pool's queues, and the queues that no reply may go to.
@@ -94,7 +94,7 @@ pub(super) struct Waits {
 
 pub(super) struct Accepted {
     pub(super) task: Arc<Task>,
-    pub(super) delivery: DeliveryReceipt,
+    pub(super) delivery: DeliveryTag,
     /// Earlier deliveries of this message, as the broker counts them. 1 if the broker only says that there were
     /// some.
     pub(super) redeliveries: i64,
@@ -120,7 +120,7 @@ pub(super) enum Settled {
 }
 
 impl Accepted {
-    pub(super) fn new(task: Task, delivery: DeliveryReceipt, (redeliveries, counted): (i64, bool)) -> Self {
+    pub(super) fn new(task: Task, delivery: DeliveryTag, (redeliveries, counted): (i64, bool)) -> Self {
         let (deadline, task) = (task.deadline().ok().flatten(), Arc::new(task));
         Self {
             task,
@@ -173,7 +173,7 @@ impl Settlement {
         let Some(queue) = self.queues.of_reply(&accepted.task).filter(|queue| !self.is_own(queue)) else {
             return Ok(None);
         };
-        if accepted.delivery.is_background() {
+        if accepted.delivery.source == Source::Background {
             return Ok(None);
         }
         let held = |is_refused| {
@@ -198,8 +198,8 @@ impl Settlement {
         outcome: Outcome,
         timings: &Timings,
     ) -> Result<Settled, WorkerError> {
-        let lost = &self.lost[usize::from(accepted.delivery.is_background())];
-        if accepted.delivery.is_over_with(lost.load(Ordering::Acquire)) {
+        let source = accepted.delivery.source;
+        if accepted.delivery.is_over_with(source, self.lost[source].load(Ordering::Acquire)) {
             return Ok(Settled::Yes);
         }
         let tries = Tries {
@@ -420,7 +420,7 @@ impl Settlement {
         if owner == Owner::Requester && matches!(sent, Sent::Confirmed | Sent::Unroutable) {
             self.breakers.took(letter.queue, tokio::time::Instant::now());
         }
-        if matches!(sent, Sent::Evicted(_)) && !accepted.delivery.is_background() {
+        if matches!(sent, Sent::Evicted(_)) && accepted.delivery.source == Source::Main {
             letter.wait = wait(&self.retry, self.time_to_wait(accepted), rand::random());
         }
         Ok(follow(sent, Letter::Reply(letter)))

@@ -11,7 +11,7 @@ use tokio::sync::{Notify, mpsc};
 
 use crate::broker::{
     Acker, BrokerError, BrokerSession, Consumer, Delay, Delivery, DeliveryTag, Event, Published, Publisher,
-    Seen,
+    Seen, Source,
 };
 use crate::protocol::Message;
 
@@ -70,7 +70,8 @@ impl Memory {
     pub(super) fn deliver_again(&self, message: Message, before: u64) {
         let mut state = self.lock();
         state.tags += 1;
-        let delivery_tag = DeliveryTag { session: state.sessions.max(1), tag: state.tags };
+        let delivery_tag =
+            DeliveryTag { source: Source::Main, session: state.sessions.max(1), tag: state.tags };
         let (routing_key, redelivered, delivery_count) = (None, before > 0, Some(before));
         let delivery = Delivery { message, delivery_tag, routing_key, redelivered, delivery_count };
         let event = Event::Delivery(Box::new(delivery));
@@ -86,7 +87,7 @@ impl Memory {
         let session = state.sessions;
         state.sessions += 1;
         if let Some(deliveries) = &state.deliveries {
-            drop(deliveries.try_send(Event::Lost { session }));
+            drop(deliveries.try_send(Event::Lost { source: Source::Main, session }));
         }
     }
 

@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 use super::socket::Incoming;
 use super::{SESSION, Wire, unreached};
 use crate::broker::embedded::wire::{Request, Response};
-use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event};
+use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, Source};
 use crate::protocol::Message;
 
 /// One subscription over the shared connection.
@@ -47,7 +47,7 @@ impl Consumer for SocketConsumer {
                     Some(Ok((Response::Deliver { tag, redelivered, delivery_count, properties }, body))) => {
                         return Ok(Event::Delivery(Box::new(Delivery {
                             message: Message { properties: *properties, body },
-                            delivery_tag: DeliveryTag { session: SESSION, tag },
+                            delivery_tag: DeliveryTag { source: Source::Main, session: SESSION, tag },
                             routing_key: None,
                             redelivered,
                             delivery_count: Some(delivery_count),

@@ -1,0 +1,98 @@
+//! The two queues that a pool may consume: which of them a delivery came from, one value for each of them, and the
+//! acker over both. Decides nothing else, owns nothing else.
+
+use std::ops::{Index, IndexMut};
+use std::sync::Arc;
+
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
+
+use super::{Acker, DeliveryTag};
+
+/// The queue that a message was delivered from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Source {
+    /// The pool's task queue.
+    Main,
+    /// The pool's background queue.
+    Background,
+}
+
+/// One value for the task queue and one for the background queue.
+#[derive(Clone, Debug, Default)]
+pub struct PerSource<T> {
+    /// For the task queue.
+    pub main: T,
+    /// For the background queue.
+    pub background: T,
+}
+
+impl<T> PerSource<T> {
+    /// Both values.
+    pub fn iter(&self) -> impl Iterator<Item = &T> {
+        [&self.main, &self.background].into_iter()
+    }
+
+    /// Both values, to change them.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        [&mut self.main, &mut self.background].into_iter()
+    }
+}
+
+impl<T> Index<Source> for PerSource<T> {
+    type Output = T;
+
+    fn index(&self, source: Source) -> &T {
+        match source {
+            Source::Main => &self.main,
+            Source::Background => &self.background,
+        }
+    }
+}
+
+impl<T> IndexMut<Source> for PerSource<T> {
+    fn index_mut(&mut self, source: Source) -> &mut T {
+        match source {
+            Source::Main => &mut self.main,
+            Source::Background => &mut self.background,
+        }
+    }
+}
+
+/// Settles the deliveries of two consumers, each by its own acker. Connected means that the task queue's is.
+impl Acker for PerSource<Arc<dyn Acker>> {
+    fn ack(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
+        self[delivery_tag.source].ack(delivery_tag)
+    }
+
+    fn requeue(&self, delivery_tag: DeliveryTag) -> BoxFuture<'_, bool> {
+        self[delivery_tag.source].requeue(delivery_tag)
+    }
+
+    fn flush(&self) -> BoxFuture<'_, ()> {
+        futures_util::future::join(self.main.flush(), self.background.flush()).map(|_| ()).boxed()
+    }
+
+    fn is_connected(&self) -> bool {
+        self.main.is_connected()
+    }
+
+    fn trouble(&self) -> Option<String> {
+        self.main.trouble()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lost_session_ends_the_deliveries_of_its_own_source_up_to_itself() {
+        let tag = |source, session| DeliveryTag { source, session, tag: 1 };
+        assert!(tag(Source::Background, 2).is_over_with(Source::Background, 2));
+        assert!(tag(Source::Background, 1).is_over_with(Source::Background, 2));
+        assert!(!tag(Source::Background, 3).is_over_with(Source::Background, 2));
+        assert!(!tag(Source::Main, 1).is_over_with(Source::Background, 2));
+        assert!(tag(Source::Main, 9) < tag(Source::Background, 1), "the task queue's go back first");
+    }
+}
