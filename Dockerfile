@@ -26,6 +26,7 @@ FROM debian:bookworm-slim
 # For amqps:// and for fetching models.
 COPY --from=build /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/ca-certificates.crt
 COPY --from=build /build/target/release/sconce /usr/local/bin/sconce
+COPY LICENSE-APACHE LICENSE-MIT /usr/share/doc/sconce/
 # The one folder that may be written to; a named volume mounted there takes over its owner.
 RUN mkdir -p /var/cache/huggingface && chown 10001:10001 /var/cache/huggingface
 ENV HF_HOME=/var/cache/huggingface
