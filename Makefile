@@ -6,10 +6,10 @@ MODEL = models/all-MiniLM-L6-v2
 SEED = 20261121
 RATE = 40
 
-.PHONY: help build cuda gpu-check models demo demo-images demo-generate test test-rabbitmq-4 check-deploy soak bench bench-parts fuzz lint fmt default-settings image
+.PHONY: help build cuda gpu-check models demo demo-images demo-generate test test-without-lint test-rabbitmq-4 check-deploy check-rust-version soak bench bench-parts fuzz lint fmt default-settings image
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
 build: ## the program: target/release/sconce
 	$(CARGO) build --release --locked
@@ -38,10 +38,14 @@ demo-generate: build ## answer a dozen questions and summarise three texts, stre
 # One after the other, also under `make -j`: each needs the one before.
 test: ## install what tests need (RabbitMQ), then lint and test everything
 	scripts/setup-tests
+	$(MAKE) lint
+	$(MAKE) test-without-lint
+
+test-without-lint: ## the tests of `make test` alone
+	scripts/setup-tests
 	scripts/fetch-model
 	scripts/fetch-efficientnet
 	scripts/fetch-smollm2
-	$(MAKE) lint
 	$(CARGO) build --locked --manifest-path examples/Cargo.toml --target-dir target
 	$(CARGO) test --locked --workspace
 	scripts/check-openai target/debug/sconce
@@ -70,15 +74,21 @@ bench-parts: models ## kernels, forward passes, codec and batcher alone, by crit
 	scripts/fetch-efficientnet
 	RAYON_NUM_THREADS=1 CANDLE_NUM_THREADS=1 $(CARGO) bench --locked --workspace
 
-lint: ## lock files, formatting, clippy, documentation; warnings are errors
+lint: ## lock files, dependencies, formatting, clippy, documentation; warnings are errors
 	@for manifest in Cargo.toml examples/Cargo.toml fuzz/Cargo.toml; do \
 		$(CARGO) metadata --locked --format-version 1 --manifest-path $$manifest >/dev/null \
 			|| { echo "$$manifest: run 'cargo update --workspace --manifest-path $$manifest'" >&2; exit 1; }; \
 	done
+	scripts/check-dependencies
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	$(CARGO) clippy --locked --workspace --no-default-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps
+
+RUST_VERSION = $(shell sed -n 's/^rust-version = "\(.*\)"$$/\1/p' Cargo.toml)
+check-rust-version: ## compile with the oldest Rust that is supported: `rust-version` in Cargo.toml; needs rustup
+	rustup toolchain install $(RUST_VERSION) --profile minimal
+	cargo +$(RUST_VERSION) check --locked --workspace --all-targets
 
 check-deploy: ## deploy/, the compose file and the workflows, by promtool, Prometheus, schemas, systemd and linters
 	scripts/check-deploy
