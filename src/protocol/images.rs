@@ -11,13 +11,15 @@ use super::fields::{Fields, Keys, list, shortened, string};
 use super::labels::best;
 use super::message::Headers;
 use super::reply::written;
-use super::{JSON, Message, TaskError, Value, data_url};
+use super::{JSON, Message, TaskError, TaskErrorKind, Value, data_url};
 
 /// Labels in a reply to a request that does not say how many.
 const TOP: usize = 5;
 
+/// The field for texts of the request of the same URL that classifies texts.
+const INPUT: &str = "input";
 const KEYS: Keys = Keys {
-    taken: &["image_url", "inputs", "model", "parameters", "raw_scores", "top_k"],
+    taken: &["image_url", INPUT, "inputs", "model", "parameters", "raw_scores", "top_k"],
     refused: &[("candidate_labels", "null"), ("function_to_apply", "null")],
 };
 const PARAMETERS: Keys = Keys { taken: &["top_k"], refused: &[("function_to_apply", "null")] };
@@ -97,6 +99,12 @@ impl ImagesRequest {
         let inner =
             parameters.transpose()?.map(|parameters| parameters.positive("top_k")).transpose()?.flatten();
         let (key, read): (_, Read) = match (fields.get("image_url"), fields.get("inputs")) {
+            _ if fields.get(INPUT).is_some() => {
+                let message = "this pool classifies images, and input holds texts; an image comes as data URL in \
+                               image_url, as base64 in inputs, or as the body of a message of type image/jpeg, \
+                               image/png or image/webp";
+                return Err(TaskError::new(TaskErrorKind::UnknownUrl, message).at(INPUT));
+            }
             (Some(_), Some(_)) => {
                 return Err(TaskError::bad_input(
                     "inputs",
@@ -198,7 +206,7 @@ pub fn write_images(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::{Properties, TaskErrorKind};
+    use crate::protocol::Properties;
 
     fn json(body: &str) -> Result<ImagesRequest, TaskError> {
         ImagesRequest::parse(&Message { body: body.to_owned().into(), ..Message::default() }, 3)
@@ -247,6 +255,11 @@ mod tests {
             let error = json(body).unwrap_err();
             assert_eq!(error.kind, TaskErrorKind::BadInput, "{body}");
             assert!(error.message.starts_with(message), "{body}: {error}");
+        }
+        for texts in [r#"{"input":["a text"]}"#, r#"{"input":"a text","inputs":"ZmlsZQ=="}"#] {
+            let error = json(texts).unwrap_err();
+            assert_eq!((error.kind, error.param.as_deref()), (TaskErrorKind::UnknownUrl, Some("input")));
+            assert!(error.message.starts_with("this pool classifies images"), "{error}");
         }
         assert_eq!(json(r#"{"inputs":["","","",""]}"#).unwrap_err().kind, TaskErrorKind::TooLarge);
         assert!(raw(b"", &[]).unwrap_err().message.starts_with("the body is empty"));
