@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kombu
 import pytest
+from celery import Celery
 from conftest import PATIENCE, ROOT, Broker, Kept, Sconce, until
 
 FOLDER = ROOT / "examples/python"
@@ -49,3 +51,13 @@ def test_from_celery(broker: Broker, sconce: Sconce, tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (0, "a lamp on the wall\n"), done.stderr + worker.log()
     finally:
         worker.end()
+
+
+def test_celery_is_told_that_a_pool_is_no_worker(broker: Broker, sconce: Sconce) -> None:
+    app = Celery("stray", broker=broker.url, backend="rpc://")
+    app.conf.task_queues = [kombu.Queue("embed", kombu.Exchange(""), "embed", no_declare=True)]
+    result = app.send_task("shop.embed", ["a text"], queue="embed")
+    with pytest.raises(Exception, match="docs/celery.md") as caught:
+        result.get(timeout=PATIENCE)
+    assert (type(caught.value).__name__, result.status) == ("RefusedBySconce", "FAILURE")
+    app.close()

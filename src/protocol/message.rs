@@ -214,6 +214,14 @@ impl Message {
         std::str::from_utf8(&self.body).ok().filter(|_| is_utf8)
     }
 
+    /// Whether this is a task of Celery: it has the header `task`, and its body is a list of arguments, in JSON or in
+    /// another format.
+    pub fn is_of_celery(&self) -> bool {
+        let has_header = self.properties.headers.get("task").is_some_and(|name| name.as_str().is_some());
+        let is_json = self.media_type().is_some_and(|it| it == JSON);
+        has_header && (!is_json || self.body.trim_ascii_start().starts_with(b"["))
+    }
+
     /// The OpenAI path that is meant, by the header `url`.
     pub fn url(&self) -> Option<&str> {
         self.properties.headers.get(URL).and_then(Value::as_str).filter(|url| !url.is_empty())

@@ -151,7 +151,9 @@ pub fn reply(
             (status, code)
         }
     };
-    let mut body = body.unwrap_or_else(|error| Body::json(error_body(error)));
+    let mut body = body.unwrap_or_else(|error| {
+        Body::json(if task.message.is_of_celery() { celery_failure(task, error) } else { error_body(error) })
+    });
     let mut headers = std::mem::take(&mut body.headers);
     headers.extend([
         ("status".into(), status.into()),
@@ -232,9 +234,26 @@ fn trace_context(asked: &Properties) -> Headers {
 
 /// OpenAI's error object.
 pub fn error_body(error: &TaskError) -> Vec<u8> {
+    json!({"error": error_object(error)}).to_string().into_bytes()
+}
+
+fn error_object(error: &TaskError) -> serde_json::Value {
     let (_, _, kind, code) = error.kind.wire();
+    json!({"message": error.message, "type": kind, "param": error.param, "code": code})
+}
+
+/// The error as Celery's `rpc://` backend reads it, so that `AsyncResult.get` raises it; and as OpenAI's object.
+/// Celery makes an exception class of a type that it does not know.
+fn celery_failure(task: &Task, error: &TaskError) -> Vec<u8> {
+    let asked = &task.message.properties;
+    let id = asked.headers.get("id").and_then(Value::as_str).or(asked.correlation_id.as_deref());
     let body = json!({
-        "error": {"message": error.message, "type": kind, "param": error.param, "code": code}
+        "task_id": id,
+        "status": "FAILURE",
+        "result": {"exc_type": "RefusedBySconce", "exc_message": [error.message], "exc_module": "sconce"},
+        "traceback": null,
+        "children": [],
+        "error": error_object(error),
     });
     body.to_string().into_bytes()
 }
@@ -294,5 +313,21 @@ mod tests {
         assert_eq!(reply.properties.headers["status_code"].as_i64(), Some(400));
         let body: serde_json::Value = serde_json::from_slice(&reply.body).unwrap();
         assert_eq!(body["error"]["param"], "input");
+    }
+
+    #[test]
+    fn an_error_for_a_task_of_celery_is_a_result_that_celery_reads_too() {
+        let celery = |body: &'static str| {
+            let headers = Headers::from([("task".into(), "shop.embed".into()), ("id".into(), "1-2".into())]);
+            let message = task(Properties { headers, ..Properties::default() }).message;
+            let task = Task { message: Message { body: body.into(), ..message }, ..task(Properties::default()) };
+            let error = TaskError::bad_input("input", "no");
+            let reply = reply(&task, Err(&error), &Timings::default(), &worker_info(), 1);
+            serde_json::from_slice::<serde_json::Value>(&reply.body).unwrap()
+        };
+        let body = celery("[[], {}, {}]");
+        assert_eq!((body["status"].as_str(), body["task_id"].as_str()), (Some("FAILURE"), Some("1-2")));
+        assert_eq!(body["result"]["exc_message"][0], "no");
+        assert_eq!(body["error"]["message"], "no");
     }
 }

@@ -20,7 +20,7 @@ use crate::broker::{PerSource, Source};
 use crate::engine::{Computed, Engine, Expect, InputSource, Job, JobEvent, TaskState, now};
 use crate::model::{Effort, Route};
 use crate::protocol::reply::micros;
-use crate::protocol::{Body, JSON, Message, Sentinels, Task, TaskError, TaskErrorKind, Timings, shorten};
+use crate::protocol::{Body, Sentinels, Task, TaskError, TaskErrorKind, Timings, shorten};
 use crate::telemetry::traces::Traces;
 
 /// How long a redelivered task waits for the launcher's records of what a worker died of.
@@ -240,9 +240,9 @@ impl Shared {
             let words = format!("the body is {size} bytes; this pool takes at most {}", self.max_body);
             return Err(TaskError::new(TaskErrorKind::TooLarge, words));
         }
-        if is_of_celery(&task.message) {
-            let words = "this is a message of Celery, and sconce is no Celery worker: call it from a Celery task, \
-                         with a message as docs/messages.md has it; see docs/celery.md";
+        if task.message.is_of_celery() {
+            let words = "this is a task message of Celery, and sconce is no Celery worker. Call sconce from a Celery \
+                         task: docs/celery.md shows how";
             return Err(TaskError::new(TaskErrorKind::BadInput, words));
         }
         let types = self.route(task)?.media_types;
@@ -542,13 +542,6 @@ async fn beside<T>(work: impl Future<Output = T>, aside: impl Future<Output = ()
             () = &mut aside => {}
         }
     }
-}
-
-/// Whether a message is a task of Celery: its header `task`, and arguments in a list, however they are written.
-fn is_of_celery(message: &Message) -> bool {
-    let has_header = message.properties.headers.get("task").is_some_and(|name| name.as_str().is_some());
-    let is_json = message.media_type().is_some_and(|it| it == JSON);
-    has_header && (!is_json || message.body.trim_ascii_start().starts_with(b"["))
 }
 
 fn internal(error: String) -> TaskError {

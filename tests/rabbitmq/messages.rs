@@ -325,6 +325,7 @@ async fn a_message_of_celery_is_named_and_a_refusal_that_reaches_nobody_is_dead_
     let reply = inbox.next().await;
     assert_eq!(reply.status_code(), 400);
     assert!(reply.body["error"]["message"].to_string().contains("Celery"), "{reply:?}");
+    assert_eq!(reply.body["status"], "FAILURE", "Celery's rpc:// backend reads it");
     client.publish(&settings.tasks, celery("lost").reply_to("no.such.queue")).await;
     let letter = client.get(&settings.dead).await;
     assert_eq!((letter.header("reason").as_str(), letter.correlation_id.as_str()), ("refused", "lost"));
