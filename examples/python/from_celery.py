@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 
-from celery import Celery
+from celery import Celery, Task
 
 from sconce_client import BadRequest, Client, NotServed, SconceError, TooLarge
 
@@ -31,7 +31,7 @@ def sconce() -> Client:
 
 
 @app.task(bind=True, max_retries=3)
-def nearest(self, question: str, texts: list[str]) -> str:  # type: ignore[no-untyped-def]
+def nearest(self: Task[..., str], question: str, texts: list[str]) -> str:
     """Which text is most like the question."""
     try:
         first, *others = sconce().embed([question, *texts])
@@ -39,7 +39,7 @@ def nearest(self, question: str, texts: list[str]) -> str:  # type: ignore[no-un
         raise  # the task is wrong, and stays so
     except SconceError as error:
         raise self.retry(exc=error, countdown=5) from error
-    alike = [sum(float(a) * float(b) for a, b in zip(first, other)) for other in others]
+    alike = [sum(a * b for a, b in zip(first, other)) for other in others]
     return texts[alike.index(max(alike))]
 
 

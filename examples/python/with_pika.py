@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 import pika
 import pika.exceptions
@@ -37,15 +38,16 @@ with pika.BlockingConnection(pika.URLParameters(URL)) as connection:
 
     missing = {str(number): text for number, text in enumerate(TEXTS)}
     until = time.monotonic() + TIMEOUT
-    for _, properties, body in channel.consume(replies, auto_ack=True, inactivity_timeout=1):
-        # None: a second without a message. Not in `missing`: a second reply to the same task.
-        text = missing.pop(properties.correlation_id, None) if properties else None
-        if text is not None:
-            answer = json.loads(body)
-            if properties.headers["status"] == "succeeded":
-                print(f"{text}: {answer['data'][0]['embedding'][:3]}")
-            else:
-                print(f"{text}: {properties.headers['status_code']} {answer['error']['message']}")
+    for _, reply, answer in channel.consume(replies, auto_ack=True, inactivity_timeout=1):
+        if reply is not None and answer is not None:  # else: a second without a message
+            waited_for = missing.pop(reply.correlation_id or "", None)
+            if waited_for is not None:  # else: a second reply to the same task
+                content = json.loads(answer)
+                headers: dict[str, Any] = dict(reply.headers or {})
+                if headers["status"] == "succeeded":
+                    print(f"{waited_for}: {content['data'][0]['embedding'][:3]}")
+                else:
+                    print(f"{waited_for}: {headers['status_code']} {content['error']['message']}")
         if not missing:
             break
         if time.monotonic() > until:

@@ -145,7 +145,7 @@ class Sconce:
         self.admin = f"http://127.0.0.1:{port}"
         settings = folder / "sconce.toml"
         settings.write_text(f'[broker]\nurl = "{broker.url}"\n[admin]\nlisten = "127.0.0.1:{port}"\n' + "".join(tables))
-        clean = {name: "" for name in os.environ if name == "AMQP_URL" or name.startswith("SCONCE_")}
+        clean = [name for name in os.environ if name == "AMQP_URL" or name.startswith("SCONCE_")]
         command = ["env", *(f"-u{name}" for name in clean), str(program), "launch", "--config", str(settings)]
         self.kept = Kept(folder / "log", "TERM", command, {})
         until("all workers consume", self.is_ready)

@@ -2,23 +2,111 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import pickle
 import struct
 import sys
-from typing import Callable
+from graphlib import TopologicalSorter
+from importlib.metadata import metadata, version
+from pathlib import Path
+from typing import Any, Callable
 
+import numpy
+import pika
 import pytest
+from conftest import ROOT
+from packaging.version import Version
 
 import sconce_client
-from sconce_client import BadReply, Expired, NoSuchQueue, Part, Reply, TaskError, TaskTimeout, _reply, errors
+from sconce_client import (
+    BadReply,
+    BadRequest,
+    Expired,
+    InputError,
+    NoSuchQueue,
+    Part,
+    Reply,
+    TaskError,
+    TaskTimeout,
+    _broker,
+    _task,
+    _wire,
+    errors,
+)
+
+RAW = base64.b64encode(struct.pack("<3f", 1.0, -0.5, 0.25)).decode()
 
 
-def test_vectors_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = base64.b64encode(struct.pack("<3f", 1.0, -0.5, 0.25)).decode()
-    assert list(_reply.vector(raw)) == list(_reply.vector([1.0, -0.5, 0.25])) == [1.0, -0.5, 0.25]
+def test_vectors_need_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _wire.matrix([RAW, RAW]).tolist() == [[1.0, -0.5, 0.25]] * 2
+    assert (_wire.matrix([]).shape, _wire.matrix([RAW]).dtype) == ((0, 0), numpy.dtype("float32"))
     monkeypatch.setitem(sys.modules, "numpy", None)
-    assert _reply.vector(raw) == _reply.vector([1.0, -0.5, 0.25]) == [1.0, -0.5, 0.25]
+    assert _wire.vector(RAW) == [1.0, -0.5, 0.25]
+
+
+def test_what_is_no_text_is_refused_before_it_is_published() -> None:
+    wrong: list[tuple[Any, str]] = [
+        ([1, 2], r"texts\[0\] is no text, but int; for token ids there is embed_tokens"),
+        (["a", b"b"], r"texts\[1\] is no text, but bytes"),
+        ("a", "texts is a list"),
+    ]
+    for texts, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            list(_task.text_packs(texts, 8))
+    for inputs in ([1, 2], ["a"], [[1, "a"]], [[1.0]]):
+        with pytest.raises(TypeError, match=r"inputs\[0\]"):
+            list(_task.token_packs(inputs, 8))  # type: ignore[arg-type]
+    mixed: list[Any] = [[1, 2], (3,), numpy.array([4])]
+    assert list(_task.token_packs(mixed, 2)) == [[[1, 2], [3]], [[4]]]
+
+
+def test_headers_are_pythons_own_integers() -> None:
+    headers = {"status": "succeeded", "status_code": 200, "queue_us": pika.compat.long(7), "flag": True}
+    assert repr(_wire.reply(b"{}", None, "c", headers).headers["queue_us"]) == "7"
+    assert _wire.reply(b"{}", None, "c", headers).headers["flag"] is True
+
+
+def test_an_index_counts_from_the_callers_first_input() -> None:
+    body = b'{"error": {"message": "input[4] must be a text, got \\"input[4]\\"", "param": "input[4]"}}'
+    with pytest.raises(BadRequest) as caught:
+        _wire.reply(body, None, "c", {"status": "rejected", "status_code": 400})
+    moved = pickle.loads(pickle.dumps(caught.value.moved(64)))
+    assert (moved.index, moved.param, type(moved)) == (68, "input[68]", BadRequest)
+    assert str(moved) == '400 rejected: input[68] must be a text, got "input[4]"'
+    one = pickle.loads(pickle.dumps(InputError(3, "no", "input[3]", "invalid_value")))
+    assert (str(one), one.index, one.param, one.code) == ("no", 3, "input[3]", "invalid_value")
+
+
+def test_addresses_come_from_the_call_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _broker.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert _broker.urls(None) == [_broker.LOCAL]
+    monkeypatch.setenv("AMQP_URL", "amqp://a")
+    assert _broker.urls(None) == ["amqp://a"]
+    monkeypatch.setenv("SCONCE_BROKER__URL", '["amqp://b", "amqps://c"]')
+    assert _broker.urls(None) == ["amqp://b", "amqps://c"]
+    assert _broker.urls("amqp://d, amqp://e") == ["amqp://d", "amqp://e"]
+    with pytest.raises(ValueError, match=r"no address of a broker: 'http://user:\*\*\*@host/'"):
+        _broker.urls("http://user:sec/ret@host/")
+
+
+def test_modules_import_each_other_in_one_direction() -> None:
+    folder = Path(_broker.__file__).parent
+    graph: dict[str, set[str]] = {}
+    for file in folder.glob("*.py"):
+        relative = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom))
+        names = ((node.module, [alias.name for alias in node.names]) for node in relative if node.level == 1)
+        graph[file.stem] = {name for module, all_names in names for name in ([module] if module else all_names)}
+    assert graph["errors"] >= {"_reply"} and graph["_reply"] == {"_base"}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_the_package_tells_its_version_and_where_it_comes_from() -> None:
+    assert Version(sconce_client.__version__) == Version(version("sconce-client"))
+    assert f'\nversion = "{sconce_client.__version__}"\n' in (ROOT / "Cargo.toml").read_text()
+    told = metadata("sconce-client")
+    assert told["Author"] and told["License-Expression"] == "MIT OR Apache-2.0" and "## Errors" in told["Description"]
 
 
 @pytest.mark.parametrize("code", [400, 404, 408, 413, 499, 500, 507, 599])
@@ -27,7 +115,7 @@ def test_vectors_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_every_status_code_is_an_error(code: int, body: bytes) -> None:
     with pytest.raises(TaskError) as caught:
-        _reply.reply(body, None, "c", {"status": "failed", "status_code": code})
+        _wire.reply(body, None, "c", {"status": "failed", "status_code": code})
     assert caught.value.status_code == code and type(caught.value) is errors.BY_STATUS_CODE.get(code, TaskError)
     assert isinstance(caught.value, TaskTimeout) == (code == 408)
     copied = pickle.loads(pickle.dumps(caught.value))
@@ -42,13 +130,13 @@ def test_texts_of_all_kinds_of_bodies() -> None:
 
 
 def part(body: bytes, content_type: str | None) -> Part:
-    made = _reply.Runs().part({"stream_id": "s", "seq": 0}, body, content_type)
+    made = _wire.Runs().part({"stream_id": "s", "seq": 0}, body, content_type)
     assert made is not None
     return made
 
 
 def reply(body: bytes, content_type: str | None) -> Reply:
-    return _reply.reply(body, content_type, "c", {"status": "succeeded", "status_code": 200})
+    return _wire.reply(body, content_type, "c", {"status": "succeeded", "status_code": 200})
 
 
 @pytest.mark.parametrize("read", [part, reply])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -187,14 +188,35 @@ def test_a_closed_client_leaves_nothing_hanging(connect: Callable[..., Any], han
 
 
 def test_nobody_to_connect_to(connect: Callable[..., Any], broker: Broker) -> None:
-    nowhere = "amqp://guest:guest@127.0.0.1:1/%2f"
-    with pytest.raises(ConnectionFailed):
-        connect(nowhere)
-    with pytest.raises(ConnectionFailed):
-        connect(broker.url.replace("guest:guest", "guest:wrong"))
-    with pytest.raises(ConnectionFailed):
-        connect(reply_queue="nobody.made.it")
+    nowhere = "amqp://guest:secret@127.0.0.1:1/%2f"
+    for options, cause in [
+        ({"url": nowhere}, "refused"),
+        ({"url": "amqp://guest:secret@no.such.host.invalid/"}, "(?i)name|address"),
+        ({"url": broker.url.replace("guest:guest", "guest:secret")}, "ACCESS_REFUSED"),
+        ({"url": broker.url.replace("%2f", "elsewhere")}, "(?i)vhost elsewhere|no such virtual host"),
+        ({"url": broker.url.replace("amqp:", "amqps:")}, "(?i)ssl"),
+        ({"reply_queue": "nobody.made.it"}, "NOT_FOUND - no queue 'nobody.made.it'"),
+    ]:
+        with pytest.raises(ConnectionFailed, match=cause) as caught:
+            connect(**options)
+        told = str(caught.value)
+        address = options.get("url", broker.url)
+        scheme, host = address.split("guest:")[0], address.split("@")[1]
+        assert told.startswith(f"no connection to {scheme}guest:***@{host}: "), told
+        assert "\n" not in told and "secret" not in told and len(told) < 300, told
+    with pytest.raises(ConnectionFailed, match="127.0.0.1:1/.*; to .*127.0.0.1:2/"):
+        connect(f"{nowhere},{nowhere.replace(':1/', ':2/')}")
     assert connect(f"{nowhere},{broker.url}") is not None
+
+
+def test_a_broker_that_does_not_answer(connect: Callable[..., Any]) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"amqp://guest:secret@127.0.0.1:{silent.getsockname()[1]}/"
+        with pytest.raises(ConnectionFailed, match="no answer within 0.5 s") as caught:
+            connect(url, connect_timeout=0.5)
+        assert "guest:***@127.0.0.1" in str(caught.value)
 
 
 def test_what_amqp_cannot_carry(connect: Callable[..., Any], hand: Hand) -> None:

@@ -14,7 +14,19 @@ from conftest import POOLS, ROOT, Broker, Sconce, until
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from sconce_client import AsyncClient, BadReply, BadRequest, Cancelled, Client, NotServed, Reply, TaskError, TaskTimeout
+from sconce_client import (
+    AsyncClient,
+    BadReply,
+    BadRequest,
+    Cancelled,
+    Client,
+    InputError,
+    NotServed,
+    Reply,
+    TaskError,
+    TaskTimeout,
+    TextsTruncated,
+)
 
 WORDS = ["wax", "a candle", "sconce", "the light on the wall", "river", "a cat sat", "queues", "ten thousand tasks"]
 TEXTS = [f"{word} and {number}" for number in range(7) for word in WORDS]
@@ -30,8 +42,11 @@ def cosines(one: Any, other: Any) -> Any:
 def test_vectors_stand_in_the_order_of_the_texts(client: Any) -> None:
     pool = client.with_options(queue="embed")
     vectors = pool.embed(TEXTS, rows_per_task=5)
+    assert {(type(vector), type(vector[0]), len(vector)) for vector in vectors} == {(list, float, 384)}
     assert len(vectors) == len(TEXTS)
-    assert {(vector.dtype, vector.shape) for vector in vectors} == {(numpy.dtype("float32"), (384,))}
+    array = pool.embed(TEXTS, rows_per_task=5, as_array=True)
+    assert (array.dtype, array.shape) == (numpy.dtype("float32"), (len(TEXTS), 384))
+    numpy.testing.assert_allclose(array, vectors, atol=1e-5)
     body = client.request({"input": TEXTS}, queue="embed", url="/v1/embeddings").json()
     assert cosines(vectors, [item["embedding"] for item in body["data"]]).min() > 0.9999
     # No two texts are that alike: another order would show.
@@ -42,8 +57,59 @@ def test_both_clients_get_the_same_vectors(connect: Callable[..., Any], broker: 
     mine = connect(queue="embed").embed(TEXTS, rows_per_task=4)
     with Client(broker.url, queue="embed") as other:
         theirs = other.embed(iter(TEXTS), rows_per_task=len(TEXTS))
-    numpy.testing.assert_allclose(numpy.stack(mine), numpy.stack(theirs), atol=1e-5)
+    numpy.testing.assert_allclose(mine, theirs, atol=1e-5)
     assert connect(queue="embed").embed([]) == []
+
+
+def test_token_ids_are_embedded_by_a_method_of_their_own(client: Any) -> None:
+    pool = client.with_options(queue="embed")
+    with pytest.raises(TypeError, match="embed_tokens"):
+        pool.embed([101, 2003, 102])
+    one = pool.embed_tokens([[101, 13844, 102], [1037]], rows_per_task=1, as_array=True)
+    assert one.shape == (2, 384) and cosines(one, pool.embed(["wax", "a"])).min() > 0.9999
+
+
+def bad(found: list[Any]) -> list[int | None]:
+    """The index that each error names."""
+    return [one.index if isinstance(one, InputError) else None for one in found]
+
+
+def test_an_error_names_the_callers_input(client: Any) -> None:
+    pool = client.with_options(queue="embed")
+    ids = [[101], [101], [101], [101, 4_000_000_000], [101]]
+    with pytest.raises(BadRequest, match=r"input\[3\]") as caught:
+        pool.embed_tokens(ids, rows_per_task=2)
+    assert (caught.value.index, caught.value.param) == (3, "input[3]")
+
+    found = pool.embed_tokens(ids, rows_per_task=2, errors="each")
+    assert [type(one) for one in found] == [list, list, list, InputError, list]
+    assert (found[3].index, found[3].param) == (3, "input[3]") and "input[3]" in str(found[3])
+    # The last two are one task, which fails because both are bad.
+    found = pool.embed_tokens([ids[0], ids[0], ids[3], ids[3]], rows_per_task=2, errors="each")
+    assert bad(found) == [None, None, 2, 3]
+    with pytest.raises(BadRequest, match="dimensions"):
+        pool.embed(TEXTS, errors="each", dimensions=0)
+    with pytest.raises(ValueError, match="as_array"):
+        pool.embed(TEXTS, errors="each", as_array=True)
+
+
+def test_a_text_that_is_cut_is_warned_of(client: Any) -> None:
+    pool = client.with_options(queue="embed")
+    texts = ["wax", "wax " * 1000, "a cat", "cat " * 1000]
+    with pytest.warns(TextsTruncated, match="2 texts were longer than the model takes") as warned:
+        pool.embed(texts, rows_per_task=2)
+    assert len(warned) == 1
+    with pytest.raises(BadRequest, match=r"input\[1\]"):
+        pool.embed(texts, rows_per_task=2, truncate=False)
+    each = pool.embed(texts, rows_per_task=2, truncate=False, errors="each")
+    assert bad(each) == [None, 1, None, 3]
+    assert client.request({"input": texts}, queue="embed").truncated == 2
+
+
+def test_a_warning_names_the_line_of_the_caller(broker: Broker, sconce: Sconce) -> None:
+    with Client(broker.url, queue="embed") as client, pytest.warns(TextsTruncated) as warned:
+        client.embed(["wax " * 1000])
+    assert warned[0].filename == __file__
 
 
 def test_an_early_error_ends_a_long_call(connect: Callable[..., Any], sconce: Sconce) -> None:
@@ -93,6 +159,7 @@ def test_rerank_score_classify(client: Any) -> None:
     scores = rerank.score("a query", WORDS)
     best = sorted(range(len(WORDS)), key=lambda index: -scores[index])[:3]
     assert [one.index for one in ranked] == best
+    assert [one.document for one in ranked] == [WORDS[index] for index in best]
     assert [one.score for one in ranked] == pytest.approx([scores[index] for index in best], abs=1e-6)
 
     found = classify.classify(TEXTS, rows_per_task=5)
@@ -100,15 +167,28 @@ def test_rerank_score_classify(client: Any) -> None:
     for one in found:
         assert sum(one.probs) == pytest.approx(1, abs=1e-5) and len(one.probs) == 3
         assert one.label == ["negative", "neutral", "positive"][one.probs.index(max(one.probs))]
+        assert one.score == max(one.probs) and one.labels == []
+    [top] = classify.classify(["wax"], top_k=2)
+    assert len(top.labels) == 2 and top.labels[0] == (top.label, pytest.approx(top.score))
 
 
 @pytest.mark.parametrize(
     ("name", "label"), [("cat.jpg", "cat"), ("coffee.webp", "espresso"), ("rocket.png", "missile")]
 )
 def test_images(client: Any, name: str, label: str) -> None:
-    labels = client.with_options(queue="images").classify_image((PHOTOS / name).read_bytes(), top_k=3)
+    images = client.with_options(queue="images")
+    labels = images.classify_image((PHOTOS / name).read_bytes(), top_k=3)
     assert len(labels) == 3 and any(label in one.label for one in labels), labels
     assert labels == sorted(labels, key=lambda one: -one.score)
+    assert images.classify_image(PHOTOS / name, top_k=3) == images.classify_image(str(PHOTOS / name), top_k=3) == labels
+
+
+def test_texts_for_a_pool_of_images(client: Any) -> None:
+    images = client.with_options(queue="images")
+    with pytest.raises(NotServed, match="this pool classifies images"):
+        images.classify(["wax"])
+    with pytest.raises(FileNotFoundError, match="dog.jpg"):
+        images.classify_image("dog.jpg")
 
 
 def test_text_in_parts(client: Any) -> None:
@@ -119,6 +199,8 @@ def test_text_in_parts(client: Any) -> None:
     assert len(parts) > 2 and [part.seq for part in parts] == sorted(part.seq for part in parts)
     assert len({part.stream_id for part in parts}) == 1 and not any(part.restarted for part in parts)
     assert "".join(part.text for part in parts) == whole.text == stream.result().text != ""
+    assert text.chat("Say hello.", max_tokens=24, temperature=0).text == whole.text
+    assert whole.finish_reason in ("stop", "length") and whole.usage["completion_tokens"] > 2
     assert text.complete("The sun", max_tokens=5, seed=1).text == text_in_parts(text, "The sun", max_tokens=5, seed=1)
 
 

@@ -1,14 +1,14 @@
 """Client of sconce: model inference behind RabbitMQ.
 
 `Client` is over pika (`pip install "sconce-client[pika]"`), `AsyncClient` over aio-pika (`…[aio-pika]`). Both
-have the same methods. With numpy installed, vectors are arrays.
+have the same methods.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._reply import Classified, Label, Part, Ranked, Reply, Vector
+from ._reply import Classified, Label, Part, Ranked, Reply
 from .errors import (
     BadReply,
     BadRequest,
@@ -17,6 +17,7 @@ from .errors import (
     ConnectionFailed,
     Expired,
     Failed,
+    InputError,
     NoSuchQueue,
     NotAccepted,
     NotServed,
@@ -24,12 +25,15 @@ from .errors import (
     SconceError,
     TaskError,
     TaskTimeout,
+    TextsTruncated,
     TooLarge,
 )
 
 if TYPE_CHECKING:
     from .aio import AsyncClient, AsyncStream
     from .sync import Client, Stream
+
+__version__ = "0.1.0"
 
 _WHERE = {"Client": "sync", "Stream": "sync", "AsyncClient": "aio", "AsyncStream": "aio"}
 
@@ -45,6 +49,7 @@ __all__ = [
     "ConnectionFailed",
     "Expired",
     "Failed",
+    "InputError",
     "Label",
     "NoSuchQueue",
     "NotAccepted",
@@ -57,8 +62,9 @@ __all__ = [
     "Stream",
     "TaskError",
     "TaskTimeout",
+    "TextsTruncated",
     "TooLarge",
-    "Vector",
+    "__version__",
 ]
 
 

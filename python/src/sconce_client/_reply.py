@@ -1,27 +1,14 @@
-"""Replies and their parts, and what their bodies mean. Pure."""
+"""Replies, parts of replies, and the results of calls. Pure."""
 
 from __future__ import annotations
 
-import array
-import base64
 import email.message
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
-from . import errors
-
-if TYPE_CHECKING:
-    import numpy
-    from numpy.typing import NDArray
-
-    Vector = Union[list[float], NDArray[numpy.float32]]
-else:
-    Vector = Any
-
-JSON = "application/json"
+from ._base import BadReply
 
 
 @dataclass(frozen=True)
@@ -47,7 +34,7 @@ class _Content:
     def json(self) -> Any:
         """The body, if it is JSON; else raises BadReply."""
         if not self._is_json():
-            raise errors.BadReply(f"it is {self.content_type}, and not JSON: read its body or content")
+            raise BadReply(f"it is {self.content_type}, and not JSON: read its body or content")
         return json.loads(self.body)
 
     def _is_json(self) -> bool:
@@ -63,7 +50,7 @@ class _Content:
         try:
             return self.body.decode(charset)
         except (LookupError, UnicodeDecodeError) as error:
-            raise errors.BadReply(f"it is {self.content_type}, and cannot be decoded: {error}") from None
+            raise BadReply(f"it is {self.content_type}, and cannot be decoded: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -83,6 +70,23 @@ class Reply(_Content):
     def text(self) -> str:
         """The body of a reply that is `text/*`; else the generated text, of the first choice if there are several."""
         return self._decoded() if self._is_text() else _text(self.json()["choices"][0])
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why generated text ends, of the first choice: `stop`, or `length` at `max_tokens`."""
+        reason: str | None = self.json()["choices"][0].get("finish_reason")
+        return reason
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Counts of tokens, such as `prompt_tokens` and `completion_tokens`; empty if the body has none."""
+        body = self.json()
+        return dict(body.get("usage") or {}) if isinstance(body, dict) else {}
+
+    @property
+    def truncated(self) -> int:
+        """How many texts were longer than the model takes, and were cut."""
+        return int(self.headers.get("truncated") or 0)
 
 
 @dataclass(frozen=True)
@@ -110,10 +114,13 @@ class Part(_Content):
 
 @dataclass(frozen=True)
 class Ranked:
-    """A document of `rerank`: its place in the request, and how well it answers the query."""
+    """A document of `rerank`."""
 
     index: int
+    """Its place in the list of documents."""
     score: float
+    """How well it answers the query."""
+    document: str
 
 
 class Label(NamedTuple):
@@ -123,74 +130,18 @@ class Label(NamedTuple):
     score: float
 
 
-class Classified(NamedTuple):
-    """The best label of a text, and the probabilities of all labels, in the model's order."""
+@dataclass(frozen=True)
+class Classified:
+    """What `classify` says of a text."""
 
     label: str
+    """The best label."""
+    score: float
+    """Its probability."""
     probs: list[float]
-
-
-class Runs:
-    """Follows the parts of one task over its runs, and drops those that are stale or come twice."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-        self._current: str | None = None
-        self._seq = -1
-
-    def part(self, headers: Mapping[str, Any], body: bytes, content_type: str | None) -> Part | None:
-        """The part, or none if it is of an earlier run or was seen before."""
-        stream_id, seq = str(headers.get("stream_id")), int(headers.get("seq", 0))
-        restarted = False
-        if stream_id != self._current:
-            if stream_id in self._seen:
-                return None
-            restarted = self._current is not None
-            self._seen.add(stream_id)
-            self._current, self._seq = stream_id, -1
-        if seq <= self._seq:
-            return None
-        self._seq = seq
-        return Part(body, content_type or JSON, stream_id, seq, restarted)
-
-
-def reply(body: bytes, content_type: str | None, correlation_id: str, headers: Mapping[str, Any] | None) -> Reply:
-    """Reads a message of the type `reply`. Raises the error that it carries."""
-    headers = dict(headers or {})
-    try:
-        status, status_code = str(headers["status"]), int(headers["status_code"])
-    except (KeyError, TypeError, ValueError):
-        raise errors.BadReply(f"a reply without a status: headers {headers}") from None
-    read = Reply(body, content_type or JSON, correlation_id, status, status_code, headers)
-    if status != "succeeded":
-        raise errors.of_reply(read)
-    return read
-
-
-def vector(embedding: str | list[float]) -> Vector:
-    """An embedding as it stands in a body: base64 of little-endian f32, or a list of numbers.
-
-    Gives a numpy array of float32, of shape (width,), or a list of floats where numpy is not installed.
-    """
-    raw = base64.b64decode(embedding) if isinstance(embedding, str) else None
-    try:
-        import numpy
-    except ImportError:
-        if raw is None:
-            return list(embedding)  # type: ignore[arg-type]
-        floats = array.array("f", raw)
-        if sys.byteorder == "big":
-            floats.byteswap()
-        return floats.tolist()
-    if raw is None:
-        return numpy.asarray(embedding, dtype=numpy.float32)
-    return numpy.frombuffer(raw, dtype="<f4").astype(numpy.float32)
-
-
-def in_order(body: Any) -> list[dict[str, Any]]:
-    """The `data` of a body, in the order of the inputs."""
-    data: list[dict[str, Any]] = body["data"]
-    return sorted(data, key=lambda item: int(item["index"]))
+    """The probabilities of all labels, in the model's order."""
+    labels: list[Label] = field(default_factory=list)
+    """The `top_k` best labels, likeliest first; empty unless `top_k` is given."""
 
 
 def _text(choice: Mapping[str, Any]) -> str:

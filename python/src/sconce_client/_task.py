@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Generic, TypedDict, TypeVar, Union
 
-from . import _reply
-from ._reply import Classified, Label, Ranked, Reply, Vector
+from . import _wire
+from ._reply import Classified, Label, Ranked, Reply
+from .errors import BadRequest, InputError, TaskError, TextsTruncated, TooLarge
 
 if TYPE_CHECKING:
+    import numpy
+    from numpy.typing import NDArray
     from typing_extensions import Self, Unpack
 
 QUEUE = "sconce.tasks"
@@ -30,7 +36,9 @@ Body = Union[bytes, Mapping[str, Any]]
 Scalar = Union[str, int, bool]
 Texts = Union[str, Sequence[str]]
 Prompt = Union[str, Sequence[Any]]
-Messages = Sequence[Mapping[str, Any]]
+Messages = Union[str, Sequence[Mapping[str, Any]]]
+Image = Union[bytes, str, "os.PathLike[str]"]
+Input = TypeVar("Input", str, Sequence[int])
 T = TypeVar("T")
 
 
@@ -131,49 +139,117 @@ class Defaults:
         )
 
 
+Answer = Union[Reply, TaskError]
+
+
+def _raise(_: int, error: TaskError) -> TaskError:
+    raise error
+
+
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """Tasks, to be published in order, and what makes the answer of their replies, in the same order."""
+    """Tasks, to be published in order, and what makes the result of their answers, in the same order."""
 
     tasks: Iterable[Task]
-    gather: Callable[[Sequence[Reply]], T]
+    gather: Callable[[Sequence[Answer]], T]
+    failed: Callable[[int, TaskError], TaskError] = _raise
+    """Takes the number of a task and its error. Returns the error if the call goes on with it; else raises one."""
+
+    def result(self, answers: Sequence[Answer]) -> T:
+        """The result. Warns of texts that were cut, in the name of the caller of the caller's caller."""
+        cut = sum(answer.truncated for answer in answers if isinstance(answer, Reply))
+        if cut:
+            texts = "1 text was" if cut == 1 else f"{cut} texts were"
+            message = f"{texts} longer than the model takes, and cut. With truncate=False they are refused"
+            warnings.warn(message, TextsTruncated, stacklevel=4)
+        return self.gather(answers)
 
 
-def urls(url: str | None) -> list[str]:
-    """The broker's addresses; several stand with commas. None: those of `AMQP_URL`, else the local broker's."""
-    text = url or os.environ.get("AMQP_URL") or "amqp://guest:guest@127.0.0.1:5672/%2f"
-    return [part.strip() for part in text.split(",") if part.strip()]
+def embed(
+    client: Defaults, inputs: Iterator[list[Input]], rows: int, as_array: bool, more: Mapping[str, Any]
+) -> Call[Any]:
+    """Packs of `rows` texts or lists of ids, each a task."""
+    each = more.get("errors") == "each"
+    if each and as_array:
+        raise ValueError('an array has no place for an error: use errors="each" without as_array')
+    fixed = fields({**more, "encoding_format": "base64"})
+    sizes: list[int] = []
+
+    def tasks() -> Iterator[Task]:
+        for pack in inputs:
+            sizes.append(len(pack))
+            yield client._task({"input": pack, **fixed}, url="/v1/embeddings")
+
+    def failed(number: int, error: TaskError) -> TaskError:
+        error = error.moved(number * rows)
+        # A task whose inputs are all bad fails with the error of the first.
+        if each and error.index is not None and isinstance(error, (BadRequest, TooLarge)):
+            return error
+        raise error
+
+    def items(answers: Sequence[Answer]) -> Iterator[list[float] | InputError]:
+        for number, answer in enumerate(answers):
+            offset = number * rows
+            if isinstance(answer, TaskError):
+                yield InputError(offset, answer.message, answer.param, answer.code)
+                words = f"refused, as all {sizes[number]} inputs of its task; of the first: {answer.message}"
+                for index in range(offset + 1, offset + sizes[number]):
+                    yield InputError(index, words, f"input[{index}]", answer.code)
+                continue
+            for item in _wire.in_order(answer.json()):
+                if "error" in item:
+                    yield _input_error(offset, item)
+                else:
+                    yield _wire.vector(item["embedding"])
+
+    def array(answers: Sequence[Answer]) -> NDArray[numpy.float32]:
+        replies = (answer for answer in answers if isinstance(answer, Reply))
+        return _wire.matrix([item["embedding"] for reply in replies for item in _wire.in_order(reply.json())])
+
+    return Call(tasks(), array if as_array else lambda answers: list(items(answers)), failed)
 
 
-def embed(client: Defaults, texts: Iterable[str], rows: int, more: Mapping[str, Any]) -> Call[list[Vector]]:
-    """`rows` texts a task."""
-    fixed = fields({"encoding_format": "base64", **more})
-    tasks = (client._task({"input": pack, **fixed}, url="/v1/embeddings") for pack in _packs(texts, rows))
-
-    def gather(replies: Sequence[Reply]) -> list[Vector]:
-        return [_reply.vector(item["embedding"]) for reply in replies for item in _reply.in_order(reply.json())]
-
-    return Call(tasks, gather)
+def _input_error(offset: int, item: Mapping[str, Any]) -> InputError:
+    error, own = item["error"], int(item["index"])
+    index, path = own + offset, f"input[{own}]"
+    message, param = (str(error.get(key) or "") for key in ("message", "param"))
+    moved = f"input[{index}]"
+    return InputError(index, message.replace(path, moved, 1), param.replace(path, moved, 1), error.get("code"))
 
 
 def classify(client: Defaults, texts: Iterable[str], rows: int, more: Mapping[str, Any]) -> Call[list[Classified]]:
     """`rows` texts a task."""
     fixed = fields(more)
-    tasks = (client._task({"input": pack, **fixed}, url="/classify") for pack in _packs(texts, rows))
+    tasks = (client._task({"input": pack, **fixed}, url="/classify") for pack in text_packs(texts, rows))
 
-    def gather(replies: Sequence[Reply]) -> list[Classified]:
-        items = (item for reply in replies for item in _reply.in_order(reply.json()))
-        return [Classified(item["label"], item["probs"]) for item in items]
+    def failed(number: int, error: TaskError) -> TaskError:
+        raise error.moved(number * rows)
 
-    return Call(tasks, gather)
+    def gather(replies: Sequence[Answer]) -> list[Classified]:
+        items = (item for reply in replies if isinstance(reply, Reply) for item in _wire.in_order(reply.json()))
+        return [
+            Classified(
+                item["label"],
+                max(item["probs"]),
+                item["probs"],
+                [Label(label["label"], label["score"]) for label in item.get("labels", ())],
+            )
+            for item in items
+        ]
+
+    return Call(tasks, gather, failed)
 
 
-def rerank(client: Defaults, query: str, documents: Sequence[str], more: Mapping[str, Any]) -> Call[list[Ranked]]:
+def rerank(client: Defaults, query: str, documents: Iterable[str], more: Mapping[str, Any]) -> Call[list[Ranked]]:
     """One task: its order is over all documents."""
-    task = client._task({"query": query, "documents": list(documents), **fields(more)}, url="/v1/rerank")
+    texts = list(_texts(documents, "documents"))
+    task = client._task({"query": query, "documents": texts, **fields(more)}, url="/v1/rerank")
 
-    def gather(replies: Sequence[Reply]) -> list[Ranked]:
-        return [Ranked(item["index"], item["relevance_score"]) for item in replies[0].json()["results"]]
+    def gather(replies: Sequence[Answer]) -> list[Ranked]:
+        [reply] = replies
+        assert isinstance(reply, Reply)
+        results = reply.json()["results"]
+        return [Ranked(item["index"], item["relevance_score"], texts[item["index"]]) for item in results]
 
     return Call([task], gather)
 
@@ -183,20 +259,22 @@ def score(client: Defaults, text_1: Texts, text_2: Texts, more: Mapping[str, Any
     first, second = (text if isinstance(text, str) else list(text) for text in (text_1, text_2))
     task = client._task({"text_1": first, "text_2": second, **fields(more)}, url="/v1/score")
 
-    def gather(replies: Sequence[Reply]) -> list[float]:
-        return [item["score"] for item in _reply.in_order(replies[0].json())]
+    def gather(replies: Sequence[Answer]) -> list[float]:
+        return [item["score"] for reply in replies if isinstance(reply, Reply) for item in _wire.in_order(reply.json())]
 
     return Call([task], gather)
 
 
 def classify_image(
-    client: Defaults, image: bytes, content_type: str | None, headers: Mapping[str, Any]
+    client: Defaults, image: Image, content_type: str | None, headers: Mapping[str, Any]
 ) -> Call[list[Label]]:
     """One task; the message's body is the file itself."""
-    task = client._task(image, content_type=content_type or image_type(image), headers=fields(headers))
+    file = image if isinstance(image, bytes) else Path(image).read_bytes()
+    task = client._task(file, content_type=content_type or image_type(file), headers=fields(headers))
 
-    def gather(replies: Sequence[Reply]) -> list[Label]:
-        return [Label(item["label"], item["score"]) for item in replies[0].json()]
+    def gather(replies: Sequence[Answer]) -> list[Label]:
+        found = (item for reply in replies if isinstance(reply, Reply) for item in reply.json())
+        return [Label(item["label"], item["score"]) for item in found]
 
     return Call([task], gather)
 
@@ -208,7 +286,8 @@ def complete(client: Defaults, prompt: Prompt, more: Mapping[str, Any]) -> Task:
 
 def chat(client: Defaults, messages: Messages, more: Mapping[str, Any]) -> Task:
     """A task for `/v1/chat/completions`."""
-    return client._task({"messages": list(messages), **fields(more)}, url="/v1/chat/completions")
+    spoken = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    return client._task({"messages": spoken, **fields(more)}, url="/v1/chat/completions")
 
 
 def image_type(image: bytes) -> str:
@@ -230,10 +309,41 @@ def fields(more: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in more.items() if value is not None}
 
 
-def _packs(texts: Iterable[str], rows: int) -> Iterator[list[str]]:
+def text_packs(texts: Iterable[str], rows: int) -> Iterator[list[str]]:
+    """Texts, `rows` at a time. Raises TypeError for what is no text."""
+    return _packs(_texts(texts, "texts"), rows)
+
+
+def token_packs(inputs: Iterable[Sequence[int]], rows: int) -> Iterator[list[Sequence[int]]]:
+    """Lists of token ids, `rows` at a time. Raises TypeError for what is no list of integers."""
+    return _packs(_ids(inputs), rows)
+
+
+def _texts(texts: Iterable[str], name: str) -> Iterator[str]:
     if isinstance(texts, str):
-        raise TypeError("texts is a list of texts, not one text")
+        raise TypeError(f"{name} is a list of texts, not one text")
+
+    def checked() -> Iterator[str]:
+        for index, text in enumerate(texts):
+            if not isinstance(text, str):
+                hint = "; for token ids there is embed_tokens" if name == "texts" else ""
+                raise TypeError(f"{name}[{index}] is no text, but {type(text).__name__}{hint}")
+            yield text
+
+    return checked()
+
+
+def _ids(inputs: Iterable[Sequence[int]]) -> Iterator[list[int]]:
+    for index, ids in enumerate(inputs):
+        if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
+            raise TypeError(f"inputs[{index}] is no list of token ids, but {type(ids).__name__}")
+        try:
+            yield [operator.index(token) for token in ids]  # numpy's integers, too
+        except TypeError:
+            raise TypeError(f"inputs[{index}] has what is no token id: {ids!r}") from None
+
+
+def _packs(rest: Iterator[T], rows: int) -> Iterator[list[T]]:
     if rows < 1:
         raise ValueError(f"rows_per_task is {rows}: it is at least 1")
-    rest = iter(texts)
     return iter(lambda: list(islice(rest, rows)), [])

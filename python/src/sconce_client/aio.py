@@ -8,17 +8,21 @@ import random
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Callable, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Literal, TypeVar, overload
 
 import aio_pika
 from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMessage
 from aio_pika.exceptions import AMQPError, DeliveryError, PublishError
 
-from . import _reply, _task, errors
-from ._reply import Classified, Label, Part, Ranked, Reply, Runs, Vector
-from ._task import Body, Call, Defaults, Messages, Prompt, Task, TaskOptions, Texts
+from . import _broker, _task, _wire, errors
+from ._reply import Classified, Label, Part, Ranked, Reply
+from ._task import Answer, Body, Call, Defaults, Image, Messages, Prompt, Task, TaskOptions, Texts
+from ._wire import Runs
+from .errors import InputError, TaskError
 
 if TYPE_CHECKING:
+    import numpy
+    from numpy.typing import NDArray
     from typing_extensions import Self, Unpack
 
 LOG = logging.getLogger("sconce_client")
@@ -49,7 +53,8 @@ class AsyncClient(Defaults):
     ) -> None:
         """Does not connect yet: `connect` does, and `async with`.
 
-        url: the broker's address, or several with commas; else `AMQP_URL` of the environment, else the local broker.
+        url: the broker's address, or several with commas; else `SCONCE_BROKER__URL` or `AMQP_URL` of the environment, else
+            the local broker.
         queue: the pool's task queue, unless a call names another.
         timeout: seconds for each task, unless a call says otherwise; the broker drops the task after them too.
         max_in_flight: tasks without a reply. At so many, a call that publishes waits.
@@ -58,7 +63,7 @@ class AsyncClient(Defaults):
         control_exchange: where to cancel tasks (`admin.control_exchange`), or None.
         """
         self._queue, self._timeout = queue, timeout
-        self._link = _Link(_task.urls(url), reply_queue, control_exchange, max_in_flight, connect_timeout)
+        self._link = _Link(_broker.urls(url), reply_queue, control_exchange, max_in_flight, connect_timeout)
 
     async def connect(self) -> None:
         """Connects, once. Raises ConnectionFailed."""
@@ -77,20 +82,66 @@ class AsyncClient(Defaults):
         """Closes the connection. What has no reply yet is cancelled, and fails with ClientClosed."""
         await self._link.close()
 
+    @overload
     async def embed(
-        self, texts: Iterable[str], *, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any
-    ) -> list[Vector]:
-        """One vector for each text, in order: arrays of float32, or lists of floats without numpy.
+        self, texts: Iterable[str], *, errors: Literal["each"], rows_per_task: int = ..., **more: Any
+    ) -> list[list[float] | InputError]: ...
 
+    @overload
+    async def embed(
+        self, texts: Iterable[str], *, as_array: Literal[True], rows_per_task: int = ..., **more: Any
+    ) -> NDArray[numpy.float32]: ...
+
+    @overload
+    async def embed(self, texts: Iterable[str], *, rows_per_task: int = ..., **more: Any) -> list[list[float]]: ...
+
+    async def embed(
+        self, texts: Iterable[str], *, as_array: bool = False, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any
+    ) -> Any:
+        """One vector for each text, in order: lists of floats; with `as_array` the rows of a numpy array of float32.
+
+        A text that is longer than the model takes is cut, and TextsTruncated is warned of; `truncate=False` has it
+        refused. With `errors="each"` a text that is refused has an InputError in its place; else it fails the call.
         `more` are further fields of the body, such as `model`, `dimensions` and `prompt_name`. A time-out is for each
-        task, not for all of them.
+        task of `rows_per_task` texts, not for all of them.
         """
-        return await self._gather(_task.embed(self, texts, rows_per_task, more))
+        packs = _task.text_packs(texts, rows_per_task)
+        return await self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
+
+    @overload
+    async def embed_tokens(
+        self, inputs: Iterable[Sequence[int]], *, errors: Literal["each"], rows_per_task: int = ..., **more: Any
+    ) -> list[list[float] | InputError]: ...
+
+    @overload
+    async def embed_tokens(
+        self, inputs: Iterable[Sequence[int]], *, as_array: Literal[True], rows_per_task: int = ..., **more: Any
+    ) -> NDArray[numpy.float32]: ...
+
+    @overload
+    async def embed_tokens(
+        self, inputs: Iterable[Sequence[int]], *, rows_per_task: int = ..., **more: Any
+    ) -> list[list[float]]: ...
+
+    async def embed_tokens(
+        self,
+        inputs: Iterable[Sequence[int]],
+        *,
+        as_array: bool = False,
+        rows_per_task: int = _task.ROWS_PER_TASK,
+        **more: Any,
+    ) -> Any:
+        """As `embed`, for lists of token ids of the model's own tokenizer."""
+        packs = _task.token_packs(inputs, rows_per_task)
+        return await self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
 
     async def rerank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **more: Any
+        self, query: str, documents: Iterable[str], *, top_n: int | None = None, **more: Any
     ) -> list[Ranked]:
-        """The documents by how well they answer the query, best first. Scores are between 0 and 1."""
+        """The documents by how well they answer the query, best first. Scores are between 0 and 1.
+
+        All documents are one task: at most `pool.max_inputs` of them.
+        """
         return await self._gather(_task.rerank(self, query, documents, {**more, "top_n": top_n}))
 
     async def score(self, text_1: Texts, text_2: Texts, **more: Any) -> list[float]:
@@ -100,13 +151,13 @@ class AsyncClient(Defaults):
     async def classify(
         self, texts: Iterable[str], *, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any
     ) -> list[Classified]:
-        """The best label of each text, in order, with the probabilities of all labels."""
+        """The best label of each text, in order, with the probabilities of all labels; with `top_k`, the best ones."""
         return await self._gather(_task.classify(self, texts, rows_per_task, more))
 
     async def classify_image(
-        self, image: bytes, content_type: str | None = None, *, top_k: int | None = None, **more: Any
+        self, image: Image, content_type: str | None = None, *, top_k: int | None = None, **more: Any
     ) -> list[Label]:
-        """What is on a picture, likeliest first. The image is a JPEG, PNG or WebP file."""
+        """What is on a picture, likeliest first. The image is a JPEG, PNG or WebP file: its path, or its bytes."""
         return await self._gather(_task.classify_image(self, image, content_type, {**more, "top_k": top_k}))
 
     async def complete(self, prompt: Prompt, **more: Any) -> Reply:
@@ -114,7 +165,7 @@ class AsyncClient(Defaults):
         return await self._link.call(_task.complete(self, prompt, more))
 
     async def chat(self, messages: Messages, **more: Any) -> Reply:
-        """Answers a chat. `more` are OpenAI's fields, such as `max_tokens`. `.text` is the answer."""
+        """Answers a chat: one text, or messages. `more` are OpenAI's fields, such as `max_tokens`. `.text` is the answer."""
         return await self._link.call(_task.chat(self, messages, more))
 
     def stream_complete(self, prompt: Prompt, **more: Any) -> AsyncStream:
@@ -146,17 +197,24 @@ class AsyncClient(Defaults):
         self._link.cancel(correlation_id)
 
     async def _gather(self, call: Call[T]) -> T:
-        running: list[asyncio.Task[Reply]] = []
+        running: list[asyncio.Task[Answer]] = []
         checked = 0
+
+        async def answer(number: int, task: Task) -> Answer:
+            try:
+                return await self._link.call(task)
+            except TaskError as error:
+                return call.failed(number, error)
+
         try:
-            for task in call.tasks:
-                running.append(asyncio.create_task(self._link.call(task)))
+            for number, task in enumerate(call.tasks):
+                running.append(asyncio.create_task(answer(number, task)))
                 # The next task is made when there is room for it, because its time-out begins then.
                 await self._link.has_room()
                 while checked < len(running) and running[checked].done():
                     running[checked].result()
                     checked += 1
-            return call.gather(await asyncio.gather(*running))
+            return call.result(await asyncio.gather(*running))
         finally:
             for one in running:
                 one.cancel()
@@ -256,14 +314,17 @@ class _Link:
             return
         self._slots = asyncio.Semaphore(self._most)
         self._session: asyncio.Future[_Session] = asyncio.get_running_loop().create_future()
-        for number in range(len(self._urls)):
+        failures: list[tuple[str, BaseException | None]] = []
+        for number, url in enumerate(self._urls):
             try:
                 session = await self._open(number)
                 break
-            except (*LOST, asyncio.TimeoutError) as error:
-                self._why = error
+            except asyncio.TimeoutError:
+                failures.append((url, TimeoutError(f"no answer within {self._connect_timeout} s")))
+            except LOST as error:
+                failures.append((url, error))
         else:
-            raise errors.ConnectionFailed(f"no connection: {self._why!r}") from self._why
+            raise errors.ConnectionFailed(_broker.failed(failures)) from None
         self._session.set_result(session)
         self._keeper = asyncio.create_task(self._keep(session))
 
@@ -304,7 +365,7 @@ class _Link:
         except asyncio.TimeoutError as error:
             if isinstance(error, errors.SconceError):
                 raise
-            away = "" if self._live() is not None else f" (the broker is away: {self._why!r})"
+            away = "" if self._live() is not None else f" (the broker is away: {_broker.cause(self._why)})"
             message = f"no reply from the queue {task.queue!r} within {task.timeout} s{away}"
             raise errors.TaskTimeout(message) from None
 
@@ -339,7 +400,8 @@ class _Link:
             return
         if not (waiting.confirmed and self._named_queue):
             if waiting.unconfirmed >= _task.PUBLISHED_AT_MOST:
-                raise errors.NotAccepted(f"published {waiting.unconfirmed} times, never confirmed: {self._why!r}")
+                why = _broker.cause(self._why)
+                raise errors.NotAccepted(f"published {waiting.unconfirmed} times, never confirmed: {why}")
             waiting.unconfirmed += 1
             publishing = asyncio.ensure_future(self._publish(session, waiting))
             try:
@@ -404,7 +466,7 @@ class _Link:
             self._spawn(_hang_up(session.connection))  # still open, if only its channel was lost
             while not self._session.done():
                 delay = min(LONGEST_DELAY, 0.1 * 2.0 ** min(attempts, 10)) * random.uniform(0.5, 1.0)
-                LOG.warning("lost the broker (%r); connecting again in %.1f s", self._why, delay)
+                LOG.warning("lost the broker (%s); connecting again in %.1f s", _broker.cause(self._why), delay)
                 await asyncio.sleep(delay)
                 try:
                     session = await self._open(attempts)
@@ -429,7 +491,7 @@ class _Link:
             if message.type != _task.PART:
                 correlation_id = waiting.task.correlation_id
                 waiting.reply.set_result(
-                    _reply.reply(message.body, message.content_type, correlation_id, message.headers)
+                    _wire.reply(message.body, message.content_type, correlation_id, message.headers)
                 )
             elif waiting.on_part is not None:
                 part = waiting.runs.part(message.headers, message.body, message.content_type)

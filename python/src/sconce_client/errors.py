@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import re
+from typing import Any
 
-if TYPE_CHECKING:
-    from ._reply import Reply
+from ._base import BadReply, SconceError
+from ._reply import Reply
 
+__all__ = [
+    "BadReply",
+    "BadRequest",
+    "Cancelled",
+    "ClientClosed",
+    "ConnectionFailed",
+    "Expired",
+    "Failed",
+    "InputError",
+    "NoSuchQueue",
+    "NotAccepted",
+    "NotServed",
+    "OutOfMemory",
+    "SconceError",
+    "TaskError",
+    "TaskTimeout",
+    "TextsTruncated",
+    "TooLarge",
+]
 
-class SconceError(Exception):
-    """The base of all errors of this package."""
+_INDEXED = re.compile(r"(\w+)\[(\d+)\]")
+"""The path of one input, such as `input[3]`."""
 
 
 class ConnectionFailed(SconceError, ConnectionError):
-    """The broker cannot be reached, or refuses this client."""
+    """The broker cannot be reached, or refuses this client. The message names its address and the cause."""
 
 
 class ClientClosed(SconceError):
@@ -40,8 +60,19 @@ class TaskTimeout(SconceError, TimeoutError):
     """No reply came in time. The task may have been dropped, or may still be computed."""
 
 
-class BadReply(SconceError):
-    """A reply that is not one of sconce's, or is not what is read from it: a sound is no JSON."""
+class TextsTruncated(UserWarning):
+    """Texts were longer than the model takes, and were cut. `truncate=False` has them refused instead."""
+
+
+class InputError(SconceError):
+    """Why one input of `embed(…, errors="each")` has no vector. It stands in the vector's place."""
+
+    def __init__(self, index: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.index, self.message, self.param, self.code = index, message, param, code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.index, self.message, self.param, self.code)
 
 
 class TaskError(SconceError):
@@ -49,24 +80,37 @@ class TaskError(SconceError):
 
     status_code = 0
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: Reply, offset: int = 0) -> None:
+        """offset: how many inputs of the call stood before those of the task. `reply` counts without them."""
         try:
             error = json.loads(reply.body)["error"]
         except (ValueError, TypeError, LookupError):
             error = {}
         if not isinstance(error, dict):
             error = {"message": error}
-        super().__init__(f"{reply.status_code} {reply.status}: {error.get('message') or 'no message'}")
+        message, param = str(error.get("message") or ""), error.get("param")
+        self.index: int | None = None
+        """Which input is at fault, if it is one alone: its place in the list that the call was given."""
+        if isinstance(param, str) and (found := _INDEXED.match(param)):
+            self.index = int(found[2]) + offset
+            moved = f"{found[1]}[{self.index}]{param[found.end() :]}"
+            message, param = message.replace(param, moved, 1), moved
+        super().__init__(f"{reply.status_code} {reply.status}: {message or 'no message'}")
         self.reply = reply
         self.status_code = reply.status_code
-        self.message = str(error.get("message") or "")
+        self.message = message
         self.type: str | None = error.get("type")
-        self.param: str | None = error.get("param")
+        self.param: str | None = param
         self.code: str | None = error.get("code")
+        self._offset = offset
+
+    def moved(self, offset: int) -> TaskError:
+        """The same error, with the inputs counted from the call's first one."""
+        return type(self)(self.reply, offset)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # multiprocessing and Celery carry exceptions to another process.
-        return type(self), (self.reply,)
+        return type(self), (self.reply, self._offset)
 
 
 class BadRequest(TaskError):

@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Callable, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Literal, TypeVar, overload
 
 import pika
 import pika.spec
@@ -21,11 +21,15 @@ from pika.adapters.select_connection import IOLoop
 from pika.channel import Channel
 from pika.exceptions import AMQPError
 
-from . import _reply, _task, errors
-from ._reply import Classified, Label, Part, Ranked, Reply, Runs, Vector
-from ._task import Body, Call, Defaults, Messages, Prompt, Task, TaskOptions, Texts
+from . import _broker, _task, _wire, errors
+from ._reply import Classified, Label, Part, Ranked, Reply
+from ._task import Answer, Body, Call, Defaults, Image, Messages, Prompt, Task, TaskOptions, Texts
+from ._wire import Runs
+from .errors import InputError, TaskError
 
 if TYPE_CHECKING:
+    import numpy
+    from numpy.typing import NDArray
     from typing_extensions import Self, Unpack
 
 LOG = logging.getLogger("sconce_client")
@@ -54,7 +58,8 @@ class Client(Defaults):
     ) -> None:
         """Connects. Raises ConnectionFailed.
 
-        url: the broker's address, or several with commas; else `AMQP_URL` of the environment, else the local broker.
+        url: the broker's address, or several with commas; else `SCONCE_BROKER__URL` or `AMQP_URL` of the environment, else
+            the local broker.
         queue: the pool's task queue, unless a call names another.
         timeout: seconds for each task, unless a call says otherwise; the broker drops the task after them too.
         max_in_flight: tasks without a reply. At so many, a call that publishes waits.
@@ -63,7 +68,7 @@ class Client(Defaults):
         control_exchange: where to cancel tasks (`admin.control_exchange`), or None.
         """
         self._queue, self._timeout = queue, timeout
-        self._link = _Link(_task.urls(url), reply_queue, control_exchange, max_in_flight, connect_timeout)
+        self._link = _Link(_broker.urls(url), reply_queue, control_exchange, max_in_flight, connect_timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -77,16 +82,64 @@ class Client(Defaults):
         """Closes the connection. What has no reply yet is cancelled, and fails with ClientClosed."""
         self._link.close()
 
-    def embed(self, texts: Iterable[str], *, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any) -> list[Vector]:
-        """One vector for each text, in order: arrays of float32, or lists of floats without numpy.
+    @overload
+    def embed(
+        self, texts: Iterable[str], *, errors: Literal["each"], rows_per_task: int = ..., **more: Any
+    ) -> list[list[float] | InputError]: ...
 
+    @overload
+    def embed(
+        self, texts: Iterable[str], *, as_array: Literal[True], rows_per_task: int = ..., **more: Any
+    ) -> NDArray[numpy.float32]: ...
+
+    @overload
+    def embed(self, texts: Iterable[str], *, rows_per_task: int = ..., **more: Any) -> list[list[float]]: ...
+
+    def embed(
+        self, texts: Iterable[str], *, as_array: bool = False, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any
+    ) -> Any:
+        """One vector for each text, in order: lists of floats; with `as_array` the rows of a numpy array of float32.
+
+        A text that is longer than the model takes is cut, and TextsTruncated is warned of; `truncate=False` has it
+        refused. With `errors="each"` a text that is refused has an InputError in its place; else it fails the call.
         `more` are further fields of the body, such as `model`, `dimensions` and `prompt_name`. A time-out is for each
-        task, not for all of them.
+        task of `rows_per_task` texts, not for all of them.
         """
-        return self._gather(_task.embed(self, texts, rows_per_task, more))
+        packs = _task.text_packs(texts, rows_per_task)
+        return self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
 
-    def rerank(self, query: str, documents: Sequence[str], *, top_n: int | None = None, **more: Any) -> list[Ranked]:
-        """The documents by how well they answer the query, best first. Scores are between 0 and 1."""
+    @overload
+    def embed_tokens(
+        self, inputs: Iterable[Sequence[int]], *, errors: Literal["each"], rows_per_task: int = ..., **more: Any
+    ) -> list[list[float] | InputError]: ...
+
+    @overload
+    def embed_tokens(
+        self, inputs: Iterable[Sequence[int]], *, as_array: Literal[True], rows_per_task: int = ..., **more: Any
+    ) -> NDArray[numpy.float32]: ...
+
+    @overload
+    def embed_tokens(
+        self, inputs: Iterable[Sequence[int]], *, rows_per_task: int = ..., **more: Any
+    ) -> list[list[float]]: ...
+
+    def embed_tokens(
+        self,
+        inputs: Iterable[Sequence[int]],
+        *,
+        as_array: bool = False,
+        rows_per_task: int = _task.ROWS_PER_TASK,
+        **more: Any,
+    ) -> Any:
+        """As `embed`, for lists of token ids of the model's own tokenizer."""
+        packs = _task.token_packs(inputs, rows_per_task)
+        return self._gather(_task.embed(self, packs, rows_per_task, as_array, more))
+
+    def rerank(self, query: str, documents: Iterable[str], *, top_n: int | None = None, **more: Any) -> list[Ranked]:
+        """The documents by how well they answer the query, best first. Scores are between 0 and 1.
+
+        All documents are one task: at most `pool.max_inputs` of them.
+        """
         return self._gather(_task.rerank(self, query, documents, {**more, "top_n": top_n}))
 
     def score(self, text_1: Texts, text_2: Texts, **more: Any) -> list[float]:
@@ -96,13 +149,13 @@ class Client(Defaults):
     def classify(
         self, texts: Iterable[str], *, rows_per_task: int = _task.ROWS_PER_TASK, **more: Any
     ) -> list[Classified]:
-        """The best label of each text, in order, with the probabilities of all labels."""
+        """The best label of each text, in order, with the probabilities of all labels; with `top_k`, the best ones."""
         return self._gather(_task.classify(self, texts, rows_per_task, more))
 
     def classify_image(
-        self, image: bytes, content_type: str | None = None, *, top_k: int | None = None, **more: Any
+        self, image: Image, content_type: str | None = None, *, top_k: int | None = None, **more: Any
     ) -> list[Label]:
-        """What is on a picture, likeliest first. The image is a JPEG, PNG or WebP file."""
+        """What is on a picture, likeliest first. The image is a JPEG, PNG or WebP file: its path, or its bytes."""
         return self._gather(_task.classify_image(self, image, content_type, {**more, "top_k": top_k}))
 
     def complete(self, prompt: Prompt, **more: Any) -> Reply:
@@ -110,7 +163,7 @@ class Client(Defaults):
         return self._call(_task.complete(self, prompt, more))
 
     def chat(self, messages: Messages, **more: Any) -> Reply:
-        """Answers a chat. `more` are OpenAI's fields, such as `max_tokens`. `.text` is the answer."""
+        """Answers a chat: one text, or messages. `more` are OpenAI's fields, such as `max_tokens`. `.text` is the answer."""
         return self._call(_task.chat(self, messages, more))
 
     def stream_complete(self, prompt: Prompt, **more: Any) -> Stream:
@@ -157,15 +210,23 @@ class Client(Defaults):
 
     def _gather(self, call: Call[T]) -> T:
         futures: list[Future[Reply]] = []
-        checked = 0
+        answers: list[Answer] = []
+
+        def take() -> None:
+            try:
+                answers.append(futures[len(answers)].result())
+            except TaskError as error:
+                answers.append(call.failed(len(answers), error))
+
         try:
             for task in call.tasks:
                 futures.append(self._link.submit(task))
                 # So that an early error ends the call early.
-                while checked < len(futures) and futures[checked].done():
-                    futures[checked].result()
-                    checked += 1
-            return call.gather([future.result() for future in futures])
+                while len(answers) < len(futures) and futures[len(answers)].done():
+                    take()
+            while len(answers) < len(futures):
+                take()
+            return call.result(answers)
         finally:
             for future in futures:
                 future.cancel()
@@ -244,7 +305,9 @@ class _Link:
         max_in_flight: int,
         connect_timeout: float,
     ) -> None:
-        self._parameters = [pika.URLParameters(url) for url in urls]
+        self._urls, self._parameters = urls, [pika.URLParameters(url) for url in urls]
+        self._failures: list[tuple[str, BaseException | None]] = []
+        """Addresses that were tried in vain before the first connection, and why."""
         self._named_queue, self._control, self._most = reply_queue, control_exchange, max_in_flight
         self._waiting: dict[str, _Waiting] = {}
         self._room = threading.Condition()
@@ -269,7 +332,9 @@ class _Link:
         except BaseException as error:
             self.close()
             if isinstance(error, FutureTimeout):
-                raise errors.ConnectionFailed(f"no connection within {connect_timeout} s") from None
+                late = TimeoutError(f"no answer within {connect_timeout} s")
+                failures = [*self._failures, (urls[len(self._failures) % len(urls)], late)]
+                raise errors.ConnectionFailed(_broker.failed(failures)) from None
             raise
 
     def submit(self, task: Task, on_part: Callable[[Part], None] | None = None) -> Future[Reply]:
@@ -343,9 +408,10 @@ class _Link:
                 self._room.notify_all()
                 left = list(self._waiting.values())
             if not self._connected.done():
-                self._connected.set_exception(errors.ConnectionFailed(f"no connection: {self._why!r}"))
+                self._connected.set_exception(errors.ConnectionFailed(_broker.failed(self._failures)))
+            why = _broker.cause(self._why)
             for waiting in left:
-                waiting.settle(errors.ClientClosed(f"the client is closed, and no reply came: {self._why!r}"))
+                waiting.settle(errors.ClientClosed(f"the client is closed, and no reply came: {why}"))
             self._loop.close()
 
     # Connecting: open, channel, confirms, reply queue, consumer, ready.
@@ -402,13 +468,15 @@ class _Link:
         self._why, self._channel_why = self._channel_why or reason, None
         self._channel, self._connection = None, None
         self._tags.clear()
+        if not self._connected.done():
+            self._failures.append((self._urls[(self._attempts - 1) % len(self._urls)], self._why))
         if self._closing:
             self._loop.stop()
         elif not self._connected.done() and self._attempts >= len(self._parameters):
-            self._connected.set_exception(errors.ConnectionFailed(f"no connection: {self._why!r}"))
+            self._connected.set_exception(errors.ConnectionFailed(_broker.failed(self._failures)))
         else:
             delay = min(LONGEST_DELAY, 0.1 * 2.0 ** min(self._attempts, 10)) * random.uniform(0.5, 1.0)
-            LOG.warning("lost the broker (%r); connecting again in %.1f s", self._why, delay)
+            LOG.warning("lost the broker (%s); connecting again in %.1f s", _broker.cause(self._why), delay)
             self._loop.call_later(delay, self._connect)
 
     # Tasks and replies.
@@ -421,7 +489,7 @@ class _Link:
 
     def _expire(self, waiting: _Waiting) -> None:
         waiting.timer = None
-        away = "" if self._channel is not None else f" (the broker is away: {self._why!r})"
+        away = "" if self._channel is not None else f" (the broker is away: {_broker.cause(self._why)})"
         task = waiting.task
         waiting.settle(errors.TaskTimeout(f"no reply from the queue {task.queue!r} within {task.timeout} s{away}"))
         self._ask_to_cancel(waiting)
@@ -434,7 +502,7 @@ class _Link:
             return
         task = waiting.task
         if waiting.unconfirmed >= _task.PUBLISHED_AT_MOST:
-            waiting.settle(errors.NotAccepted(f"published {waiting.unconfirmed} times, never confirmed: {self._why!r}"))
+            waiting.settle(self._never_confirmed(waiting))
             return
         expiration = task.expires_in_ms()
         properties = pika.BasicProperties(
@@ -449,6 +517,10 @@ class _Link:
         waiting.unconfirmed += 1
         self._tag += 1
         self._tags[self._tag] = waiting
+
+    def _never_confirmed(self, waiting: _Waiting) -> errors.NotAccepted:
+        why = _broker.cause(self._why)
+        return errors.NotAccepted(f"published {waiting.unconfirmed} times, never confirmed: {why}")
 
     def _on_confirm(self, frame: Any) -> None:
         last = frame.method.delivery_tag
@@ -474,7 +546,7 @@ class _Link:
         headers = properties.headers or {}
         try:
             if properties.type != _task.PART:
-                waiting.settle(_reply.reply(body, properties.content_type, waiting.task.correlation_id, headers))
+                waiting.settle(_wire.reply(body, properties.content_type, waiting.task.correlation_id, headers))
             elif waiting.on_part is not None:
                 part = waiting.runs.part(headers, body, properties.content_type)
                 if part is not None:
