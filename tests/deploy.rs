@@ -48,13 +48,14 @@ fn metrics() -> BTreeMap<String, Metric> {
     let mut metrics: BTreeMap<String, Metric> = BTreeMap::new();
     for line in page.lines().filter(|line| line.starts_with("| `sconce_")) {
         let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
-        let name = quoted(cells[0]).remove(0);
-        let metric = metrics.entry(name).or_default();
-        if cells.len() == 6 {
-            metric.histogram = cells[1] == "histogram";
-            metric.labels = quoted(cells[2]);
-        } else {
-            metric.values.insert(quoted(cells[1]).remove(0), quoted(cells[2]));
+        for name in quoted(cells[0]) {
+            let metric = metrics.entry(name).or_default();
+            if cells.len() == 6 {
+                metric.histogram = cells[1] == "histogram";
+                metric.labels = quoted(cells[2]);
+            } else {
+                metric.values.insert(quoted(cells[1]).remove(0), quoted(cells[2]));
+            }
         }
     }
     assert!(metrics.len() > 20, "the page has its tables");

@@ -36,7 +36,7 @@ def tables():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         quoted = [re.findall(r"`([^`]*)`", cell) for cell in cells]
         if len(cells) == 6 and quoted[0] and quoted[0][0].startswith("sconce_"):
-            metrics[quoted[0][0]] = (cells[1], quoted[2])
+            metrics.update({name: (cells[1], quoted[2]) for name in quoted[0]})
         elif len(cells) == 3 and quoted[0] and quoted[0][0].startswith("sconce_"):
             values[quoted[0][0], quoted[1][0]] = [""] * cells[2].startswith("empty") + quoted[2]
     return metrics, values
@@ -51,6 +51,7 @@ def healthy(metrics, values):
     """Everything there is, of a host that works."""
     text, age = "", time.time() - START
     own = {"pool": ["embed"], "slot": ["embed/0", "embed/1"], "device": ["GPU-1"], "version": ["0.0.0"]}
+    own |= {"launcher": ["host"], "model": ["m"], "queue": ["sconce.tasks"], "user": ["", "u"]}
     for name, (kind, labels) in metrics.items():
         choices = [values.get((name, label)) or own[label] for label in labels]
         for chosen in itertools.product(*choices):
@@ -99,6 +100,12 @@ def ill(_metrics, _values):
         text += series("sconce_task_stage_duration_seconds_sum", {**slot, "stage": "queue"}, 900 * age)
         text += series("sconce_task_stage_duration_seconds_count", {**slot, "stage": "queue"}, 10 * age)
         text += series("sconce_device_busy_seconds_total", slot, 100 * busy * age)
+        text += series("sconce_tasks_total", {**slot, "status": "cancelled", "reason": "cancelled"}, 12 * age)
+        for name in ("first_token", "output_token"):
+            text += series(f"sconce_{name}_duration_seconds_sum", slot, 900 * age)
+            text += series(f"sconce_{name}_duration_seconds_count", slot, 10 * age)
+    for name in ("reserved_tokens", "tokens"):
+        text += series(f"sconce_kv_{name}", {"pool": "stuck", "slot": "stuck/0"}, 100)
     for name, value in (("used", 99), ("total", 100)):
         text += series(f"sconce_device_memory_{name}_bytes", {"device": "GPU-2"}, value)
     text += series("rabbitmq_queue_messages_ready", {"queue": "sconce.other"}, 12)
