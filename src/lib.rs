@@ -1,4 +1,4 @@
-//! sconce: GPU inference behind a message queue. A launcher starts one worker process per device;
+//! sconce: model inference behind a message queue. A launcher starts one worker process per device;
 //! each loads a model of its own, takes tasks from a RabbitMQ queue (or from one inside the
 //! launcher), batches them by tokens, and publishes replies.
 //!

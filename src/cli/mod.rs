@@ -20,7 +20,9 @@ pub use ctl::{Ctl, CtlOrder, Healthcheck};
 pub use dead::{Dead, DeadFilters, DeadList, DeadPurge, DeadRequeue, DeadShow, DeadSource, DeadWhich};
 pub use submit::Submit;
 
-/// GPU inference behind a message queue: one process per device, fed by RabbitMQ.
+/// Model inference behind a message queue: one process per device, fed by RabbitMQ.
+///
+/// This version has been run on CPUs only. docs/gpu.md says what is known of the build for GPUs.
 #[derive(Debug, Parser)]
 #[command(name = "sconce", version, long_version = version::LONG, about, after_help = exit_codes())]
 #[command(max_term_width = 100)]
@@ -305,6 +307,14 @@ mod tests {
         ] {
             assert_eq!(named.contains(&name), is_built_in, "{name}: {long}");
         }
+    }
+
+    #[test]
+    fn the_help_and_the_readme_agree_on_what_has_run_on_gpus() {
+        let help = Cli::command().render_long_help().to_string();
+        let claim = "This version has been run on CPUs only.";
+        assert!(help.contains(claim), "{help}");
+        assert!(include_str!("../../README.md").contains(claim));
     }
 
     #[test]
