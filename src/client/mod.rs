@@ -2,6 +2,7 @@
 //! gathers their replies by `correlation_id`, each once. Owns the connection and the tasks under way, which are
 //! bounded. Knows no worker and no model.
 
+pub(crate) mod batch_file;
 mod gather;
 mod resend;
 

@@ -11,7 +11,7 @@ use anyhow::Context as _;
 use tokio::sync::mpsc;
 
 use super::rows::{Most, Packed, Packer};
-use crate::commands::batch_file::{CountedInput, InputLine, InputLines, MAX_LINE, RepeatedIds, ResumePoint};
+use crate::client::batch_file::{CountedInput, InputLine, InputLines, MAX_LINE, RepeatedIds, ResumePoint};
 use crate::commands::exits::ExitsWith as _;
 use crate::protocol::batch_line::{self, InvalidLine};
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context as _, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::commands::batch_file::{InputDigest, beside, read_record, write_record};
+use crate::client::batch_file::{InputDigest, beside, read_record, write_record};
 
 /// What an output answers, and who answered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

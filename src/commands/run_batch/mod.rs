@@ -4,6 +4,7 @@
 //! There are two runtimes: the launcher's has one thread, the main one, to which workers are tied; the queue
 //! and both files use the other.
 
+mod made_by;
 mod show;
 
 use std::collections::HashMap;
@@ -22,13 +23,14 @@ use serde::Deserialize;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use self::made_by::MadeBy;
 use self::show::Show;
-use super::batch_file::{CountedInput, InputLine, MAX_LINE, MadeBy, RepeatedIds, ResumePoint, claim};
 use super::batch_report::Tally;
 use super::bench::{Answer, inputs_of};
 use super::{Registry, load, pool_named, progress, start_logging};
 use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
+use crate::client::batch_file::{CountedInput, InputLine, MAX_LINE, RepeatedIds, ResumePoint, claim};
 use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Secret, Sentinels, Settings};

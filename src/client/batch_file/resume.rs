@@ -1,4 +1,4 @@
-//! Finds where an interrupted `run-batch` continues. Output is written in the order of the input, so this is
+//! Finds where an interrupted run continues. Output is written in the order of the input, so this is
 //! after its last whole line, provided that its lines answer this input. Decides what is a torn line, and what
 //! is the output of another input. Reads both files as streams, once; does not check what made the existing
 //! lines.

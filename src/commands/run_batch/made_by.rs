@@ -2,15 +2,12 @@
 //! run may continue the output. Owns that file; the caller holds the output's lock, so there is one writer.
 //! Never reads or changes the output itself.
 
-use std::fs::{self, File};
-use std::io::{self, Write as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context as _, bail};
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::input::InputDigest;
+use crate::client::batch_file::{InputDigest, beside, read_record, write_record};
 use crate::config::{Dtype, Pool};
 use crate::model::model_name;
 
@@ -112,31 +109,6 @@ impl MadeBy {
     }
 }
 
-/// Reads a record; none where there is no file.
-///
-/// # Errors
-/// The file system's, and what is wrong with the content.
-pub(in crate::commands) fn read_record<T: DeserializeOwned>(path: &Path) -> anyhow::Result<Option<T>> {
-    match fs::read(path) {
-        Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes)?)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error.into()),
-    }
-}
-
-/// Writes a record under another name and renames it, so that a reader finds the whole file or none.
-///
-/// # Errors
-/// The file system's.
-pub(in crate::commands) fn write_record(path: &Path, record: &impl Serialize) -> io::Result<()> {
-    let unfinished = with_suffix(path, ".new");
-    let mut file = File::create(&unfinished)?;
-    file.write_all(&serde_json::to_vec_pretty(record)?)?;
-    file.write_all(b"\n")?;
-    file.sync_all()?;
-    fs::rename(&unfinished, path)
-}
-
 impl MadeInPool {
     fn new(pool: &Pool, weights: Option<String>) -> Self {
         let mut served_names = pool.served_names.clone();
@@ -169,19 +141,11 @@ impl MadeInPool {
     }
 }
 
-/// The path of the record of an output.
-pub(in crate::commands) fn beside(output: &Path) -> PathBuf {
-    with_suffix(output, ".run.json")
-}
-
-fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(suffix);
-    name.into()
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::path::PathBuf;
+
     use super::*;
 
     fn run() -> MadeBy {
