@@ -2,9 +2,12 @@
 //! gathers their replies by `correlation_id`, each once. Owns the connection and the tasks under way, which are
 //! bounded. Knows no worker and no model.
 
+pub(crate) mod answer;
 pub(crate) mod batch_file;
 mod gather;
+pub(crate) mod replies;
 mod resend;
+pub(crate) mod tally;
 
 use std::pin::pin;
 use std::sync::Arc;

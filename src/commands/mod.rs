@@ -1,6 +1,5 @@
 //! One file or folder for each command, and what several of them share.
 
-mod batch_report;
 mod bench;
 mod bench_device;
 mod broker_session;

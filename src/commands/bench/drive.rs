@@ -7,10 +7,10 @@ use futures_util::{Stream, stream};
 use indicatif::ProgressBar;
 use tokio::time::Instant;
 
-use super::answer::Answer;
 use super::load::{Arrivals, Bodies};
 use super::report::Measured;
 use super::tally::Tally;
+use crate::client::answer::Answer;
 use crate::client::{Bounds, Client, ClientError, Request, Sink, Task};
 use crate::protocol::Message;
 

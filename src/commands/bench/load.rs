@@ -7,10 +7,10 @@ use std::time::Duration;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
-use serde_json::{Value as Json, json};
+use serde_json::json;
 
 use crate::commands::requests::Request;
-use crate::protocol::batch_line::RequestBody;
+use crate::protocol::batch_line::{RequestBody, inputs_of};
 
 /// Each is one token for the tokenizer of English BERT models.
 const WORDS: [&str; 48] = [
@@ -87,16 +87,6 @@ fn text(random: &mut Xoshiro256PlusPlus, words: &RangeInclusive<usize>) -> Strin
     (0..length).map(word).collect::<Vec<_>>().join(" ")
 }
 
-/// Number of inputs as a pool counts them: the items of a list, unless they are the tokens of one text.
-pub(in crate::commands) fn inputs_of(body: &[u8]) -> usize {
-    let body: Json = serde_json::from_slice(body).unwrap_or_default();
-    let lists = ["input", "inputs", "documents", "texts", "text_2", "image_url"];
-    match lists.iter().find_map(|name| body.get(name)) {
-        Some(Json::Array(items)) if !items.first().is_some_and(Json::is_number) => items.len().max(1),
-        _ => 1,
-    }
-}
-
 /// Due times of an open loop's tasks, from its start: a Poisson process.
 pub(super) struct Arrivals {
     random: Xoshiro256PlusPlus,
@@ -118,6 +108,8 @@ impl Arrivals {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value as Json;
+
     use super::*;
 
     fn texts(seed: u64) -> Vec<Work> {
@@ -174,21 +166,6 @@ mod tests {
         let again: Vec<Work> = Bodies::of_file(1, requests()).unwrap().take(40).collect();
         assert_eq!(drawn, again);
         assert!(Bodies::of_file(1, Vec::new()).is_none());
-    }
-
-    #[test]
-    fn inputs_are_counted_as_the_pool_counts_them() {
-        for (body, inputs) in [
-            (r#"{"input":"a"}"#, 1),
-            (r#"{"input":["a","b"]}"#, 2),
-            (r#"{"input":[101,102,103]}"#, 1),
-            (r#"{"input":[[101],[102]]}"#, 2),
-            (r#"{"query":"a","documents":["b","c","d"]}"#, 3),
-            (r#"{"text_1":"a","text_2":["b","c"]}"#, 2),
-            (r#"{"image":"…"}"#, 1),
-        ] {
-            assert_eq!(inputs_of(body.as_bytes()), inputs, "{body}");
-        }
     }
 
     #[test]

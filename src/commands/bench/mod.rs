@@ -1,10 +1,8 @@
 //! `sconce bench`: publishes a seeded load to a running pool and reports the results. Connects the load, the
 //! broker and the report.
 
-mod answer;
 mod drive;
 mod load;
-mod replies;
 mod report;
 mod summary;
 mod tally;
@@ -26,10 +24,8 @@ use crate::config::{Pool, Settings};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
-pub(super) use self::answer::Answer;
-pub(super) use self::load::{Bodies, Work, inputs_of};
-pub(super) use self::replies::{OfReplies, WorkerShare, busy_percent};
-pub(super) use self::summary::{Sizes, Summary, rounded};
+pub(super) use self::load::{Bodies, Work};
+pub(super) use self::summary::{Sizes, Summary};
 
 /// Warm-up tasks, where the user gives no number and no more are in flight.
 const WARMUP: usize = 200;

@@ -5,8 +5,8 @@ use std::fmt::{self, Write as _};
 
 use serde::Serialize;
 
-use super::replies::WorkerShare;
 use super::summary::{Sizes, Summary};
+use crate::client::replies::WorkerShare;
 
 #[derive(Debug, Serialize)]
 pub(super) struct Report {

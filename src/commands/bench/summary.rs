@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use crate::client::replies::rounded;
+
 /// Summary of durations in milliseconds. A percentile is the smallest value that this percentage of values does
 /// not exceed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -50,11 +52,6 @@ impl Sizes {
         });
         Some(Self { mean, p50: half.map_or(max, |(size, _)| *size), max })
     }
-}
-
-/// Rounded to three decimal places: more is noise.
-pub(in crate::commands) fn rounded(value: f64) -> f64 {
-    (value * 1e3).round() / 1e3
 }
 
 #[cfg(test)]

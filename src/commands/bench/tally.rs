@@ -6,10 +6,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use super::answer::{Answer, STAGES};
-use super::replies::{OfReplies, busy_percent};
 use super::report::{Batches, Measured};
-use super::summary::{Sizes, Summary, rounded};
+use super::summary::{Sizes, Summary};
+use crate::client::answer::{Answer, STAGES};
+use crate::client::replies::{OfReplies, busy_percent, rounded};
 
 #[derive(Clone, Copy, Debug)]
 struct Sent {

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use super::super::answer::{Answer, Batch};
 use super::Tally;
+use crate::client::answer::{Answer, Batch};
 
 fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)

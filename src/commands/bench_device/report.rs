@@ -6,7 +6,8 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::measure::{Measured, Pass};
-use crate::commands::bench::{Sizes, Summary, rounded};
+use crate::client::replies::rounded;
+use crate::commands::bench::{Sizes, Summary};
 use crate::config::Assignment;
 use crate::worker::load_spec;
 

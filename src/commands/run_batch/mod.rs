@@ -25,17 +25,17 @@ use tokio::time::Instant;
 
 use self::made_by::MadeBy;
 use self::show::Show;
-use super::batch_report::Tally;
-use super::bench::{Answer, inputs_of};
 use super::{Registry, load, pool_named, progress, start_logging};
 use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
+use crate::client::answer::Answer;
 use crate::client::batch_file::{CountedInput, InputLine, MAX_LINE, RepeatedIds, ResumePoint, claim};
+use crate::client::tally::Tally;
 use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Secret, Sentinels, Settings};
 use crate::launcher::{Host, Launching};
-use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
+use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, inputs_of};
 use crate::protocol::task::SHUTDOWN;
 use crate::protocol::{Message, Properties};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
@@ -392,7 +392,7 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
         let written = match (line, reply) {
             (Line::Request { custom_id, inputs }, Some(reply)) => {
                 if let Some(tally) = &mut output.tally {
-                    tally.count((1, inputs), &Answer::of(&reply));
+                    tally.count(1, inputs, &Answer::of(&reply));
                 }
                 let properties = &reply.properties;
                 let status = properties.headers.get("status_code").and_then(|code| code.as_i64());

@@ -17,9 +17,9 @@ use super::ordered::{MOST_WAITING, Ordered};
 use super::read::Unit;
 use super::rows::{Packed, failed_line, line_of, shared_lines};
 use crate::cli::Submit;
+use crate::client::answer::Answer;
+use crate::client::tally::Tally;
 use crate::client::{self, Request, Task};
-use crate::commands::batch_report::Tally;
-use crate::commands::bench::Answer;
 use crate::commands::exits::ExitsWith as _;
 use crate::commands::progress;
 use crate::protocol::Message;
@@ -221,7 +221,7 @@ impl Job {
             self.show();
         }
         let inputs = packed.rows.iter().map(|row| row.inputs).sum();
-        self.tally.count((packed.rows.len() as u64, inputs), &Answer::of(&reply));
+        self.tally.count(packed.rows.len() as u64, inputs, &Answer::of(&reply));
         packed.rows.iter().zip(lines).try_for_each(|(row, line)| self.put(row.number, line))
     }
 

@@ -6,9 +6,8 @@ use std::collections::BTreeMap;
 use anyhow::{Context as _, bail};
 use serde_json::value::{RawValue, to_raw_value};
 
-use crate::commands::bench::inputs_of;
 use crate::protocol::Message;
-use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, RequestBody};
+use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, RequestBody, inputs_of};
 
 /// The endpoints whose requests can share a task: `input` is a list, and the reply's `data` has an item for each.
 const SHARED: [&str; 2] = ["/v1/embeddings", "/classify"];

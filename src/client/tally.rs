@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::commands::bench::{Answer, OfReplies, WorkerShare, busy_percent, rounded};
+use super::answer::Answer;
+use super::replies::{OfReplies, WorkerShare, busy_percent, rounded};
 
-pub(super) struct Tally {
+pub(crate) struct Tally {
     made: Instant,
     /// When the first line reached a worker; the time before is the workers' start.
     began: Option<Duration>,
@@ -45,16 +46,16 @@ impl Default for Tally {
 
 impl Tally {
     /// Counts so many lines that get an error without a reply.
-    pub(super) fn count_unasked(&mut self, lines: u64) {
+    pub(crate) fn count_unasked(&mut self, lines: u64) {
         self.unasked += lines;
     }
 
     /// Counts the reply to so many lines with so many inputs in all.
-    pub(super) fn count(&mut self, (lines, inputs): (u64, usize), answer: &Answer<'_>) {
-        self.count_at(self.made.elapsed(), (lines, inputs), answer);
+    pub(crate) fn count(&mut self, lines: u64, inputs: usize, answer: &Answer<'_>) {
+        self.count_at(self.made.elapsed(), lines, inputs, answer);
     }
 
-    fn count_at(&mut self, at: Duration, (lines, inputs): (u64, usize), answer: &Answer<'_>) {
+    fn count_at(&mut self, at: Duration, lines: u64, inputs: usize, answer: &Answer<'_>) {
         self.answered += lines;
         // All stages except the wait in the queue, which includes the workers' start for the first lines.
         let in_hand = answer.stages.map_or(0.0, |[_, prepare, wait, compute]| prepare + wait + compute);
@@ -74,12 +75,12 @@ impl Tally {
     }
 
     /// The tasks that each worker has answered.
-    pub(super) fn by_worker(&self) -> BTreeMap<String, u64> {
+    pub(crate) fn by_worker(&self) -> BTreeMap<String, u64> {
         self.replies.shares().into_iter().map(|share| (share.worker, share.tasks)).collect()
     }
 
     /// The report for this pool, with this many lines that hold an error.
-    pub(super) fn report(&mut self, pool: &str, errors: u64) -> Report {
+    pub(crate) fn report(&mut self, pool: &str, errors: u64) -> Report {
         self.replies.began = self.began.unwrap_or_default();
         let replies = &self.replies;
         let Batches { passes, inputs, tokens } = self.batches;
@@ -109,7 +110,7 @@ impl Tally {
 }
 
 #[derive(Debug, Serialize)]
-pub(super) struct Report {
+pub(crate) struct Report {
     pool: String,
     /// The model as the first reply names it.
     model: String,
@@ -169,7 +170,7 @@ mod tests {
         let mut tally = Tally::default();
         let ms = Duration::from_millis;
         for (at, device) in [(ms(9_300), "a"), (ms(9_300), "a"), (ms(9_400), "b"), (ms(9_500), "a")] {
-            tally.count_at(at, (1, 1), &Answer::of(&reply(device)));
+            tally.count_at(at, 1, 1, &Answer::of(&reply(device)));
         }
         let report = serde_json::to_value(tally.report("embed", 1)).unwrap();
         assert_eq!((&report["seconds"], &report["tokens_per_second"]), (&0.5.into(), &80.0.into()));

@@ -5,36 +5,36 @@ use serde::Deserialize;
 use crate::protocol::{Headers, Message, Value};
 
 /// Headers with the durations of a task's stages, in this order everywhere.
-pub(super) const STAGES: [&str; 4] = ["queue_us", "prepare_us", "wait_us", "compute_us"];
+pub(crate) const STAGES: [&str; 4] = ["queue_us", "prepare_us", "wait_us", "compute_us"];
 /// The status code of a reply that was computed.
 const SUCCEEDED: i64 = 200;
 
-pub(in crate::commands) struct Answer<'a> {
+pub(crate) struct Answer<'a> {
     /// 200 when it succeeded; none: the reply is not from sconce.
-    pub(super) status_code: Option<i64>,
-    pub(super) worker: Option<&'a str>,
-    pub(in crate::commands) device: &'a str,
-    pub(in crate::commands) model: &'a str,
+    pub(crate) status_code: Option<i64>,
+    pub(crate) worker: Option<&'a str>,
+    pub(crate) device: &'a str,
+    pub(crate) model: &'a str,
     /// Durations in the order of [`STAGES`], in milliseconds; none where one is missing.
-    pub(in crate::commands) stages: Option<[f64; 4]>,
+    pub(crate) stages: Option<[f64; 4]>,
     /// The task's last forward pass; none: it had none.
-    pub(in crate::commands) batch: Option<Batch>,
+    pub(crate) batch: Option<Batch>,
     /// Tokens, where the body states them.
-    pub(super) tokens: Option<u64>,
+    pub(crate) tokens: Option<u64>,
     /// Those of generated text among them.
-    pub(super) generated: Option<u64>,
+    pub(crate) generated: Option<u64>,
 }
 
 /// A forward pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(in crate::commands) struct Batch {
-    pub(in crate::commands) inputs: f64,
-    pub(in crate::commands) tokens: f64,
+pub(crate) struct Batch {
+    pub(crate) inputs: f64,
+    pub(crate) tokens: f64,
 }
 
 impl Batch {
     /// The share of the batch that a task with this many inputs has, at most 1.
-    pub(in crate::commands) fn share(self, inputs: usize) -> f64 {
+    pub(crate) fn share(self, inputs: usize) -> f64 {
         (inputs as f64 / self.inputs).min(1.0)
     }
 }
@@ -51,7 +51,7 @@ struct Usage {
 }
 
 impl<'a> Answer<'a> {
-    pub(in crate::commands) fn of(reply: &'a Message) -> Self {
+    pub(crate) fn of(reply: &'a Message) -> Self {
         let headers = &reply.properties.headers;
         let text = |name| headers.get(name).and_then(Value::as_str);
         let stages = STAGES.map(|name| Some(number(headers, name)? / 1e3));
@@ -75,12 +75,12 @@ impl<'a> Answer<'a> {
     }
 
     /// Whether it is a result, not an error.
-    pub(in crate::commands) fn succeeded(&self) -> bool {
+    pub(crate) fn succeeded(&self) -> bool {
         self.status_code == Some(SUCCEEDED)
     }
 
     /// Milliseconds of device time for this task.
-    pub(super) fn device_ms(&self, inputs: usize) -> f64 {
+    pub(crate) fn device_ms(&self, inputs: usize) -> f64 {
         match (self.stages, self.batch) {
             (Some([.., compute_ms]), Some(batch)) => compute_ms * batch.share(inputs),
             _ => 0.0,

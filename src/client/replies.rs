@@ -7,19 +7,18 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::answer::Answer;
-use super::summary::rounded;
 
 #[derive(Debug, Default)]
-pub(in crate::commands) struct OfReplies {
-    pub(in crate::commands) began: Duration,
+pub(crate) struct OfReplies {
+    pub(crate) began: Duration,
     /// Time of the last reply.
-    pub(in crate::commands) ended: Duration,
-    pub(in crate::commands) succeeded: u64,
-    pub(in crate::commands) inputs: u64,
+    pub(crate) ended: Duration,
+    pub(crate) succeeded: u64,
+    pub(crate) inputs: u64,
     /// None where no reply states any.
-    pub(in crate::commands) tokens: Option<u64>,
+    pub(crate) tokens: Option<u64>,
     /// Tokens of generated text; none where no reply states any.
-    pub(in crate::commands) generated: Option<u64>,
+    pub(crate) generated: Option<u64>,
     workers: BTreeMap<String, Worker>,
 }
 
@@ -31,16 +30,16 @@ struct Worker {
 }
 
 #[derive(Debug, Serialize)]
-pub(in crate::commands) struct WorkerShare {
-    pub(in crate::commands) worker: String,
-    pub(in crate::commands) device: String,
-    pub(in crate::commands) tasks: u64,
-    pub(in crate::commands) busy_percent: f64,
+pub(crate) struct WorkerShare {
+    pub(crate) worker: String,
+    pub(crate) device: String,
+    pub(crate) tasks: u64,
+    pub(crate) busy_percent: f64,
 }
 
 impl OfReplies {
     /// Counts the reply to a task with this many inputs.
-    pub(in crate::commands) fn count(&mut self, inputs: usize, at: Duration, answer: &Answer<'_>) {
+    pub(crate) fn count(&mut self, inputs: usize, at: Duration, answer: &Answer<'_>) {
         self.ended = at;
         if answer.succeeded() {
             self.succeeded += 1;
@@ -63,17 +62,17 @@ impl OfReplies {
         }
     }
 
-    pub(in crate::commands) fn seconds(&self) -> f64 {
+    pub(crate) fn seconds(&self) -> f64 {
         self.ended.saturating_sub(self.began).as_secs_f64()
     }
 
     /// `count` in the span as a rate per second; 0 for an empty span.
-    pub(in crate::commands) fn a_second(&self, count: u64) -> f64 {
+    pub(crate) fn a_second(&self, count: u64) -> f64 {
         let seconds = self.seconds();
         if seconds > 0.0 { rounded(count as f64 / seconds) } else { 0.0 }
     }
 
-    pub(in crate::commands) fn shares(&self) -> Vec<WorkerShare> {
+    pub(crate) fn shares(&self) -> Vec<WorkerShare> {
         let seconds = self.seconds();
         // A batch at the edge may have begun before the span, which would give over 100 %.
         let percent = |ms: f64| if seconds > 0.0 { (ms / seconds / 10.0).min(100.0) } else { 0.0 };
@@ -88,7 +87,12 @@ impl OfReplies {
 }
 
 /// The mean of all workers; none without workers.
-pub(in crate::commands) fn busy_percent(workers: &[WorkerShare]) -> Option<f64> {
+pub(crate) fn busy_percent(workers: &[WorkerShare]) -> Option<f64> {
     let busy: f64 = workers.iter().map(|worker| worker.busy_percent).sum();
     (!workers.is_empty()).then(|| rounded(busy / workers.len() as f64))
+}
+
+/// Rounded to three decimal places: more is noise.
+pub(crate) fn rounded(value: f64) -> f64 {
+    (value * 1e3).round() / 1e3
 }
