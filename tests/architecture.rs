@@ -16,7 +16,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("shutdown", &[]),
     ("config", &["backoff"]),
     ("telemetry", &[]),
-    ("model", &["protocol", "config"]),
+    ("model", &["protocol", "batching", "config"]),
     ("broker", &["protocol", "backoff", "config"]),
     ("engine", &["protocol", "batching", "telemetry", "model"]),
     (

@@ -14,7 +14,7 @@ use sconce::model::ops::kv::{BLOCK, KvBlocks, KvNumbers, KvShape};
 use sconce::model::ops::{RowNumbers, multiplies_bytes};
 use sconce::model::tasks::generate::{self, Answer, GenerateProcessor, Piece, Prompt, TextGenerator};
 use sconce::model::{
-    Advance, Device, Dtype, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError,
+    Advance, Device, Dtype, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError,
 };
 use sconce::protocol::{Headers, Message, Properties, TaskErrorKind};
 use serde_json::{Value, json};
@@ -107,14 +107,14 @@ fn run(
         }
         let rows: Vec<Row> = left
             .iter()
-            .map(|(index, left)| Row { slot: Slot(*index), take: (*left).clamp(1, plan.chunk) })
+            .map(|(index, left)| Row { slot: Slot(*index), feed: Feed::Tokens((*left).clamp(1, plan.chunk)) })
             .collect();
         step += 1;
         for (row, advance) in rows.iter().zip(generator.step(&rows).unwrap_or_else(|error| panic!("{error}")))
         {
             let index = row.slot.0;
             if let Some(left) = left.get_mut(&index) {
-                *left = left.saturating_sub(row.take);
+                *left = left.saturating_sub(row.feed.tokens());
             }
             match advance.unwrap_or_else(|error| panic!("{error}")) {
                 Advance::Fed => {}

@@ -9,7 +9,9 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sconce::model::sequences::grammar;
 use sconce::model::tasks::generate::{self, GenerateProcessor, TextGenerator};
-use sconce::model::{Device, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError, TaskErrorKind};
+use sconce::model::{
+    Device, Feed, Generate, LoadSpec, Processor, Row, SizedInput, Slot, TaskError, TaskErrorKind,
+};
 use sconce::protocol::{Headers, Message, Properties};
 use serde_json::{Value, json};
 
@@ -74,7 +76,8 @@ fn error(model: &mut (GenerateProcessor, TextGenerator), format: &Value) -> Opti
         if error.is_some() {
             break;
         }
-        let result = generator.step(&[Row { slot, take }]).expect("the device works").remove(0);
+        let result =
+            generator.step(&[Row { slot, feed: Feed::Tokens(take) }]).expect("the device works").remove(0);
         take = 1;
         error = result.err();
     }
@@ -209,8 +212,11 @@ fn sequences_share_a_grammar_and_its_process_ends_with_the_last() {
     for (slot, input) in inputs.iter().enumerate() {
         generator.open(Slot(slot), &input.input).expect("a sequence");
     }
-    let rows: Vec<Row> =
-        inputs.iter().enumerate().map(|(slot, it)| Row { slot: Slot(slot), take: it.tokens }).collect();
+    let rows: Vec<Row> = inputs
+        .iter()
+        .enumerate()
+        .map(|(slot, it)| Row { slot: Slot(slot), feed: Feed::Tokens(it.tokens) })
+        .collect();
     generator.step(&rows).expect("a step");
     assert_eq!(children_of(builder).len(), 8, "a matcher for each sequence");
     (0..8).for_each(|slot| generator.close(Slot(slot)));

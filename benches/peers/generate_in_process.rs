@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow};
 use sconce::model::tasks::generate::{self, Prompt, TextGenerator};
-use sconce::model::{Advance, Device, Generate as _, LoadSpec, Processor as _, Row, SizedInput, Slot};
+use sconce::model::{Advance, Device, Feed, Generate as _, LoadSpec, Processor as _, Row, SizedInput, Slot};
 use sconce::protocol::Message;
 use serde_json::{Value, json};
 
@@ -81,7 +81,7 @@ fn run(
         for (slot, left) in &left {
             let take = (*left).clamp(1, room.max(1));
             if *left == 0 || room > 0 {
-                rows.push(Row { slot: Slot(*slot), take });
+                rows.push(Row { slot: Slot(*slot), feed: Feed::Tokens(take) });
                 room = room.saturating_sub(take);
             }
         }
@@ -93,9 +93,9 @@ fn run(
         for (row, advance) in rows.iter().zip(advances) {
             let left_of = left.entry(row.slot.0).or_default();
             if *left_of > 0 {
-                done.prompts += row.take;
+                done.prompts += row.feed.tokens();
             }
-            *left_of = left_of.saturating_sub(row.take);
+            *left_of = left_of.saturating_sub(row.feed.tokens());
             match advance.map_err(|error| anyhow!("{error}"))? {
                 Advance::Fed => {}
                 Advance::More(_) => done.answers += 1,

@@ -78,15 +78,34 @@ impl Request {
     }
 }
 
-/// A row of a step: `take` tokens of the sequence `key` in `slot`.
+/// What a sequence is fed in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Feed {
+    /// The input of its encoder, whole.
+    Encode,
+    /// So many tokens of its prompt, or 1 of its answer.
+    Tokens(usize),
+}
+
+impl Feed {
+    /// How many tokens of the prompt or the answer these are: 0 for [`Feed::Encode`].
+    pub fn tokens(self) -> usize {
+        match self {
+            Self::Encode => 0,
+            Self::Tokens(tokens) => tokens,
+        }
+    }
+}
+
+/// A row of a step: the sequence `key` in `slot` is fed this.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Row<K> {
     /// The sequence.
     pub key: K,
     /// The slot in which it runs.
     pub slot: usize,
-    /// Tokens that the sequence is fed.
-    pub take: usize,
+    /// What the sequence is fed.
+    pub feed: Feed,
 }
 
 /// A sequence begins or gives way.
@@ -523,7 +542,10 @@ impl<K: Copy + Ord> Scheduler<K> {
             answering.sort_by_key(|(_, it)| it.step);
             answering.truncate(self.limits.step_tokens);
         }
-        answering.into_iter().map(|(slot, it)| Row { key: it.sequence.key, slot, take: 1 }).collect()
+        answering
+            .into_iter()
+            .map(|(slot, it)| Row { key: it.sequence.key, slot, feed: Feed::Tokens(1) })
+            .collect()
     }
 
     /// Records that a row was computed.
@@ -531,7 +553,7 @@ impl<K: Copy + Ord> Scheduler<K> {
         self.steps += 1;
         if let Some(running) = self.running.get_mut(row.slot).and_then(Option::as_mut) {
             running.step = self.steps;
-            running.prompt_left = running.prompt_left.saturating_sub(row.take);
+            running.prompt_left = running.prompt_left.saturating_sub(row.feed.tokens());
         }
     }
 }
@@ -544,9 +566,13 @@ fn chunks<K: Copy>(running: &[(usize, &Running<K>)], budget: usize) -> Vec<Row<K
     };
     let prompts: Vec<Prompt<Party>> = running.iter().map(prompt).collect();
     let takes = prompts::divide(&prompts, budget);
-    let rows =
-        running.iter().zip(takes).map(|((slot, it), take)| Row { key: it.sequence.key, slot: *slot, take });
-    rows.filter(|row| row.take > 0).collect()
+    let fed = running.iter().zip(takes).filter(|(_, take)| *take > 0);
+    let row = |((slot, it), take): (&(usize, &Running<K>), usize)| Row {
+        key: it.sequence.key,
+        slot: *slot,
+        feed: Feed::Tokens(take),
+    };
+    fed.map(row).collect()
 }
 
 #[cfg(test)]
@@ -669,7 +695,7 @@ mod tests {
     }
 
     fn takes(rows: Vec<Row<u32>>) -> Vec<(u32, usize)> {
-        rows.iter().map(|row| (row.key, row.take)).collect()
+        rows.iter().map(|row| (row.key, row.feed.tokens())).collect()
     }
 
     #[test]
@@ -984,7 +1010,7 @@ mod tests {
                 }
                 let rows = run.step(false);
                 prop_assert!(run.scheduler.held.tokens <= reserved_tokens);
-                prop_assert!(rows.iter().map(|row| row.take).sum::<usize>() <= step_tokens);
+                prop_assert!(rows.iter().map(|row| row.feed.tokens()).sum::<usize>() <= step_tokens);
                 prop_assert!(rows.len() <= sequences);
                 if steps == shrinks {
                     // The device's memory takes less from here on.

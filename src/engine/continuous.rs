@@ -21,7 +21,8 @@ use super::{Expect, Notice, Notices, Observer, Pass, Passed, TaskState, now};
 use crate::batching::Policy;
 use crate::batching::admit::{Change, Limits, Request, Row, Scheduler};
 use crate::model::{
-    self, Advance, Capacity, ForwardError, Generate, Processor, SizedInput, Slot, TaskError, TaskErrorKind,
+    self, Advance, Capacity, Feed, ForwardError, Generate, Processor, SizedInput, Slot, TaskError,
+    TaskErrorKind,
 };
 use crate::protocol::control::TaskName;
 
@@ -173,7 +174,7 @@ impl<R: Processor> Probe<R> {
 fn run_to_end<G: Generate>(network: &mut G, slot: Slot, prompt: usize) -> Result<G::Output, ProbeError> {
     let mut take = prompt;
     for _ in 0..PROBE_STEPS {
-        let rows = [model::Row { slot, take }];
+        let rows = [model::Row { slot, feed: Feed::Tokens(take) }];
         let mut results = guarded(|| network.step(&rows)).map_err(ProbeError::failed)?;
         let result = results.pop().ok_or_else(|| ProbeError::failed("no result"))?;
         if let Advance::Done(_, output) = result? {
@@ -464,7 +465,7 @@ where
 
     fn compute(&mut self, rows: &[Row<Key>]) -> Result<model::Advances<G>, ForwardError> {
         let steps: Vec<model::Row> =
-            rows.iter().map(|row| model::Row { slot: Slot(row.slot), take: row.take }).collect();
+            rows.iter().map(|row| model::Row { slot: Slot(row.slot), feed: row.feed }).collect();
         let results = guarded(|| self.network.step(&steps))?;
         if results.len() == rows.len() {
             return Ok(results);
@@ -492,9 +493,9 @@ where
     fn settle(&mut self, made: Made<G>) -> Result<(), String> {
         let Made { rows, outcome, began, wall } = made;
         self.number += 1;
-        let tokens = rows.iter().map(|row| row.take).sum();
+        let tokens = rows.iter().map(|row| row.feed.tokens()).sum();
         let pass = Pass { number: self.number, size: rows.len(), tokens };
-        let prompt_tokens = rows.iter().map(|row| row.take).filter(|take| *take > 1).sum();
+        let prompt_tokens = rows.iter().map(|row| row.feed.tokens()).filter(|take| *take > 1).sum();
         let tasks = self.tasks(&rows);
         let mut too_large = None;
         let settled = self.settle_rows(rows, outcome, (began, pass), &mut too_large);
@@ -530,14 +531,15 @@ where
             Err(ForwardError::Failed(error)) => (TaskErrorKind::Fault, error),
         };
         let no_memory = kind == TaskErrorKind::OutOfMemory;
-        if no_memory && (rows.len() > 1 || rows.iter().any(|row| row.take > 1)) {
-            let tokens = rows.iter().map(|row| row.take).sum();
+        if no_memory && (rows.len() > 1 || rows.iter().any(|row| row.feed.tokens() > 1)) {
+            let tokens = rows.iter().map(|row| row.feed.tokens()).sum();
             *too_large = Some(too_large.map_or(tokens, |smallest| smallest.min(tokens)));
         }
         if let [alone] = rows[..] {
-            if no_memory && alone.take > 1 {
+            let tokens = alone.feed.tokens();
+            if no_memory && tokens > 1 {
                 // The sequence's next steps feed the rest.
-                let half = vec![Row { take: alone.take / 2, ..alone }];
+                let half = vec![Row { feed: Feed::Tokens(tokens / 2), ..alone }];
                 let outcome = self.compute(&half);
                 return self.settle_rows(half, outcome, (began, pass), too_large);
             }

@@ -136,7 +136,7 @@ impl<R: Processor> Model<R> {
         let Slice { inputs, held, rest } = slice;
         let first = outputs.grow(sizes, rest.is_some());
         let item = |(index, sized): (usize, SizedInput<R::Input>)| {
-            let SizedInput { input, tokens, answer_tokens } = sized;
+            let SizedInput { input, tokens, answer_tokens, .. } = sized;
             let (outputs, _held) = (outputs.clone(), held.clone());
             Item { input, tokens, answer_tokens, index, outputs, _held }
         };

@@ -41,6 +41,7 @@ use std::path::{Path, PathBuf};
 pub use candle_core::Device;
 pub use serde_json::Value;
 
+pub use crate::batching::admit::Feed;
 pub use crate::config::{CpuFeatures, Dtype};
 pub use crate::protocol::control::Unfit;
 pub use crate::protocol::{Body, Message, Properties, TaskError, TaskErrorKind};
@@ -70,7 +71,11 @@ impl Route {
 pub struct SizedInput<I> {
     /// The input, ready for the device.
     pub input: I,
-    /// Its tokens (patches, frames): what `batch.max_tokens` bounds.
+    /// What the model's encoder computes of it before the first token, in tokens (frames, patches). Such an encoding is
+    /// computed whole, by a row of its own ([`Feed::Encode`]). 0: there is none. Always 0 for a one-pass model.
+    pub encode_tokens: usize,
+    /// Its tokens (patches, frames): what `batch.max_tokens` bounds. For a sequence those of its prompt, which may be 0
+    /// behind an encoding.
     pub tokens: usize,
     /// The most tokens of its answer; reserved together with `tokens` when the sequence begins. 0 for a
     /// one-pass model.
@@ -80,7 +85,7 @@ pub struct SizedInput<I> {
 impl<I> SizedInput<I> {
     /// An input of a one-pass model.
     pub fn new(input: I, tokens: usize) -> Self {
-        Self { input, tokens, answer_tokens: 0 }
+        Self { input, encode_tokens: 0, tokens, answer_tokens: 0 }
     }
 }
 
@@ -272,14 +277,14 @@ pub struct Capacity {
 pub struct Row {
     /// The sequence's slot.
     pub slot: Slot,
-    /// Tokens that it is fed: some of its prompt, or 1 of its answer.
-    pub take: usize,
+    /// What it is fed.
+    pub feed: Feed,
 }
 
 /// The progress of a sequence in a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Advance<P, O> {
-    /// Tokens of its prompt were fed; more are to follow.
+    /// Its encoding, or tokens of its prompt, were fed; more is to follow.
     Fed,
     /// It has given a piece, and goes on.
     More(P),
@@ -309,8 +314,10 @@ pub trait Generate: 'static {
     /// What is wrong with the prompt; the slot stays free.
     fn open(&mut self, slot: Slot, prompt: &Self::Prompt) -> Result<(), TaskError>;
 
-    /// Feeds `take` tokens of each row's sequence. Repeatable: an error for the step or for one row leaves the
-    /// sequences concerned unchanged, and the step may be computed again with fewer rows.
+    /// Feeds each row's sequence what the row says. A sequence whose [`SizedInput::encode_tokens`] are not 0 has one
+    /// [`Feed::Encode`] first, whose result is [`Advance::Fed`] unless it ends the sequence. Then come the tokens of its
+    /// prompt, in chunks, and then one token of its answer in each step. Repeatable: an error for the step or for one
+    /// row leaves the sequences concerned unchanged, and the step may be computed again with fewer rows.
     ///
     /// # Errors
     /// [`ForwardError`] for what concerns the step or the device rather than one sequence.

@@ -136,7 +136,10 @@ impl Processor for ScriptProcessor {
             script.fail = None;
         }
         let (tokens, answer_tokens) = (script.prompt, script.max_tokens);
-        Ok((script.clone(), vec![SizedInput { input: script, tokens, answer_tokens }].into()))
+        Ok((
+            script.clone(),
+            vec![SizedInput { input: script, encode_tokens: 0, tokens, answer_tokens }].into(),
+        ))
     }
 
     fn effort(&self, message: &Message) -> Effort {
@@ -217,7 +220,7 @@ impl Generate for ScriptNetwork {
 
     fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError> {
         let said = || "as the task asked for".to_owned();
-        let tokens: usize = rows.iter().map(|row| row.take).sum();
+        let tokens: usize = rows.iter().map(|row| row.feed.tokens()).sum();
         let mut time = Duration::ZERO;
         for row in rows {
             let sequence = self.open.get(&row.slot);
@@ -245,7 +248,7 @@ impl Generate for ScriptNetwork {
             )));
         }
         let advance = |row: &Row| match self.open.get_mut(&row.slot) {
-            Some(sequence) => sequence.advance(row.take),
+            Some(sequence) => sequence.advance(row.feed.tokens()),
             None => Err(TaskError::new(TaskErrorKind::Internal, "a row of a closed slot")),
         };
         Ok(rows.iter().map(advance).collect())
@@ -259,6 +262,7 @@ impl Generate for ScriptNetwork {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::Feed;
 
     #[test]
     fn options_are_read_and_others_named() {
@@ -279,7 +283,8 @@ mod tests {
         let slot = Slot(4);
         network.open(slot, &inputs[0].input).unwrap();
         assert!(network.open(slot, &inputs[0].input).is_err(), "it is taken");
-        let mut step = |take| network.step(&[Row { slot, take }]).unwrap().remove(0).unwrap();
+        let mut step =
+            |take| network.step(&[Row { slot, feed: Feed::Tokens(take) }]).unwrap().remove(0).unwrap();
         assert_eq!(step(2), Advance::Fed);
         assert_eq!(step(1), Advance::More(0));
         assert_eq!(step(1), Advance::Done(Some(1), 2));

@@ -48,7 +48,7 @@ impl Processor for Texts {
         }
         let max_tokens = body["max_tokens"].as_u64().unwrap_or(16).clamp(1, 256) as usize;
         let (tokens, answer_tokens, stream) = (letters.len(), max_tokens, body["stream"] == true);
-        let prompt = SizedInput { input: Prompt(letters, max_tokens), tokens, answer_tokens };
+        let prompt = SizedInput { input: Prompt(letters, max_tokens), encode_tokens: 0, tokens, answer_tokens };
         Ok((stream, vec![prompt].into()))
     }
 
@@ -86,7 +86,7 @@ impl Generate for Follows {
         let fed = |row: &Row| {
             self.1
                 .get(&row.slot)
-                .map_or(b' ', |it| *it.0.get(..row.take).and_then(<[_]>::last).unwrap_or(&it.2))
+                .map_or(b' ', |it| *it.0.get(..row.feed.tokens()).and_then(<[_]>::last).unwrap_or(&it.2))
         };
         let letters: Vec<u32> = rows.iter().map(|row| u32::from(fed(row))).collect();
         let next = || -> CandleResult<Vec<u32>> {
@@ -96,7 +96,7 @@ impl Generate for Follows {
         let missing = || TaskError::new(TaskErrorKind::Internal, "no such sequence");
         let advance = |(row, next): (&Row, u32)| {
             let Sequence(prompt, left, last, answer) = self.1.get_mut(&row.slot).ok_or_else(missing)?;
-            prompt.drain(..row.take.min(prompt.len()));
+            prompt.drain(..row.feed.tokens().min(prompt.len()));
             if !prompt.is_empty() {
                 return Ok(Advance::Fed);
             }

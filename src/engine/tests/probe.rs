@@ -40,7 +40,7 @@ impl Processor for Fussy {
         if message.body.starts_with(b"?") {
             return Err(TaskError::bad_input("body", "it begins with ?"));
         }
-        let input = |byte: &u8| SizedInput { input: *byte, tokens: 1, answer_tokens: 1 };
+        let input = |byte: &u8| SizedInput { input: *byte, encode_tokens: 0, tokens: 1, answer_tokens: 1 };
         Ok(((), message.body.iter().map(input).collect::<Vec<_>>().into()))
     }
 

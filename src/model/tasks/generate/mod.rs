@@ -258,7 +258,12 @@ impl Processor for GenerateProcessor {
                     constraint: constraint.clone(),
                     owner,
                 };
-                inputs.push(SizedInput { input: prompt, tokens: ids.len(), answer_tokens: max_tokens });
+                inputs.push(SizedInput {
+                    input: prompt,
+                    encode_tokens: 0,
+                    tokens: ids.len(),
+                    answer_tokens: max_tokens,
+                });
             }
         }
         check_listed(&request, &inputs)?;

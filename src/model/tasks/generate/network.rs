@@ -12,7 +12,7 @@ use crate::model::sequences::blocks::{Blocks, Owner, Table};
 use crate::model::sequences::grammar::{Constraint, Masks};
 use crate::model::sequences::sampler::{Sampler, Seed, log_probabilities};
 use crate::model::sequences::text::Text;
-use crate::model::{Advance, Advances, Capacity, ForwardError, Generate, Row, Slot, TaskError};
+use crate::model::{Advance, Advances, Capacity, Feed, ForwardError, Generate, Row, Slot, TaskError};
 use crate::protocol::generate::{Finish, Sampling, TokenScore};
 
 /// One answer to compute.
@@ -92,8 +92,8 @@ struct Sequence {
     scores: Vec<TokenScore>,
 }
 
-/// What a row feeds in a step.
-struct Feed {
+/// What a row computes in a step.
+struct Chunk {
     slot: Slot,
     /// Tokens of the prompt that the scheduler counts.
     take: usize,
@@ -122,8 +122,11 @@ impl TextGenerator {
         capacity.tokens.div_ceil(BLOCK) + capacity.sequences
     }
 
-    /// What a row feeds: tokens of the prompt that are neither computed nor reused, or the answer's last token.
-    fn feed(&mut self, Row { slot, take }: Row) -> Result<Feed, TaskError> {
+    /// What a row computes: tokens of the prompt that are neither computed nor reused, or the answer's last token.
+    fn feed(&mut self, Row { slot, feed }: Row) -> Result<Chunk, TaskError> {
+        let Feed::Tokens(take) = feed else {
+            return Err(TaskError::internal("a text generator has no encoder"));
+        };
         let sequence = self.open.get_mut(&slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
         let prompt = sequence.prompt.ids.clone();
         if sequence.fed == prompt.len() {
@@ -132,7 +135,7 @@ impl TextGenerator {
             let first = sequence.held;
             let room = self.blocks.grow(&mut sequence.table, first + 1);
             room.ok_or_else(no_room)?;
-            return Ok(Feed { slot, take: 0, ids, first, is_last: true });
+            return Ok(Chunk { slot, take: 0, ids, first, is_last: true });
         }
         if sequence.held == sequence.table.blocks.len() * BLOCK {
             let held = self.blocks.reuse(&mut sequence.table, &prompt);
@@ -143,26 +146,30 @@ impl TextGenerator {
         let first = sequence.held;
         let ids = prompt.get(first..end).unwrap_or_default().to_vec();
         self.blocks.grow(&mut sequence.table, end).ok_or_else(no_room)?;
-        Ok(Feed { slot, take: end - sequence.fed, ids, first, is_last: end == prompt.len() })
+        Ok(Chunk { slot, take: end - sequence.fed, ids, first, is_last: end == prompt.len() })
     }
 
     /// The next token after a row, if the sequence has one then. `logits` are those of the row's last token. Repeatable.
-    fn choose(&mut self, feed: &Feed, logits: &mut [f32]) -> Result<Option<Chosen>, TaskError> {
-        if !feed.is_last {
+    fn choose(&mut self, chunk: &Chunk, logits: &mut [f32]) -> Result<Option<Chosen>, TaskError> {
+        if !chunk.is_last {
             return Ok(None);
         }
         let sequence =
-            self.open.get_mut(&feed.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
+            self.open.get_mut(&chunk.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
         sequence.choose(logits, &self.texts).map(Some)
     }
 
     /// Records that a row was computed, and the token that was chosen after it.
-    fn advance(&mut self, feed: &Feed, chosen: Option<Chosen>) -> Result<Advance<Piece, Answer>, TaskError> {
+    fn advance(
+        &mut self,
+        chunk: &Chunk,
+        chosen: Option<Chosen>,
+    ) -> Result<Advance<Piece, Answer>, TaskError> {
         let sequence =
-            self.open.get_mut(&feed.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
-        sequence.fed += feed.take;
-        sequence.held += feed.ids.len();
-        if sequence.held / BLOCK > (sequence.held - feed.ids.len()) / BLOCK {
+            self.open.get_mut(&chunk.slot).ok_or_else(|| TaskError::internal("no such sequence"))?;
+        sequence.fed += chunk.take;
+        sequence.held += chunk.ids.len();
+        if sequence.held / BLOCK > (sequence.held - chunk.ids.len()) / BLOCK {
             let known = sequence.prompt.ids.iter().chain(&sequence.answer).copied();
             let known: Vec<u32> = known.take(sequence.held).collect();
             self.blocks.publish(&mut sequence.table, &known);
@@ -262,14 +269,14 @@ impl Generate for TextGenerator {
     }
 
     fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError> {
-        let feeds: Vec<Result<Feed, TaskError>> = rows.iter().map(|row| self.feed(*row)).collect();
+        let chunks: Vec<Result<Chunk, TaskError>> = rows.iter().map(|row| self.feed(*row)).collect();
         let (mut ids, mut spans, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
-        for feed in feeds.iter().flatten() {
-            let Some(sequence) = self.open.get(&feed.slot) else { continue };
-            ids.extend_from_slice(&feed.ids);
-            let (blocks, count) = (&*sequence.table.blocks, feed.ids.len());
-            spans.push(Span { blocks, first: feed.first, count });
-            if feed.is_last {
+        for chunk in chunks.iter().flatten() {
+            let Some(sequence) = self.open.get(&chunk.slot) else { continue };
+            ids.extend_from_slice(&chunk.ids);
+            let (blocks, count) = (&*sequence.table.blocks, chunk.ids.len());
+            spans.push(Span { blocks, first: chunk.first, count });
+            if chunk.is_last {
                 wanted.push(ids.len() - 1);
             }
         }
@@ -280,15 +287,15 @@ impl Generate for TextGenerator {
         let mut logits = all.chunks_exact_mut(width.max(1));
         // What may fail comes first for all rows. If it panics at one of them, no sequence has advanced, and the others
         // are not fed a second time when the step is computed again without that one.
-        let choose = |feed: Result<Feed, TaskError>| {
-            let feed = feed?;
-            let own = if feed.is_last { logits.next() } else { None };
-            let chosen = self.choose(&feed, own.unwrap_or_default())?;
-            Ok((feed, chosen))
+        let choose = |chunk: Result<Chunk, TaskError>| {
+            let chunk = chunk?;
+            let own = if chunk.is_last { logits.next() } else { None };
+            let chosen = self.choose(&chunk, own.unwrap_or_default())?;
+            Ok((chunk, chosen))
         };
-        let chosen: Vec<Result<_, TaskError>> = feeds.into_iter().map(choose).collect();
+        let chosen: Vec<Result<_, TaskError>> = chunks.into_iter().map(choose).collect();
         let advances =
-            chosen.into_iter().map(|row| row.and_then(|(feed, chosen)| self.advance(&feed, chosen)));
+            chosen.into_iter().map(|row| row.and_then(|(chunk, chosen)| self.advance(&chunk, chosen)));
         let advances = advances.collect();
         self.logits = all;
         Ok(advances)
@@ -338,7 +345,7 @@ mod tests {
     }
 
     fn piece(generator: &mut TextGenerator, take: usize) -> Piece {
-        let rows = [Row { slot: Slot(0), take }];
+        let rows = [Row { slot: Slot(0), feed: Feed::Tokens(take) }];
         match generator.step(&rows).unwrap().remove(0).unwrap() {
             Advance::More(piece) | Advance::Done(Some(piece), _) => piece,
             other => panic!("{other:?}"),
@@ -357,7 +364,10 @@ mod tests {
         generator.open(Slot(0), &prompt()).unwrap();
         let again = [3, 1, 1, 1].map(|take| {
             generator.open(Slot(1), &broken).unwrap();
-            let both = [Row { slot: Slot(0), take }, Row { slot: Slot(1), take: 3 }];
+            let both = [
+                Row { slot: Slot(0), feed: Feed::Tokens(take) },
+                Row { slot: Slot(1), feed: Feed::Tokens(3) },
+            ];
             assert!(catch_unwind(AssertUnwindSafe(|| drop(generator.step(&both)))).is_err());
             generator.close(Slot(1));
             piece(&mut generator, take)
