@@ -1,7 +1,6 @@
 //! Reads a reply's headers, and the usage from its body. Pure.
 
-use serde::Deserialize;
-
+use crate::protocol::requests::{ReplyUsage, usage_of};
 use crate::protocol::{Headers, Message, Value};
 
 /// Headers with the durations of a task's stages, in this order everywhere.
@@ -39,17 +38,6 @@ impl Batch {
     }
 }
 
-#[derive(Deserialize)]
-struct Body {
-    usage: Option<Usage>,
-}
-
-#[derive(Deserialize)]
-struct Usage {
-    total_tokens: Option<u64>,
-    completion_tokens: Option<u64>,
-}
-
 impl<'a> Answer<'a> {
     pub(crate) fn of(reply: &'a Message) -> Self {
         let headers = &reply.properties.headers;
@@ -59,9 +47,8 @@ impl<'a> Answer<'a> {
         let inputs = number(headers, "batch_size").filter(|inputs| *inputs > 0.0);
         let tokens = number(headers, "batch_tokens");
         let status_code = headers.get("status_code").and_then(Value::as_i64);
-        let states_usage = status_code == Some(SUCCEEDED) && reply.is_json();
-        let body = states_usage.then(|| serde_json::from_slice::<Body>(&reply.body).ok());
-        let usage = body.flatten().and_then(|body| body.usage);
+        let is_result = status_code == Some(SUCCEEDED);
+        let usage = if is_result { usage_of(reply) } else { ReplyUsage::default() };
         Self {
             status_code,
             worker: text("worker"),
@@ -69,8 +56,8 @@ impl<'a> Answer<'a> {
             model: text("model").unwrap_or_default(),
             stages,
             batch: inputs.zip(tokens).map(|(inputs, tokens)| Batch { inputs, tokens }),
-            tokens: usage.as_ref().and_then(|usage| usage.total_tokens),
-            generated: usage.and_then(|usage| usage.completion_tokens),
+            tokens: usage.total_tokens,
+            generated: usage.completion_tokens,
         }
     }
 

@@ -6,9 +6,10 @@ use std::path::Path;
 
 use anyhow::{Context, anyhow, bail};
 use bytes::Bytes;
-use serde_json::{Value as Json, json};
+use serde_json::Value as Json;
 
 use crate::protocol::batch_line::RequestBody;
+use crate::protocol::embeddings::body_of_text;
 use crate::protocol::shorten;
 
 /// A task to publish.
@@ -25,7 +26,7 @@ pub(super) type Requests = Box<dyn Iterator<Item = anyhow::Result<Request>> + Se
 
 /// A text to embed.
 pub(super) fn embed(text: &str) -> Request {
-    Request { custom_id: None, url: None, body: json!({"input": text}).to_string().into() }
+    Request { custom_id: None, url: None, body: body_of_text(text).into() }
 }
 
 /// The tasks of a file; of stdin when its name is `-`. Errors name the line.

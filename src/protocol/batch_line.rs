@@ -10,7 +10,6 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use serde_json::value::{RawValue, to_raw_value};
 
 use super::{Message, data_url, shorten};
@@ -235,16 +234,6 @@ fn write(line: &OutputLine<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Number of inputs as a pool counts them: the items of a list, unless they are the tokens of one text.
-pub fn inputs_of(body: &[u8]) -> usize {
-    let body: Value = serde_json::from_slice(body).unwrap_or_default();
-    let lists = ["input", "inputs", "documents", "texts", "text_2", "image_url"];
-    match lists.iter().find_map(|name| body.get(name)) {
-        Some(Value::Array(items)) if !items.first().is_some_and(Value::is_number) => items.len().max(1),
-        _ => 1,
-    }
-}
-
 /// Whether `bytes` can be the start of an output line that was cut off, which resuming may remove.
 pub fn is_torn_output(bytes: &[u8]) -> bool {
     let start = b"{\"id\":\"batch_req_";
@@ -275,7 +264,7 @@ pub fn output_custom_id(line: &[u8]) -> serde_json::Result<Option<String>> {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
     use crate::protocol::{JSON, Properties};
@@ -286,21 +275,6 @@ mod tests {
     fn problem(line: &str) -> (Option<String>, String) {
         let invalid = parse(line.as_bytes()).unwrap_err();
         (invalid.custom_id, invalid.problem)
-    }
-
-    #[test]
-    fn inputs_are_counted_as_the_pool_counts_them() {
-        for (body, inputs) in [
-            (r#"{"input":"a"}"#, 1),
-            (r#"{"input":["a","b"]}"#, 2),
-            (r#"{"input":[101,102,103]}"#, 1),
-            (r#"{"input":[[101],[102]]}"#, 2),
-            (r#"{"query":"a","documents":["b","c","d"]}"#, 3),
-            (r#"{"text_1":"a","text_2":["b","c"]}"#, 2),
-            (r#"{"image":"…"}"#, 1),
-        ] {
-            assert_eq!(inputs_of(body.as_bytes()), inputs, "{body}");
-        }
     }
 
     #[test]

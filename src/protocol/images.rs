@@ -13,6 +13,10 @@ use super::message::Headers;
 use super::reply::written;
 use super::{JSON, Message, TaskError, TaskErrorKind, Value, data_url};
 
+/// The URL of these requests.
+pub const URL: &str = "/classify";
+/// The fields that may hold the inputs.
+pub(super) const INPUTS: &[&str] = &["image_url", "inputs"];
 /// Labels in a reply to a request that does not say how many.
 const TOP: usize = 5;
 

@@ -5,6 +5,14 @@ use serde::Serialize;
 use super::TaskError;
 use super::fields::{Fields, Keys, texts};
 use super::reply::{Usage, written};
+use super::requests::Shared;
+
+/// The URL of these requests.
+pub const URL: &str = "/classify";
+/// The fields that may hold the inputs.
+pub(super) const INPUTS: &[&str] = &["input", "inputs"];
+/// Requests that can share a task.
+pub(super) const SHARED: Shared = Shared { url: URL, input: "input" };
 
 const KEYS: Keys = Keys {
     taken: &["input", "inputs", "model", "top_k", "raw_scores", "truncate"],

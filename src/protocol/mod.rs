@@ -14,6 +14,7 @@ pub mod images;
 pub mod labels;
 pub mod message;
 pub mod reply;
+pub mod requests;
 pub mod rerank;
 pub mod stats;
 pub mod task;

@@ -320,7 +320,8 @@ mod tests {
         let celery = |body: &'static str| {
             let headers = Headers::from([("task".into(), "shop.embed".into()), ("id".into(), "1-2".into())]);
             let message = task(Properties { headers, ..Properties::default() }).message;
-            let task = Task { message: Message { body: body.into(), ..message }, ..task(Properties::default()) };
+            let task =
+                Task { message: Message { body: body.into(), ..message }, ..task(Properties::default()) };
             let error = TaskError::bad_input("input", "no");
             let reply = reply(&task, Err(&error), &Timings::default(), &worker_info(), 1);
             serde_json::from_slice::<serde_json::Value>(&reply.body).unwrap()

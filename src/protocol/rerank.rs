@@ -9,6 +9,13 @@ use super::fields::{Fields, Keys, list, string, texts};
 use super::labels::highest;
 use super::reply::{Usage, written};
 
+/// The URL of requests to sort documents.
+pub const RERANK_URL: &str = "/v1/rerank";
+/// The URL of requests to score pairs.
+pub const SCORE_URL: &str = "/v1/score";
+/// The fields that may hold the inputs.
+pub(super) const INPUTS: &[&str] = &["documents", "texts", "text_2"];
+
 const RERANK: Keys = Keys {
     taken: &[
         "model",

@@ -118,7 +118,9 @@ impl Shared {
                         if !state.commit() {
                             return Ok(());
                         }
-                        if self.settlement.settle(&accepted, Outcome::Crowded, &timings).await? == Settled::Yes {
+                        if self.settlement.settle(&accepted, Outcome::Crowded, &timings).await?
+                            == Settled::Yes
+                        {
                             return Ok(());
                         }
                         (may_leave, expected) = (false, Expected::new(&self.engine));

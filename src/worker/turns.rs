@@ -164,7 +164,9 @@ impl Lane {
                 *counts.entry(task.requester).or_default() += 1;
             }
             let leaving = self.waiting.iter().enumerate().filter(|(_, task)| task.may_leave);
-            let Some((index, _)) = leaving.max_by_key(|(_, task)| counts.get(&task.requester)) else { return };
+            let Some((index, _)) = leaving.max_by_key(|(_, task)| counts.get(&task.requester)) else {
+                return;
+            };
             let _ = self.waiting.remove(index).call.send(Call::Leave);
         }
     }

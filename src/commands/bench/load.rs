@@ -10,7 +10,8 @@ use rand::{RngExt as _, SeedableRng as _};
 use serde_json::json;
 
 use crate::commands::requests::Request;
-use crate::protocol::batch_line::{RequestBody, inputs_of};
+use crate::protocol::batch_line::RequestBody;
+use crate::protocol::requests::count_inputs;
 
 /// Each is one token for the tokenizer of English BERT models.
 const WORDS: [&str; 48] = [
@@ -48,7 +49,7 @@ impl Bodies {
 
     /// Each of `bodies` once per round. None when there are none.
     pub(super) fn of_file(seed: u64, requests: Vec<Request>) -> Option<Self> {
-        let work = |Request { url, body, .. }| Work { url, inputs: inputs_of(&body), body };
+        let work = |Request { url, body, .. }| Work { url, inputs: count_inputs(&body), body };
         let works: Vec<Work> = requests.into_iter().map(work).collect();
         let next = works.len();
         (next > 0).then(|| Self::File { random: Xoshiro256PlusPlus::seed_from_u64(seed), works, next })

@@ -19,7 +19,6 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use futures_util::{StreamExt as _, stream};
 use indicatif::ProgressBar;
-use serde::Deserialize;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -35,7 +34,8 @@ use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Secret, Sentinels, Settings};
 use crate::launcher::{Host, Launching};
-use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, inputs_of};
+use crate::protocol::batch_line::{self, BatchRequest, InvalidLine};
+use crate::protocol::requests::{count_inputs, model_of};
 use crate::protocol::task::SHUTDOWN;
 use crate::protocol::{Message, Properties};
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
@@ -291,19 +291,13 @@ impl Answering {
         }
         let pools: &[usize] = self.known.get(url).map_or(&[], Vec::as_slice);
         let named = || {
-            let body: ModelOf = serde_json::from_slice(body).ok()?;
-            let model = body.model?;
+            let model = model_of(body)?;
             pools.iter().find(|index| self.pools[**index].names.iter().any(|name| name == last(&model)))
         };
         let index = if pools.len() > 1 { named() } else { None };
         let index = index.or_else(|| pools.first()).copied().unwrap_or(0);
         self.pools[index].queue.clone()
     }
-}
-
-#[derive(Deserialize)]
-struct ModelOf {
-    model: Option<String>,
 }
 
 /// A model's name without folder or owner.
@@ -333,7 +327,7 @@ fn tasks(
         Ok(match parse(&line) {
             Ok(BatchRequest { custom_id, url, body }) => {
                 ids.take(&custom_id, line.number);
-                let inputs = if counts_inputs { inputs_of(&body) } else { 0 };
+                let inputs = if counts_inputs { count_inputs(&body) } else { 0 };
                 let message_id = format!("line-{}", line.number);
                 let queue = Some(answering.queue(&url, &body));
                 let request = Request { queue, ..Request::new(message_id, Some(&url), body) };

@@ -4,9 +4,8 @@
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 
-use serde::Deserialize;
-
 use crate::protocol::Message;
+use crate::protocol::requests::text_of;
 
 /// Texts on their way to `out`.
 pub(super) struct Show<W> {
@@ -24,35 +23,6 @@ struct Waiting {
     custom_id: String,
     /// What came before its turn.
     text: String,
-}
-
-/// What is read of a reply or a part: the text of its first answer.
-#[derive(Deserialize)]
-struct Shown {
-    choices: Vec<Choice>,
-}
-
-#[derive(Deserialize)]
-struct Choice {
-    index: usize,
-    text: Option<String>,
-    #[serde(alias = "delta")]
-    message: Option<Content>,
-}
-
-#[derive(Deserialize)]
-struct Content {
-    content: Option<String>,
-}
-
-/// None: it has no text, as a vector or a sound has none.
-fn text_of(message: &Message) -> Option<String> {
-    if let Some(text) = message.text() {
-        return Some(text.to_owned());
-    }
-    let Shown { choices } = serde_json::from_slice(&message.body).ok()?;
-    let first = choices.into_iter().find(|choice| choice.index == 0)?;
-    first.text.or_else(|| first.message?.content)
 }
 
 impl<W: Write> Show<W> {

@@ -1,16 +1,9 @@
 //! From lines to tasks, and from replies to output lines. Decides which lines share a task, and how its reply is
 //! divided among them. Pure.
 
-use std::collections::BTreeMap;
-
-use anyhow::{Context as _, bail};
-use serde_json::value::{RawValue, to_raw_value};
-
 use crate::protocol::Message;
-use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, RequestBody, inputs_of};
-
-/// The endpoints whose requests can share a task: `input` is a list, and the reply's `data` has an item for each.
-const SHARED: [&str; 2] = ["/v1/embeddings", "/classify"];
+use crate::protocol::batch_line::{self, BatchRequest, InvalidLine, RequestBody};
+use crate::protocol::requests::{self, Shareable, count_inputs};
 
 /// The most bytes of request bodies that share a task.
 const SHARED_BYTES: usize = 1 << 20;
@@ -37,14 +30,10 @@ pub(super) struct Packed {
     pub(super) body: RequestBody,
 }
 
-type Fields = BTreeMap<String, Box<RawValue>>;
-
 /// A row that may share a task with others.
-struct Shareable {
+struct Open {
     row: Row,
-    inputs: Vec<Box<RawValue>>,
-    /// All but the input: rows with the same share a task.
-    rest: String,
+    request: Shareable,
 }
 
 /// How many rows, and inputs of all of them, a task may have.
@@ -59,7 +48,7 @@ pub(super) struct Most {
 pub(super) struct Packer {
     most: Most,
     url: String,
-    open: Vec<Shareable>,
+    open: Vec<Open>,
     /// Inputs and bytes of the open rows.
     inputs: usize,
     bytes: usize,
@@ -74,22 +63,21 @@ impl Packer {
     pub(super) fn take(&mut self, number: u64, line: usize, request: BatchRequest) -> Vec<Packed> {
         let BatchRequest { custom_id, url, body } = request;
         let row = Row { number, custom_id, line, inputs: 1, body: None };
-        let inputs =
-            if self.most.rows > 1 && SHARED.contains(&url.as_str()) { shareable(&body) } else { None };
-        let Some((inputs, rest)) = inputs else {
-            let row = Row { inputs: inputs_of(&body), ..row };
+        let request = if self.most.rows > 1 { Shareable::of(&url, &body) } else { None };
+        let Some(request) = request else {
+            let row = Row { inputs: count_inputs(&body), ..row };
             return self.flush().into_iter().chain([Packed { rows: vec![row], url, body }]).collect();
         };
-        let has_room =
-            self.inputs + inputs.len() <= self.most.inputs && self.bytes + body.len() <= SHARED_BYTES;
-        let is_alike = |first: &Shareable| self.url == url && first.rest == rest && has_room;
+        let inputs = request.inputs.len();
+        let has_room = self.inputs + inputs <= self.most.inputs && self.bytes + body.len() <= SHARED_BYTES;
+        let is_alike = |first: &Open| self.url == url && first.request.is_like(&request) && has_room;
         let fits = self.open.first().is_none_or(is_alike);
         let mut complete: Vec<Packed> = if fits { None } else { self.flush() }.into_iter().collect();
         self.url = url;
-        self.inputs += inputs.len();
+        self.inputs += inputs;
         self.bytes += body.len();
-        let row = Row { inputs: inputs.len(), body: Some(body), ..row };
-        self.open.push(Shareable { row, inputs, rest });
+        let row = Row { inputs, body: Some(body), ..row };
+        self.open.push(Open { row, request });
         if self.open.len() == self.most.rows {
             complete.extend(self.flush());
         }
@@ -101,30 +89,11 @@ impl Packer {
         let open = std::mem::take(&mut self.open);
         let url = std::mem::take(&mut self.url);
         (self.inputs, self.bytes) = (0, 0);
-        let Shareable { rest, .. } = open.first()?;
-        // `{…}` with the input behind.
-        let mut body = rest.strip_suffix('}').unwrap_or(rest).to_owned();
-        body.push_str(if body.len() > 1 { ",\"input\":[" } else { "\"input\":[" });
-        for (index, input) in open.iter().flat_map(|row| &row.inputs).enumerate() {
-            if index > 0 {
-                body.push(',');
-            }
-            body.push_str(input.get());
-        }
-        body.push_str("]}");
+        let inputs = open.iter().flat_map(|row| &row.request.inputs).map(|input| &**input);
+        let body = open.first()?.request.body_for(inputs);
         let rows = open.into_iter().map(|row| row.row).collect();
         Some(Packed { rows, url, body: body.into() })
     }
-}
-
-/// The inputs of a request and its other fields; none unless its input is a text or a list of texts.
-fn shareable(body: &[u8]) -> Option<(Vec<Box<RawValue>>, String)> {
-    let mut fields: Fields = serde_json::from_slice(body).ok()?;
-    let input = fields.remove("input")?;
-    let is_text = |value: &RawValue| value.get().starts_with('"');
-    let inputs = if is_text(&input) { vec![input] } else { serde_json::from_str(input.get()).ok()? };
-    let all_are = !inputs.is_empty() && inputs.iter().all(|input| is_text(input));
-    Some((inputs, serde_json::to_string(&fields).ok()?)).filter(|_| all_are)
 }
 
 impl Packed {
@@ -147,37 +116,15 @@ pub(super) fn line_of(row: &Row, status: u16, reply: &Message) -> Vec<u8> {
 /// The output lines of rows that share a task, in their order, from the reply to it.
 ///
 /// # Errors
-/// The reply is no JSON, or has not one item for each input.
-pub(super) fn shared_lines(rows: &[Row], status: u16, reply: &Message) -> anyhow::Result<Vec<Vec<u8>>> {
-    if !reply.is_json() {
-        bail!("a reply is {:?}, which cannot be divided", reply.properties.content_type);
-    }
-    let mut fields: Fields =
-        serde_json::from_slice(&reply.body).context("a reply's body is not a JSON object")?;
-    let data = fields.remove("data").context("a reply has no data")?;
-    let data: Vec<Fields> = serde_json::from_str(data.get()).context("a reply's data")?;
-    let wanted: usize = rows.iter().map(|row| row.inputs).sum();
-    if data.len() != wanted {
-        bail!("a reply has {} items, and its task had {wanted} inputs", data.len());
-    }
-    let mut items = data.into_iter();
-    let mut lines = Vec::with_capacity(rows.len());
-    for (index, row) in rows.iter().enumerate() {
-        let mut own: Vec<Fields> = items.by_ref().take(row.inputs).collect();
-        for (index, item) in own.iter_mut().enumerate() {
-            item.insert("index".to_owned(), to_raw_value(&index)?);
-        }
-        fields.insert("data".to_owned(), to_raw_value(&own)?);
-        // What the task took is counted once.
-        if let (1, Some(usage)) = (index, fields.get_mut("usage")) {
-            let counts: BTreeMap<String, serde_json::Value> = serde_json::from_str(usage.get())?;
-            let none: BTreeMap<String, u64> = counts.into_keys().map(|name| (name, 0)).collect();
-            *usage = to_raw_value(&none)?;
-        }
+/// In words: the reply is no JSON, or has not one item for each input.
+pub(super) fn shared_lines(rows: &[Row], status: u16, reply: &Message) -> Result<Vec<Vec<u8>>, String> {
+    let inputs: Vec<usize> = rows.iter().map(|row| row.inputs).collect();
+    let bodies = requests::divided(reply, &inputs)?;
+    let line = |(index, (row, body)): (usize, (&Row, Box<_>))| {
         let own_id = format!("{}_{index}", id_of(reply));
-        lines.push(batch_line::response_line(&row.custom_id, status, &own_id, &to_raw_value(&fields)?));
-    }
-    Ok(lines)
+        batch_line::response_line(&row.custom_id, status, &own_id, &body)
+    };
+    Ok(rows.iter().zip(bodies).enumerate().map(line).collect())
 }
 
 fn id_of(reply: &Message) -> &str {
@@ -276,8 +223,7 @@ mod tests {
         assert_eq!(own(0)["usage"]["total_tokens"], 9);
         assert_eq!(own(1)["usage"], json!({"prompt_tokens": 0, "total_tokens": 0}));
         assert_ne!(lines[0]["id"], lines[1]["id"]);
-        let error =
-            shared_lines(&task.rows, 200, &reply(&json!({"data": [item(0)]}))).unwrap_err().to_string();
+        let error = shared_lines(&task.rows, 200, &reply(&json!({"data": [item(0)]}))).unwrap_err();
         assert_eq!(error, "a reply has 1 items, and its task had 3 inputs");
         let mut sound = reply(&body);
         sound.properties.content_type = Some("audio/wav".into());

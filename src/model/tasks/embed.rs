@@ -15,7 +15,7 @@ use crate::model::ops::pooling::{Pooling, normalize};
 use crate::model::{
     Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
-use crate::protocol::embeddings::{EmbeddingRequest, EmbeddingResponse, Encoding, Text, write_response};
+use crate::protocol::embeddings::{EmbeddingRequest, EmbeddingResponse, Encoding, Text, URL, write_response};
 
 /// Loads a model for embeddings.
 ///
@@ -66,7 +66,7 @@ impl Processor for EmbeddingProcessor {
     type Output = Vec<f32>;
 
     fn routes(&self) -> &[Route] {
-        const ROUTES: &[Route] = &[Route::json("/v1/embeddings")];
+        const ROUTES: &[Route] = &[Route::json(URL)];
         ROUTES
     }
 

@@ -17,7 +17,7 @@ use crate::model::nets::text::{Output, TextNetwork};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
-use crate::protocol::labels::{ClassifyRequest, write_labels};
+use crate::protocol::labels::{ClassifyRequest, URL, write_labels};
 use crate::protocol::reply::Usage;
 
 /// The most labels of a classifier: far above any model's. Each gets a name before a tensor shows their number.
@@ -153,7 +153,7 @@ impl Processor for LabelProcessor {
     type Output = Vec<f32>;
 
     fn routes(&self) -> &[Route] {
-        const ROUTES: &[Route] = &[Route::json("/classify")];
+        const ROUTES: &[Route] = &[Route::json(URL)];
         ROUTES
     }
 

@@ -16,10 +16,7 @@ use crate::model::{
     Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
 use crate::protocol::reply::Usage;
-use crate::protocol::rerank::{Form, PairsRequest, write_scores};
-
-const RERANK: &str = "/v1/rerank";
-const SCORE: &str = "/v1/score";
+use crate::protocol::rerank::{Form, PairsRequest, RERANK_URL, SCORE_URL, write_scores};
 
 /// Loads a model with one label for pairs of texts.
 ///
@@ -56,7 +53,7 @@ impl Processor for PairProcessor {
     type Output = Vec<f32>;
 
     fn routes(&self) -> &[Route] {
-        const ROUTES: &[Route] = &[Route::json(RERANK), Route::json(SCORE)];
+        const ROUTES: &[Route] = &[Route::json(RERANK_URL), Route::json(SCORE_URL)];
         ROUTES
     }
 
@@ -67,7 +64,7 @@ impl Processor for PairProcessor {
 
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let request = match message.url() {
-            Some(SCORE) => PairsRequest::score(&message.body, self.max_inputs),
+            Some(SCORE_URL) => PairsRequest::score(&message.body, self.max_inputs),
             _ => PairsRequest::rerank(&message.body, self.max_inputs),
         }?;
         self.names.check(request.model.as_deref())?;

@@ -5,8 +5,22 @@
 mod request;
 mod response;
 
+use super::requests::Shared;
+
 pub use request::{EmbeddingRequest, Text};
 pub use response::{EmbeddingResponse, write_response};
+
+/// The URL of these requests.
+pub const URL: &str = "/v1/embeddings";
+/// The fields that may hold the inputs.
+pub(super) const INPUTS: &[&str] = &["input"];
+/// Requests that can share a task.
+pub(super) const SHARED: Shared = Shared { url: URL, input: "input" };
+
+/// The body of a request for the vector of a text.
+pub fn body_of_text(text: &str) -> String {
+    serde_json::json!({ "input": text }).to_string()
+}
 
 /// How the vectors of a reply are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -238,7 +238,9 @@ mod tests {
     #[test]
     fn a_task_whose_reply_queue_takes_nothing_waits_as_long_as_it_has_time_and_is_not_computed_then() {
         for (left, waits) in [(90, 15), (16, 15), (15, 2), (3, 2), (2, 1)] {
-            let Disposition::PutOff(delay, WaitsFor::ReplyQueue) = held(left, true) else { panic!("{left} s are left") };
+            let Disposition::PutOff(delay, WaitsFor::ReplyQueue) = held(left, true) else {
+                panic!("{left} s are left")
+            };
             assert_eq!((delay.ceiling.as_secs(), delay.after), (waits, delay.ceiling), "{left}");
         }
         assert!(matches!(held(1, true), Disposition::Park(Reason::Unconfirmed, _)));

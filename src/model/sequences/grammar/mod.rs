@@ -294,7 +294,8 @@ impl Sizes {
                 let pattern = fields.get("pattern").and_then(Value::as_str).map(str::len);
                 let patterns = names("patternProperties").and_then(|all| all.keys().map(String::len).max());
                 let required = fields.get("required").and_then(Value::as_array);
-                let required: BTreeSet<&str> = required.into_iter().flatten().filter_map(Value::as_str).collect();
+                let required: BTreeSet<&str> =
+                    required.into_iter().flatten().filter_map(Value::as_str).collect();
                 let properties = names("properties").into_iter().flat_map(|all| all.keys());
                 include(Self {
                     expression: pattern.max(patterns).unwrap_or_default(),
@@ -311,10 +312,14 @@ impl Sizes {
     fn check(self) -> Result<(), TaskError> {
         let Self { expression, optional } = self;
         if expression > EXPRESSION {
-            return Err(refused(format!("an expression has {expression} bytes; at most {EXPRESSION} are taken")));
+            return Err(refused(format!(
+                "an expression has {expression} bytes; at most {EXPRESSION} are taken"
+            )));
         }
         if optional > OPTIONAL {
-            return Err(refused(format!("an object has {optional} optional properties; at most {OPTIONAL} are taken")));
+            return Err(refused(format!(
+                "an object has {optional} optional properties; at most {OPTIONAL} are taken"
+            )));
         }
         Ok(())
     }

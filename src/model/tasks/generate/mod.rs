@@ -28,11 +28,11 @@ use crate::model::{
     Body, Capacity, Device, Dtype, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
     Route, SizedInput, TaskError, TaskErrorKind,
 };
-use crate::protocol::generate::{Api, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id};
+use crate::protocol::generate::{
+    Api, CHAT_URL, COMPLETIONS_URL, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id,
+};
 use crate::protocol::stats::{Generated, TokenCounts};
 
-const COMPLETIONS: &str = "/v1/completions";
-const CHAT: &str = "/v1/chat/completions";
 /// Tokens of an answer where the request does not say, as OpenAI's for completions.
 const COMPLETION_TOKENS: usize = 16;
 /// The same for conversations.
@@ -211,20 +211,20 @@ impl Processor for GenerateProcessor {
     type Output = Answer;
 
     fn routes(&self) -> &[Route] {
-        const BOTH: &[Route] = &[Route::json(CHAT), Route::json(COMPLETIONS)];
+        const BOTH: &[Route] = &[Route::json(CHAT_URL), Route::json(COMPLETIONS_URL)];
         if self.vocabulary.chat.is_some() { BOTH } else { &BOTH[1..] }
     }
 
     fn probe(&self) -> Option<Message> {
         let body = r#"{"prompt":"a","max_tokens":2,"ignore_eos":true,"temperature":0,"seed":0}"#;
         let mut message = Message { body: body.into(), ..Message::default() };
-        message.properties.headers.insert("url".to_owned(), COMPLETIONS.into());
+        message.properties.headers.insert("url".to_owned(), COMPLETIONS_URL.into());
         Some(message)
     }
 
     fn preprocess(&self, message: &Message) -> Result<Preprocessed<Self>, TaskError> {
         let is_chat = match message.url() {
-            Some(url) => url == CHAT,
+            Some(url) => url == CHAT_URL,
             None => self.vocabulary.chat.is_some(),
         };
         let api = if is_chat { Api::Chat } else { Api::Completions };

@@ -20,7 +20,7 @@ use crate::model::{
     Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route,
     SizedInput, TaskError, TaskErrorKind, Value,
 };
-use crate::protocol::images::{ImageFile, ImagesRequest, write_images};
+use crate::protocol::images::{ImageFile, ImagesRequest, URL, write_images};
 
 /// Pixels of a decoded image, unless the pool's options say otherwise: a photograph of 7,300 × 5,500.
 const MOST_PIXELS: u64 = 40_000_000;
@@ -137,7 +137,7 @@ impl Processor for ImageProcessor {
 
     fn routes(&self) -> &[Route] {
         const MEDIA: &[&str] = &["application/json", "image/jpeg", "image/png", "image/webp"];
-        const ROUTES: &[Route] = &[Route { url: "/classify", media_types: MEDIA }];
+        const ROUTES: &[Route] = &[Route { url: URL, media_types: MEDIA }];
         ROUTES
     }
 

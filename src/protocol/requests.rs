@@ -1,0 +1,198 @@
+//! What a client's tools read of requests and replies, whatever family answers them: how many inputs a request has, which
+//! model it names, which requests can share a task and how its reply is divided, the text and the tokens of a reply.
+//! Pure. What a request means to a model is decided by the file of its endpoint, which also names the fields read here.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::Value;
+use serde_json::value::{RawValue, to_raw_value};
+
+use super::{Message, embeddings, generate, images, labels, rerank};
+
+/// The fields that hold the inputs of requests.
+const INPUTS: [&[&str]; 5] =
+    [embeddings::INPUTS, labels::INPUTS, rerank::INPUTS, images::INPUTS, generate::INPUTS];
+
+/// The requests that can share a task.
+const SHARED: [Shared; 2] = [embeddings::SHARED, labels::SHARED];
+
+/// Requests that can share a task: those to `url` whose field `input` is a text or a list of texts. Their reply's `data`
+/// has an item for each text.
+pub(super) struct Shared {
+    pub(super) url: &'static str,
+    pub(super) input: &'static str,
+}
+
+/// Number of inputs as a pool counts them: the items of a list, unless they are the tokens of one text.
+pub fn count_inputs(body: &[u8]) -> usize {
+    let body: Value = serde_json::from_slice(body).unwrap_or_default();
+    match INPUTS.iter().copied().flatten().find_map(|name| body.get(name)) {
+        Some(Value::Array(items)) if !items.first().is_some_and(Value::is_number) => items.len().max(1),
+        _ => 1,
+    }
+}
+
+/// The model that a request asks for, if its body is JSON and names one.
+pub fn model_of(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Named {
+        model: Option<String>,
+    }
+    serde_json::from_slice::<Named>(body).ok()?.model
+}
+
+/// A request that may share a task with others.
+#[derive(Clone, Debug)]
+pub struct Shareable {
+    /// Its inputs, each as in its body.
+    pub inputs: Vec<Box<RawValue>>,
+    field: &'static str,
+    /// All but the input: requests with the same share a task.
+    rest: String,
+}
+
+type Fields = BTreeMap<String, Box<RawValue>>;
+
+impl Shareable {
+    /// The request to `url` with this body, if it can share a task.
+    pub fn of(url: &str, body: &[u8]) -> Option<Self> {
+        let Shared { input: field, .. } = SHARED.iter().find(|shared| shared.url == url)?;
+        let mut fields: Fields = serde_json::from_slice(body).ok()?;
+        let input = fields.remove(*field)?;
+        let is_text = |value: &RawValue| value.get().starts_with('"');
+        let inputs = if is_text(&input) { vec![input] } else { serde_json::from_str(input.get()).ok()? };
+        let all_are_texts = !inputs.is_empty() && inputs.iter().all(|input| is_text(input));
+        let rest = serde_json::to_string(&fields).ok()?;
+        all_are_texts.then_some(Self { inputs, field, rest })
+    }
+
+    /// Whether both ask for the same of their inputs.
+    pub fn is_like(&self, other: &Self) -> bool {
+        self.field == other.field && self.rest == other.rest
+    }
+
+    /// The body of a request like this one for `inputs`.
+    pub fn body_for<'a>(&self, inputs: impl Iterator<Item = &'a RawValue>) -> String {
+        let Self { field, rest, .. } = self;
+        // `{…}` with the inputs behind.
+        let mut body = rest.strip_suffix('}').unwrap_or(rest).to_owned();
+        let comma = if body.len() > 1 { "," } else { "" };
+        body.push_str(&format!("{comma}\"{field}\":["));
+        for (index, input) in inputs.enumerate() {
+            if index > 0 {
+                body.push(',');
+            }
+            body.push_str(input.get());
+        }
+        body.push_str("]}");
+        body
+    }
+}
+
+/// The bodies of the replies to requests that shared a task, from the reply to it. `inputs`: how many inputs each request
+/// has, in their order. What the task took is counted once, in the first.
+///
+/// # Errors
+/// In words: the reply is no JSON, or has not one item for each input.
+pub fn divided(reply: &Message, inputs: &[usize]) -> Result<Vec<Box<RawValue>>, String> {
+    if !reply.is_json() {
+        return Err(format!("a reply is {:?}, which cannot be divided", reply.properties.content_type));
+    }
+    let unread = |what: &'static str| move |error: serde_json::Error| format!("{what}: {error}");
+    let mut fields: Fields =
+        serde_json::from_slice(&reply.body).map_err(unread("a reply's body is not a JSON object"))?;
+    let data = fields.remove("data").ok_or("a reply has no data")?;
+    let data: Vec<Fields> = serde_json::from_str(data.get()).map_err(unread("a reply's data"))?;
+    let wanted: usize = inputs.iter().sum();
+    if data.len() != wanted {
+        return Err(format!("a reply has {} items, and its task had {wanted} inputs", data.len()));
+    }
+    let mut items = data.into_iter();
+    let mut bodies = Vec::with_capacity(inputs.len());
+    for (number, count) in inputs.iter().enumerate() {
+        let mut own: Vec<Fields> = items.by_ref().take(*count).collect();
+        for (index, item) in own.iter_mut().enumerate() {
+            item.insert("index".to_owned(), raw(&index)?);
+        }
+        fields.insert("data".to_owned(), raw(&own)?);
+        if let (1, Some(usage)) = (number, fields.get_mut("usage")) {
+            let counts: BTreeMap<String, Value> =
+                serde_json::from_str(usage.get()).map_err(unread("a reply's usage"))?;
+            let none: BTreeMap<String, u64> = counts.into_keys().map(|name| (name, 0)).collect();
+            *usage = raw(&none)?;
+        }
+        bodies.push(raw(&fields)?);
+    }
+    Ok(bodies)
+}
+
+fn raw(value: &impl serde::Serialize) -> Result<Box<RawValue>, String> {
+    to_raw_value(value).map_err(|error| error.to_string())
+}
+
+/// The text of a reply, or of a part of one: a body that is text, or the first answer of generated text. None: it has no
+/// text, as a vector or a sound has none.
+pub fn text_of(reply: &Message) -> Option<String> {
+    match reply.text() {
+        Some(text) => Some(text.to_owned()),
+        None => generate::first_text(&reply.body),
+    }
+}
+
+/// The tokens that a reply says its task took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct ReplyUsage {
+    /// Of its inputs and its answer.
+    pub total_tokens: Option<u64>,
+    /// Of its answer, where text was generated.
+    pub completion_tokens: Option<u64>,
+}
+
+/// The usage that a reply states; none of a reply that is no JSON.
+pub fn usage_of(reply: &Message) -> ReplyUsage {
+    #[derive(Deserialize)]
+    struct Body {
+        usage: Option<ReplyUsage>,
+    }
+    let body = reply.is_json().then(|| serde_json::from_slice::<Body>(&reply.body).ok());
+    body.flatten().and_then(|body| body.usage).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn inputs_are_counted_as_the_pool_counts_them() {
+        for (body, inputs) in [
+            (r#"{"input":"a"}"#, 1),
+            (r#"{"input":["a","b"]}"#, 2),
+            (r#"{"input":[101,102,103]}"#, 1),
+            (r#"{"input":[[101],[102]]}"#, 2),
+            (r#"{"query":"a","documents":["b","c","d"]}"#, 3),
+            (r#"{"text_1":"a","text_2":["b","c"]}"#, 2),
+            (r#"{"prompt":["a","b"]}"#, 2),
+            (r#"{"image":"…"}"#, 1),
+            ("GIF89a", 1),
+        ] {
+            assert_eq!(count_inputs(body.as_bytes()), inputs, "{body}");
+        }
+    }
+
+    #[test]
+    fn a_reply_that_cannot_be_divided_is_refused() {
+        let reply = |body: &str| Message { body: body.to_owned().into(), ..Message::default() };
+        for (body, words) in [
+            ("[]", "not a JSON object"),
+            ("{}", "no data"),
+            (r#"{"data":[1]}"#, "a reply's data"),
+            (r#"{"data":[{}]}"#, "1 items, and its task had 3 inputs"),
+            (r#"{"data":[{},{},{}],"usage":1}"#, "a reply's usage"),
+        ] {
+            let error = divided(&reply(body), &[1, 2]).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        }
+    }
+}
