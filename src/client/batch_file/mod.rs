@@ -2,6 +2,8 @@
 //! and the record beside the output. Blocking file I/O only: call it from a blocking task. Knows the lines' ids, not
 //! their requests.
 
+use std::io;
+
 mod ids;
 mod input;
 mod lines;
@@ -13,3 +15,26 @@ pub use input::{CountedInput, InputDigest};
 pub use lines::{InputLine, InputLines, MAX_LINE};
 pub(crate) use record::{beside, read_record, write_record};
 pub use resume::{ResumePoint, claim};
+
+/// Why a run cannot use its files: the operator has to name others, or to mend them.
+#[derive(Debug, thiserror::Error)]
+pub enum FileError {
+    /// A file cannot be opened, read or written.
+    #[error("{what}")]
+    Io {
+        /// The file's name, or what it is for.
+        what: String,
+        /// The file system's error.
+        source: io::Error,
+    },
+    /// They cannot be used, for the reason in these words.
+    #[error("{0}")]
+    Refused(String),
+}
+
+impl FileError {
+    /// The file system's error at this file.
+    pub fn at(what: impl ToString) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { what: what.to_string(), source }
+    }
+}

@@ -22,12 +22,14 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 /// Reads a record; none where there is no file.
 ///
 /// # Errors
-/// The file system's, and what is wrong with the content.
-pub(crate) fn read_record<T: DeserializeOwned>(path: &Path) -> anyhow::Result<Option<T>> {
+/// The file system's, and what is wrong with the content, which is [`io::ErrorKind::InvalidData`].
+pub(crate) fn read_record<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
     match fs::read(path) {
-        Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes)?)),
+        Ok(bytes) => serde_json::from_slice(&bytes)
+            .map(Some)
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error.into()),
+        Err(error) => Err(error),
     }
 }
 

@@ -7,8 +7,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context as _, bail};
-
+use super::FileError;
 use super::input::{CountedInput, HashedLines, InputDigest};
 use super::lines::{InputLine, read_line};
 use crate::protocol::batch_line::{is_torn_output, output_custom_id, parse};
@@ -29,34 +28,43 @@ pub struct ResumePoint {
 
 /// Opens the output and locks it until the file is closed; makes it when there is none. Call it before
 /// [`ResumePoint::find`], so that lines another run still writes are neither counted nor cut off.
-pub fn claim(output: &Path) -> anyhow::Result<File> {
+///
+/// # Errors
+/// The file system's, or another run writes it.
+pub fn claim(output: &Path) -> Result<File, FileError> {
     let file = OpenOptions::new().write(true).create(true).truncate(false).open(output);
-    let file = file.with_context(|| output.display().to_string())?;
+    let file = file.map_err(FileError::at(output.display()))?;
     match file.try_lock() {
         Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => bail!("{}: another run writes it", output.display()),
-        Err(TryLockError::Error(error)) => Err(error).with_context(|| output.display().to_string()),
+        Err(TryLockError::WouldBlock) => {
+            Err(FileError::Refused(format!("{}: another run writes it", output.display())))
+        }
+        Err(TryLockError::Error(error)) => Err(FileError::at(output.display())(error)),
     }
 }
 
 impl ResumePoint {
-    /// Compares the output written so far, if any, with the input. Changes neither. An error is for the operator,
-    /// who has to name other files.
-    pub fn find(input: &[PathBuf], output: &Path) -> anyhow::Result<Self> {
-        let mut requests = HashedLines::open(input, 0)?;
+    /// Compares the output written so far, if any, with the input. Changes neither.
+    ///
+    /// # Errors
+    /// The output is not of this input, or a file cannot be read.
+    pub fn find(input: &[PathBuf], output: &Path) -> Result<Self, FileError> {
+        // The file system's errors name the file.
+        let mut requests =
+            HashedLines::open(input, 0).map_err(|error| FileError::Refused(error.to_string()))?;
         let mut answers = match File::open(output) {
             Ok(file) => Some(Answers::new(BufReader::new(file))),
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            Err(error) => return Err(error).with_context(|| output.display().to_string()),
+            Err(error) => return Err(FileError::at(output.display())(error)),
         };
         let (mut done, mut total, mut keep) = (0, 0, 0);
         let mut next_answer = || match &mut answers {
-            Some(answers) => answers.next().with_context(|| output.display().to_string()),
+            Some(answers) => answers.next(output),
             None => Ok(None),
         };
         let mut answer = next_answer()?;
         for request in &mut requests {
-            let request = request.context("the input")?;
+            let request = request.map_err(FileError::at("the input"))?;
             total += 1;
             let Some(Answer { custom_id, end }) = answer else { continue };
             same(total, custom_id, &request)?;
@@ -64,20 +72,28 @@ impl ResumePoint {
             answer = next_answer()?;
         }
         if answer.is_some() {
-            bail!("the output has more lines than the input has requests ({total}): not its output");
+            let problem =
+                format!("the output has more lines than the input has requests ({total}): not its output");
+            return Err(FileError::Refused(problem));
         }
         Ok(Self { done, keep, input: requests.digest() })
     }
 
     /// Cuts off the output's torn end, and moves `file`, which [`claim`] returned, after its whole lines.
-    pub fn cut(&self, file: &mut File, output: &Path) -> anyhow::Result<()> {
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn cut(&self, file: &mut File, output: &Path) -> Result<(), FileError> {
         let cut = file.set_len(self.keep).and_then(|()| file.seek(SeekFrom::End(0)));
-        cut.map(|_| ()).with_context(|| output.display().to_string())
+        cut.map(drop).map_err(FileError::at(output.display()))
     }
 
     /// Opens the input after the requests that are done.
-    pub fn open_input(&self, input: &[PathBuf]) -> anyhow::Result<CountedInput> {
-        Ok(CountedInput::open(input, self.done, self.input.clone())?)
+    ///
+    /// # Errors
+    /// The file system's, with the file's name.
+    pub fn open_input(&self, input: &[PathBuf]) -> io::Result<CountedInput> {
+        CountedInput::open(input, self.done, self.input.clone())
     }
 }
 
@@ -102,11 +118,16 @@ impl<R: BufRead> Answers<R> {
 
     /// None at the end, and at a torn last line: the beginning of a line, without a newline or with nothing
     /// after it.
-    fn next(&mut self) -> anyhow::Result<Option<Answer>> {
-        let Some(line) = read_line(&mut self.reader, MAX_OUTPUT_LINE)? else { return Ok(None) };
+    fn next(&mut self, output: &Path) -> Result<Option<Answer>, FileError> {
+        let name = output.display();
+        let line = read_line(&mut self.reader, MAX_OUTPUT_LINE).map_err(FileError::at(&name))?;
+        let Some(line) = line else { return Ok(None) };
         self.line += 1;
         let number = self.line;
-        let Some(bytes) = line.bytes else { bail!("line {number} is longer than {MAX_OUTPUT_LINE} bytes") };
+        let Some(bytes) = line.bytes else {
+            let problem = format!("{name}: line {number} is longer than {MAX_OUTPUT_LINE} bytes");
+            return Err(FileError::Refused(problem));
+        };
         let problem = match output_custom_id(&bytes) {
             Ok(custom_id) if line.complete => {
                 self.end += line.length;
@@ -115,17 +136,18 @@ impl<R: BufRead> Answers<R> {
             Ok(_) => return Ok(None),
             Err(problem) => problem,
         };
-        let last = self.reader.fill_buf()?.is_empty();
+        let last = self.reader.fill_buf().map_err(FileError::at(&name))?.is_empty();
         // Any other content may be a file that was named as the output by mistake: never cut that.
         if last && is_torn_output(&bytes) {
             Ok(None)
         } else {
-            bail!("line {number} of the output is not batch output: {problem}")
+            let problem = format!("{name}: line {number} of the output is not batch output: {problem}");
+            Err(FileError::Refused(problem))
         }
     }
 }
 
-fn same(output_line: usize, answered: Option<String>, request: &InputLine) -> anyhow::Result<()> {
+fn same(output_line: usize, answered: Option<String>, request: &InputLine) -> Result<(), FileError> {
     let asked = request.bytes.as_deref().and_then(|bytes| match parse(bytes) {
         Ok(request) => Some(request.custom_id),
         Err(invalid) => invalid.custom_id,
@@ -135,10 +157,10 @@ fn same(output_line: usize, answered: Option<String>, request: &InputLine) -> an
     }
     let shown = |id: Option<String>| id.map_or("null".to_owned(), |id| format!("{id:?}"));
     let (output_id, input_line, input_id) = (shown(answered), request.number, shown(asked));
-    bail!(
+    Err(FileError::Refused(format!(
         "line {output_line} of the output answers {output_id}, line {input_line} of the input asks \
          {input_id}: not the output of this input; give another output file, or remove this one"
-    )
+    )))
 }
 
 #[cfg(test)]

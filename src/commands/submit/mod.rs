@@ -1,45 +1,32 @@
-//! `sconce submit`: publishes a file's rows to a running pool, and writes the answers in the order of the rows. Each
-//! run is a job with a reply queue of its own, which outlives this process for a while, so that answers to a client
-//! that died are no dead letters. Nothing but the output says what is done: a run continues behind its last line.
+//! `sconce submit`: a front of a job over the fleet: its files and flags, its progress on the terminal or as JSON
+//! lines, Ctrl-C, and exit codes.
 
 mod job;
-mod ordered;
-mod read;
-mod record;
-mod rows;
 
 use std::cell::RefCell;
-use std::fs::File;
 use std::io::{self, Write as _};
-use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
+use indicatif::ProgressBar;
+use serde_json::Value as Json;
+use tokio::time::Instant;
 
-use self::job::{Job, Sink};
-use self::ordered::Ordered;
-use self::record::Record;
-use self::rows::Most;
+use self::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress};
 use super::stop::tell_all;
-use super::{load, pool_named, start_logging};
+use super::{load, pool_named, progress, start_logging};
 use crate::cli::Submit;
-use crate::client::batch_file::{ResumePoint, claim};
-use crate::client::{Bounds, Client, Resend};
+use crate::client::Resend;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
-use crate::protocol::control::{Cancellation, job_queue};
+use crate::protocol::control::Cancellation;
 use crate::shutdown::{Exit, Patience, Phase, Stop, listen};
 use crate::telemetry::QUIET;
 
-/// The most tasks under way.
-const WINDOW: usize = 4_096;
-/// Replies that the broker sends before they are acked; fewer where each answers many rows.
-const PREFETCH: u16 = 512;
-const LEAST_PREFETCH: u16 = 8;
-/// How long the broker keeps the replies of a job whose client is gone.
-const KEEP: Duration = Duration::from_secs(24 * 60 * 60);
-/// Time between two reports of progress.
-const PROGRESS: Duration = Duration::from_secs(5);
+/// Time between two JSON lines of progress.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
+/// Time between two looks at the job for the bar.
+const BAR_INTERVAL: Duration = Duration::from_millis(125);
 
 pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
@@ -51,14 +38,21 @@ pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let queue = queue_of(pool, arguments.background).exits_with(Exit::Usage)?;
     let output = arguments.output.as_deref().context("--output is missing").exits_with(Exit::Usage)?;
-    let (file, point) = files(arguments, output, queue).exits_with(Exit::Usage)?;
-    let (done, total) = point.as_ref().map_or((0, None), |point| (point.done, Some(point.input.lines)));
-    let ordered = Ordered::new(file, output, done as u64);
-    let job = Job::new(ordered, total, arguments);
-    if total == Some(done) {
-        return job.borrow_mut().conclude(&pool.name, queue, Ok(()));
+    let files = JobFiles::open(&arguments.input, output, queue).exits_with(Exit::Usage)?;
+    let job = files.job(arguments.attempts);
+    let report_for = arguments.json.then_some(pool.name.as_str());
+    if job.borrow().is_complete() {
+        return conclude(&mut job.borrow_mut(), report_for, queue, Ok(()));
     }
-    let exit = runtime.block_on(drive(arguments, &settings, (queue, pool), point, &job));
+    let options = JobOptions {
+        queue: queue.to_owned(),
+        inputs: arguments.input.clone(),
+        rows_per_task: arguments.rows_per_task,
+        max_inputs: pool.max_inputs,
+        resend: Resend { after: arguments.reply_timeout, attempts: arguments.attempts },
+    };
+    let ended = runtime.block_on(drive(arguments, &settings, &options, &job));
+    let exit = ended.and_then(|ended| conclude(&mut job.borrow_mut(), report_for, queue, ended));
     // The thread that reads standard input may wait there for ever.
     runtime.shutdown_background();
     exit
@@ -73,76 +67,39 @@ fn queue_of(pool: &Pool, background: bool) -> anyhow::Result<&str> {
     queue.with_context(|| format!("pool {:?} has no background_queue in the settings", pool.name))
 }
 
-/// Opens and locks the output, and finds where to continue; none where the input can only be read once.
-fn files(arguments: &Submit, output: &Path, queue: &str) -> anyhow::Result<(File, Option<ResumePoint>)> {
-    let inputs = &arguments.input;
-    if output == Path::new("-") || output.metadata().is_ok_and(|it| !it.is_file()) {
-        bail!("--output {} is no file: an interrupted run could not continue it", output.display());
-    }
-    // Before the output is made, so that a wrong name leaves no file. Nothing is opened here: whoever writes to a FIFO
-    // would lose its reader.
-    let mut are_files = true;
-    for input in inputs {
-        let is_stdin = input == Path::new("-");
-        let is_file = || input.metadata().map(|it| it.is_file()).with_context(|| input.display().to_string());
-        are_files &= !is_stdin && is_file()?;
-    }
-    if !are_files && inputs.len() > 1 {
-        bail!("an input that is no file, such as standard input or a pipe, must be the only one");
-    }
-    let mut claimed = claim(output)?;
-    if are_files {
-        let point = ResumePoint::find(inputs, output)?;
-        let input = Some(point.input.clone());
-        Record { queue: queue.to_owned(), input }.continue_output(output, point.done)?;
-        point.cut(&mut claimed, output)?;
-        return Ok((claimed, Some(point)));
-    }
-    if claimed.metadata()?.len() > 0 {
-        let output = output.display();
-        bail!(
-            "{output} has lines already, and an input that is no file cannot be read again to continue them"
-        );
-    }
-    Record { queue: queue.to_owned(), input: None }.continue_output(output, 0)?;
-    Ok((claimed, None))
-}
-
-/// Publishes the rows and writes the answers.
+/// Runs the job, until it ends or Ctrl-C ends the wait for it. The inner error is why a job ended that had begun.
 async fn drive(
     arguments: &Submit,
     settings: &Settings,
-    (queue, pool): (&str, &Pool),
-    point: Option<ResumePoint>,
+    options: &JobOptions,
     job: &RefCell<Job>,
-) -> anyhow::Result<Exit> {
+) -> anyhow::Result<anyhow::Result<()>> {
     let stop = Stop::default();
     listen(stop.clone(), Patience::SecondAborts)?;
-    let (replies, id) = {
+    let mut run = JobRun::begin(job, &settings.broker, options).await.map_err(with_exit)?;
+    writeln!(io::stderr(), "job {}, through {}", job.borrow().id(), options.queue)?;
+    let bar = {
         let job = job.borrow();
-        (job_queue(job.id()), job.id().to_owned())
+        progress::bar(job.total().map(|total| total as u64), job.before(), "rows")
     };
-    let name = format!("sconce submit {id}");
-    let prefetch = (PREFETCH / arguments.rows_per_task).max(LEAST_PREFETCH);
-    let mut client = Client::for_job(&settings.broker, &name, queue, (&replies, KEEP), prefetch).await?;
-    writeln!(io::stderr(), "job {id}, through {queue}")?;
-    let most = Most { rows: arguments.rows_per_task.into(), inputs: pool.max_inputs };
-    let mut units = read::read(&arguments.input, point, most)?;
-    let stopped = stop.clone();
-    let tasks = futures_util::StreamExt::take_until(job::tasks(job, &mut units), async move {
-        stopped.reached(Phase::Returning).await;
-    });
-    let resend = Resend { after: arguments.reply_timeout, attempts: arguments.attempts };
-    let bounds = Bounds { under_way: WINDOW, timeout: None, in_order: false, resend: Some(resend) };
-    let mut sink = Sink(job);
     let ended = tokio::select! {
-        ended = client.run(0, tasks, &bounds, &mut sink) => ended,
+        ended = run.drive(stop.reached(Phase::Returning)) => ended.map_err(with_exit),
         () = left(&stop, arguments.grace) => Ok(()),
-        error = progress(job, arguments.json) => Err(error),
+        error = show(job, &bar, arguments.json) => Err(error),
     };
-    client.close().await;
-    let mut job = job.borrow_mut();
-    job.conclude(&pool.name, queue, ended)
+    run.close().await;
+    bar.finish_and_clear();
+    Ok(ended)
+}
+
+/// Who has to act on an error of a job; an error of the client tells that itself.
+fn with_exit(error: JobError) -> anyhow::Error {
+    match error {
+        JobError::Client(error) => error.into(),
+        JobError::InputChanged(_) => anyhow::Error::new(error).exits_with(Exit::Usage),
+        JobError::Withdrawn(_) => anyhow::Error::new(error).exits_with(Exit::Aborted),
+        JobError::Input { .. } | JobError::Output(_) => error.into(),
+    }
 }
 
 /// Returns when the run is not to wait any longer for what is under way.
@@ -155,15 +112,81 @@ async fn left(stop: &Stop, grace: Duration) {
 }
 
 /// Shows how the job stands, from time to time. Returns only an error of the output.
-async fn progress(job: &RefCell<Job>, json: bool) -> anyhow::Error {
-    let mut tick = tokio::time::interval(PROGRESS);
-    tick.tick().await;
+async fn show(job: &RefCell<Job>, bar: &ProgressBar, json: bool) -> anyhow::Error {
+    let (mut told, mut answered) = (Instant::now(), 0);
     loop {
-        tick.tick().await;
-        if json && let Err(error) = job.borrow_mut().print_progress() {
-            return error;
+        tokio::time::sleep(BAR_INTERVAL).await;
+        let job = job.borrow();
+        let progress = job.progress();
+        draw(bar, &progress);
+        if json && told.elapsed() >= PROGRESS_INTERVAL {
+            let rate = (progress.answered - answered) as f64 / told.elapsed().as_secs_f64();
+            (told, answered) = (Instant::now(), progress.answered);
+            if let Err(error) = print_progress(&progress, rate) {
+                return error;
+            }
         }
     }
+}
+
+fn draw(bar: &ProgressBar, progress: &Progress<'_>) {
+    let mut words = Vec::new();
+    if progress.errors > 0 {
+        words.push(format!("{} errors", progress.errors));
+    }
+    if !progress.consumed {
+        words.push("no worker consumes".to_owned());
+    }
+    bar.set_message(words.join(", "));
+    bar.set_position(progress.written);
+}
+
+/// Prints how the job stands, with its rate since the last line.
+fn print_progress(progress: &Progress<'_>, rate: f64) -> anyhow::Result<()> {
+    let mut line = serde_json::to_value(progress)?;
+    if let Some(line) = line.as_object_mut() {
+        line.insert("rows_per_second".to_owned(), ((rate * 10.0).round() / 10.0).into());
+    }
+    Ok(writeln!(io::stdout(), "{line}")?)
+}
+
+/// Prints what was done, and what is missing; with a pool's name, also a report.
+///
+/// # Errors
+/// Why the run ended before its rows were answered.
+fn conclude(
+    job: &mut Job,
+    report_for: Option<&str>,
+    queue: &str,
+    ended: anyhow::Result<()>,
+) -> anyhow::Result<Exit> {
+    let ended = ended.and(job.sync().map_err(with_exit));
+    if let Some(pool) = report_for {
+        let report = serde_json::to_value(job.report(pool))?;
+        let mut line = serde_json::to_value(job.progress())?;
+        if let (Some(line), Json::Object(report)) = (line.as_object_mut(), report) {
+            line.extend(report);
+        }
+        writeln!(io::stdout(), "{line}")?;
+    }
+    let mut says = io::stderr();
+    let Progress { written, errors, in_flight, .. } = job.progress();
+    let before = job.before();
+    let of = job.total().map_or(String::new(), |total| format!(" of {total}"));
+    writeln!(says, "{}{of} rows answered now, {before} before; {errors} with an error", written - before)?;
+    ended?;
+    if job.is_complete() {
+        return Ok(Exit::Done);
+    }
+    writeln!(says, "stopped behind row {written}{of}; the same command goes on from there")?;
+    if in_flight > 0 {
+        let id = job.id();
+        writeln!(
+            says,
+            "{in_flight} tasks are left in {queue}; `sconce submit --cancel {id}` withdraws them"
+        )?;
+    }
+    Ok(Exit::Aborted)
 }
 
 /// Withdraws a job.

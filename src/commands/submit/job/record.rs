@@ -3,10 +3,9 @@
 
 use std::path::Path;
 
-use anyhow::{Context as _, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::client::batch_file::{InputDigest, beside, read_record, write_record};
+use crate::client::batch_file::{FileError, InputDigest, beside, read_record, write_record};
 
 /// What an output answers, and who answered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,17 +21,17 @@ impl Record {
     ///
     /// # Errors
     /// It may not continue the output: the operator has to name another one. Then nothing is changed.
-    pub(super) fn continue_output(&self, output: &Path, done: usize) -> anyhow::Result<()> {
+    pub(super) fn continue_output(&self, output: &Path, done: usize) -> Result<(), FileError> {
         let path = beside(output);
         let shown = path.display();
         let earlier: Option<Self> = if done > 0 {
             let how = "give another output file, or remove it and the output";
-            read_record(&path).with_context(|| format!("{shown} is of another kind of run: {how}"))?
+            read_record(&path).map_err(FileError::at(format!("{shown} is of another kind of run: {how}")))?
         } else {
             None
         };
         let Some(earlier) = earlier else {
-            return write_record(&path, self).with_context(|| shown.to_string());
+            return write_record(&path, self).map_err(FileError::at(&shown));
         };
         let input = |record: &Self| {
             record
@@ -41,7 +40,7 @@ impl Record {
                 .map_or("standard input".to_owned(), |digest| format!("an input of {digest}"))
         };
         if (&earlier.input, &earlier.queue) != (&self.input, &self.queue) || self.input.is_none() {
-            bail!(
+            return Err(FileError::Refused(format!(
                 "the output was made from {} through {:?}; this run has {} and {:?}: give another output file, or \
                  remove {} and {shown}",
                 input(&earlier),
@@ -49,7 +48,7 @@ impl Record {
                 input(self),
                 self.queue,
                 output.display()
-            );
+            )));
         }
         Ok(())
     }

@@ -7,12 +7,11 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::Context as _;
 use tokio::sync::mpsc;
 
+use super::JobError;
 use super::rows::{Most, Packed, Packer};
 use crate::client::batch_file::{CountedInput, InputLine, InputLines, MAX_LINE, RepeatedIds, ResumePoint};
-use crate::commands::exits::ExitsWith as _;
 use crate::protocol::batch_line::{self, InvalidLine};
 
 /// Lines read ahead of publishing, and as many tasks made of them: each may have 64 MiB.
@@ -31,7 +30,7 @@ pub(super) enum Unit {
     },
 }
 
-type Line = anyhow::Result<InputLine>;
+type Line = Result<InputLine, JobError>;
 
 /// Reads all lines, on a thread of its own.
 type Source = Box<dyn FnOnce(&mpsc::Sender<Line>) + Send>;
@@ -42,13 +41,13 @@ pub(super) fn read(
     inputs: &[PathBuf],
     point: Option<ResumePoint>,
     most: Most,
-) -> anyhow::Result<mpsc::Receiver<anyhow::Result<Unit>>> {
+) -> Result<mpsc::Receiver<Result<Unit, JobError>>, JobError> {
     // Written by the thread, read by the task below.
     let (read, lines) = mpsc::channel(READ_AHEAD);
     let first = point.as_ref().map_or(0, |point| point.done as u64);
     let source: Source = match point {
         Some(point) => {
-            let input = point.open_input(inputs)?;
+            let input = point.open_input(inputs).map_err(of_input)?;
             Box::new(move |read| counted(input, read))
         }
         None => {
@@ -56,20 +55,24 @@ pub(super) fn read(
             Box::new(move |read| match opened(&name) {
                 Ok(reader) => {
                     let lines = InputLines::new(BufReader::new(reader));
-                    passed_on(lines.map(|line| line.context("the input")), read);
+                    passed_on(lines.map(|line| line.map_err(of_input)), read);
                 }
                 Err(error) => {
-                    let error = anyhow::Error::from(error).context(name.display().to_string());
+                    let error = JobError::Input { what: name.display().to_string(), source: error };
                     let _ = read.blocking_send(Err(error));
                 }
             })
         }
     };
-    thread::Builder::new().name("input".into()).spawn(move || source(&read))?;
+    thread::Builder::new().name("input".into()).spawn(move || source(&read)).map_err(of_input)?;
     // Written by the task, read by the client.
     let (packed, units) = mpsc::channel(READ_AHEAD);
     tokio::spawn(pack(lines, packed, Packer::new(most), first));
     Ok(units)
+}
+
+fn of_input(source: io::Error) -> JobError {
+    JobError::Input { what: "the input".to_owned(), source }
 }
 
 /// On the reading thread: a FIFO opens only when somebody writes to it.
@@ -78,13 +81,13 @@ fn opened(name: &Path) -> io::Result<Box<dyn Read>> {
 }
 
 fn counted(mut input: CountedInput, read: &mpsc::Sender<Line>) {
-    if passed_on(input.by_ref().map(|line| line.context("the input")), read) {
+    if passed_on(input.by_ref().map(|line| line.map_err(of_input)), read) {
         let changed = match input.changed() {
-            Ok(changed) => changed.map(anyhow::Error::msg),
-            Err(error) => Some(anyhow::Error::from(error).context("the input")),
+            Ok(changed) => changed.map(JobError::InputChanged),
+            Err(error) => Some(of_input(error)),
         };
         if let Some(changed) = changed {
-            let _ = read.blocking_send(Err(changed.exits_with(crate::shutdown::Exit::Usage)));
+            let _ = read.blocking_send(Err(changed));
         }
     }
 }
@@ -96,7 +99,7 @@ fn passed_on(mut lines: impl Iterator<Item = Line>, read: &mpsc::Sender<Line>) -
 
 async fn pack(
     mut lines: mpsc::Receiver<Line>,
-    packed: mpsc::Sender<anyhow::Result<Unit>>,
+    packed: mpsc::Sender<Result<Unit, JobError>>,
     mut packer: Packer,
     first: u64,
 ) {
@@ -107,7 +110,7 @@ async fn pack(
             Err(_) => (packer.flush().map(Unit::Task).map(Ok).into_iter().collect(), false),
             Ok(None) => (packer.flush().map(Unit::Task).map(Ok).into_iter().collect(), true),
             Ok(Some(line)) => {
-                let units = line.map(|line| units_of(line, number, (&mut packer, &mut ids)));
+                let units = line.map(|line| units_of(line, number, &mut packer, &mut ids));
                 number += 1;
                 match units {
                     Ok(units) => (units.into_iter().map(Ok).collect::<Vec<_>>(), false),
@@ -129,7 +132,7 @@ async fn pack(
     }
 }
 
-fn units_of(line: InputLine, number: u64, (packer, ids): (&mut Packer, &mut RepeatedIds)) -> Vec<Unit> {
+fn units_of(line: InputLine, number: u64, packer: &mut Packer, ids: &mut RepeatedIds) -> Vec<Unit> {
     let request = match &line.bytes {
         Some(bytes) => batch_line::parse(bytes),
         None => Err(InvalidLine { custom_id: None, problem: format!("longer than {MAX_LINE} bytes") }),

@@ -1,0 +1,124 @@
+//! A whole job over the fleet: publishes a file's rows to a running pool, and writes the answers in the order of the
+//! rows. Each run has a reply queue of its own, which outlives this process for a while, so that answers to a client
+//! that died are no dead letters. Nothing but the output says what is done: a run continues behind its last line.
+//! Knows no command line and no terminal.
+
+mod files;
+mod ordered;
+mod read;
+mod record;
+mod rows;
+mod state;
+
+use std::cell::RefCell;
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use futures_util::StreamExt as _;
+use tokio::sync::mpsc;
+
+use self::read::Unit;
+use self::rows::Most;
+use self::state::{Sink, tasks};
+use crate::client::{Bounds, Client, ClientError, Resend};
+use crate::config::Broker;
+use crate::protocol::control::job_queue;
+
+pub(crate) use self::files::JobFiles;
+pub(crate) use self::state::{Job, Progress};
+
+/// The most tasks under way.
+const WINDOW: usize = 4_096;
+/// Replies that the broker sends before they are acked; fewer where each answers many rows.
+const PREFETCH: u16 = 512;
+const LEAST_PREFETCH: u16 = 8;
+/// How long the broker keeps the replies of a job whose client is gone.
+const KEEP: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// What a job asks for, and of whom.
+#[derive(Clone, Debug)]
+pub(crate) struct JobOptions {
+    /// Rows are published to this queue, which exists.
+    pub(crate) queue: String,
+    /// Files with the rows, one after the other; `-` is standard input.
+    pub(crate) inputs: Vec<PathBuf>,
+    /// Rows that may share a task.
+    pub(crate) rows_per_task: u16,
+    /// Inputs that the pool takes in a task.
+    pub(crate) max_inputs: usize,
+    /// When a task without a reply is published again, and how often it is published in all.
+    pub(crate) resend: Resend,
+}
+
+/// Why a job ended before its rows were answered. The rows written by then stay, and another run goes on behind them.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum JobError {
+    /// The broker refuses a task, or is lost.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// The input cannot be read.
+    #[error("{what}")]
+    Input {
+        /// Which one.
+        what: String,
+        source: io::Error,
+    },
+    /// The files are not those of the beginning, in these words: the rest needs another output.
+    #[error("{0}")]
+    InputChanged(String),
+    /// The output cannot be written.
+    #[error("the output")]
+    Output(#[source] io::Error),
+    /// Somebody has withdrawn this job, or cancelled one of its tasks.
+    #[error("job {0} was withdrawn, or one of its tasks cancelled; the same command goes on from there")]
+    Withdrawn(String),
+}
+
+/// A run of a job: its connection, and the rows as they are read.
+pub(crate) struct JobRun<'a> {
+    job: &'a RefCell<Job>,
+    client: Client,
+    units: mpsc::Receiver<Result<Unit, JobError>>,
+    resend: Resend,
+}
+
+impl<'a> JobRun<'a> {
+    /// Connects, and begins to read the rows that `job` has not answered. Call it inside a runtime.
+    ///
+    /// # Errors
+    /// No broker could be reached, it refuses, the queue does not exist, or an input cannot be read.
+    pub(crate) async fn begin(
+        job: &'a RefCell<Job>,
+        broker: &Broker,
+        options: &JobOptions,
+    ) -> Result<Self, JobError> {
+        let (replies, name) = {
+            let job = job.borrow();
+            (job_queue(job.id()), format!("sconce submit {}", job.id()))
+        };
+        let prefetch = (PREFETCH / options.rows_per_task).max(LEAST_PREFETCH);
+        let client = Client::for_job(broker, &name, &options.queue, (&replies, KEEP), prefetch).await?;
+        let most = Most { rows: options.rows_per_task.into(), inputs: options.max_inputs };
+        let point = job.borrow_mut().take_point();
+        let units = read::read(&options.inputs, point, most)?;
+        Ok(Self { job, client, units, resend: options.resend })
+    }
+
+    /// Publishes rows and writes their answers, until all are answered. Once `stopped` is over no more rows are
+    /// published, and what is under way is waited for. Dropping this future gives up what is under way; the job
+    /// says how much that is.
+    ///
+    /// # Errors
+    /// [`JobError`].
+    pub(crate) async fn drive(&mut self, stopped: impl Future<Output = ()>) -> Result<(), JobError> {
+        let bounds = Bounds { under_way: WINDOW, timeout: None, in_order: false, resend: Some(self.resend) };
+        let tasks = tasks(self.job, &mut self.units).take_until(stopped);
+        self.client.run(0, tasks, &bounds, &mut Sink(self.job)).await
+    }
+
+    /// Closes the connection.
+    pub(crate) async fn close(self) {
+        self.client.close().await;
+    }
+}
