@@ -223,6 +223,14 @@ pub enum BrokerError {
         /// The broker's message, and what to check.
         reason: String,
     },
+    /// The queue or exchange does not exist.
+    #[error("{broker} refused: {reason}")]
+    Missing {
+        /// The broker's address, without its password, or the name of what is missing.
+        broker: String,
+        /// The broker's message, and what to check.
+        reason: String,
+    },
     /// No broker could be reached for longer than allowed.
     #[error("no broker reached for {seconds} s: {reason}")]
     Unreachable {

@@ -151,7 +151,7 @@ pub(super) async fn gather(
         Ok(true) => {}
         Ok(false) => return Ok(answers),
         // No launcher has made the exchange: nobody is there.
-        Err(BrokerError::Refused { reason, .. }) if reason.starts_with("404") => {
+        Err(BrokerError::Missing { reason, .. }) => {
             return Err(anyhow!("nobody has answered: {reason}").exits_with(Exit::No));
         }
         Err(error) => return Err(error.into()),

@@ -86,7 +86,7 @@ async fn look_at(broker: &Broker, queue: &str, waits: bool) -> anyhow::Result<()
             Ok(writeln!(io::stderr(), "nobody consumes from {queue} now; waiting for workers")?)
         }
         Ok(_) => Ok(()),
-        Err(error @ BrokerError::Refused { .. }) if error.to_string().contains("NOT_FOUND") => {
+        Err(error @ BrokerError::Missing { .. }) => {
             let words = format!("queue {queue:?} does not exist; a launcher makes it, or --declare");
             Err(anyhow::Error::from(error).context(words))
         }

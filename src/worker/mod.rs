@@ -100,7 +100,7 @@ impl WorkerError {
             Self::Load(LoadError::File { .. } | LoadError::Unsupported { .. } | LoadError::Probe { .. }) => {
                 Exit::ModelFailed
             }
-            Self::Broker(BrokerError::Refused { .. }) => Exit::Config,
+            Self::Broker(BrokerError::Refused { .. } | BrokerError::Missing { .. }) => Exit::Config,
             Self::Broker(BrokerError::Unreachable { .. }) | Self::SentinelLost => Exit::BrokerLost,
             Self::Internal(_) => Exit::Internal,
         }

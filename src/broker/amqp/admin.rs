@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use lapin::{Connection, Error};
 
-use super::connect::{Connector, OpenConnection, Refusal, words};
+use super::cause::refused;
+use super::connect::{Connector, OpenConnection, Refusal};
 use super::topology::{Topology, look, make_replies};
 use crate::broker::BrokerError;
 
@@ -72,8 +73,4 @@ pub(super) async fn connect(connector: &Connector) -> Result<(OpenConnection, St
         },
         None => BrokerError::Refused { broker: "broker.url".into(), reason: "it is empty".into() },
     })
-}
-
-pub(super) fn refused(broker: String, error: &Error) -> BrokerError {
-    BrokerError::Refused { broker, reason: words(error).0 }
 }

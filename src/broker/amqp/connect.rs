@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 
 use lapin::tcp::{OwnedIdentity, OwnedTLSConfig};
 use lapin::uri::{AMQPScheme, AMQPUri};
-use lapin::{AsyncTcpStream, Connection, ConnectionProperties, Error, ErrorKind};
+use lapin::{AsyncTcpStream, Connection, ConnectionProperties, Error};
 
+use super::cause::{Cause, message};
 use crate::backoff::Backoff;
 use crate::broker::BrokerError;
 use crate::config::{Broker, Tls, redact_url};
@@ -42,6 +43,17 @@ pub struct Failure {
     pub(super) refusal: Refusal,
 }
 
+impl Failure {
+    pub(super) fn of(broker: String, error: &Error) -> Self {
+        Self { broker, reason: message(error), refusal: Cause::of(error).into() }
+    }
+
+    /// A failure of which the broker has said nothing.
+    pub(super) fn without_answer(broker: String, reason: String) -> Self {
+        Self { broker, reason, refusal: Refusal::None }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     /// Not a refusal, or one that passes without a change here: a limit that is reached, a queue that may yet
@@ -51,6 +63,23 @@ pub(super) enum Refusal {
     Uncertain,
     /// The settings are wrong: certificates, arguments of a queue.
     Settings,
+}
+
+impl From<Cause> for Refusal {
+    fn from(cause: Cause) -> Self {
+        match cause {
+            Cause::AccessRefused | Cause::NotAllowed => Self::Uncertain,
+            Cause::InvalidPath | Cause::PreconditionFailed | Cause::Tls => Self::Settings,
+            Cause::Missing
+            | Cause::Away
+            | Cause::Private
+            | Cause::LimitReached
+            | Cause::ContentTooLarge
+            | Cause::BadFrame
+            | Cause::Other
+            | Cause::Connection => Self::None,
+        }
+    }
 }
 
 /// How long refusals are retried before the first connection succeeds. Afterwards a refusal counts as an
@@ -95,27 +124,29 @@ impl Connector {
         let turn = self.turn.load(Ordering::Relaxed) % urls.len().max(1);
         let url = urls.get(turn).map(|url| url.expose()).unwrap_or_default();
         let broker = redact_url(url);
-        let opened = tokio::time::timeout(self.settings.connect_timeout, self.open(url)).await;
-        let reason = match opened {
+        let limit = self.settings.connect_timeout;
+        let failure = match tokio::time::timeout(limit, self.open(url, &broker)).await {
             Ok(Ok(connection)) => return Ok((connection, broker)),
             Ok(Err(failure)) => failure,
-            Err(_) => (format!("no answer within {:?}", self.settings.connect_timeout), Refusal::None),
+            Err(_) => Failure::without_answer(broker, format!("no answer within {limit:?}")),
         };
         self.pass_turn();
-        Err(Failure { broker, reason: reason.0, refusal: reason.1 })
+        Err(failure)
     }
 
     pub(super) fn pass_turn(&self) {
         self.turn.fetch_add(1, Ordering::Relaxed);
     }
 
-    async fn open(&self, url: &str) -> Result<OpenConnection, (String, Refusal)> {
-        let mut uri: AMQPUri = url.parse().map_err(|reason: String| (reason, Refusal::Settings))?;
+    async fn open(&self, url: &str, broker: &str) -> Result<OpenConnection, Failure> {
+        let wrong_settings =
+            |reason| Failure { broker: broker.to_owned(), reason, refusal: Refusal::Settings };
+        let mut uri: AMQPUri = url.parse().map_err(wrong_settings)?;
         let heartbeat = u16::try_from(self.settings.heartbeat.as_secs()).unwrap_or(u16::MAX);
         uri.query.heartbeat.get_or_insert(heartbeat);
-        let tls = certificates(&self.settings.tls).map_err(|reason| (reason, Refusal::Settings))?;
+        let tls = certificates(&self.settings.tls).map_err(wrong_settings)?;
         let properties = ConnectionProperties::default().with_connection_name(self.name.as_str().into());
-        connect(uri, tls, properties).await.map_err(|error| words(&error))
+        connect(uri, tls, properties).await.map_err(|error| Failure::of(broker.to_owned(), &error))
     }
 }
 
@@ -193,33 +224,6 @@ impl Drop for OpenConnection {
             });
         }
     }
-}
-
-/// The text of a failure, with a hint, and what kind of refusal it is.
-pub(super) fn words(error: &Error) -> (String, Refusal) {
-    let amqp = match error.kind() {
-        ErrorKind::ProtocolError(amqp) => amqp,
-        // rustls reports a bad certificate, or an answer that is not TLS, as invalid data.
-        ErrorKind::IOError(io) if io.kind() == std::io::ErrorKind::InvalidData => {
-            let hint = "check broker.tls (ca_file, cert_file, key_file), and amqp:// or amqps://";
-            return (format!("{error}; {hint}"), Refusal::Settings);
-        }
-        _ => return (error.to_string(), Refusal::None),
-    };
-    let message = amqp.get_message().to_string();
-    let (refusal, hint) = match amqp.get_id() {
-        // A limit of connections (of a user, a virtual host or a node), which passes when others end; or a
-        // virtual host that is starting.
-        530 if message.contains("is reached") || message.contains("is down") => (Refusal::None, ""),
-        403 => (Refusal::Uncertain, "; check user, password and permissions"),
-        530 => {
-            (Refusal::Uncertain, "; check the virtual host (`/` is written %2f) and the user's access to it")
-        }
-        402 | 406 => (Refusal::Settings, ""),
-        // 404 (a queue that may yet be made) and 405 (locked by another connection) can pass.
-        _ => (Refusal::None, ""),
-    };
-    (format!("{} {message}{hint}", amqp.get_id()), refusal)
 }
 
 fn certificates(tls: &Tls) -> Result<OwnedTLSConfig, String> {

@@ -15,7 +15,8 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::acker::{AmqpAcker, Current, Open};
-use super::connect::{Connector, FAREWELL, Failure, ReconnectPolicy, Refusal, words};
+use super::cause::message;
+use super::connect::{Connector, FAREWELL, Failure, ReconnectPolicy};
 use super::session::{Session, Subscription, cancel, delivery_from};
 use crate::broker::{BrokerError, Consumer, Event};
 
@@ -138,7 +139,7 @@ struct Lost {
 impl From<&Error> for Lost {
     fn from(error: &Error) -> Self {
         let unreadable = matches!(error.kind(), ErrorKind::ParsingError(_));
-        Self { reason: words(error).0, unreadable }
+        Self { reason: message(error), unreadable }
     }
 }
 
@@ -176,7 +177,7 @@ impl Supervisor {
                     if began.elapsed() >= STEADY {
                         reconnect.over();
                     }
-                    Failure { broker, reason, refusal: Refusal::None }
+                    Failure::without_answer(broker, reason)
                 }
                 Err(failure) => failure,
             };

@@ -10,7 +10,8 @@ use lapin::types::FieldTable;
 use lapin::{Channel, Consumer, Error};
 use tokio::time::timeout;
 
-use super::admin::{connect, refused};
+use super::admin::connect;
+use super::cause::refused;
 use super::connect::{Connector, OpenConnection};
 use super::convert::{properties_from, properties_to, short};
 use super::topology::look;
@@ -77,9 +78,9 @@ impl ControlClient {
         };
         let exchange = format!("exchange {:?}", self.exchange);
         in_time(&exchange, ANSWER, asked).await.map_err(|error| match error {
-            BrokerError::Refused { broker, reason } if reason.starts_with("404") => {
+            BrokerError::Missing { broker, reason } => {
                 let hint = "no launcher has made it: is admin.control_exchange the same there?";
-                BrokerError::Refused { broker, reason: format!("{reason}; {hint}") }
+                BrokerError::Missing { broker, reason: format!("{reason}; {hint}") }
             }
             other => other,
         })

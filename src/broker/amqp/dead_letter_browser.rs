@@ -10,11 +10,12 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicGetOptions, BasicQosOptions};
 use lapin::types::FieldTable;
-use lapin::{Channel, Error, ErrorKind};
+use lapin::{Channel, Error};
 use tokio::time::timeout;
 
 use super::admin::{connect, ready_in};
-use super::connect::{Connector, FAREWELL, OpenConnection, words};
+use super::cause::{Cause, message};
+use super::connect::{Connector, FAREWELL, OpenConnection};
 use super::convert::short;
 use super::publisher::AmqpPublisher;
 use super::session::{cancel, delivery_from};
@@ -248,9 +249,11 @@ impl DeadLetterBrowser {
 }
 
 fn failed(broker: &str, queue: &str, error: &Error) -> BrokerError {
-    let reason = format!("queue {queue:?}: {}", words(error).0);
-    match error.kind() {
-        ErrorKind::ProtocolError(_) => BrokerError::Refused { broker: broker.to_owned(), reason },
-        _ => BrokerError::Unreachable { seconds: 0, reason: format!("{broker}: {reason}") },
+    let reason = format!("queue {queue:?}: {}", message(error));
+    match Cause::of(error) {
+        Cause::Connection | Cause::Tls => {
+            BrokerError::Unreachable { seconds: 0, reason: format!("{broker}: {reason}") }
+        }
+        _ => BrokerError::Refused { broker: broker.to_owned(), reason },
     }
 }

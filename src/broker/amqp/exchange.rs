@@ -8,7 +8,7 @@ use futures_util::future::BoxFuture;
 use lapin::message::BasicReturnMessage;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::ShortString;
-use lapin::{Channel, Confirmation, Connection, Error, ErrorKind};
+use lapin::{Channel, Confirmation, Connection, Error};
 use tokio::sync::oneshot;
 
 use super::connect::OpenConnection;
@@ -52,20 +52,6 @@ pub(super) struct Sent {
     pub(super) id: u64,
     pub(super) channel: Option<Channel>,
     pub(super) result: Result<Confirmation, Error>,
-}
-
-/// Whether a message may have caused this connection error: frame, syntax and internal errors. A broker
-/// closes the connection, for example, over a header with an infinite number.
-pub(super) fn may_be_the_messages_fault(failure: &Error) -> bool {
-    matches!(code(failure), Some(501..=505 | 540 | 541))
-}
-
-/// The AMQP reply code; none where the error does not come from the broker.
-pub(super) fn code(failure: &Error) -> Option<u16> {
-    match failure.kind() {
-        ErrorKind::ProtocolError(amqp) => Some(amqp.get_id()),
-        _ => None,
-    }
 }
 
 /// Tests whether the broker answers: sends `confirm.select`, which changes nothing, on this channel or on a

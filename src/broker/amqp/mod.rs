@@ -6,6 +6,7 @@
 mod ack_tracker;
 mod acker;
 mod admin;
+mod cause;
 mod connect;
 mod consumer;
 mod control;

@@ -14,10 +14,11 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::admin::{connect, declare};
+use super::cause::Cause;
 use super::connect::{Connector, OpenConnection};
 use super::exchange::{Answer, Request};
 use super::sending::{REQUESTS, Sending};
-use super::topology::{Topology, Unseen, look, retry_queue, unseen};
+use super::topology::{Topology, look, retry_queue};
 use crate::broker::{BrokerError, Delay, Publisher, Seen};
 use crate::protocol::Message;
 
@@ -74,18 +75,19 @@ impl Looking {
             }
             Err(error) => error,
         };
-        match unseen(&error) {
-            Unseen::Missing => Some(Seen::Gone),
-            Unseen::Away => Some(Seen::Away),
-            Unseen::Private => Some(Seen::Private),
-            Unseen::Forbidden => {
+        match Cause::of(&error) {
+            Cause::Missing => Some(Seen::Gone),
+            Cause::Away => Some(Seen::Away),
+            Cause::Private => Some(Seen::Private),
+            // RabbitMQ 4.3 asks for the permission `configure`.
+            Cause::AccessRefused => {
                 if self.refused.len() == MOST_REFUSED {
                     self.refused.pop_front();
                 }
                 self.refused.push_back((queue.to_owned(), now));
                 None
             }
-            Unseen::Unknown => None,
+            _ => None,
         }
     }
 }

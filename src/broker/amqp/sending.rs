@@ -13,10 +13,9 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use super::connect::{Connector, Failure, OpenConnection, ReconnectPolicy, words};
-use super::exchange::{
-    DIRECT_REPLY_TO, Request, Sent, code, exchange, may_be_the_messages_fault, pulse, take_return,
-};
+use super::cause::{Cause, message};
+use super::connect::{Connector, Failure, OpenConnection, ReconnectPolicy};
+use super::exchange::{DIRECT_REPLY_TO, Request, Sent, exchange, pulse, take_return};
 use super::routes::{Place, Routes};
 use crate::broker::{BrokerError, Published};
 
@@ -322,7 +321,8 @@ impl Sending {
         let its_channels = error.is_amqp_soft_error()
             || matches!(error.kind(), ErrorKind::InvalidChannelState(..) | ErrorKind::ChannelsLimitReached);
         if !its_channels || !live.connection.status().connected() {
-            if may_be_the_messages_fault(error) {
+            // One of the messages under way may have caused it.
+            if Cause::of(error) == Cause::BadFrame {
                 self.routes.suspect_all(|request| {
                     request.suspicions += u32::from(!request.message.properties.is_plain())
                 });
@@ -332,18 +332,17 @@ impl Sending {
         match place {
             // The message was alone on the channel, so the broker refused this one.
             Place::Alone if error.is_amqp_soft_error() => {
-                let words = words(error).0;
-                let answer = match code(error) {
-                    // CONTENT_TOO_LARGE, PRECONDITION_FAILED.
-                    Some(311 | 406) => Published::Refused(words),
-                    _ => Published::Forbidden(words),
+                let reason = message(error);
+                let answer = match Cause::of(error) {
+                    Cause::ContentTooLarge | Cause::PreconditionFailed => Published::Refused(reason),
+                    _ => Published::Forbidden(reason),
                 };
                 let request = self.routes.answered(id, false, now);
                 request.map(|request| request.answer.send(Ok(answer)));
             }
             Place::Alone | Place::Retired => self.routes.again(id, now, REOPEN),
             Place::Shared => {
-                tracing::warn!(broker = live.broker, reason = words(error).0, "publishing again");
+                tracing::warn!(broker = live.broker, reason = message(error), "publishing again");
                 live.shared = None;
                 self.routes.retire();
                 self.routes.again(id, now, Duration::ZERO);
@@ -353,14 +352,13 @@ impl Sending {
 
     fn lose_over(&mut self, error: &Error, now: Instant) {
         let broker = self.live.as_ref().map(|live| live.broker.clone());
-        let (reason, refusal) = words(error);
-        if code(error) == Some(530) {
+        let reason = message(error);
+        if matches!(Cause::of(error), Cause::NotAllowed | Cause::LimitReached) {
             // Most likely the limit of channels was reached.
             self.routes.allow_fewer();
         }
         if self.live.as_ref().is_some_and(|live| now < live.opened + STEADY) {
-            let (broker, reason) = (broker.clone().unwrap_or_default(), reason.clone());
-            self.broke = Some(Failure { broker, reason, refusal });
+            self.broke = Some(Failure::of(broker.clone().unwrap_or_default(), error));
         }
         for request in self.routes.take_if(|request| request.suspicions >= SUSPICIONS) {
             let _ = request.answer.send(Ok(Published::Refused(reason.clone())));

@@ -11,7 +11,7 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{Channel, Error, ExchangeKind};
 use tokio::sync::watch;
 
-use super::connect::{Connector, FAREWELL, Failure, OpenConnection, Refusal, words};
+use super::connect::{Connector, FAREWELL, Failure, OpenConnection};
 use super::convert::{properties_from, short};
 use super::topology::{Topology, make_replies};
 use crate::broker::{Delivery, DeliveryTag, Source};
@@ -88,7 +88,7 @@ impl Session {
         let (connection, broker) = connector.attempt().await?;
         let session = Self::set_up(connection, subscription, prefetch, connector);
         let limit = connector.settings.connect_timeout;
-        let (reason, refusal) = match tokio::time::timeout(limit, session).await {
+        let failure = match tokio::time::timeout(limit, session).await {
             Ok(Ok(session)) => {
                 if let Subscription::Topic { exchange, .. } = subscription {
                     tracing::info!(broker, exchange, "listening");
@@ -97,11 +97,14 @@ impl Session {
                 }
                 return Ok((session, broker));
             }
-            Ok(Err(error)) => words(&error),
-            Err(_) => (format!("the queue could not be opened within {limit:?}"), Refusal::None),
+            Ok(Err(error)) => Failure::of(broker, &error),
+            Err(_) => {
+                let reason = format!("the queue could not be opened within {limit:?}");
+                Failure::without_answer(broker, reason)
+            }
         };
         connector.pass_turn();
-        Err(Failure { broker, reason, refusal })
+        Err(failure)
     }
 
     async fn set_up(

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use lapin::options::{ExchangeDeclareOptions, QueueBindOptions, QueueDeclareOptions};
 use lapin::types::{AMQPValue, FieldTable};
-use lapin::{Connection, Error, ErrorKind, ExchangeKind, Queue};
+use lapin::{Connection, Error, ExchangeKind, Queue};
 
+use super::cause::Cause;
 use super::convert::short;
-use super::exchange::code;
 use crate::protocol::control::QUEUE_MADE;
 
 /// The queues of a pool.
@@ -151,8 +151,10 @@ pub(super) async fn has_high_limit(connection: &Connection, queue: &str) -> Resu
     let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
     match channel.queue_declare(short(queue), durable, with_high_limit()).await {
         Ok(_) => channel.close(200, "done".into()).await.map(|()| true),
-        // Other arguments (406), or no permission to declare (403).
-        Err(error) if matches!(code(&error), Some(403 | 406)) => Ok(false),
+        // Other arguments, or no permission to declare.
+        Err(error) if matches!(Cause::of(&error), Cause::AccessRefused | Cause::PreconditionFailed) => {
+            Ok(false)
+        }
         Err(error) => Err(error),
     }
 }
@@ -160,48 +162,12 @@ pub(super) async fn has_high_limit(connection: &Connection, queue: &str) -> Resu
 async fn exists(connection: &Connection, queue: &str) -> Result<bool, Error> {
     match look(connection, queue).await {
         Ok(_) => Ok(true),
-        Err(error) => match unseen(&error) {
-            Unseen::Missing => Ok(false),
+        Err(error) => match Cause::of(&error) {
+            Cause::Missing => Ok(false),
             // Declaring it again would fail like the look.
-            Unseen::Away => Ok(true),
-            Unseen::Private | Unseen::Forbidden | Unseen::Unknown => Err(error),
+            Cause::Away => Ok(true),
+            _ => Err(error),
         },
-    }
-}
-
-/// Why [`look`] has not seen a queue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unseen {
-    /// There is no such queue.
-    Missing,
-    /// It exists, and cannot be reached now: the node of a classic queue is down, or the queue has crashed.
-    Away,
-    /// It is another connection's own.
-    Private,
-    /// We may not look. RabbitMQ 4.3 asks for the permission `configure`.
-    Forbidden,
-    /// The broker gave another reason, or no answer.
-    Unknown,
-}
-
-pub(super) fn unseen(error: &Error) -> Unseen {
-    match error.kind() {
-        ErrorKind::ProtocolError(amqp) => reason_of(amqp.get_id(), amqp.get_message().as_str()),
-        _ => Unseen::Unknown,
-    }
-}
-
-/// Reads the broker's answer to a passive declaration. RabbitMQ answers 404 for a queue that it cannot reach too, and
-/// only the text differs. The beginnings of its texts decide, because a stranger chooses the name that follows.
-fn reason_of(code: u16, message: &str) -> Unseen {
-    const AWAY: [&str; 3] = ["home node '", "queue '", "failed to perform operation on "];
-    let reason = message.strip_prefix("NOT_FOUND - ").unwrap_or(message);
-    match code {
-        404 if AWAY.iter().any(|beginning| reason.starts_with(beginning)) => Unseen::Away,
-        404 => Unseen::Missing,
-        405 => Unseen::Private,
-        403 => Unseen::Forbidden,
-        _ => Unseen::Unknown,
     }
 }
 
@@ -223,31 +189,7 @@ async fn make(connection: &Connection, queue: &str, arguments: FieldTable) -> Re
             channel.close(200, "done".into()).await
         }
         // Another process has made the queue since our check, with other arguments; that is enough.
-        Err(error) if code(&error) == Some(406) => Ok(()),
+        Err(error) if Cause::of(&error) == Cause::PreconditionFailed => Ok(()),
         Err(error) => Err(error),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_queue_whose_node_is_down_is_away_and_not_missing_whatever_its_name() {
-        let of = |message: &str| reason_of(404, message);
-        assert_eq!(of("NOT_FOUND - no queue 'q' in vhost '/'"), Unseen::Missing);
-        assert_eq!(
-            of("NOT_FOUND - no queue 'home node 'q' is down or inaccessible' in vhost '/'"),
-            Unseen::Missing
-        );
-        let down =
-            "NOT_FOUND - home node 'rabbit@b' of durable queue 'q' in vhost '/' is down or inaccessible";
-        assert_eq!(of(down), Unseen::Away);
-        assert_eq!(of("NOT_FOUND - queue 'q' in vhost '/' has crashed and failed to restart"), Unseen::Away);
-        assert_eq!(of("another broker's text"), Unseen::Missing);
-        assert_eq!(
-            [403, 405, 541].map(|code| reason_of(code, "")),
-            [Unseen::Forbidden, Unseen::Private, Unseen::Unknown]
-        );
     }
 }

@@ -1,0 +1,127 @@
+//! What an error of lapin means. The only place that reads the broker's reply codes and texts. Pure.
+
+use std::io;
+
+use lapin::{Error, ErrorKind};
+
+use crate::broker::BrokerError;
+
+/// Why the broker, or the connection to it, failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cause {
+    /// The queue or exchange does not exist.
+    Missing,
+    /// The queue exists, and cannot be reached now: the node of a classic queue is down, or the queue has crashed.
+    Away,
+    /// The queue is another connection's own.
+    Private,
+    /// The user lacks a permission; or the password is wrong, or the broker's authentication service is down.
+    AccessRefused,
+    /// A limit of connections (of a user, a virtual host or a node), which passes when others end; or a virtual host
+    /// that is starting.
+    LimitReached,
+    /// The virtual host does not exist, the user may not use it, or the connection has opened too many channels.
+    NotAllowed,
+    /// The virtual host's name cannot be read.
+    InvalidPath,
+    /// The arguments differ from those of the existing queue, or the message breaks a limit of the broker.
+    PreconditionFailed,
+    /// The message is too large for the broker.
+    ContentTooLarge,
+    /// Frame, syntax and internal errors, with which a broker closes the connection, for example over a header with
+    /// an infinite number.
+    BadFrame,
+    /// The broker gave another reason.
+    Other,
+    /// A certificate is wrong, or the answer is not TLS.
+    Tls,
+    /// The broker gave no reason: the connection failed.
+    Connection,
+}
+
+impl Cause {
+    pub(super) fn of(error: &Error) -> Self {
+        match error.kind() {
+            ErrorKind::ProtocolError(amqp) => Self::of_reply(amqp.get_id(), amqp.get_message().as_str()),
+            // rustls reports both as invalid data.
+            ErrorKind::IOError(error) if error.kind() == io::ErrorKind::InvalidData => Self::Tls,
+            _ => Self::Connection,
+        }
+    }
+
+    /// RabbitMQ answers 404 for a queue that it cannot reach too, and only the text differs. The beginnings of its
+    /// texts decide, because a stranger chooses the name that follows.
+    fn of_reply(code: u16, message: &str) -> Self {
+        const AWAY: [&str; 3] = ["home node '", "queue '", "failed to perform operation on "];
+        let reason = message.strip_prefix("NOT_FOUND - ").unwrap_or(message);
+        match code {
+            311 => Self::ContentTooLarge,
+            402 => Self::InvalidPath,
+            403 => Self::AccessRefused,
+            404 if AWAY.iter().any(|beginning| reason.starts_with(beginning)) => Self::Away,
+            404 => Self::Missing,
+            405 => Self::Private,
+            406 => Self::PreconditionFailed,
+            501..=505 | 540 | 541 => Self::BadFrame,
+            530 if message.contains("is reached") || message.contains("is down") => Self::LimitReached,
+            530 => Self::NotAllowed,
+            _ => Self::Other,
+        }
+    }
+
+    /// What the operator should check.
+    fn hint(self) -> &'static str {
+        match self {
+            Self::AccessRefused => "; check user, password and permissions",
+            Self::NotAllowed => "; check the virtual host (`/` is written %2f) and the user's access to it",
+            Self::Tls => "; check broker.tls (ca_file, cert_file, key_file), and amqp:// or amqps://",
+            _ => "",
+        }
+    }
+}
+
+/// The text of an error, with a hint.
+pub(super) fn message(error: &Error) -> String {
+    let hint = Cause::of(error).hint();
+    match error.kind() {
+        ErrorKind::ProtocolError(amqp) => format!("{} {}{hint}", amqp.get_id(), amqp.get_message()),
+        _ => format!("{error}{hint}"),
+    }
+}
+
+/// The error of an operation that `broker` (its address, or what of it) refused.
+pub(super) fn refused(broker: String, error: &Error) -> BrokerError {
+    let reason = message(error);
+    match Cause::of(error) {
+        Cause::Missing => BrokerError::Missing { broker, reason },
+        _ => BrokerError::Refused { broker, reason },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_queue_whose_node_is_down_is_away_and_not_missing_whatever_its_name() {
+        let of = |message: &str| Cause::of_reply(404, message);
+        assert_eq!(of("NOT_FOUND - no queue 'q' in vhost '/'"), Cause::Missing);
+        assert_eq!(
+            of("NOT_FOUND - no queue 'home node 'q' is down or inaccessible' in vhost '/'"),
+            Cause::Missing
+        );
+        let down =
+            "NOT_FOUND - home node 'rabbit@b' of durable queue 'q' in vhost '/' is down or inaccessible";
+        assert_eq!(of(down), Cause::Away);
+        assert_eq!(of("NOT_FOUND - queue 'q' in vhost '/' has crashed and failed to restart"), Cause::Away);
+        assert_eq!(of("another broker's text"), Cause::Missing);
+    }
+
+    #[test]
+    fn a_limit_of_connections_is_told_from_a_virtual_host_that_is_not_allowed() {
+        let of = |message: &str| Cause::of_reply(530, message);
+        assert_eq!(of("NOT_ALLOWED - connection limit (2) is reached"), Cause::LimitReached);
+        assert_eq!(of("NOT_ALLOWED - vhost 'b' is down"), Cause::LimitReached);
+        assert_eq!(of("NOT_ALLOWED - vhost b not found"), Cause::NotAllowed);
+    }
+}
