@@ -63,7 +63,7 @@ fn attention(criterion: &mut Criterion) {
     group.throughput(Throughput::Elements(TOKENS as u64));
     let matrix = || noise(HIDDEN * HIDDEN);
     let qkv = [matrix(), matrix(), matrix()];
-    let half = Attention::new(qkv, noise(HIDDEN), &matrix(), (HEADS, Numbers::F32)).expect("whole groups");
+    let half = Attention::new(qkv, noise(HIDDEN), &matrix(), HEADS, Numbers::F32).expect("whole groups");
     let (norm, x) = (norm(), noise(TOKENS * HIDDEN));
     for length in [8, 32, 128, 512] {
         let lengths = vec![length; TOKENS / length];

@@ -79,7 +79,7 @@ impl WithSimd for Rows<'_> {
             let mean = sum / width as f32;
             let variance = squares(simd, row, mean) / width as f32;
             let scale = 1.0 / (variance + self.eps).sqrt();
-            affine(simd, row, (mean, scale), (weight, shift));
+            affine(simd, row, mean, scale, weight, shift);
         }
     }
 }
@@ -117,7 +117,7 @@ fn squares<S: Simd>(simd: S, row: &[f32], mean: f32) -> f32 {
 
 /// row ← (row - mean)·scale·weight + shift.
 #[inline(always)]
-fn affine<S: Simd>(simd: S, row: &mut [f32], (mean, scale): (f32, f32), (weight, shift): (&[f32], &[f32])) {
+fn affine<S: Simd>(simd: S, row: &mut [f32], mean: f32, scale: f32, weight: &[f32], shift: &[f32]) {
     let (head, tail) = S::as_mut_simd_f32s(row);
     let ((weight, weight_tail), (shift, shift_tail)) = (S::as_simd_f32s(weight), S::as_simd_f32s(shift));
     let (means, scales) = (simd.splat_f32s(mean), simd.splat_f32s(scale));

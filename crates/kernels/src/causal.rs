@@ -7,7 +7,7 @@ use pulp::{Simd, WithSimd};
 
 use super::dispatch;
 use super::exp::exp;
-use super::kv::{BLOCK, Held, KEYS, KvBlocks, KvNumbers};
+use super::kv::{BLOCK, Held, HeldAt, KEYS, KvBlocks, KvNumbers};
 use super::product::{in_parallel, store};
 
 /// Queries whose scores are computed together.
@@ -30,16 +30,16 @@ pub struct Span<'a> {
 }
 
 impl Span<'_> {
-    /// The block of the token at `place` in its sequence, and its place there.
+    /// Where the keys and values of the token at `place` in its sequence are held.
     #[inline]
-    pub fn block(&self, place: usize) -> (u32, usize) {
-        (self.blocks[place / BLOCK], place % BLOCK)
+    pub fn held_at(&self, place: usize) -> HeldAt {
+        HeldAt { block: self.blocks[place / BLOCK], offset: place % BLOCK }
     }
 }
 
 /// `out` `[rows, heads·width]` ← attention of `queries` `[rows, heads·width]` of the tokens of `spans`, whose keys
 /// and values are in `kv` already. Each head of keys and values serves the same number of heads of queries.
-pub fn attend((kv, layer): (&KvBlocks, usize), spans: &[Span<'_>], queries: &[f32], out: &mut [f32]) {
+pub fn attend(kv: &KvBlocks, layer: usize, spans: &[Span<'_>], queries: &[f32], out: &mut [f32]) {
     let shape = kv.shape();
     let rows: usize = spans.iter().map(|span| span.count).sum();
     let row = queries.len() / rows.max(1);
@@ -62,7 +62,7 @@ pub fn attend((kv, layer): (&KvBlocks, usize), spans: &[Span<'_>], queries: &[f3
         let own = queries[first * row..].chunks_exact(row).take(work.part.count);
         let own: Vec<f32> = own.flat_map(|query| &query[column..][..width]).copied().collect();
         out.resize(own.len(), 0.0);
-        one_head((kv, layer, work.head), work.part, &own, out);
+        one_head(kv, layer, work.head, work.part, &own, out);
     };
     let products: usize =
         spans.iter().map(|span| span.count * (span.first + span.count)).sum::<usize>() * row;
@@ -92,7 +92,7 @@ thread_local! {
 }
 
 /// The queries of one head of keys: `[tokens, group, width]`.
-fn one_head((kv, layer, head): (&KvBlocks, usize, usize), part: Span<'_>, queries: &[f32], out: &mut [f32]) {
+fn one_head(kv: &KvBlocks, layer: usize, head: usize, part: Span<'_>, queries: &[f32], out: &mut [f32]) {
     let (width, stride) = (kv.shape().width, kv.shape().stride());
     let keys = part.first + part.count;
     let blocks = &part.blocks[..keys.div_ceil(BLOCK)];
@@ -182,7 +182,7 @@ impl Chunk<'_> {
         }
         for first in (0..width).step_by(LINES * S::F32_LANES) {
             let seen = places[count - 1] + 1;
-            let made = averages::<S, N, COUNT>(simd, held, &scores[..count * keys], (stride, first, seen));
+            let made = averages::<S, N, COUNT>(simd, held, &scores[..count * keys], stride, first, seen);
             for ((out, made), sum) in out.chunks_exact_mut(width).zip(made).zip(sums) {
                 let last = width.min(first + LINES * S::F32_LANES);
                 let scale = simd.splat_f32s(1.0 / sum);
@@ -256,7 +256,9 @@ fn averages<S: Simd, N: Kept, const COUNT: usize>(
     simd: S,
     held: &[Held<'_>],
     scores: &[f32],
-    (stride, first, seen): (usize, usize, usize),
+    stride: usize,
+    first: usize,
+    seen: usize,
 ) -> [[S::f32s; LINES]; COUNT] {
     let mut sums = [[simd.splat_f32s(0.0); LINES]; COUNT];
     let keys = seen.next_multiple_of(KEYS);
@@ -354,8 +356,8 @@ mod tests {
             for place in 0..*length {
                 for head in 0..shape.heads {
                     let at = (place * shape.heads + head) * shape.width;
-                    let block = (table[place / BLOCK], place % BLOCK);
-                    kv.put(block, [1, head], &k[at..][..shape.width], &v[at..][..shape.width]);
+                    let held_at = HeldAt { block: table[place / BLOCK], offset: place % BLOCK };
+                    kv.put(held_at, 1, head, &k[at..][..shape.width], &v[at..][..shape.width]);
                 }
             }
             tables.push(table);
@@ -366,7 +368,7 @@ mod tests {
     }
 
     /// The plain formula in f64 for a query of a head at `place`.
-    fn right(case: &Case, (sequence, head, place): (usize, usize, usize), query: &[f32]) -> Vec<f64> {
+    fn right(case: &Case, sequence: usize, head: usize, place: usize, query: &[f32]) -> Vec<f64> {
         let KvShape { heads, width, .. } = case.kv.shape();
         let at = |place: usize| (place * heads + head) * width;
         let score = |place: usize| {
@@ -406,13 +408,13 @@ mod tests {
                     .collect();
                 on_every_cpu(|| {
                     let mut out = vec![f32::NAN; rows * row];
-                    attend((&case.kv, 1), &spans, &queries, &mut out);
+                    attend(&case.kv, 1, &spans, &queries, &mut out);
                     let mut at = 0;
                     for (sequence, span) in spans.iter().enumerate() {
                         for place in span.first..span.first + span.count {
                             for head in 0..heads * group {
                                 let query = &queries[at..at + width];
-                                let right = right(&case, (sequence, head / group, place), query);
+                                let right = right(&case, sequence, head / group, place, query);
                                 for (ours, right) in out[at..].iter().zip(right) {
                                     let off = (f64::from(*ours) - right).abs();
                                     assert!(off < 2e-6, "{shape:?} {sequence} {place} {head}: {off}");
@@ -445,7 +447,7 @@ mod tests {
                         .flat_map(|(i, at)| &queries[(i * 70 + at.start) * row..(i * 70 + at.end) * row]);
                     let own: Vec<f32> = own.copied().collect();
                     let mut out = vec![f32::NAN; own.len()];
-                    attend((&case.kv, 1), &spans, &own, &mut out);
+                    attend(&case.kv, 1, &spans, &own, &mut out);
                     out
                 };
                 let together = of(&all);

@@ -108,14 +108,10 @@ impl Whole<'_> {
             let mut scratch = SCRATCH.take();
             scratch.out.resize(x.len(), 0.0);
             scratch.rows.lay(x, hidden);
-            scratch.rows.multiply_activated(self.up, (self.up_bias, self.activation), &mut scratch.inner);
+            scratch.rows.multiply_activated(self.up, self.up_bias, self.activation, &mut scratch.inner);
             if let Some(gate) = self.gate {
                 // A gate has no bias; U's is then 0 too.
-                scratch.rows.multiply_activated(
-                    gate,
-                    (self.up_bias, Activation::Identity),
-                    &mut scratch.gate,
-                );
+                scratch.rows.multiply_activated(gate, self.up_bias, Activation::Identity, &mut scratch.gate);
                 scratch.inner.gate(&scratch.gate);
             }
             scratch.inner.multiply(0, self.down, &mut scratch.out, hidden);

@@ -78,6 +78,15 @@ pub struct Held<'a> {
     pub values: &'a [u32],
 }
 
+/// Where a token's keys and values are held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeldAt {
+    /// The block.
+    pub block: u32,
+    /// The token's index in the block, below [`BLOCK`].
+    pub offset: usize,
+}
+
 impl KvBlocks {
     /// Memory for so many blocks. None of it is used yet.
     ///
@@ -117,17 +126,12 @@ impl KvBlocks {
         (((block as usize * self.shape.layers) + layer) * self.shape.heads * words + head * words, words)
     }
 
-    /// Writes the key and the value of a token at `place` in a block. Tokens of a block are written in order.
-    pub fn put(
-        &mut self,
-        (block, place): (u32, usize),
-        [layer, head]: [usize; 2],
-        key: &[f32],
-        value: &[f32],
-    ) {
+    /// Writes the key and the value of a token. Tokens of a block are written in order.
+    pub fn put(&mut self, at: HeldAt, layer: usize, head: usize, key: &[f32], value: &[f32]) {
         let KvShape { width, numbers, .. } = self.shape;
         let stride = self.shape.stride();
-        let (start, words) = self.place(block, layer, head);
+        let place = at.offset;
+        let (start, words) = self.place(at.block, layer, head);
         let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.memory[start * 4..(start + words) * 4]);
         let (keys, values) = words.split_at_mut(self.shape.key_words());
         match numbers {
@@ -177,7 +181,13 @@ mod tests {
             let mut blocks = KvBlocks::new(shape, 3).unwrap();
             for place in 0..5 {
                 let x = place as f32;
-                blocks.put((1, place), [1, 2], &[x, 10.0 + x, 20.0 + x, 30.0 + x], &[x, 1.0, 2.0, 3.0]);
+                blocks.put(
+                    HeldAt { block: 1, offset: place },
+                    1,
+                    2,
+                    &[x, 10.0 + x, 20.0 + x, 30.0 + x],
+                    &[x, 1.0, 2.0, 3.0],
+                );
             }
             let Held { keys, values } = blocks.held(1, 1, 2);
             let number = |word: u32, half: usize| match numbers {

@@ -60,7 +60,7 @@ impl SelfAttention {
             let [q, k, v] = [host(matrices[0])?, host(matrices[1])?, host(matrices[2])?];
             let (q_bias, v_bias) = (host(biases[0])?, host(biases[2])?);
             after = after.with_bias_raised(&through(&out, &v_bias))?;
-            let packed = Attention::new([q, k, v], q_bias, &out, (heads, numbers));
+            let packed = Attention::new([q, k, v], q_bias, &out, heads, numbers);
             Weights::Packed(packed.map_err(Error::msg)?)
         } else {
             #[cfg(feature = "cuda")]

@@ -55,7 +55,8 @@ impl Attention {
         [q, k, v]: [Vec<f32>; 3],
         q_bias: Vec<f32>,
         out: &[f32],
-        (heads, numbers): (usize, Numbers),
+        heads: usize,
+        numbers: Numbers,
     ) -> Result<Self, NotWholeGroups> {
         let hidden = q_bias.len();
         let d = hidden / heads;
@@ -272,7 +273,7 @@ mod tests {
 
         fn packed(&self) -> Attention {
             let [q, k, v, out] = self.matrices.clone();
-            Attention::new([q, k, v], self.q_bias.clone(), &out, (self.heads, Numbers::F32)).unwrap()
+            Attention::new([q, k, v], self.q_bias.clone(), &out, self.heads, Numbers::F32).unwrap()
         }
 
         /// attention(x)·O by the formula, in f64.

@@ -68,16 +68,15 @@ impl ByteRows {
     #[expect(unsafe_code, reason = "functions for some CPUs alone are unsafe to call on any other")]
     pub fn multiply(&self, panels: &[u32], out: &mut [f32], stride: usize) {
         let Some((numbers, parts)) = self.kind else { return };
-        let out = (out, stride);
         // SAFETY: the CPU has the instructions, since `lay` has been called.
         unsafe {
             match (numbers, parts) {
-                (Numbers::Bits4, 1) => multiply::<true, 4, 1>(self, numbers, panels, out),
-                (Numbers::Bits4, _) => multiply::<true, 4, 2>(self, numbers, panels, out),
-                (Numbers::Bits8By16, 1) => multiply::<false, 4, 1>(self, numbers, panels, out),
-                (Numbers::Bits8By16, _) => multiply::<false, 4, 2>(self, numbers, panels, out),
-                (_, 1) => multiply::<false, 8, 1>(self, numbers, panels, out),
-                _ => multiply::<false, 8, 2>(self, numbers, panels, out),
+                (Numbers::Bits4, 1) => multiply::<true, 4, 1>(self, numbers, panels, out, stride),
+                (Numbers::Bits4, _) => multiply::<true, 4, 2>(self, numbers, panels, out, stride),
+                (Numbers::Bits8By16, 1) => multiply::<false, 4, 1>(self, numbers, panels, out, stride),
+                (Numbers::Bits8By16, _) => multiply::<false, 4, 2>(self, numbers, panels, out, stride),
+                (_, 1) => multiply::<false, 8, 1>(self, numbers, panels, out, stride),
+                _ => multiply::<false, 8, 2>(self, numbers, panels, out, stride),
             }
         }
     }
@@ -188,7 +187,8 @@ fn multiply<const BITS4: bool, const WORDS: usize, const PARTS: usize>(
     laid: &ByteRows,
     numbers: Numbers,
     panels: &[u32],
-    (out, stride): (&mut [f32], usize),
+    out: &mut [f32],
+    stride: usize,
 ) {
     let depth = laid.depth;
     let panel_words = depth / numbers.group() * (WORDS + 2) * PANEL;
@@ -203,9 +203,9 @@ fn multiply<const BITS4: bool, const WORDS: usize, const PARTS: usize>(
             };
             let out = &mut out[row * stride..][..taken * stride];
             match *height {
-                1 => across::<1, 4, BITS4, WORDS, PARTS>(lines, tile, (out, stride), index * PANEL),
-                SOME => across::<SOME, 2, BITS4, WORDS, PARTS>(lines, tile, (out, stride), index * PANEL),
-                _ => across::<HIGH, 1, BITS4, WORDS, PARTS>(lines, tile, (out, stride), index * PANEL),
+                1 => across::<1, 4, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL),
+                SOME => across::<SOME, 2, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL),
+                _ => across::<HIGH, 1, BITS4, WORDS, PARTS>(lines, tile, out, stride, index * PANEL),
             }
             number += depth / 4 * PARTS * height;
             scale += depth / GROUP * height;
@@ -235,7 +235,8 @@ fn across<
 >(
     panel: &[[u32; LANES]],
     tile: Tile<'_>,
-    (out, stride): (&mut [f32], usize),
+    out: &mut [f32],
+    stride: usize,
     column: usize,
 ) {
     for part in (0..ACROSS).step_by(WIDTH) {

@@ -196,7 +196,7 @@ impl Matrix {
             let (scale, offset) = (f32::from_bits(word(0)), f32::from_bits(word(1.min(words - 1))));
             for (place, out) in out.iter_mut().enumerate() {
                 let bits = word(first + place / in_word);
-                *out = number(self.numbers, bits, place % in_word, (scale, offset));
+                *out = number(self.numbers, bits, place % in_word, scale, offset);
             }
         }
     }
@@ -371,7 +371,7 @@ const WORTH_SHARING: usize = 1 << 15;
 const MANY: usize = 2 * MOST_ROWS;
 
 /// The number at a place of a word.
-fn number(numbers: Numbers, word: u32, place: usize, (scale, offset): (f32, f32)) -> f32 {
+fn number(numbers: Numbers, word: u32, place: usize, scale: f32, offset: f32) -> f32 {
     let quantised = |bits: u32| {
         let q = word >> (bits * place as u32) & ((1 << bits) - 1);
         (q as f32).mul_add(scale, offset)

@@ -107,7 +107,7 @@ impl Rows {
 
     /// `to` ← activation(these rows times `right` + `bias`), laid out for the next product. `bias` has zeros
     /// after its last number, up to a whole run.
-    pub fn multiply_activated(&self, right: &Panels, bias: (&[f32], Activation), to: &mut Rows) {
+    pub fn multiply_activated(&self, right: &Panels, bias: &[f32], activation: Activation, to: &mut Rows) {
         let rows = self.tiles.len() / self.depth.next_multiple_of(RUN);
         to.depth = right.width;
         to.tiles.set_len(rows * to.depth.next_multiple_of(RUN));
@@ -115,7 +115,7 @@ impl Rows {
             // The numbers after the depth are read too, and could be NaN otherwise.
             to.tiles.fill(0.0);
         }
-        activated(&self.tiles, right, bias, &mut to.tiles);
+        activated(&self.tiles, right, bias, activation, &mut to.tiles);
     }
 }
 
@@ -168,7 +168,7 @@ mod tests {
                 let bias = &bias[..usize::next_multiple_of(width, RUN)];
                 let panels = Panels::new(&vec![1.0; width * 2], 2);
                 let mut inner = Rows::new(&vec![f32::NAN; 40 * 128], 128);
-                rows.multiply_activated(&panels, (bias, Activation::Relu), &mut inner);
+                rows.multiply_activated(&panels, bias, Activation::Relu, &mut inner);
                 let mut out = [f32::NAN; 2];
                 inner.multiply(0, &Panels::new(&vec![1.0; width], width), &mut out, 1);
                 assert_eq!(out, [2.5 * width as f32, 6.5 * width as f32], "{width} columns");

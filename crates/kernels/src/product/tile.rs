@@ -138,7 +138,7 @@ impl<F: Lanes> Target for TileByTile<'_, F> {
 }
 
 /// `to` ← activation(`tiles` times `right` + `bias`), laid out as `tiles` are.
-pub fn activated(tiles: &[f32], right: &Panels, (bias, activation): (&[f32], Activation), to: &mut [f32]) {
+pub fn activated(tiles: &[f32], right: &Panels, bias: &[f32], activation: Activation, to: &mut [f32]) {
     match activation {
         Activation::Gelu => through::<Gelu>(tiles, right, bias, to),
         Activation::GeluTanh => through::<GeluTanh>(tiles, right, bias, to),

@@ -209,11 +209,11 @@ impl Decoder {
             self.rotary.rotate(place, key);
             let heads = key.chunks_exact(head_width).zip(value.chunks_exact(head_width));
             for (head, (key, value)) in heads.enumerate() {
-                kv.put(span.block(place), [index, head], key, value);
+                kv.put(span.held_at(place), index, head, key, value);
             }
         }
         seen.resize(queries.len(), 0.0);
-        attend((kv, index), spans, queries, seen);
+        attend(kv, index, spans, queries, seen);
         half.resize(x.len(), 0.0);
         layer.out.multiply(seen, half);
         x.iter_mut().zip(half).for_each(|(x, half)| *x += *half);

@@ -18,7 +18,7 @@ use super::config::DecoderConfig;
 use super::{Weights, host};
 use crate::model::nets::{fitness, uniform};
 use crate::model::ops::causal::Span;
-use crate::model::ops::kv::{BLOCK, KvNumbers};
+use crate::model::ops::kv::{BLOCK, HeldAt, KvNumbers};
 use crate::model::ops::{Matrix, Rotary, turns};
 use crate::model::{Dtype, ForwardError, LoadError, LoadSpec};
 
@@ -320,8 +320,8 @@ fn linear(x: &Tensor, matrix: &Tensor) -> Result<Tensor> {
 
 /// Where the token at `place` of a sequence lies among all places.
 fn slot(span: &Span<'_>, place: usize) -> u32 {
-    let (block, place) = span.block(place);
-    block * BLOCK as u32 + place as u32
+    let HeldAt { block, offset } = span.held_at(place);
+    block * BLOCK as u32 + offset as u32
 }
 
 /// The rows of a step in the order of their groups.
