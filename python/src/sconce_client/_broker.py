@@ -42,9 +42,10 @@ def cause(error: BaseException | None) -> str:
     if not seen:
         return "the connection was closed"
     error = seen[-1]
-    text = getattr(error, "reply_text", None)  # of pika: what the broker says as it closes
-    if isinstance(text, str):
-        return text
+    for one in (error, *error.args):  # an error of pika, or the frame in one of aio-pika
+        said = getattr(one, "reply_text", None)
+        if isinstance(said, str):  # what the broker says as it closes the connection
+            return said
     if isinstance(error, OSError) and error.strerror:
         # asyncio's "Connect call failed" does not say why.
         is_vague = error.strerror.startswith("Connect call failed")
@@ -57,4 +58,6 @@ def cause(error: BaseException | None) -> str:
 def _inner(error: BaseException) -> BaseException | None:
     exceptions = getattr(error, "exceptions", None) or [getattr(error, "exception", None), *error.args]
     inner = [one for one in exceptions if isinstance(one, BaseException)]
-    return inner[-1] if inner else error.__cause__
+    # A CancelledError, which is no Exception, says nothing: aio-pika raises better ones from it.
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else None
+    return inner[-1] if inner else cause

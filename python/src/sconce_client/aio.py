@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable, Literal, TypeVar, overload
 import aio_pika
 from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMessage
 from aio_pika.exceptions import AMQPError, DeliveryError, PublishError
+from pamqp.exceptions import PAMQPException
 
 from . import _broker, _task, _wire, errors
 from ._reply import Classified, Label, Part, Ranked, Reply
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("sconce_client")
 LONGEST_DELAY = 30.0
-LOST = (AMQPError, OSError, RuntimeError)
+LOST = (AMQPError, PAMQPException, OSError, RuntimeError)
 """What aio-pika raises when the connection or its channel is gone."""
 HANG_UP_WITHIN = 5.0
 T = TypeVar("T")
