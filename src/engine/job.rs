@@ -1,4 +1,4 @@
-//! One task in the engine. The worker holds the [`Job`]: what the reply needs beside the outputs. The loop
+//! One task in the engine. The worker holds the [`Job`], with what the reply is written from ([`Reply`]). The loop
 //! holds the [`Item`]s: the inputs. Both share an [`Outputs`], which the loop writes and the job reads. A [`Feed`]
 //! makes further items of a task whose inputs are made on demand.
 
@@ -11,12 +11,10 @@ use std::time::{Duration, Instant};
 use futures_util::task::AtomicWaker;
 
 use super::memory::Held;
-use super::panics::caught;
-use super::{Computed, Expect, InputSource, Job, JobEvent, Memory, Pass, TaskState, Told, now};
+use super::reply::{BRIEF_PIECES, PIECES_AT_ONCE, Reply};
+use super::{Computed, Expect, InputSource, Job, JobEvent, Memory, Pass, TaskState, Told, Unwritten, now};
 use crate::batching::Policy;
-use crate::model::{
-    Body, Effort, Inputs, Later, Message, Processor, Route, SizedInput, Slices, TaskError, TaskErrorKind,
-};
+use crate::model::{Body, Effort, Inputs, Later, Message, Processor, Route, SizedInput, Slices, TaskError};
 
 /// One input of a task, on its way through the device.
 pub(super) struct Item<R: Processor> {
@@ -172,7 +170,9 @@ impl<R: Processor> super::Engine for Handle<R> {
         let (context, inputs) = model.processor.preprocess(message)?;
         let first = model.first(inputs)?;
         let is_streamed = model.processor.is_streamed(&context);
-        Ok(Box::new(Task { model, context, is_streamed, first, outputs: None, feed: None }))
+        let are_parts_brief = is_streamed && model.processor.are_parts_brief(&context);
+        let reply = Arc::new(Mutex::new(Reply::new(context)));
+        Ok(Box::new(Task { model, reply, is_streamed, are_parts_brief, first, outputs: None, feed: None }))
     }
 
     fn effort(&self, message: &Message) -> Effort {
@@ -220,8 +220,12 @@ enum First<R: Processor> {
 
 struct Task<R: Processor> {
     model: Arc<Model<R>>,
-    context: R::Context,
+    /// Locked by whoever writes parts of the reply, on the worker's thread or on a reply thread, and by the job between
+    /// two of them: never at the same time, since the worker waits for parts to be written. Never locked by the model
+    /// thread.
+    reply: Arc<Mutex<Reply<R>>>,
     is_streamed: bool,
+    are_parts_brief: bool,
     first: First<R>,
     /// None until the job is enqueued.
     outputs: Option<Waiting<R>>,
@@ -322,30 +326,13 @@ impl<R: Processor> Job for Task<R> {
         let Some(Waiting(outputs)) = &self.outputs else { return Poll::Pending };
         // Registered before the state is read, so that a change after the read wakes this task.
         outputs.waker.register(context.waker());
-        let is_told = outputs.told.load(Ordering::Acquire);
-        let mut gathered = outputs.lock();
-        if parts || is_told {
-            let pieces = mem::take(&mut gathered.pieces);
-            // The lock is released first: the model thread takes it for each piece.
-            drop(gathered);
-            let part = |(input, pieces)| {
-                let written = caught(|| self.model.processor.parts(&mut self.context, input, pieces));
-                // If a part fails, the final reply still holds everything.
-                written.unwrap_or_else(|panic| {
-                    tracing::error!(task.id = outputs.task.name.id, panic, "a part of a reply is left out");
-                    Vec::new()
-                })
-            };
-            let written = pieces.into_iter().flat_map(part);
-            let written: Vec<Body> = written.collect();
-            if !written.is_empty() {
-                return Poll::Ready(JobEvent::Parts(written));
-            }
-            gathered = outputs.lock();
+        if outputs.told.load(Ordering::Acquire) {
+            return Poll::Ready(JobEvent::Done(outputs.lock().computed));
         }
-        if is_told {
-            return Poll::Ready(JobEvent::Done(gathered.computed));
+        if parts && let Some(unwritten) = self.unwritten() {
+            return Poll::Ready(JobEvent::Parts(unwritten));
         }
+        let gathered = outputs.lock();
         outputs.part_wanted.store(parts, Ordering::Release);
         // A piece that arrived before `part_wanted` was set has woken nobody.
         if parts && !gathered.pieces.is_empty() {
@@ -354,14 +341,36 @@ impl<R: Processor> Job for Task<R> {
         Poll::Pending
     }
 
+    fn unwritten(&self) -> Option<Unwritten> {
+        let Waiting(outputs) = self.outputs.as_ref()?;
+        // The lock is released at once: the model thread takes it for each piece.
+        let pieces = mem::take(&mut outputs.lock().pieces);
+        let mut reply = locked(&self.reply);
+        reply.add(pieces);
+        if !reply.has_parts() {
+            return None;
+        }
+        let is_brief = self.are_parts_brief && reply.has_at_most(BRIEF_PIECES);
+        drop(reply);
+        let (model, reply, task) = (self.model.clone(), self.reply.clone(), outputs.task.clone());
+        let write = Box::new(move || locked(&reply).write_parts(&model.processor, &task.name.id));
+        Some(Unwritten { write, is_brief })
+    }
+
     fn finish(self: Box<Self>) -> Result<Body, TaskError> {
-        let Self { model, context, outputs, .. } = *self;
+        let Self { model, reply, outputs, .. } = *self;
         let Some(Waiting(outputs)) = &outputs else {
-            return Err(TaskError::new(TaskErrorKind::Internal, "the task was never enqueued"));
+            return Err(TaskError::internal("the task was never enqueued"));
         };
         let outputs = outputs.lock().take()?;
-        model.processor.finish(context, outputs)
+        let reply = Arc::into_inner(reply).ok_or_else(|| TaskError::internal("a part is being written"))?;
+        let reply = reply.into_inner().unwrap_or_else(PoisonError::into_inner);
+        reply.finish(&model.processor, outputs)
     }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<R: Processor> Task<R> {
@@ -404,7 +413,8 @@ struct Gathered<R: Processor> {
     wanted_below: usize,
     error: Option<TaskError>,
     computed: Computed,
-    /// Pieces that are in no part yet, by input. Bound: the tokens that the task's answers may have.
+    /// Pieces that are in no part yet, of one input each, in the order in which parts are written. Bound: the tokens that
+    /// the task's answers may have.
     pieces: Vec<(usize, Vec<R::Piece>)>,
     is_complete: bool,
 }
@@ -480,9 +490,10 @@ impl<R: Processor> Outputs<R> {
         if !self.is_streamed {
             return;
         }
-        match gathered.pieces.iter_mut().find(|(of, _)| *of == input) {
-            Some((_, pieces)) => pieces.push(piece),
-            None => gathered.pieces.push((input, vec![piece])),
+        // Of many sequences, those that run gave pieces last.
+        match gathered.pieces.iter_mut().rev().find(|(of, _)| *of == input) {
+            Some((_, pieces)) if pieces.len() < PIECES_AT_ONCE => pieces.push(piece),
+            _ => gathered.pieces.push((input, vec![piece])),
         }
         // Swapped under the lock, as the job sets it under the lock.
         if self.part_wanted.swap(false, Ordering::AcqRel) {
@@ -524,7 +535,7 @@ impl<R: Processor> Outputs<R> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Gathered<R>> {
-        self.gathered.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.gathered)
     }
 }
 
@@ -548,12 +559,18 @@ impl<R: Processor> Gathered<R> {
 mod tests {
     use futures_util::task::noop_waker;
 
+    use super::super::reply::SLICE;
     use super::*;
-    use crate::model::Preprocessed;
+    use crate::model::{Preprocessed, TaskErrorKind};
     use crate::protocol::control::TaskName;
 
     /// Inputs are numbers; a part lists its pieces.
     struct Numbers;
+
+    /// A piece whose part takes long.
+    const SLOW: u32 = 1_000;
+    /// A piece whose part cannot be written.
+    const BAD: u32 = 1_001;
 
     impl Processor for Numbers {
         type Context = ();
@@ -585,7 +602,15 @@ mod tests {
             true
         }
 
+        fn are_parts_brief(&self, (): &()) -> bool {
+            true
+        }
+
         fn parts(&self, (): &mut (), input: usize, pieces: Vec<u32>) -> Vec<Body> {
+            assert_ne!(pieces[0], BAD);
+            if pieces[0] == SLOW {
+                std::thread::sleep(SLICE);
+            }
             vec![Body::json(format!("{input}: {pieces:?}"))]
         }
 
@@ -664,12 +689,16 @@ mod tests {
         }
     }
 
+    fn texts(unwritten: Option<Unwritten>) -> Vec<String> {
+        let parts = unwritten.map(Unwritten::write).unwrap_or_default();
+        parts.iter().map(|part| String::from_utf8(part.bytes.to_vec()).unwrap()).collect()
+    }
+
     fn parts(event: Option<JobEvent>) -> Vec<String> {
         match event {
-            Some(JobEvent::Parts(parts)) => {
-                parts.iter().map(|part| String::from_utf8(part.bytes.to_vec()).unwrap()).collect()
-            }
-            other => panic!("{other:?}"),
+            Some(JobEvent::Parts(unwritten)) => texts(Some(unwritten)),
+            Some(JobEvent::Done(_)) => panic!("it is done"),
+            None => Vec::new(),
         }
     }
 
@@ -701,7 +730,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_gather_until_a_part_is_asked_for_and_the_last_come_before_the_end() {
+    fn pieces_gather_until_a_part_is_asked_for_and_the_last_are_there_after_the_end() {
         let (mut job, outputs) = enqueued(&[5, 6]);
         let piece = |input, piece| outputs.piece(input, piece, Instant::now());
         piece(0, 1);
@@ -713,8 +742,50 @@ mod tests {
         piece(1, 4);
         assert!(!outputs.deliver(0, Ok(5)) && outputs.deliver(1, Ok(6)));
         outputs.tell();
-        assert_eq!(parts(poll(&mut job, false)), ["1: [4]"]);
-        assert!(matches!(poll(&mut job, false), Some(JobEvent::Done(_))));
+        assert!(matches!(poll(&mut job, true), Some(JobEvent::Done(_))));
+        assert_eq!(texts(job.unwritten()), ["1: [4]"]);
+        assert!(job.unwritten().is_none());
+    }
+
+    #[test]
+    fn many_pieces_are_written_on_another_thread_and_in_several_parts() {
+        let (job, outputs) = enqueued(&[5, 6]);
+        let give =
+            |input, count: u32| (0..count).for_each(|piece| outputs.piece(input, piece, Instant::now()));
+        let is_brief = || job.unwritten().unwrap().is_brief();
+        let most = BRIEF_PIECES as u32;
+        give(0, most - 1);
+        give(1, 1);
+        assert!(is_brief(), "what was not written is there still");
+        give(1, 1);
+        assert!(!is_brief());
+        texts(job.unwritten());
+        give(0, 2 * PIECES_AT_ONCE as u32 + 1);
+        let all = texts(job.unwritten());
+        assert_eq!((all.len(), &*all[2]), (3, "0: [512]"));
+    }
+
+    #[test]
+    fn other_replies_have_their_turn_while_many_parts_are_written() {
+        let (job, outputs) = enqueued(&[5]);
+        // Each takes as long as may be written at once.
+        (0..2 * PIECES_AT_ONCE).for_each(|_| outputs.piece(0, SLOW, Instant::now()));
+        assert_eq!(
+            [job.unwritten(), job.unwritten(), job.unwritten()].map(texts).map(|it| it.len()),
+            [1, 1, 0]
+        );
+    }
+
+    #[test]
+    fn a_part_that_cannot_be_written_is_left_out_and_the_reply_has_everything() {
+        let (mut job, outputs) = enqueued(&[5, 6]);
+        outputs.piece(0, BAD, Instant::now());
+        outputs.piece(1, 1, Instant::now());
+        // A panic's backtrace may take as long as may be written at once.
+        let written = [parts(poll(&mut job, true)), texts(job.unwritten())].concat();
+        assert_eq!(written, ["1: [1]"]);
+        assert!(!outputs.deliver(0, Ok(5)) && outputs.deliver(1, Ok(6)));
+        assert_eq!(job.finish().unwrap().bytes, "[5, 6]");
     }
 
     #[test]

@@ -12,6 +12,7 @@
 //! | `pace` | how many tokens of prompts a step may have, so that it does not take long |
 //! | `memory` | when there is memory for further inputs |
 //! | `job` | one task's inputs, pieces and outputs, between the worker and the loop |
+//! | `reply` | how much of a reply's parts is written at a time, and on which thread |
 //! | `task_state` | whether a task is answered or handed back |
 //! | `start` | the model thread: opens the device, loads, computes the probe, runs the loop |
 //! | `turns` | how a loop runs turn by turn, and how it is woken |
@@ -25,6 +26,7 @@ mod oneshot;
 mod pace;
 mod panics;
 mod probe;
+mod reply;
 mod sizing;
 mod start;
 mod task_state;
@@ -121,8 +123,13 @@ pub trait Job: Send {
     /// What makes the job's further inputs, once it is enqueued; none: all of them are prepared.
     fn source(&self) -> Option<Arc<dyn InputSource>>;
 
-    /// Waits for the next event after `enqueue`. Parts are given out only while `parts` is true.
+    /// Waits for the next event after `enqueue`. Parts are given out only while `parts` is true, and not after the job is
+    /// done.
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent>;
+
+    /// The parts of the reply that can be written now, or the first of them; none: there are none. They are written before
+    /// the next are asked for, and before `finish`.
+    fn unwritten(&self) -> Option<Unwritten>;
 
     /// Writes the reply, once the job is done. Blocks until that is done.
     ///
@@ -144,12 +151,29 @@ pub trait InputSource: Send + Sync {
 }
 
 /// What happens to a job.
-#[derive(Debug)]
 pub enum JobEvent {
-    /// Parts of the reply, at most one for each of the task's sequences.
-    Parts(Vec<Body>),
+    /// Parts of the reply can be written.
+    Parts(Unwritten),
     /// The job is done, with a result or an error: [`Job::finish`] returns it.
     Done(Computed),
+}
+
+/// Parts of a reply that are not written yet.
+pub struct Unwritten {
+    write: Box<dyn FnOnce() -> Vec<Body> + Send>,
+    is_brief: bool,
+}
+
+impl Unwritten {
+    /// Whether writing them takes less time than waking another thread would.
+    pub fn is_brief(&self) -> bool {
+        self.is_brief
+    }
+
+    /// Writes them: some ten milliseconds of work at most, unless a single part takes longer. There may be none.
+    pub fn write(self) -> Vec<Body> {
+        (self.write)()
+    }
 }
 
 /// The time that a job spent on the device.

@@ -193,8 +193,16 @@ pub trait Processor: Send + Sync + 'static {
         false
     }
 
-    /// Writes parts of the reply, from the pieces that the sequence `input` has given since the last ones. Usually
-    /// one; none where there is nothing to send yet.
+    /// Whether `parts` takes some ten microseconds at most for 32 pieces, whatever they hold. Then few pieces are
+    /// written on the thread that speaks with the broker, since waking another thread would take as long. All others are
+    /// written on the reply threads.
+    fn are_parts_brief(&self, context: &Self::Context) -> bool {
+        let _ = context;
+        false
+    }
+
+    /// Writes parts of the reply, from pieces that the sequence `input` has given since the last ones, 256 at most.
+    /// Usually one; none where there is nothing to send yet.
     fn parts(&self, context: &mut Self::Context, input: usize, pieces: Vec<Self::Piece>) -> Vec<Body> {
         let _ = (context, input, pieces);
         Vec::new()

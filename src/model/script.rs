@@ -150,6 +150,10 @@ impl Processor for ScriptProcessor {
         script.stream
     }
 
+    fn are_parts_brief(&self, _: &Script) -> bool {
+        true
+    }
+
     fn parts(&self, script: &mut Script, _: usize, pieces: Vec<usize>) -> Vec<Body> {
         let text = text(&pieces);
         vec![match &script.content_type {

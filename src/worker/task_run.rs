@@ -13,11 +13,11 @@ use tokio::time::timeout;
 use super::cpu_pool::{CpuPool, Pools};
 use super::isolation::{CrashRecords, Isolation, Stay, suspicion};
 use super::prefetch::Live;
-use super::settle::{Accepted, Outcome, Parts, PartsAnswered, Probe, Settled, Settlement};
+use super::settle::{Accepted, Outcome, Parts, Probe, Settled, Settlement};
 use super::turns::{Crowded, Turns};
 use super::{Reporter, Withdrawn, WorkerError, requester};
 use crate::broker::{PerSource, Source};
-use crate::engine::{Computed, Engine, Expect, InputSource, Job, JobEvent, TaskState, now};
+use crate::engine::{Computed, Engine, Expect, InputSource, Job, JobEvent, TaskState, Unwritten, now};
 use crate::model::{Effort, Route};
 use crate::protocol::reply::micros;
 use crate::protocol::{Body, Sentinels, Task, TaskError, TaskErrorKind, Timings, shorten};
@@ -98,6 +98,7 @@ impl Shared {
             let mut may_leave = isolated.is_none() && accepted.delivery.source == Source::Main;
             let mut expected = admitted.expected;
             loop {
+                let mut parts = None;
                 let task = accepted.task.clone();
                 let run = Run {
                     shared: self,
@@ -109,9 +110,11 @@ impl Shared {
                 };
                 let computed = tokio::select! {
                     biased;
-                    computed = run.compute(expected, (&mut timings, &mut accepted.parts)) => computed,
+                    computed = run.compute(expected, &mut timings, &mut parts) => computed,
                     error = self.expired(&state) => Err(error.into()),
                 };
+                // However it ended: no reply overtakes a part that is under way.
+                accepted.parts = parts.map(Parts::finish);
                 match computed {
                     Err(Outcome::Crowded) => {
                         // Not handed back from here: it may be in a retry queue already.
@@ -297,11 +300,12 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Computes the task's answer. The parts of its reply are left in `answered`.
+    /// Computes the task's answer. The parts of its reply that are under way are left in `parts`.
     async fn compute(
         &self,
         expected: Expected,
-        (timings, answered): (&mut Timings, &mut Option<PartsAnswered>),
+        timings: &mut Timings,
+        parts: &mut Option<Parts>,
     ) -> Result<Body, Outcome> {
         let Self { shared, task, state, isolated, .. } = *self;
         let accepted_at = now();
@@ -325,10 +329,8 @@ impl Run<'_> {
         job.enqueue(state.clone(), isolated);
         // Only now: an engine that waits for this task must find it in its queue.
         drop(expected);
-        let mut parts = Parts::of(&shared.settlement, task, &*job);
-        let ended = self.computed(&mut *job, parts.as_mut()).await;
-        *answered = parts.map(Parts::finish);
-        let Ended { computed, has_left } = ended?;
+        *parts = Parts::of(&shared.settlement, task, &*job);
+        let Ended { computed, has_left } = self.computed(&mut *job, parts.as_mut()).await?;
         // From here the task is answered even if the worker ends, so that the result is not lost.
         if !state.commit() {
             return pending().await;
@@ -344,12 +346,15 @@ impl Run<'_> {
         if has_left {
             return Err(Outcome::RequesterLeft(task.reply_to().unwrap_or_default().to_owned()));
         }
+        if let Some(parts) = parts {
+            self.write_last_parts(&mut *job, parts).await;
+        }
         // If the task failed, the error reply is quickly written.
         let brief = computed.failed || effort == Effort::Brief && job.inputs() <= BRIEF_REPLY;
         let reply = self.beside_others(shared.pools.reply.run(brief, move || job.finish()));
         // The last parts are on their way meanwhile.
-        let reply = match answered.clone() {
-            Some(answered) => beside(reply, answered).await,
+        let reply = match parts {
+            Some(parts) => beside(reply, async { _ = parts.send_last().await }).await,
             None => reply.await,
         };
         match state.cancellation() {
@@ -359,7 +364,7 @@ impl Run<'_> {
     }
 
     /// Waits until a job that was enqueued is done, prepares more of its inputs meanwhile, and sends its parts.
-    async fn computed(&self, job: &mut dyn Job, parts: Option<&mut Parts<'_>>) -> Result<Ended, TaskError> {
+    async fn computed(&self, job: &mut dyn Job, parts: Option<&mut Parts>) -> Result<Ended, TaskError> {
         let (source, limit) = (job.source(), self.shared.settlement.waits.own);
         let prefetch = &self.shared.prefetch[self.source];
         let is_on_demand = source.is_some();
@@ -464,7 +469,7 @@ impl Run<'_> {
 
     /// Waits until the job is done, and sends its parts. If the requester leaves meanwhile, the sequences end. Never
     /// returns if the device has failed: that is not the task's fault, so the task goes back with the session.
-    async fn events(&self, job: &mut dyn Job, mut parts: Option<&mut Parts<'_>>) -> Ended {
+    async fn events(&self, job: &mut dyn Job, mut parts: Option<&mut Parts>) -> Ended {
         // Whether the latest part came back. Written here, read by `requester_leaves`.
         let (unroutable, is_unroutable) = watch::channel(false);
         let mut leaves = pin!(self.requester_leaves(is_unroutable));
@@ -496,8 +501,33 @@ impl Run<'_> {
             };
             match (event, parts.as_deref_mut()) {
                 (JobEvent::Done(computed), _) => return Ended { computed, has_left },
-                (JobEvent::Parts(bodies), Some(parts)) => parts.send(bodies),
+                (JobEvent::Parts(unwritten), Some(parts)) => parts.send(self.written(unwritten).await),
                 (JobEvent::Parts(_), None) => {}
+            }
+        }
+    }
+
+    /// Writes parts: here if that is brief, and otherwise on the reply threads.
+    async fn written(&self, unwritten: Unwritten) -> Vec<Body> {
+        if unwritten.is_brief() {
+            return unwritten.write();
+        }
+        let written = self.shared.pools.reply.run(false, move || unwritten.write());
+        self.beside_others(written).await.unwrap_or_else(|error| {
+            tracing::error!(task.id = self.task.id, error, "parts of a reply are left out");
+            Vec::new()
+        })
+    }
+
+    /// Writes and sends the parts that are left of a job that is done. While some are sent no further ones are written, so
+    /// that a queue that takes them slowly costs no work for nothing.
+    async fn write_last_parts(&self, job: &mut dyn Job, parts: &mut Parts) {
+        let mut next = job.unwritten();
+        while let Some(unwritten) = next {
+            parts.send(self.written(unwritten).await);
+            next = job.unwritten();
+            if next.is_some() && !parts.send_last().await {
+                break;
             }
         }
     }

@@ -145,8 +145,7 @@ fn compute(loaded: &mut Loaded, mut jobs: Vec<Box<dyn Job>>) -> anyhow::Result<D
         }
     }
     let took = begun.elapsed();
-    for (number, mut job) in jobs.into_iter().enumerate() {
-        drop(poll(&mut *job));
+    for (number, job) in jobs.into_iter().enumerate() {
         job.finish().map_err(|error| WorkerError::Device(format!("task {}: {error}", number + 1)))?;
     }
     Ok(took)
@@ -161,13 +160,7 @@ fn prepare(source: &dyn InputSource) -> Result<(), TaskError> {
     Ok(())
 }
 
-/// The state of a job. Parts that a worker would send are ignored.
+/// The state of a job, without the parts that a worker would send.
 fn poll(job: &mut dyn Job) -> Poll<JobEvent> {
-    let mut context = Context::from_waker(Waker::noop());
-    loop {
-        match job.poll_event(&mut context, false) {
-            Poll::Ready(JobEvent::Parts(_)) => {}
-            other => return other,
-        }
-    }
+    job.poll_event(&mut Context::from_waker(Waker::noop()), false)
 }

@@ -70,6 +70,10 @@ impl Rig {
         };
         job.enqueue(task, isolated);
         let (mut parts, mut next) = (Vec::new(), Instant::now());
+        let mut write = |unwritten: Unwritten| {
+            let text = |body: Body| String::from_utf8(body.bytes.to_vec()).unwrap();
+            parts.extend(unwritten.write().into_iter().map(|body| (self.ms(), text(body))));
+        };
         let computed = loop {
             let ready = next <= Instant::now();
             let event = tokio::select! {
@@ -78,13 +82,15 @@ impl Rig {
             };
             match event {
                 JobEvent::Done(computed) => break computed,
-                JobEvent::Parts(bodies) => {
+                JobEvent::Parts(unwritten) => {
                     next = Instant::now() + Duration::from_millis(50);
-                    let text = |body: &Body| String::from_utf8(body.bytes.to_vec()).unwrap();
-                    parts.extend(bodies.iter().map(|body| (self.ms(), text(body))));
+                    write(unwritten);
                 }
             }
         };
+        while let Some(unwritten) = job.unwritten() {
+            write(unwritten);
+        }
         let result = job.finish().map(|body| serde_json::from_slice(&body.bytes).unwrap());
         self.ended(result, parts, computed)
     }

@@ -1,23 +1,23 @@
 //! The parts of one task's reply, published while the task is computed: the first at once, then at most one per
-//! [`EVERY`] and sequence. Parts may be lost: the reply has everything. Owns the part that is being published;
-//! until it is confirmed, further pieces gather in the engine.
+//! [`EVERY`] and sequence. Parts may be lost: the reply has everything. Owns the parts that are being published;
+//! until they are confirmed, further pieces gather in the engine.
 //!
 //! The reply is published only once the broker has answered each part: on a channel of its own, or after a connection
 //! was lost, it might overtake one that is still under way.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::{BoxFuture, Shared};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout_at};
 
 use super::Settlement;
-use crate::broker::Published;
+use crate::broker::{Published, Publisher};
 use crate::engine::Job;
 use crate::protocol::reply::{Place, part};
-use crate::protocol::{Body, Task};
+use crate::protocol::{Body, Message, Task};
 
 /// The least time between two parts of a sequence.
 const EVERY: Duration = Duration::from_millis(50);
@@ -30,26 +30,38 @@ const LAST: Duration = Duration::from_millis(250);
 pub(in crate::worker) type PartsAnswered = Shared<BoxFuture<'static, ()>>;
 
 /// The parts of a task's reply.
-pub(in crate::worker) struct Parts<'a> {
-    settlement: &'a Settlement,
-    task: &'a Arc<Task>,
+pub(in crate::worker) struct Parts {
+    publisher: Arc<dyn Publisher>,
+    task: Arc<Task>,
     queue: Arc<str>,
     place: Place,
-    /// The parts that are being published, one after the other. Returns true if the broker could not route the last.
+    unsent: Unsent,
+    /// Publishes what is unsent, one part after the other. Returns true if the broker could not route the last.
     sending: Option<BoxFuture<'static, bool>>,
-    /// Those that are not sent yet are left out. Written when the reply is ready, read before each part.
-    leave_out: Arc<AtomicBool>,
     not_before: Instant,
+    /// When the parts that are not sent yet are left out; none while the task is computed.
+    last: Option<Instant>,
     is_unroutable: bool,
 }
 
-impl<'a> Parts<'a> {
+/// Parts that are written and not sent. Filled by the task's run, emptied by `sending`, both on the worker's thread. Bound:
+/// what is written in some ten milliseconds ([`Job::unwritten`]), since more is written only once these are sent.
+#[derive(Clone, Default)]
+struct Unsent(Arc<Mutex<VecDeque<Arc<Message>>>>);
+
+impl Unsent {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Arc<Message>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn next(&self) -> Option<Arc<Message>> {
+        self.lock().pop_front()
+    }
+}
+
+impl Parts {
     /// None: the task did not ask for parts, or has no `reply_to`.
-    pub(in crate::worker) fn of(
-        settlement: &'a Settlement,
-        task: &'a Arc<Task>,
-        job: &dyn Job,
-    ) -> Option<Self> {
+    pub(in crate::worker) fn of(settlement: &Settlement, task: &Arc<Task>, job: &dyn Job) -> Option<Self> {
         if !job.is_streamed() {
             return None;
         }
@@ -57,16 +69,15 @@ impl<'a> Parts<'a> {
             tracing::info!(task.id = task.id, "asks for a reply in parts, and has no reply_to");
             return None;
         };
-        let place = Place { stream_id: uuid::Uuid::new_v4().to_string(), seq: 0 };
-        let (queue, leave_out, not_before) = (queue.into(), Arc::default(), Instant::now());
         Some(Self {
-            settlement,
-            task,
-            queue,
-            place,
+            publisher: settlement.publisher.clone(),
+            task: task.clone(),
+            queue: queue.into(),
+            place: Place { stream_id: uuid::Uuid::new_v4().to_string(), seq: 0 },
+            unsent: Unsent::default(),
             sending: None,
-            leave_out,
-            not_before,
+            not_before: Instant::now(),
+            last: None,
             is_unroutable: false,
         })
     }
@@ -82,29 +93,26 @@ impl<'a> Parts<'a> {
 
     /// Sends these parts after those already being published.
     pub(in crate::worker) fn send(&mut self, bodies: Vec<Body>) {
-        let before = self.sending.take();
-        let mut messages = Vec::with_capacity(bodies.len());
+        if bodies.is_empty() {
+            return;
+        }
+        let mut unsent = self.unsent.lock();
         for body in bodies {
-            messages.push(Arc::new(part(self.task, body, &self.place)));
+            unsent.push_back(Arc::new(part(&self.task, body, &self.place)));
             self.place.seq += 1;
         }
-        let (publisher, queue) = (self.settlement.publisher.clone(), self.queue.clone());
-        let leave_out = self.leave_out.clone();
+        drop(unsent);
         self.not_before = Instant::now() + EVERY;
-        self.sending = Some(Box::pin(async move {
-            let mut is_unroutable = match before {
-                Some(before) => before.await,
-                None => false,
-            };
-            for message in messages {
-                if leave_out.load(Ordering::Relaxed) {
-                    break;
-                }
+        let (publisher, queue, unsent) = (self.publisher.clone(), self.queue.clone(), self.unsent.clone());
+        let publish = async move {
+            let mut is_unroutable = false;
+            while let Some(message) = unsent.next() {
                 // Any other failure concerns the reply too, which handles it.
                 is_unroutable = matches!(publisher.publish(&queue, message).await, Ok(Published::Unroutable));
             }
             is_unroutable
-        }));
+        };
+        self.sending.get_or_insert_with(|| Box::pin(publish));
     }
 
     /// Returns when the broker has answered the parts being published, or when the next may be sent.
@@ -121,13 +129,26 @@ impl<'a> Parts<'a> {
         }
     }
 
-    /// No more parts follow. Those not sent within [`LAST`] are left out.
-    pub(in crate::worker) fn finish(self) -> PartsAnswered {
-        let Self { sending, leave_out, .. } = self;
+    /// Waits until all parts are sent, now that the task is computed, for [`LAST`] in all. False: those that are not under
+    /// way by then are left out, and no more should be written.
+    pub(in crate::worker) async fn send_last(&mut self) -> bool {
+        let last = *self.last.get_or_insert_with(|| Instant::now() + LAST);
+        let Some(sending) = &mut self.sending else { return true };
+        let is_sent = timeout_at(last, sending).await.is_ok();
+        if is_sent {
+            self.sending = None;
+        } else {
+            self.unsent.lock().clear();
+        }
+        is_sent
+    }
+
+    /// No more parts follow. Those not sent in time are left out.
+    pub(in crate::worker) fn finish(mut self) -> PartsAnswered {
         let answered = async move {
-            let Some(mut sending) = sending else { return };
-            if timeout(LAST, &mut sending).await.is_err() {
-                leave_out.store(true, Ordering::Relaxed);
+            if !self.send_last().await
+                && let Some(sending) = self.sending
+            {
                 sending.await;
             }
         };

@@ -4,6 +4,7 @@
 mod memory;
 mod on_demand;
 mod one_pass;
+mod parts;
 mod sequences;
 
 use std::io::Write;

@@ -221,7 +221,11 @@ mod tests {
         assert_eq!(own(0)["usage"]["total_tokens"], 9);
         assert_eq!(own(1)["usage"], json!({"prompt_tokens": 0, "total_tokens": 0}));
         assert_ne!(lines[0]["id"], lines[1]["id"]);
-        assert_eq!(shared_lines(&task.rows, 200, &reply(&json!({"data": [item(0)]}))), None, "of three inputs");
+        assert_eq!(
+            shared_lines(&task.rows, 200, &reply(&json!({"data": [item(0)]}))),
+            None,
+            "of three inputs"
+        );
         let mut sound = reply(&body);
         sound.properties.content_type = Some("audio/wav".into());
         assert_eq!(shared_lines(&task.rows, 200, &sound), None, "whatever its bytes look like");

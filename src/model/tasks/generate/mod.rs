@@ -187,6 +187,8 @@ pub struct GenerateContext {
     seed: u64,
     stream: bool,
     include_usage: bool,
+    /// Each token is listed with probabilities, whose text is far longer than the token's.
+    lists_tokens: bool,
     user: String,
     /// Tokens of the prompts, and of what was told in parts.
     usage: Usage,
@@ -275,6 +277,7 @@ impl Processor for GenerateProcessor {
             seed,
             stream: request.stream,
             include_usage: request.include_usage,
+            lists_tokens: request.logprobs.is_some(),
             user: request.user.clone().unwrap_or_default(),
             usage: Usage { prompt_tokens, ..Usage::default() },
             answering: inputs.len(),
@@ -286,6 +289,10 @@ impl Processor for GenerateProcessor {
 
     fn is_streamed(&self, context: &GenerateContext) -> bool {
         context.stream
+    }
+
+    fn are_parts_brief(&self, context: &GenerateContext) -> bool {
+        !context.lists_tokens && context.echoed.is_empty()
     }
 
     fn parts(&self, context: &mut GenerateContext, input: usize, pieces: Vec<Piece>) -> Vec<Body> {
