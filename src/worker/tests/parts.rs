@@ -75,7 +75,7 @@ async fn written(are_parts_brief: bool, confirmed_after: Duration) -> Vec<(bool,
     let messages = rig.memory.published("mine");
     let (reply, parts) = messages.split_last().unwrap();
     assert_eq!(status(reply), 200);
-    let text: String = parts.iter().map(|part| body_text(part)).collect();
+    let text: String = parts.iter().map(body_text).collect();
     assert_eq!(text, body_text(reply));
     let Places { reply, parts } = &*places.lock().unwrap();
     parts.iter().map(|(place, pieces)| (Some(*place) == *reply, *pieces)).collect()
