@@ -5,6 +5,7 @@
 pub(crate) mod answer;
 pub(crate) mod batch_file;
 mod gather;
+pub(crate) mod job;
 pub(crate) mod replies;
 mod resend;
 pub(crate) mod tally;

@@ -1,8 +1,6 @@
 //! `sconce submit`: a front of a job over the fleet: its files and flags, its progress on the terminal or as JSON
 //! lines, Ctrl-C, and exit codes.
 
-mod job;
-
 use std::cell::RefCell;
 use std::io::{self, Write as _};
 use std::time::Duration;
@@ -12,11 +10,11 @@ use indicatif::ProgressBar;
 use serde_json::Value as Json;
 use tokio::time::Instant;
 
-use self::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress};
 use super::stop::tell_all;
 use super::{load, pool_named, progress, start_logging};
 use crate::cli::Submit;
 use crate::client::Resend;
+use crate::client::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
 use crate::protocol::control::Cancellation;
