@@ -4,6 +4,7 @@
 
 pub(crate) mod answer;
 pub(crate) mod batch_file;
+pub(crate) mod dead;
 mod gather;
 pub(crate) mod job;
 pub(crate) mod replies;

@@ -1,22 +1,17 @@
 //! `sconce dead`: lists, shows, requeues or deletes the dead letters of a pool.
 
 mod requeue;
-mod rows;
-mod selection;
-mod session;
+mod table;
 mod view;
 
 use std::io::{self, Write};
 
 use anyhow::anyhow;
 
-use self::rows::Rows;
-use self::selection::Selection;
-use self::session::{BrowserSession, Fate};
-use self::view::Row;
-use super::start_logging;
+use super::{load, pool_named, start_logging};
 use crate::broker::Delivery;
-use crate::cli::{Dead, DeadList, DeadPurge, DeadShow, DeadWhich};
+use crate::cli::{Dead, DeadFilters, DeadList, DeadPurge, DeadShow, DeadSource, DeadWhich};
+use crate::client::dead::{BrowserSession, DeadLetterSummary, Fate, Filters, Left, Listing, Selection};
 use crate::commands::exits::ExitsWith as _;
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
@@ -39,31 +34,31 @@ pub(super) fn run(command: &Dead) -> anyhow::Result<Exit> {
 
 /// Prints only after the dead letters are back in the queue, because a pager may delay the printing.
 async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
-    let mut session = BrowserSession::open(&arguments.source, &[], &arguments.filters).await?;
-    let mut rows = Rows::at_most(arguments.limit);
+    let mut session = open(&arguments.source, &[], &arguments.filters).await?;
+    let mut listing = Listing::at_most(arguments.limit);
     let list = |delivery: &Delivery, selection: &Selection| {
-        rows.add(Row::of(delivery, selection.now));
+        listing.add(DeadLetterSummary::of(delivery, selection.now));
         Fate::Leave
     };
     session.for_each(list).await?;
     let queue = session.queue().to_owned();
-    let exit = session.close().await?;
+    let exit = close(session).await?;
     let mut out = io::stdout().lock();
     if arguments.json {
-        rows.write_json(&mut out)?;
-        if rows.more() > 0 {
-            tell(&format!("and {} more: see --limit", rows.more()))?;
+        table::write_json(&mut listing, &mut out)?;
+        if listing.more() > 0 {
+            tell(&format!("and {} more: see --limit", listing.more()))?;
         }
     } else {
-        rows.write_table(&mut out, "ERROR")?;
-        writeln!(out, "{}", rows.summary(&format!(" in {queue}")))?;
+        table::write_table(&mut listing, &mut out, "ERROR")?;
+        writeln!(out, "{}", table::summary(&listing, &format!(" in {queue}")))?;
     }
     Ok(exit)
 }
 
 async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
     let ids = std::slice::from_ref(&arguments.id);
-    let mut session = BrowserSession::open(&arguments.source, ids, &<_>::default()).await?;
+    let mut session = open(&arguments.source, ids, &<_>::default()).await?;
     let (mut found, mut bytes, mut more) = (Vec::<Delivery>::new(), 0, 0);
     let show = |delivery: &Delivery, _: &Selection| {
         bytes += delivery.message.body.len();
@@ -75,7 +70,7 @@ async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
     };
     session.for_each(show).await?;
     let (now, queue) = (session.selection.now, session.queue().to_owned());
-    let exit = session.close().await?;
+    let exit = close(session).await?;
     if found.is_empty() {
         return Err(anyhow!("no dead letter in {queue} has the id {:?}", arguments.id).exits_with(Exit::No));
     }
@@ -96,27 +91,72 @@ async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
 /// Deletes with `--yes`; without it, shows what that would delete.
 async fn purge(arguments: &DeadPurge) -> anyhow::Result<Exit> {
     let DeadWhich { source, ids, filters, .. } = &arguments.which;
-    let mut session = BrowserSession::open(source, ids, filters).await?;
-    let mut rows = Rows::at_most(if arguments.yes { 0 } else { rows::MOST });
+    let mut session = open(source, ids, filters).await?;
+    let mut listing = Listing::at_most(if arguments.yes { 0 } else { Listing::MOST });
     let purge = |delivery: &Delivery, selection: &Selection| {
-        rows.add(Row::of(delivery, selection.now));
+        listing.add(DeadLetterSummary::of(delivery, selection.now));
         if arguments.yes { Fate::Delete } else { Fate::Leave }
     };
     let ended = session.for_each(purge).await;
     let queue = session.queue().to_owned();
-    let closed = session.close().await;
+    let closed = close(session).await;
     let mut out = io::stdout().lock();
     if arguments.yes {
         // Printed also after an error: dead letters deleted by then stay deleted.
         let at_most = if ended.is_err() { "at most " } else { "" };
-        writeln!(out, "deleted from {queue}: {at_most}{}", rows.summary(""))?;
+        writeln!(out, "deleted from {queue}: {at_most}{}", table::summary(&listing, ""))?;
     } else if ended.is_ok() {
-        rows.write_table(&mut out, "ERROR")?;
-        writeln!(out, "would delete from {queue}: {}", rows.summary(""))?;
+        table::write_table(&mut listing, &mut out, "ERROR")?;
+        writeln!(out, "would delete from {queue}: {}", table::summary(&listing, ""))?;
         tell("nothing is deleted: --yes deletes")?;
     }
     ended?;
     closed
+}
+
+/// Opens the dead-letter queue of the pool.
+async fn open(source: &DeadSource, ids: &[String], filters: &DeadFilters) -> anyhow::Result<BrowserSession> {
+    let settings = load(&source.settings, &[])?.settings;
+    let (_, pool) = pool_named(&settings.pools, source.pool.as_deref())?;
+    let DeadFilters { reason, older_than, newer_than } = filters.clone();
+    let filters = Filters { reason, older_than, newer_than };
+    let selection = Selection::new(ids, filters, &pool.name, &pool.task_queue);
+    let queue = &pool.dead_letter_queue;
+    let session = BrowserSession::open(&settings.broker, "sconce dead", queue, selection).await?;
+    if let Some(limit) = session.assumed_limit() {
+        tell(&format!(
+            "after how many deliveries {queue} drops a message cannot be known: {limit} is assumed"
+        ))?;
+    }
+    Ok(session)
+}
+
+/// Hands back the dead letters that were left, and prints to stderr what the command's result does not say.
+/// Returns the exit code of a command that did everything it was asked.
+async fn close(session: BrowserSession) -> anyhow::Result<Exit> {
+    let queue = session.queue().to_owned();
+    let Left { renewed, near_limit, others, missing } = session.close().await?;
+    if renewed > 0 {
+        let told = view::dead_letters(renewed);
+        tell(&format!("{told} put into {queue} anew, at its end: the broker would have dropped them soon"))?;
+    }
+    if near_limit > 0 {
+        let told = view::dead_letters(near_limit);
+        tell(&format!(
+            "{told} in {queue} will be dropped by the broker after a few more deliveries, and could not be \
+             put into it anew: is it full, or may this user not write to amq.default?"
+        ))?;
+    }
+    if others > 0 {
+        let told = view::dead_letters(others);
+        tell(&format!(
+            "{told} of other pools in {queue} too: choose them with --pool or their settings, or by their ids"
+        ))?;
+    }
+    if !missing.is_empty() {
+        tell(&format!("no dead letter in {queue} matches {}", missing.join(", ")))?;
+    }
+    Ok(if near_limit > 0 || !missing.is_empty() { Exit::No } else { Exit::Done })
 }
 
 /// Prints a line to stderr, beside the result. It may contain text of a dead letter.

@@ -6,72 +6,27 @@ use std::time::{Duration, SystemTime};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
-use jiff::Timestamp;
-use serde::Serialize;
 use serde_json::{Map, Value as Json, json};
 
 use crate::broker::Delivery;
-use crate::protocol::dead_letter::DeadLetter;
+use crate::client::dead::{DeadLetterSummary, iso};
 use crate::protocol::{Headers, Properties, Value, shorten};
 
-/// Longest text of a row: texts of a dead letter may be of any length.
-const TEXT_BYTES: usize = 2_100;
 /// Longest text in the last column of a table.
 const LAST_BYTES: usize = 100;
 
-/// The row of a dead letter in a list, and its line of JSON.
-#[derive(Debug, Serialize)]
-pub(super) struct Row {
-    task_id: Option<String>,
-    message_id: Option<String>,
-    correlation_id: Option<String>,
-    pub(super) reason: String,
-    /// ISO-8601, so sorting texts sorts times.
-    pub(super) dead_lettered_at: Option<String>,
-    age_s: Option<u64>,
-    worker: Option<String>,
-    error: Option<String>,
-    size: usize,
-    /// Its destination, shown instead of the error.
-    #[serde(skip)]
-    to: Option<String>,
-}
-
-impl Row {
-    pub(super) fn of(delivery: &Delivery, now: SystemTime) -> Self {
-        let (message, dead_letter) = (&delivery.message, DeadLetter::of(&delivery.message));
-        let text = |text: Option<&str>| text.map(|text| shorten(text, TEXT_BYTES));
-        Self {
-            task_id: text(dead_letter.task_id()),
-            message_id: message.properties.message_id.clone(),
-            correlation_id: message.properties.correlation_id.clone(),
-            reason: shorten(dead_letter.reason(), TEXT_BYTES),
-            dead_lettered_at: dead_letter.dead_lettered_at().and_then(iso),
-            age_s: dead_letter.age(now).map(|age| age.as_secs()),
-            worker: text(dead_letter.worker()),
-            error: text(dead_letter.error()),
-            size: message.body.len(),
-            to: None,
-        }
-    }
-
-    pub(super) fn to(self, to: String) -> Self {
-        Self { to: Some(to), ..self }
-    }
-
-    /// The cells of a table row: id, reason, age, worker, size, and the destination or the error.
-    pub(super) fn cells(&self) -> [String; 6] {
-        let dash = || "-".to_owned();
-        [
-            self.task_id.clone().unwrap_or_else(dash),
-            self.reason.clone(),
-            self.age_s.map_or_else(dash, in_words),
-            self.worker.clone().unwrap_or_else(dash),
-            self.size.to_string(),
-            shorten(self.to.as_ref().or(self.error.as_ref()).map_or("", String::as_str), LAST_BYTES),
-        ]
-        .map(|cell| printable(&cell))
-    }
+/// The cells of a table row: id, reason, age, worker, size, and the destination or the error.
+pub(super) fn cells(row: &DeadLetterSummary) -> [String; 6] {
+    let dash = || "-".to_owned();
+    [
+        row.task_id.clone().unwrap_or_else(dash),
+        row.reason.clone(),
+        row.age_s.map_or_else(dash, in_words),
+        row.worker.clone().unwrap_or_else(dash),
+        row.size.to_string(),
+        shorten(row.to.as_ref().or(row.error.as_ref()).map_or("", String::as_str), LAST_BYTES),
+    ]
+    .map(|cell| printable(&cell))
 }
 
 /// `1 dead letter`, `2 dead letters`.
@@ -81,8 +36,8 @@ pub(super) fn dead_letters(count: usize) -> String {
 
 /// Everything in a dead letter, for a person.
 pub(super) fn whole(delivery: &Delivery, now: SystemTime) -> String {
-    let (message, row) = (&delivery.message, Row::of(delivery, now));
-    let [id, reason, age, worker, size, _] = row.cells();
+    let (message, row) = (&delivery.message, DeadLetterSummary::of(delivery, now));
+    let [id, reason, age, worker, size, _] = cells(&row);
     let error = printable(row.error.as_deref().unwrap_or_default());
     let since =
         row.dead_lettered_at.map_or_else(|| "nobody knows when".into(), |at| format!("{at}, {age} ago"));
@@ -113,7 +68,7 @@ fn fields(text: &mut String, fields: Map<String, Json>) {
 
 /// Everything in a dead letter, for a program: bodies and texts that are not UTF-8 are in base64.
 pub(super) fn whole_json(delivery: &Delivery, now: SystemTime) -> Json {
-    let mut whole = json!(Row::of(delivery, now));
+    let mut whole = json!(DeadLetterSummary::of(delivery, now));
     let message = &delivery.message;
     whole["delivery_count"] = json!(delivery.delivery_count.unwrap_or(1));
     whole["properties"] = properties(&message.properties).into();
@@ -159,10 +114,6 @@ fn value(of: &Value) -> Json {
         Value::Table(it) => headers(it).into(),
         number => json!(number.as_i64()),
     }
-}
-
-fn iso(at: SystemTime) -> Option<String> {
-    Timestamp::try_from(at).ok().map(|at| format!("{at:.3}"))
 }
 
 /// A duration in its two largest units: `3d 4h`.

@@ -31,9 +31,9 @@ fn now() -> SystemTime {
 #[test]
 fn what_a_dead_letter_holds_cannot_command_the_terminal() {
     let hostile = delivery("\u{1b}[2Jgone\nnext\u{9b}", b"\x1b]0;title\x07\tbody\n");
-    let row = Row::of(&hostile, now());
+    let row = DeadLetterSummary::of(&hostile, now());
     for shown in
-        [row.cells().join(" "), row.to("\u{1b}gone next".into()).cells().join(" "), whole(&hostile, now())]
+        [cells(&row).join(" "), cells(&row.to("\u{1b}gone next".into())).join(" "), whole(&hostile, now())]
     {
         assert!(!shown.chars().any(|it| it.is_control() && it != '\n' && it != '\t'), "{shown:?}");
         assert!(shown.contains("gone next"), "{shown}");

@@ -1,34 +1,44 @@
-//! Decides which dead letters a command is about: by id, reason, age and pool, since several pools may share a
+//! Decides which dead letters are meant: by id, reason, age and pool, since several pools may share a
 //! dead-letter queue and the settings may not name them all. Pure. Owns the set of found ids, and the number of
 //! dead letters of other pools that were left out.
 
 use std::collections::BTreeSet;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use crate::broker::Delivery;
-use crate::cli::DeadFilters;
 use crate::protocol::dead_letter::DeadLetter;
+
+/// Conditions for a dead letter; all given ones must hold.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Filters {
+    /// Its reason is one of these; empty: any.
+    pub(crate) reason: Vec<String>,
+    /// It is older. A dead letter without a time has no age.
+    pub(crate) older_than: Option<Duration>,
+    /// It is newer.
+    pub(crate) newer_than: Option<Duration>,
+}
 
 /// The conditions for a dead letter, and what has matched so far.
 #[derive(Debug)]
-pub(super) struct Selection {
+pub(crate) struct Selection {
     ids: Vec<String>,
-    filters: DeadFilters,
+    filters: Filters,
     pool: String,
-    pub(super) task_queue: String,
+    pub(crate) task_queue: String,
     /// The time from which ages are computed.
-    pub(super) now: SystemTime,
+    pub(crate) now: SystemTime,
     found: BTreeSet<String>,
     /// How many matched except for their pool.
-    pub(super) others: usize,
+    pub(crate) others: usize,
 }
 
 impl Selection {
     /// Without ids and filters, selects all dead letters of this pool, and those that name none.
-    pub(super) fn new(ids: &[String], filters: &DeadFilters, pool: &str, task_queue: &str) -> Self {
+    pub(crate) fn new(ids: &[String], filters: Filters, pool: &str, task_queue: &str) -> Self {
         Self {
             ids: ids.to_vec(),
-            filters: filters.clone(),
+            filters,
             pool: pool.to_owned(),
             task_queue: task_queue.to_owned(),
             now: SystemTime::now(),
@@ -37,9 +47,9 @@ impl Selection {
         }
     }
 
-    pub(super) fn matches(&mut self, dead_letter: &DeadLetter<'_>) -> bool {
+    pub(crate) fn matches(&mut self, dead_letter: &DeadLetter<'_>) -> bool {
         let ids: Vec<&String> = self.ids.iter().filter(|id| dead_letter.has_id(id)).collect();
-        let DeadFilters { reason, older_than, newer_than } = &self.filters;
+        let Filters { reason, older_than, newer_than } = &self.filters;
         let is_wanted = (self.ids.is_empty() || !ids.is_empty())
             && (reason.is_empty() || reason.iter().any(|it| it == dead_letter.reason()))
             && match dead_letter.age(self.now) {
@@ -61,7 +71,7 @@ impl Selection {
     }
 
     /// Why a matching dead letter may not be requeued; none: it may.
-    pub(super) fn stays(&self, delivery: &Delivery) -> Option<String> {
+    pub(crate) fn stays(&self, delivery: &Delivery) -> Option<String> {
         DeadLetter::of(&delivery.message).stays(!self.ids.is_empty())
     }
 
@@ -76,15 +86,13 @@ impl Selection {
     }
 
     /// The ids without a dead letter.
-    pub(super) fn missing(&self) -> Vec<&str> {
+    pub(crate) fn missing(&self) -> Vec<&str> {
         self.ids.iter().filter(|id| !self.found.contains(*id)).map(String::as_str).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::protocol::{Headers, Message, Properties, Value};
 
@@ -106,13 +114,13 @@ mod tests {
 
     fn selection(ids: &[&str], reason: &[&str], older: Option<u64>, newer: Option<u64>) -> Selection {
         let ids: Vec<String> = ids.iter().map(|&id| id.into()).collect();
-        let filters = DeadFilters {
+        let filters = Filters {
             reason: reason.iter().map(|&it| it.into()).collect(),
             older_than: older.map(Duration::from_secs),
             newer_than: newer.map(Duration::from_secs),
         };
         let now = SystemTime::UNIX_EPOCH + Duration::from_secs(NOW);
-        Selection { now, ..Selection::new(&ids, &filters, "embed", "tasks") }
+        Selection { now, ..Selection::new(&ids, filters, "embed", "tasks") }
     }
 
     #[test]

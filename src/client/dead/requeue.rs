@@ -1,0 +1,86 @@
+//! Publishes dead letters to their task queue, and removes from the dead-letter queue only what the broker has confirmed
+//! there (`confirm-before-ack`).
+
+use std::sync::Arc;
+
+use futures_util::future::join_all;
+
+use super::session::BrowserSession;
+use crate::broker::{BrokerError, Delivery, Published, Publisher};
+use crate::protocol::dead_letter::restored;
+
+/// Dead letters published at once: the most that a crash may leave in both queues.
+const WINDOW: usize = 64;
+/// Most bytes of their bodies.
+const WINDOW_BYTES: usize = 16 << 20;
+
+/// How many dead letters went to the task queue, and how many could not go.
+#[derive(Default)]
+pub(crate) struct Requeued {
+    pub(crate) went: usize,
+    pub(crate) stayed: usize,
+}
+
+/// Requeues all selected dead letters. `stays` is told of each that cannot go, and why. What was done until an error is
+/// in `requeued`.
+///
+/// # Errors
+/// The broker is lost, or refuses.
+pub(crate) async fn requeue(
+    session: &mut BrowserSession,
+    requeued: &mut Requeued,
+    mut stays: impl FnMut(&Delivery, &str),
+) -> Result<(), BrokerError> {
+    loop {
+        let window = window(session).await?;
+        if window.is_empty() {
+            return Ok(());
+        }
+        let sent = join_all(window.iter().map(|delivery| send(session, delivery))).await;
+        let mut ended = Ok(());
+        for (sent, delivery) in sent.into_iter().zip(window) {
+            let settled = match sent {
+                Ok(None) => {
+                    requeued.went += 1;
+                    session.browser.ack(delivery.delivery_tag).await
+                }
+                Ok(Some(why)) => {
+                    stays(&delivery, &why);
+                    requeued.stayed += 1;
+                    session.browser.leave(delivery).await
+                }
+                Err(error) => Err(error),
+            };
+            ended = ended.and(settled);
+        }
+        session.browser.flush().await?;
+        ended?;
+    }
+}
+
+async fn window(session: &mut BrowserSession) -> Result<Vec<Delivery>, BrokerError> {
+    let (mut window, mut bytes) = (Vec::new(), 0);
+    while window.len() < WINDOW
+        && bytes < WINDOW_BYTES
+        && let Some(delivery) = session.next().await?
+    {
+        bytes += delivery.message.body.len();
+        window.push(delivery);
+    }
+    Ok(window)
+}
+
+/// Why it stays; none: the task queue has confirmed it.
+async fn send(session: &BrowserSession, delivery: &Delivery) -> Result<Option<String>, BrokerError> {
+    if let Some(why) = session.selection.stays(delivery) {
+        return Ok(Some(why));
+    }
+    let queue = session.selection.task_queue.as_str();
+    let message = Arc::new(restored(delivery.message.clone()));
+    Ok(match session.browser.publisher().publish(queue, message).await? {
+        Published::Confirmed => None,
+        Published::Unroutable => Some(format!("queue {queue:?} does not exist")),
+        Published::Nacked => Some(format!("queue {queue:?} takes no message now; is it full?")),
+        Published::Refused(words) | Published::Forbidden(words) => Some(format!("queue {queue:?}: {words}")),
+    })
+}

@@ -1,0 +1,100 @@
+//! A session with a pool's dead-letter queue: reads the selected dead letters, and hands back the others. Owns the
+//! browser and the selection until it is closed.
+
+use super::selection::Selection;
+use crate::broker::amqp::{Connector, DeadLetterBrowser, LeftBehind};
+use crate::broker::{BrokerError, Delivery};
+use crate::config::Broker;
+use crate::protocol::dead_letter::DeadLetter;
+
+/// The dead letters of a queue, and the selection.
+pub(crate) struct BrowserSession {
+    pub(super) browser: DeadLetterBrowser,
+    pub(crate) selection: Selection,
+    queue: String,
+}
+
+/// What happens to a selected dead letter.
+pub(crate) enum Fate {
+    Leave,
+    Delete,
+}
+
+/// What a session leaves behind it.
+#[derive(Debug)]
+pub(crate) struct Left {
+    /// Dead letters put into the queue anew, at its end: the broker would have dropped them soon.
+    pub(crate) renewed: usize,
+    /// Dead letters that the broker will drop after a few more deliveries, and that could not be put anew.
+    pub(crate) near_limit: usize,
+    /// Dead letters of other pools, which matched but for that.
+    pub(crate) others: usize,
+    /// The ids for which there was no dead letter.
+    pub(crate) missing: Vec<String>,
+}
+
+impl BrowserSession {
+    /// Opens the dead-letter queue for a connection of this name.
+    ///
+    /// # Errors
+    /// The broker refuses, or the queue is missing.
+    pub(crate) async fn open(
+        broker: &Broker,
+        name: &str,
+        queue: &str,
+        selection: Selection,
+    ) -> Result<Self, BrokerError> {
+        let browser = DeadLetterBrowser::open(Connector::new(broker.clone(), name), queue).await?;
+        Ok(Self { browser, selection, queue: queue.to_owned() })
+    }
+
+    pub(crate) fn queue(&self) -> &str {
+        &self.queue
+    }
+
+    /// After how many deliveries the queue is taken to drop a message, where that cannot be known.
+    pub(crate) fn assumed_limit(&self) -> Option<u64> {
+        self.browser.assumed_limit()
+    }
+
+    /// The next selected dead letter; all others are left.
+    ///
+    /// # Errors
+    /// The broker is lost, or refuses.
+    pub(crate) async fn next(&mut self) -> Result<Option<Delivery>, BrokerError> {
+        while let Some(delivery) = self.browser.next().await? {
+            if self.selection.matches(&DeadLetter::of(&delivery.message)) {
+                return Ok(Some(delivery));
+            }
+            self.browser.leave(delivery).await?;
+        }
+        Ok(None)
+    }
+
+    /// Leaves or deletes each selected dead letter, as `decide` says.
+    ///
+    /// # Errors
+    /// The broker is lost, or refuses. Dead letters deleted by then stay deleted.
+    pub(crate) async fn for_each(
+        &mut self,
+        mut decide: impl FnMut(&Delivery, &Selection) -> Fate,
+    ) -> Result<(), BrokerError> {
+        while let Some(delivery) = self.next().await? {
+            match decide(&delivery, &self.selection) {
+                Fate::Leave => self.browser.leave(delivery).await?,
+                Fate::Delete => self.browser.ack(delivery.delivery_tag).await?,
+            }
+        }
+        self.browser.flush().await
+    }
+
+    /// Hands back the dead letters that were left.
+    ///
+    /// # Errors
+    /// The broker is lost, or refuses.
+    pub(crate) async fn close(self) -> Result<Left, BrokerError> {
+        let LeftBehind { renewed, near_limit } = self.browser.close().await?;
+        let missing = self.selection.missing().into_iter().map(str::to_owned).collect();
+        Ok(Left { renewed, near_limit, others: self.selection.others, missing })
+    }
+}

@@ -1,0 +1,61 @@
+//! What a dead letter says of itself, in short. Pure; bounded, because texts of a dead letter may be of any length.
+
+use std::time::SystemTime;
+
+use jiff::Timestamp;
+use serde::Serialize;
+
+use crate::broker::Delivery;
+use crate::protocol::dead_letter::DeadLetter;
+use crate::protocol::shorten;
+
+/// Longest text of a summary.
+const TEXT_BYTES: usize = 2_100;
+
+/// A dead letter in a list, and its line of JSON.
+#[derive(Debug, Serialize)]
+pub(crate) struct DeadLetterSummary {
+    pub(crate) task_id: Option<String>,
+    pub(crate) message_id: Option<String>,
+    pub(crate) correlation_id: Option<String>,
+    pub(crate) reason: String,
+    /// ISO-8601, so sorting texts sorts times.
+    pub(crate) dead_lettered_at: Option<String>,
+    pub(crate) age_s: Option<u64>,
+    pub(crate) worker: Option<String>,
+    pub(crate) error: Option<String>,
+    /// Bytes of its body.
+    pub(crate) size: usize,
+    /// Where it would be put, or why it stays, if that was asked.
+    #[serde(skip)]
+    pub(crate) to: Option<String>,
+}
+
+impl DeadLetterSummary {
+    /// Ages are counted to `now`.
+    pub(crate) fn of(delivery: &Delivery, now: SystemTime) -> Self {
+        let (message, dead_letter) = (&delivery.message, DeadLetter::of(&delivery.message));
+        let text = |text: Option<&str>| text.map(|text| shorten(text, TEXT_BYTES));
+        Self {
+            task_id: text(dead_letter.task_id()),
+            message_id: message.properties.message_id.clone(),
+            correlation_id: message.properties.correlation_id.clone(),
+            reason: shorten(dead_letter.reason(), TEXT_BYTES),
+            dead_lettered_at: dead_letter.dead_lettered_at().and_then(iso),
+            age_s: dead_letter.age(now).map(|age| age.as_secs()),
+            worker: text(dead_letter.worker()),
+            error: text(dead_letter.error()),
+            size: message.body.len(),
+            to: None,
+        }
+    }
+
+    pub(crate) fn to(self, to: String) -> Self {
+        Self { to: Some(to), ..self }
+    }
+}
+
+/// A time as ISO-8601, in milliseconds; none where it is out of range.
+pub(crate) fn iso(at: SystemTime) -> Option<String> {
+    Timestamp::try_from(at).ok().map(|at| format!("{at:.3}"))
+}

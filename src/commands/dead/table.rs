@@ -1,0 +1,82 @@
+//! Prints a listing of dead letters: as a table, as JSON lines, or as one line that counts them by reason.
+
+use std::io::{self, Write};
+
+use super::view::{cells, dead_letters, printable};
+use crate::client::dead::Listing;
+
+/// A line for all dead letters: `2 dead letters{place}: 1 attempts, 1 poison`.
+pub(super) fn summary(listing: &Listing, place: &str) -> String {
+    let reasons = listing.reasons();
+    let counts = reasons.iter().map(|(reason, count)| format!("{count} {}", printable(reason)));
+    let colon = if reasons.is_empty() { "" } else { ": " };
+    format!("{}{place}{colon}{}", dead_letters(listing.count()), counts.collect::<Vec<_>>().join(", "))
+}
+
+/// One JSON object a line.
+pub(super) fn write_json(listing: &mut Listing, out: &mut impl Write) -> io::Result<()> {
+    listing.rows().iter().try_for_each(|row| writeln!(out, "{}", serde_json::to_string(row)?))
+}
+
+/// Writes a table, with `last` as the head of its last column, and a line for rows not shown; nothing without rows.
+pub(super) fn write_table(listing: &mut Listing, out: &mut impl Write, last: &str) -> io::Result<()> {
+    let rows = listing.rows();
+    if rows.is_empty() {
+        return Ok(());
+    }
+    writeln!(out, "{}", table(last, rows.iter().map(cells)))?;
+    match listing.more() {
+        0 => Ok(()),
+        more => writeln!(out, "and {more} more"),
+    }
+}
+
+/// Formats rows under a head, with columns as wide as needed.
+fn table(last: &str, rows: impl Iterator<Item = [String; 6]>) -> String {
+    let head = ["TASK", "REASON", "AGE", "WORKER", "BYTES", last].map(str::to_owned);
+    let rows: Vec<_> = std::iter::once(head).chain(rows).collect();
+    let widest = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let [a, b, c, d, e]: [usize; 5] = std::array::from_fn(widest);
+    let lines = rows.iter().map(|[id, reason, age, worker, size, last]| {
+        let line = format!("{id:a$}  {reason:b$}  {age:>c$}  {worker:d$}  {size:>e$}  {last}");
+        line.trim_end().to_owned()
+    });
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::*;
+    use crate::broker::{Delivery, DeliveryTag, Source};
+    use crate::client::dead::DeadLetterSummary;
+    use crate::protocol::{Message, Properties};
+
+    #[test]
+    fn a_table_has_a_head_as_wide_as_its_rows_and_says_how_many_are_left_out() {
+        let mut listing = Listing::at_most(1);
+        for timestamp in [2, 1] {
+            let message_id = Some(format!("id-{timestamp}"));
+            let properties = Properties { timestamp: Some(timestamp), message_id, ..Properties::default() };
+            let delivery = Delivery {
+                message: Message { properties, ..Message::default() },
+                delivery_tag: DeliveryTag { source: Source::Main, session: 0, tag: 1 },
+                routing_key: None,
+                redelivered: false,
+                delivery_count: Some(0),
+            };
+            listing.add(DeadLetterSummary::of(&delivery, SystemTime::UNIX_EPOCH).to("it broke".into()));
+        }
+        let mut shown = Vec::new();
+        write_table(&mut listing, &mut shown, "ERROR").unwrap();
+        assert_eq!(
+            String::from_utf8(shown).unwrap(),
+            "TASK  REASON   AGE  WORKER  BYTES  ERROR\nid-1  unknown   0s  -           0  it broke\nand 1 more\n"
+        );
+        assert_eq!(summary(&listing, " in q"), "2 dead letters in q: 2 unknown");
+        let mut lines = Vec::new();
+        write_json(&mut listing, &mut lines).unwrap();
+        assert!(lines.starts_with(b"{\"task_id\":\"id-1\""));
+    }
+}
