@@ -25,7 +25,7 @@
 //! | 3 | `engine` | the model thread: batches of one pass, sequences, what a failed batch means |
 //! | 4 | `worker` | session → intake → preprocess → engine → settle; the drain; isolation |
 //! | 4 | `launcher` | discover devices, plan slots, spawn, watch, restart, stop |
-//! | 4 | `client` | publish tasks, gather their replies in order, each once; bounded |
+//! | 4 | `client` | publish tasks, gather their replies, each once; a whole job; the fleet's figures; dead letters |
 //! | 5 | `admin` | what operators see of a running launcher and ask of it: metrics, health, remote control |
 //! | 5 | `cli` | the grammar of the command line |
 //! | 6 | `commands` | one file or folder for each command; the registry of models |

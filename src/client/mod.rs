@@ -5,6 +5,7 @@
 pub(crate) mod answer;
 pub(crate) mod batch_file;
 pub(crate) mod dead;
+pub(crate) mod fleet;
 mod gather;
 pub(crate) mod job;
 pub(crate) mod replies;

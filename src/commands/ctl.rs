@@ -5,16 +5,14 @@ use std::fmt::Write as _;
 use std::io::Write as _;
 use std::time::Duration;
 
-use anyhow::{Context, anyhow};
+use anyhow::anyhow;
 use serde_json::{Map, Value as Json, json};
 use tokio::time::Instant;
 
 use super::{load, start_logging};
-use crate::broker::BrokerError;
-use crate::broker::amqp::{Connector, ControlClient};
 use crate::cli::{Ctl, CtlOrder};
+use crate::client::fleet::{Control, FleetError};
 use crate::commands::exits::ExitsWith as _;
-use crate::config::Settings;
 use crate::protocol::admin::{Answer, Request, SlotReport, State, Target};
 use crate::protocol::shorten;
 use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, TOKENS};
@@ -38,19 +36,19 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let gathered = runtime.block_on(async {
-        let mut lines = open(&settings).await?;
+        let mut control = Control::open(&settings).await.map_err(with_exit)?;
         let until = Instant::now() + arguments.timeout;
         // Probably one launcher answers for a host or a slot, but two may have the same name.
         let expected = arguments.expect.or(match target {
             Target::Slot(_) => Some(1),
             _ => None,
         });
-        let answers = gather(&mut lines, (&target, &request), until, expected).await?;
+        let answers = control.ask(&target, &request, until, expected).await.map_err(with_exit)?;
         print(&answers, arguments)?;
         if let Some(limit) = arguments.wait {
-            wait_for(&mut lines, (&target, &request), &answers, limit).await?;
+            wait_for(&mut control, &target, &request, &answers, limit).await?;
         }
-        lines.close().await;
+        control.close().await;
         anyhow::Ok(answers)
     });
     let answers = gathered?;
@@ -76,8 +74,9 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
 /// # Errors
 /// They have not in time; the error names them.
 async fn wait_for(
-    lines: &mut ControlClient,
-    (target, order): (&Target, &Request),
+    control: &mut Control,
+    target: &Target,
+    order: &Request,
     answers: &[Answer],
     limit: Duration,
 ) -> anyhow::Result<()> {
@@ -86,7 +85,8 @@ async fn wait_for(
     let ordered: Vec<&SlotReport> = answers.iter().flat_map(|answer| &answer.slots).filter(took).collect();
     loop {
         let next = until.min(Instant::now() + LOOK);
-        let now = gather(lines, (target, &Request::Ping), next, Some(answers.len())).await?;
+        let asked = control.ask(target, &Request::Ping, next, Some(answers.len()));
+        let now = asked.await.map_err(with_exit)?;
         let slots: Vec<&SlotReport> = now.iter().flat_map(|answer| &answer.slots).collect();
         let is_done = |before: &SlotReport| {
             let after = slots.iter().find(|slot| slot.worker == before.worker);
@@ -126,52 +126,14 @@ fn has_obeyed(order: &Request, before: &SlotReport, after: Option<&SlotReport>) 
     }
 }
 
-/// Connects to the control exchange.
-pub(super) async fn open(settings: &Settings) -> anyhow::Result<ControlClient> {
-    let exchange = settings.admin.control_exchange.as_deref();
-    let exchange = exchange
-        .context("admin.control_exchange = \"\": there is no remote control")
-        .exits_with(Exit::Config)?;
-    let connector = Connector::new(settings.broker.clone(), "sconce ctl");
-    Ok(ControlClient::connect(&connector, exchange).await?)
-}
-
-/// The answers that come in time, sorted by host; at most `expected`.
-pub(super) async fn gather(
-    lines: &mut ControlClient,
-    (target, request): (&Target, &Request),
-    until: Instant,
-    expected: Option<usize>,
-) -> anyhow::Result<Vec<Answer>> {
-    let id = uuid::Uuid::new_v4().to_string();
-    let patience = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    let body = serde_json::to_vec(request)?;
-    let mut answers: Vec<Answer> = Vec::new();
-    match lines.ask(&target.routing_key(), (body, &id), patience).await {
-        Ok(true) => {}
-        Ok(false) => return Ok(answers),
-        // No launcher has made the exchange: nobody is there.
-        Err(BrokerError::Missing { reason, .. }) => {
-            return Err(anyhow!("nobody has answered: {reason}").exits_with(Exit::No));
-        }
-        Err(error) => return Err(error.into()),
+/// Who has to act: an error of the broker tells that itself.
+pub(super) fn with_exit(error: FleetError) -> anyhow::Error {
+    match error {
+        FleetError::Broker(error) => error.into(),
+        FleetError::NoExchange => anyhow::Error::new(error).exits_with(Exit::Config),
+        FleetError::Nobody(_) => anyhow::Error::new(error).exits_with(Exit::No),
+        FleetError::Lost => error.into(),
     }
-    while answers.len() < expected.unwrap_or(usize::MAX) {
-        let Ok(next) = tokio::time::timeout_at(until, lines.next()).await else { break };
-        let message = next.context("the broker was lost while answers were awaited")?;
-        // Late answers to earlier requests are ignored.
-        if message.properties.correlation_id.as_ref() == Some(&id) {
-            // An unreadable answer, from a launcher of another version, must not hide the others.
-            answers.push(serde_json::from_slice(&message.body).unwrap_or_else(|error| unreadable(&error)));
-        }
-    }
-    answers.sort_by(|one, other| (&one.launcher, one.pid).cmp(&(&other.launcher, other.pid)));
-    Ok(answers)
-}
-
-fn unreadable(error: &serde_json::Error) -> Answer {
-    let words = format!("an answer that this version cannot read: {error}");
-    Answer { host: "unknown".to_owned(), error: Some(words), ..Answer::default() }
 }
 
 fn print(answers: &[Answer], arguments: &Ctl) -> anyhow::Result<()> {

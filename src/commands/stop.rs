@@ -6,10 +6,12 @@ use std::time::{Duration, SystemTime};
 use anyhow::anyhow;
 use tokio::time::Instant;
 
-use super::{ctl, load, pool_named, start_logging};
+use super::ctl::with_exit;
+use super::{load, pool_named, start_logging};
 use crate::broker::Publisher as _;
 use crate::broker::amqp::{AmqpPublisher, Connector, consumers_of};
 use crate::cli::StopWorkers;
+use crate::client::fleet::Control;
 use crate::client::publish;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
@@ -83,11 +85,11 @@ async fn stop(arguments: &StopWorkers, settings: &Settings, pool: &Pool) -> anyh
 /// # Errors
 /// None has obeyed.
 pub(super) async fn tell_all(settings: &Settings, unwanted: Cancellation) -> anyhow::Result<usize> {
-    let mut lines = ctl::open(settings).await?;
+    let mut control = Control::open(settings).await.map_err(with_exit)?;
     let (target, request) = (Target::All, Request::Cancel(unwanted));
     let until = Instant::now() + WITHDRAWING;
-    let answers = ctl::gather(&mut lines, (&target, &request), until, None).await;
-    lines.close().await;
+    let answers = control.ask(&target, &request, until, None).await.map_err(with_exit);
+    control.close().await;
     let (refusals, obeyed): (Vec<_>, Vec<_>) =
         answers?.into_iter().partition(|answer| answer.error.is_some());
     for refusal in &refusals {

@@ -25,7 +25,7 @@ impl JobFiles {
     pub(crate) fn open(inputs: &[PathBuf], output: &Path, queue: &str) -> Result<Self, FileError> {
         let shown = output.display();
         if output == Path::new("-") || output.metadata().is_ok_and(|it| !it.is_file()) {
-            let problem = format!("--output {shown} is no file: an interrupted run could not continue it");
+            let problem = format!("the output {shown} is no file: an interrupted run could not continue it");
             return Err(FileError::Refused(problem));
         }
         // Before the output is made, so that a wrong name leaves no file. Nothing is opened here: whoever writes to a

@@ -5,9 +5,9 @@ use ratatui::style::{Color, Style, Stylize};
 use ratatui::text::{Line, Span};
 
 use super::figures::{self, age, bar, bytes, count, cut, cut_middle, percent, seconds, short, spark};
-use super::history::Slot;
 use super::list::List;
-use super::pools::{Depth, Total};
+use crate::client::fleet::Slot;
+use crate::client::fleet::{Depth, Total};
 use crate::protocol::admin::State;
 
 /// What one part of a line needs.

@@ -6,7 +6,7 @@ use ratatui::style::{Color, Style, Stylize};
 use ratatui::text::{Line, Span};
 
 use super::figures::{age, bytes, cut, percent, seconds, wrap};
-use super::history::Slot;
+use crate::client::fleet::Slot;
 use crate::commands::ctl::span;
 use crate::protocol::stats::Stats;
 

@@ -3,7 +3,7 @@
 
 use std::cmp::Ordering;
 
-use super::history::{History, Key, Slot};
+use crate::client::fleet::{History, Key, Slot};
 
 /// The most characters of a filter.
 const FILTER: usize = 60;

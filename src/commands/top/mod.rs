@@ -1,14 +1,10 @@
 //! `sconce top`: a live view of all launchers that answer over the control exchange. One task asks and sends
-//! orders (`ask`), the other draws and reads keys. Owns the terminal, and restores it at the end.
+//! orders (`client/fleet`), the other draws and reads keys. Owns the terminal, and restores it at the end.
 
-mod ask;
 mod columns;
 mod detail;
 mod figures;
-mod history;
 mod list;
-mod pools;
-mod rates;
 mod screen;
 #[cfg(test)]
 mod tests;
@@ -23,15 +19,14 @@ use ratatui::crossterm::event::Event;
 use ratatui::{DefaultTerminal, crossterm};
 use tokio::sync::mpsc;
 
-use super::ctl::open;
 use super::load;
 use crate::cli::Top;
+use crate::client::fleet::{Control, News, Order, PoolQueues, Watch};
+use crate::commands::ctl::with_exit;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::redact_url;
-use crate::protocol::admin::{Request, Target};
 use crate::shutdown::Exit;
-use ask::{Asker, queues_of};
-use screen::{News, Press, Screen};
+use screen::{Press, Screen};
 use view::draw;
 
 /// How often the screen is drawn without news, for the age of stale data.
@@ -49,15 +44,15 @@ pub(super) fn run(arguments: &Top) -> anyhow::Result<Exit> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let every = arguments.every;
     let broker = settings.broker.url.first().map(|url| redact_url(url.expose())).unwrap_or_default();
-    let pools = settings.pools.iter().map(queues_of).collect();
+    let pools = settings.pools.iter().map(PoolQueues::of).collect();
     let screen = Screen::new(broker, pools, every * 2 + LATE);
     // From the asking task to the drawing one, and back. Few are under way: a full channel holds up the asking
     // task, and refuses orders.
     let (news_in, news) = mpsc::channel(8);
-    let (orders, ordered) = mpsc::channel(8);
+    let (orders, orders_out) = mpsc::channel(8);
     // Connects before taking over the screen, so that a failure is printed as an error.
-    let first = runtime.block_on(open(&settings))?;
-    runtime.spawn(Asker::new(first, settings).watch(every, (news_in, ordered)));
+    let first = runtime.block_on(Control::open(&settings)).map_err(with_exit)?;
+    runtime.spawn(Watch::new(first, settings).run(every, news_in, orders_out));
     let terminal = ratatui::try_init().context("the terminal cannot be used")?;
     let shown = runtime.block_on(show(terminal, screen, news, orders));
     ratatui::restore();
@@ -70,7 +65,7 @@ async fn show(
     mut terminal: DefaultTerminal,
     mut screen: Screen,
     mut news: mpsc::Receiver<News>,
-    orders: mpsc::Sender<(Target, Request)>,
+    orders: mpsc::Sender<Order>,
 ) -> anyhow::Result<()> {
     let (mut keys, mut offset) = (keys(), 0);
     let mut ticks = tokio::time::interval(TICK);
@@ -83,7 +78,7 @@ async fn show(
                 let Some(event) = key else { return Ok(()) };
                 let is_full = match screen.press(&event, Instant::now()) {
                     Some(Press::Leave) => return Ok(()),
-                    Some(Press::Order(target, request)) => orders.try_send((target, request)).is_err(),
+                    Some(Press::Order(order)) => orders.try_send(order).is_err(),
                     None => false,
                 };
                 if is_full {

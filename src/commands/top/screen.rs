@@ -5,28 +5,18 @@ use std::time::{Duration, Instant};
 
 use ratatui::crossterm::event::{Event, KeyCode, KeyEventKind, KeyModifiers};
 
-use super::history::{History, Look};
 use super::list::List;
-use super::pools::PoolQueues;
+use crate::client::fleet::{History, News, Order, PoolQueues};
 use crate::protocol::admin::{Request, State, Target};
 
 /// How long the result of an order is shown, unless a key is pressed.
 const NOTICE: Duration = Duration::from_secs(20);
 
-/// A message of the asking task.
-pub(super) enum News {
-    Look(Box<Look>),
-    /// The result of an order.
-    Done(String),
-    /// Why no data could be read.
-    Trouble(String),
-}
-
 /// An action of a key beyond the screen.
 #[derive(Debug, PartialEq)]
 pub(super) enum Press {
     Leave,
-    Order(Target, Request),
+    Order(Order),
 }
 
 /// The state of the screen.
@@ -100,7 +90,7 @@ impl Screen {
                 return None;
             }
             self.tell(format!("{} {worker}: asked", verb(&request)), now);
-            return Some(Press::Order(Target::Slot(worker), request));
+            return Some(Press::Order(Order { target: Target::Slot(worker), request }));
         }
         if self.is_typing {
             self.type_filter(key.code);

@@ -13,9 +13,9 @@ use ratatui::widgets::{Block, Clear, Paragraph};
 use super::columns::{Room, SlotRow, errors, fit, lines, of_pools, of_slots};
 use super::detail;
 use super::figures::{cut, short, width, wrap};
-use super::history::Slot;
-use super::pools::{Total, totals};
 use super::screen::Screen;
+use crate::client::fleet::Slot;
+use crate::client::fleet::{Total, totals};
 use crate::commands::ctl::span;
 
 /// A screen of at least this many lines has room for pools and detail.

@@ -5,83 +5,19 @@ mod state;
 
 use std::time::{Duration, Instant};
 
-use super::history::Look;
-use super::pools::PoolQueues;
-use super::screen::{News, Screen};
-use crate::protocol::admin::{Answer, SlotReport, State};
-use crate::protocol::control::BatchChange;
-use crate::protocol::stats::{Stage, Standing, Stats};
+use super::screen::Screen;
+use crate::client::fleet::News;
+use crate::client::fleet::fixtures::{self, GPU, answer, pool, slot};
+use crate::protocol::admin::Answer;
 
-const GPU: &str = "GPU-5a1b2c3d-0000-1111-2222-333344445555";
-
-/// A slot that has answered this many tasks, each alone in a batch of 500 tokens that took 20 ms.
-fn slot(worker: &str, device: &str, tasks: u64) -> SlotReport {
-    let mut stats = Stats::default();
-    stats.answered("succeeded", "", tasks);
-    for _ in 0..tasks {
-        stats.took(Stage::Compute, 0.02);
-        stats.batch(1, 500, 0.02);
-    }
-    stats.now = Standing { connected: true, held: 3, resident: 3 << 29, ..Standing::default() };
-    let (_, slot) = worker.split_once('/').unwrap();
-    let (pool, _) = slot.rsplit_once('/').unwrap();
-    SlotReport {
-        slot: slot.into(),
-        worker: worker.into(),
-        pool: pool.into(),
-        queue: format!("{pool}.tasks"),
-        device: device.into(),
-        model: "sentence-transformers/all-MiniLM-L6-v2".into(),
-        state: State::Busy,
-        state_ms: 4_000,
-        pid: Some(41),
-        ready_at_ms: Some(1_000),
-        batch: BatchChange { max_tokens: Some(1_000), ..BatchChange::default() },
-        stats: Some(Box::new(stats)),
-        ..SlotReport::default()
-    }
-}
-
-/// The answer of a launcher that runs since `uptime` seconds; its name is the host's.
-fn answer(host: &str, uptime: u64, slots: Vec<SlotReport>) -> Answer {
-    let (host, uptime_ms) = (host.to_owned(), 1_000 * uptime);
-    Answer { launcher: host.clone(), host, pid: 7, uptime_ms, slots, ..Answer::default() }
-}
-
-/// What was seen `at` seconds after `start`.
 fn look(start: Instant, at: u64, answers: Vec<Answer>) -> News {
-    let queues =
-        [("embed.tasks", Some((12, 2))), ("embed.dead", Some((2, 0))), ("embed.retry-1000ms", Some((5, 0)))];
-    let queues = queues.map(|(name, depth)| (name.to_owned(), depth)).into();
-    let at_instant = start + Duration::from_secs(at);
-    News::Look(Box::new(Look { at: at_instant, wall_ms: 61_000 + 1_000 * at, answers, queues }))
+    News::Look(Box::new(fixtures::look(start, at, answers)))
+}
+
+fn two_hosts(start: Instant, at: u64) -> News {
+    News::Look(Box::new(fixtures::two_hosts(start, at)))
 }
 
 fn screen() -> Screen {
-    let pool = PoolQueues {
-        pool: "embed".into(),
-        task: "embed.tasks".into(),
-        background: None,
-        retries: vec!["embed.retry-1000ms".into()],
-        dead: "embed.dead".into(),
-    };
-    Screen::new("amqp://sconce@broker:5672".into(), vec![pool], Duration::from_secs(5))
-}
-
-/// Two launchers at work for a minute: three pools, one slot in need of a person.
-fn two_hosts(start: Instant, at: u64) -> News {
-    let mut failing = slot("gpu1/embed/1", "GPU-66660000", 2 * at);
-    failing.stats.as_mut().unwrap().answered("failed", "invalid_request", at);
-    failing.restarts = [("crashed".to_owned(), 2)].into();
-    failing.last_failure = Some("CUDA_ERROR_ILLEGAL_ADDRESS in a forward pass of 12 tasks. ".repeat(4));
-    failing.active = vec!["7f3e".into(), "91b0".into()];
-    (failing.active_ms, failing.in_flight) = (Some(1_250), 5);
-    let mut gone = slot("gpu2.example.com/generate/0", GPU, 0);
-    gone.state = State::Quarantined;
-    let first = vec![
-        slot("gpu1/embed/0", GPU, 20 * at + 30 * (at / 6)),
-        failing,
-        slot("gpu1/embed/2", "cpu", 9 * at),
-    ];
-    look(start, at, vec![answer("gpu1", at, first), answer("gpu2.example.com", at, vec![gone])])
+    Screen::new("amqp://sconce@broker:5672".into(), vec![pool()], Duration::from_secs(5))
 }

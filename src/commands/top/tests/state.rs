@@ -1,4 +1,4 @@
-//! Rates, silence, staleness, order, choice, keys and totals, without a terminal.
+//! Staleness, order, choice and keys, without a terminal.
 
 use std::time::{Duration, Instant};
 
@@ -7,9 +7,9 @@ use ratatui::crossterm::event::{Event, KeyCode, KeyEvent};
 use super::super::columns::{Room, fit};
 use super::super::figures::{age, bar, count, cut, cut_middle, short, spark, width, wrap};
 use super::super::list::SORTS;
-use super::super::pools::{Depth, totals};
-use super::super::screen::{News, Press, Screen};
+use super::super::screen::{Press, Screen};
 use super::*;
+use crate::client::fleet::Order;
 use crate::protocol::admin::{Request, Target};
 
 fn press(screen: &mut Screen, code: KeyCode) -> Option<Press> {
@@ -28,65 +28,6 @@ fn shown(screen: &Screen) -> Vec<(String, &'static str)> {
 
 fn chosen(screen: &Screen) -> &str {
     screen.list.chosen(&screen.history).map_or("", |slot| &slot.key.worker)
-}
-
-#[test]
-fn rates_are_means_of_three_seconds_and_of_a_slot_that_is_new_none_are_known() {
-    let (mut screen, start) = (screen(), Instant::now());
-    for (at, tasks) in [(1, 5), (2, 5), (3, 45), (4, 65), (5, 65)] {
-        let one = answer("h", at, vec![slot("h/embed/0", "cpu", tasks)]);
-        screen.learn(look(start, at, vec![one]), start);
-        let rates = &screen.history.slots.values().next().unwrap().rates;
-        match at {
-            1 => assert_eq!((rates.tasks, rates.fill), (0.0, None)),
-            4 => assert_eq!((rates.tasks, rates.tokens, rates.fill), (20.0, 10_000.0, Some(0.5))),
-            5 => assert_eq!((rates.tasks, (10.0 * rates.busy).round()), (20.0, 4.0)),
-            _ => {}
-        }
-    }
-    let again = answer("h", 1, vec![slot("h/embed/0", "cpu", 3)]);
-    screen.learn(look(start, 6, vec![again]), start);
-    let slot = screen.history.slots.values().next().unwrap();
-    assert_eq!((slot.rates.tasks, slot.minute.len(), slot.age_ms), (0.0, 1, Some(66_000)));
-}
-
-#[test]
-fn a_minute_is_kept_and_no_more_whatever_was_missed() {
-    let (mut screen, start) = (screen(), Instant::now());
-    for at in (0..200).step_by(2).chain([900]) {
-        screen.learn(look(start, at, vec![answer("h", at + 1, vec![slot("h/embed/0", "cpu", at)])]), start);
-    }
-    let minute = &screen.history.slots.values().next().unwrap().minute;
-    assert!(minute.len() == 60 && minute.iter().all(|rate| *rate == Some(1.0)), "{minute:?}");
-}
-
-#[test]
-fn slots_of_a_silent_launcher_are_marked_and_go_after_half_a_minute() {
-    let (mut screen, start) = (screen(), Instant::now());
-    screen.learn(two_hosts(start, 1), start);
-    let one = |at| look(start, at, vec![answer("gpu1", at, vec![slot("gpu1/embed/0", "cpu", at)])]);
-    screen.learn(one(2), start);
-    // Its launcher has answered without the other two.
-    let silent = [("gpu1/embed/0".to_owned(), "busy"), ("gpu2.example.com/generate/0".to_owned(), "silent")];
-    assert_eq!(shown(&screen), silent);
-    screen.learn(one(31), start);
-    assert_eq!(shown(&screen), silent);
-    screen.learn(one(32), start);
-    assert_eq!(shown(&screen), silent[..1]);
-    // An outage does not count: nobody could answer.
-    screen.learn(two_hosts(start, 40), start);
-    screen.learn(News::Trouble("lost".into()), start);
-    screen.learn(one(400), start);
-    assert_eq!(shown(&screen), silent);
-}
-
-#[test]
-fn a_launcher_that_was_started_again_takes_the_place_of_its_silent_slots() {
-    let (mut screen, start) = (screen(), Instant::now());
-    let with = |pid, at| Answer { pid, ..answer("h", at, vec![slot("h/embed/0", "cpu", at)]) };
-    screen.learn(look(start, 1, vec![with(7, 100)]), start);
-    screen.learn(look(start, 2, vec![with(8, 1)]), start);
-    assert_eq!(shown(&screen), [("h/embed/0".to_owned(), "busy")]);
 }
 
 #[test]
@@ -164,25 +105,11 @@ fn an_order_is_sent_after_yes_alone() {
     assert_eq!(screen.foot(start).unwrap(), "drain gpu1/embed/0? y/n");
     assert_eq!((press(&mut screen, KeyCode::Char('n')), screen.foot(start)), (None, None));
     write(&mut screen, "p");
-    let order = Press::Order(Target::Slot("gpu1/embed/0".into()), Request::Pause);
-    assert_eq!(press(&mut screen, KeyCode::Char('y')), Some(order));
+    let order = Order { target: Target::Slot("gpu1/embed/0".into()), request: Request::Pause };
+    assert_eq!(press(&mut screen, KeyCode::Char('y')), Some(Press::Order(order)));
     screen.learn(News::Done("paused".into()), start);
     assert_eq!(screen.foot(start).as_deref(), Some("paused"));
     assert_eq!(screen.foot(start + Duration::from_secs(60)), None);
-}
-
-#[test]
-fn totals_count_slots_at_work_and_the_queues_that_settings_and_broker_know() {
-    let (mut screen, start) = (screen(), Instant::now());
-    screen.learn(two_hosts(start, 1), start);
-    screen.learn(two_hosts(start, 2), start);
-    let [embed, generate] = &totals(&screen.history, &screen.pools)[..] else { panic!() };
-    assert_eq!((embed.work, embed.slots, embed.held, embed.consumers), (3, 3, 9, Some(2)));
-    assert_eq!((embed.tasks.round(), embed.errors), (32.0, 1.0));
-    assert_eq!((embed.waiting, embed.background), (Depth::Messages(12), Depth::NoQueue));
-    assert_eq!((embed.retry, embed.dead), (Depth::Messages(5), Depth::Messages(2)));
-    assert_eq!((generate.work, generate.slots), (0, 1));
-    assert_eq!((generate.waiting, generate.dead), (Depth::Unknown, Depth::NoQueue));
 }
 
 #[test]

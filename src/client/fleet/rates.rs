@@ -4,26 +4,26 @@ use crate::protocol::stats::{SECONDS, Stage, Stats};
 
 /// What a slot did between two times.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Rates {
+pub(crate) struct Rates {
     /// Tasks answered, a second.
-    pub(super) tasks: f64,
+    pub(crate) tasks: f64,
     /// Tokens computed, a second.
-    pub(super) tokens: f64,
+    pub(crate) tokens: f64,
     /// Tasks answered with an error, a second.
-    pub(super) errors: f64,
+    pub(crate) errors: f64,
     /// Share of the time that the device computed.
-    pub(super) busy: f64,
+    pub(crate) busy: f64,
     /// Mean tokens of a batch divided by the allowed maximum.
-    pub(super) fill: Option<f64>,
+    pub(crate) fill: Option<f64>,
     /// Median and 99th percentile of the time on the device, in seconds.
-    pub(super) compute: Option<(f64, f64)>,
+    pub(crate) compute: Option<(f64, f64)>,
     /// Median of the time in the queue, in seconds.
-    pub(super) queued: Option<f64>,
+    pub(crate) queued: Option<f64>,
 }
 
 impl Rates {
     /// The rates of the `seconds` between two counts, with batches of at most `most` tokens.
-    pub(super) fn between(before: &Stats, now: &Stats, seconds: f64, most: Option<usize>) -> Self {
+    pub(crate) fn between(before: &Stats, now: &Stats, seconds: f64, most: Option<usize>) -> Self {
         let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / seconds;
         let errors = |stats: &Stats| stats.tasks() - stats.of_status("succeeded");
         let stage = |stage: Stage| now.stages[stage as usize].since(&before.stages[stage as usize]);

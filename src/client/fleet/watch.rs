@@ -1,19 +1,16 @@
-//! The asking task: asks all launchers repeatedly, looks at the queues of their pools, and sends orders in between.
+//! Watches the fleet: asks all launchers repeatedly, looks at the queues of their pools, and sends orders in between.
 //! Owns the connection; opens another when it is lost.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use anyhow::Context;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use super::control::{Control, FleetError};
 use super::history::{Look, Queues, REMEMBERED};
 use super::pools::PoolQueues;
-use super::screen::News;
-use crate::broker::amqp::{ControlClient, retry_queue};
-use crate::commands::ctl::{gather, open};
-use crate::config::{Pool, Settings};
+use crate::config::Settings;
 use crate::protocol::admin::{Request, Target};
 
 /// How long to wait for answers while the number of launchers is unknown.
@@ -25,21 +22,25 @@ const AGAIN: Duration = Duration::from_secs(2);
 /// How often background, retry and dead-letter queues are looked at. A broker logs each look at a missing queue.
 const BESIDE: Duration = Duration::from_secs(5);
 
-/// The queues of a pool of the settings.
-pub(super) fn queues_of(pool: &Pool) -> PoolQueues {
-    let retries = pool.retry.ceilings().into_iter().map(|ceiling| retry_queue(&pool.task_queue, ceiling));
-    PoolQueues {
-        pool: pool.name.clone(),
-        task: pool.task_queue.clone(),
-        background: pool.background_queue.clone(),
-        retries: retries.collect(),
-        dead: pool.dead_letter_queue.clone(),
-    }
+/// What a watch tells.
+pub(crate) enum News {
+    Look(Box<Look>),
+    /// The result of an order.
+    Done(String),
+    /// Why no data could be read.
+    Trouble(String),
 }
 
-/// The state of the asking task.
-pub(super) struct Asker {
-    lines: Option<ControlClient>,
+/// An order for these slots, between two looks.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Order {
+    pub(crate) target: Target,
+    pub(crate) request: Request,
+}
+
+/// A watch over the fleet.
+pub(crate) struct Watch {
+    control: Option<Control>,
     settings: Settings,
     pools: Vec<PoolQueues>,
     /// When launchers, by host and process, answered last.
@@ -52,26 +53,27 @@ pub(super) struct Asker {
     looks: u64,
 }
 
-impl Asker {
-    pub(super) fn new(first: ControlClient, settings: Settings) -> Self {
-        let pools = settings.pools.iter().map(queues_of).collect();
+impl Watch {
+    pub(crate) fn new(first: Control, settings: Settings) -> Self {
+        let pools = settings.pools.iter().map(PoolQueues::of).collect();
         let (heard, pools_heard, beside) = Default::default();
-        Self { lines: Some(first), settings, pools, heard, pools_heard, beside, beside_at: None, looks: 0 }
+        Self { control: Some(first), settings, pools, heard, pools_heard, beside, beside_at: None, looks: 0 }
     }
 
-    /// Asks until nobody listens to the news any more.
-    pub(super) async fn watch(
+    /// Looks as often, until nobody listens to the news any more.
+    pub(crate) async fn run(
         mut self,
         every: Duration,
-        (news, mut ordered): (mpsc::Sender<News>, mpsc::Receiver<(Target, Request)>),
+        news: mpsc::Sender<News>,
+        mut orders: mpsc::Receiver<Order>,
     ) {
         loop {
             let began = Instant::now();
             let (told, pause) = match self.look().await {
                 Ok(look) => (News::Look(Box::new(look)), every),
                 Err(error) => {
-                    (self.lines, self.beside_at) = (None, None);
-                    (News::Trouble(format!("{error:#}")), AGAIN)
+                    (self.control, self.beside_at) = (None, None);
+                    (News::Trouble(error.to_string()), AGAIN)
                 }
             };
             if news.send(told).await.is_err() {
@@ -79,24 +81,24 @@ impl Asker {
             }
             tokio::select! {
                 () = tokio::time::sleep_until(began + pause) => {}
-                Some((target, request)) = ordered.recv() => {
-                    let done = self.order(&target, &request).await.unwrap_or_else(|error| format!("{error:#}"));
+                Some(order) = orders.recv() => {
+                    let done = self.order(&order).await.unwrap_or_else(|error| error.to_string());
                     let _ = news.send(News::Done(done)).await;
                 }
             }
         }
     }
 
-    async fn look(&mut self) -> anyhow::Result<Look> {
+    async fn look(&mut self) -> Result<Look, FleetError> {
         let expected =
             Some(self.heard.len()).filter(|heard| *heard > 0 && !self.looks.is_multiple_of(NEWCOMERS));
         self.looks += 1;
-        let lines = match &mut self.lines {
-            Some(lines) => lines,
-            None => self.lines.insert(open(&self.settings).await?),
+        let control = match &mut self.control {
+            Some(control) => control,
+            None => self.control.insert(Control::open(&self.settings).await?),
         };
         let until = Instant::now() + PATIENCE;
-        let answers = gather(lines, (&Target::All, &Request::Stats), until, expected).await?;
+        let answers = control.ask(&Target::All, &Request::Stats, until, expected).await?;
         let at = Instant::now();
         let wall_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
         // One that has missed a round is waited for in the next ones too: else the others' answers would end them.
@@ -110,8 +112,8 @@ impl Asker {
     }
 
     /// The depths of all queues of the pools that launchers run.
-    async fn depths(&mut self) -> anyhow::Result<Queues> {
-        let lines = self.lines.as_ref().context("there is no broker now")?;
+    async fn depths(&mut self) -> Result<Queues, FleetError> {
+        let control = self.control.as_ref().ok_or(FleetError::Lost)?;
         if self.beside_at.is_none_or(|at| at.elapsed() >= BESIDE) {
             let is_run =
                 |it: &&PoolQueues| self.pools_heard.contains_key(&(it.pool.clone(), it.task.clone()));
@@ -119,23 +121,25 @@ impl Asker {
                 self.pools.iter().filter(is_run).flat_map(PoolQueues::beside).collect();
             self.beside.clear();
             for name in names {
-                self.beside.insert(name.clone(), lines.depth(name).await?);
+                self.beside.insert(name.clone(), control.depth(name).await?);
             }
             self.beside_at = Some(Instant::now());
         }
         let mut queues = self.beside.clone();
         for (_, task) in self.pools_heard.keys() {
-            queues.insert(task.clone(), lines.depth(task).await?);
+            queues.insert(task.clone(), control.depth(task).await?);
         }
         Ok(queues)
     }
 
-    async fn order(&mut self, target: &Target, request: &Request) -> anyhow::Result<String> {
-        let lines = self.lines.as_mut().context("there is no broker now")?;
-        let answers = gather(lines, (target, request), Instant::now() + 2 * PATIENCE, Some(1)).await?;
+    /// What became of an order, in words.
+    async fn order(&mut self, Order { target, request }: &Order) -> Result<String, FleetError> {
+        let Some(control) = self.control.as_mut() else { return Ok("there is no broker now".to_owned()) };
+        let answers = control.ask(target, request, Instant::now() + 2 * PATIENCE, Some(1)).await?;
         let key = target.routing_key();
-        let answer =
-            answers.into_iter().next().with_context(|| format!("nobody has answered for {key:?}"))?;
+        let Some(answer) = answers.into_iter().next() else {
+            return Ok(format!("nobody has answered for {key:?}"));
+        };
         let slot = answer.slots.into_iter().next();
         let said = answer.error.or_else(|| slot.and_then(|slot| slot.refused.or(slot.done)));
         Ok(format!("{key}: {}", said.unwrap_or_default()))

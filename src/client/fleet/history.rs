@@ -9,7 +9,7 @@ use crate::protocol::admin::{Answer, SlotReport, State};
 use crate::protocol::stats::Stats;
 
 /// How long the slots of a launcher that answers no more are shown.
-pub(super) const REMEMBERED: Duration = Duration::from_secs(30);
+pub(crate) const REMEMBERED: Duration = Duration::from_secs(30);
 /// Rates are means of at least this many milliseconds: workers report each second, so that a single second may hold
 /// no report or two.
 const MEAN_MS: u64 = 2_800;
@@ -20,54 +20,54 @@ const MINUTE: usize = 60;
 
 /// The answers of all launchers, and the queues of their pools, at one time.
 #[derive(Clone, Debug)]
-pub(super) struct Look {
-    pub(super) at: Instant,
+pub(crate) struct Look {
+    pub(crate) at: Instant,
     /// The same time, in milliseconds since 1970.
-    pub(super) wall_ms: u64,
-    pub(super) answers: Vec<Answer>,
-    pub(super) queues: Queues,
+    pub(crate) wall_ms: u64,
+    pub(crate) answers: Vec<Answer>,
+    pub(crate) queues: Queues,
 }
 
 /// Numbers of ready messages and consumers by queue; none where the queue cannot be inspected.
-pub(super) type Queues = BTreeMap<String, Option<(u32, u32)>>;
+pub(crate) type Queues = BTreeMap<String, Option<(u32, u32)>>;
 
 /// Which slot: its worker's name and its launcher's process, because two launchers may have the same name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Key {
-    pub(super) worker: String,
+pub(crate) struct Key {
+    pub(crate) worker: String,
     launcher: (String, u32),
 }
 
 /// One slot.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Slot {
-    pub(super) key: Key,
-    pub(super) report: SlotReport,
-    pub(super) rates: Rates,
+pub(crate) struct Slot {
+    pub(crate) key: Key,
+    pub(crate) report: SlotReport,
+    pub(crate) rates: Rates,
     /// Milliseconds since its worker was ready, by the clock of this host.
-    pub(super) age_ms: Option<u64>,
+    pub(crate) age_ms: Option<u64>,
     /// Tasks a second in each of the last seconds, at most [`MINUTE`]; none where no count is known.
-    pub(super) minute: Vec<Option<f64>>,
+    pub(crate) minute: Vec<Option<f64>>,
     /// Since when its launcher does not answer, though others or the broker do.
-    pub(super) missing_since: Option<Instant>,
+    pub(crate) missing_since: Option<Instant>,
     /// The launcher's uptime in milliseconds and the counts, oldest first, at most [`COUNTS`].
     counts: VecDeque<(u64, Stats)>,
 }
 
 /// All slots.
 #[derive(Default)]
-pub(super) struct History {
-    pub(super) slots: BTreeMap<Key, Slot>,
-    pub(super) queues: Queues,
-    pub(super) launchers: usize,
+pub(crate) struct History {
+    pub(crate) slots: BTreeMap<Key, Slot>,
+    pub(crate) queues: Queues,
+    pub(crate) launchers: usize,
     /// When launchers were last asked with success.
-    pub(super) looked: Option<Instant>,
+    pub(crate) looked: Option<Instant>,
     /// What a launcher said that answered with an error.
-    pub(super) refused: Option<String>,
+    pub(crate) refused: Option<String>,
 }
 
 impl History {
-    pub(super) fn learn(&mut self, look: Look) {
+    pub(crate) fn learn(&mut self, look: Look) {
         let Look { at, wall_ms, answers, queues } = look;
         let (mut live, mut names, mut launchers) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
         self.refused = answers.iter().find_map(|answer| answer.error.clone());
@@ -127,7 +127,7 @@ impl Slot {
     }
 
     /// Its state; that its launcher is silent or its worker has no broker comes first.
-    pub(super) fn state(&self) -> &'static str {
+    pub(crate) fn state(&self) -> &'static str {
         match self.report.state {
             _ if self.missing_since.is_some() => "silent",
             state if state.works() && !self.is_connected() => "no broker",
@@ -136,12 +136,12 @@ impl Slot {
     }
 
     /// Whether it takes tasks now.
-    pub(super) fn works(&self) -> bool {
+    pub(crate) fn works(&self) -> bool {
         self.missing_since.is_none() && self.report.state.works() && self.is_connected()
     }
 
     /// How much its state needs a person: the worse, the more.
-    pub(super) fn severity(&self) -> usize {
+    pub(crate) fn severity(&self) -> usize {
         let known = || State::ALL.iter().position(|(state, _)| *state == self.report.state);
         match self.state() {
             "silent" => State::ALL.len() + 1,
@@ -151,17 +151,17 @@ impl Slot {
     }
 
     /// Tasks delivered to it and not yet settled.
-    pub(super) fn held(&self) -> u64 {
+    pub(crate) fn held(&self) -> u64 {
         self.report.stats.as_ref().map_or(0, |stats| stats.now.held)
     }
 
     /// How many times its worker was started again.
-    pub(super) fn restarts(&self) -> u64 {
+    pub(crate) fn restarts(&self) -> u64 {
         self.report.restarts.values().sum()
     }
 
     /// Bytes of memory that only its worker uses.
-    pub(super) fn resident(&self) -> Option<u64> {
+    pub(crate) fn resident(&self) -> Option<u64> {
         self.report.stats.as_ref().map(|stats| stats.now.resident).filter(|bytes| *bytes > 0)
     }
 

@@ -3,27 +3,41 @@
 use std::collections::BTreeMap;
 
 use super::history::{History, Queues, Slot};
+use crate::broker::amqp::retry_queue;
+use crate::config::Pool;
 
 /// The queues of a pool of the settings, by their names.
 #[derive(Clone, Debug, Default)]
-pub(super) struct PoolQueues {
-    pub(super) pool: String,
-    pub(super) task: String,
-    pub(super) background: Option<String>,
-    pub(super) retries: Vec<String>,
-    pub(super) dead: String,
+pub(crate) struct PoolQueues {
+    pub(crate) pool: String,
+    pub(crate) task: String,
+    pub(crate) background: Option<String>,
+    pub(crate) retries: Vec<String>,
+    pub(crate) dead: String,
 }
 
 impl PoolQueues {
+    /// Those that the settings give a pool.
+    pub(crate) fn of(pool: &Pool) -> Self {
+        let retries = pool.retry.ceilings().into_iter().map(|ceiling| retry_queue(&pool.task_queue, ceiling));
+        Self {
+            pool: pool.name.clone(),
+            task: pool.task_queue.clone(),
+            background: pool.background_queue.clone(),
+            retries: retries.collect(),
+            dead: pool.dead_letter_queue.clone(),
+        }
+    }
+
     /// The queues beside the task queue.
-    pub(super) fn beside(&self) -> impl Iterator<Item = &String> {
+    pub(crate) fn beside(&self) -> impl Iterator<Item = &String> {
         self.background.iter().chain(&self.retries).chain([&self.dead])
     }
 }
 
 /// How many messages wait in queues.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Depth {
+pub(crate) enum Depth {
     /// The settings of this command name no such queue.
     #[default]
     NoQueue,
@@ -34,27 +48,27 @@ pub(super) enum Depth {
 
 /// The slots of all launchers with the same pool and task queue, and the pool's queues.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Total {
-    pub(super) pool: String,
-    pub(super) queue: String,
-    pub(super) slots: usize,
+pub(crate) struct Total {
+    pub(crate) pool: String,
+    pub(crate) queue: String,
+    pub(crate) slots: usize,
     /// Slots that take tasks.
-    pub(super) work: usize,
-    pub(super) tasks: f64,
-    pub(super) tokens: f64,
-    pub(super) errors: f64,
+    pub(crate) work: usize,
+    pub(crate) tasks: f64,
+    pub(crate) tokens: f64,
+    pub(crate) errors: f64,
     /// Mean share of the time that devices computed, of the slots that work.
-    pub(super) busy: f64,
-    pub(super) held: u64,
-    pub(super) waiting: Depth,
-    pub(super) consumers: Option<u32>,
-    pub(super) background: Depth,
-    pub(super) retry: Depth,
-    pub(super) dead: Depth,
+    pub(crate) busy: f64,
+    pub(crate) held: u64,
+    pub(crate) waiting: Depth,
+    pub(crate) consumers: Option<u32>,
+    pub(crate) background: Depth,
+    pub(crate) retry: Depth,
+    pub(crate) dead: Depth,
 }
 
 /// The totals of all pools, by name.
-pub(super) fn totals(history: &History, known: &[PoolQueues]) -> Vec<Total> {
+pub(crate) fn totals(history: &History, known: &[PoolQueues]) -> Vec<Total> {
     let mut totals: BTreeMap<(&str, &str), Total> = BTreeMap::new();
     for slot in history.slots.values() {
         totals.entry((&slot.report.pool, &slot.report.queue)).or_default().add(slot);

@@ -1,0 +1,102 @@
+//! Asks running launchers over the control exchange, and gathers their answers. Owns the connection, and does not
+//! reconnect.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::broker::BrokerError;
+use crate::broker::amqp::{Connector, ControlClient};
+use crate::config::Settings;
+use crate::protocol::admin::{Answer, Request, Target};
+
+/// Why launchers cannot be asked.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum FleetError {
+    /// The settings say that there is no remote control.
+    #[error("admin.control_exchange = \"\": there is no remote control")]
+    NoExchange,
+    /// No launcher has made the exchange.
+    #[error("nobody has answered: {0}")]
+    Nobody(String),
+    /// The connection was lost while answers were awaited.
+    #[error("the broker was lost while answers were awaited")]
+    Lost,
+    /// The broker is away, or refuses.
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
+}
+
+/// A connection to the control exchange.
+pub(crate) struct Control {
+    client: ControlClient,
+}
+
+impl Control {
+    /// Connects.
+    ///
+    /// # Errors
+    /// There is no exchange in the settings, or the broker is away or refuses.
+    pub(crate) async fn open(settings: &Settings) -> Result<Self, FleetError> {
+        let exchange = settings.admin.control_exchange.as_deref().ok_or(FleetError::NoExchange)?;
+        let connector = Connector::new(settings.broker.clone(), "sconce ctl");
+        Ok(Self { client: ControlClient::connect(&connector, exchange).await? })
+    }
+
+    /// The answers that come until this time, sorted by launcher; at most `expected`.
+    ///
+    /// # Errors
+    /// Nobody can answer, or the broker is lost.
+    pub(crate) async fn ask(
+        &mut self,
+        target: &Target,
+        request: &Request,
+        until: Instant,
+        expected: Option<usize>,
+    ) -> Result<Vec<Answer>, FleetError> {
+        let id = uuid::Uuid::new_v4().to_string();
+        let patience = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        // Strings and numbers alone, so writing cannot fail.
+        let body = serde_json::to_vec(request).unwrap_or_default();
+        let mut answers: Vec<Answer> = Vec::new();
+        match self.client.ask(&target.routing_key(), (body, &id), patience).await {
+            Ok(true) => {}
+            Ok(false) => return Ok(answers),
+            // No launcher has made the exchange: nobody is there.
+            Err(BrokerError::Missing { reason, .. }) => {
+                return Err(FleetError::Nobody(reason));
+            }
+            Err(error) => return Err(error.into()),
+        }
+        while answers.len() < expected.unwrap_or(usize::MAX) {
+            let Ok(next) = tokio::time::timeout_at(until, self.client.next()).await else { break };
+            let message = next.ok_or(FleetError::Lost)?;
+            // Late answers to earlier requests are ignored.
+            if message.properties.correlation_id.as_ref() == Some(&id) {
+                // An unreadable answer, from a launcher of another version, must not hide the others.
+                let answer = serde_json::from_slice(&message.body);
+                answers.push(answer.unwrap_or_else(|error| unreadable(&error)));
+            }
+        }
+        answers.sort_by(|one, other| (&one.launcher, one.pid).cmp(&(&other.launcher, other.pid)));
+        Ok(answers)
+    }
+
+    /// The numbers of ready messages and of consumers of a queue; none where the queue cannot be inspected.
+    ///
+    /// # Errors
+    /// The broker is lost.
+    #[cfg(feature = "top")]
+    pub(crate) async fn depth(&self, queue: &str) -> Result<Option<(u32, u32)>, FleetError> {
+        Ok(self.client.depth(queue).await?)
+    }
+
+    pub(crate) async fn close(self) {
+        self.client.close().await;
+    }
+}
+
+fn unreadable(error: &serde_json::Error) -> Answer {
+    let words = format!("an answer that this version cannot read: {error}");
+    Answer { host: "unknown".to_owned(), error: Some(words), ..Answer::default() }
+}

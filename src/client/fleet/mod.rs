@@ -1,0 +1,24 @@
+//! The fleet over its control exchange: asks running launchers and gathers their answers; watches them and the queues of
+//! their pools, and computes their figures: rates, depths, who is silent. Knows no terminal.
+
+mod control;
+#[cfg(all(test, feature = "top"))]
+pub(crate) mod fixtures;
+#[cfg(feature = "top")]
+mod history;
+#[cfg(feature = "top")]
+mod pools;
+#[cfg(feature = "top")]
+mod rates;
+#[cfg(all(test, feature = "top"))]
+mod tests;
+#[cfg(feature = "top")]
+mod watch;
+
+pub(crate) use control::{Control, FleetError};
+#[cfg(feature = "top")]
+pub(crate) use history::{History, Key, Slot};
+#[cfg(feature = "top")]
+pub(crate) use pools::{Depth, PoolQueues, Total, totals};
+#[cfg(feature = "top")]
+pub(crate) use watch::{News, Order, Watch};

@@ -1,0 +1,84 @@
+//! Tests of the fleet's figures: rates, silence, totals.
+
+use std::time::Instant;
+
+use super::fixtures::{answer, look, pool, slot, two_hosts};
+use super::*;
+use crate::protocol::admin::Answer;
+
+/// The workers by name, with their states.
+fn shown(history: &History) -> Vec<(String, &'static str)> {
+    history.slots.values().map(|slot| (slot.report.worker.clone(), slot.state())).collect()
+}
+
+#[test]
+fn rates_are_means_of_three_seconds_and_of_a_slot_that_is_new_none_are_known() {
+    let (mut history, start) = (History::default(), Instant::now());
+    for (at, tasks) in [(1, 5), (2, 5), (3, 45), (4, 65), (5, 65)] {
+        let one = answer("h", at, vec![slot("h/embed/0", "cpu", tasks)]);
+        history.learn(look(start, at, vec![one]));
+        let rates = &history.slots.values().next().unwrap().rates;
+        match at {
+            1 => assert_eq!((rates.tasks, rates.fill), (0.0, None)),
+            4 => assert_eq!((rates.tasks, rates.tokens, rates.fill), (20.0, 10_000.0, Some(0.5))),
+            5 => assert_eq!((rates.tasks, (10.0 * rates.busy).round()), (20.0, 4.0)),
+            _ => {}
+        }
+    }
+    let again = answer("h", 1, vec![slot("h/embed/0", "cpu", 3)]);
+    history.learn(look(start, 6, vec![again]));
+    let slot = history.slots.values().next().unwrap();
+    assert_eq!((slot.rates.tasks, slot.minute.len(), slot.age_ms), (0.0, 1, Some(66_000)));
+}
+
+#[test]
+fn a_minute_is_kept_and_no_more_whatever_was_missed() {
+    let (mut history, start) = (History::default(), Instant::now());
+    for at in (0..200).step_by(2).chain([900]) {
+        history.learn(look(start, at, vec![answer("h", at + 1, vec![slot("h/embed/0", "cpu", at)])]));
+    }
+    let minute = &history.slots.values().next().unwrap().minute;
+    assert!(minute.len() == 60 && minute.iter().all(|rate| *rate == Some(1.0)), "{minute:?}");
+}
+
+#[test]
+fn slots_of_a_silent_launcher_are_marked_and_go_after_half_a_minute() {
+    let (mut history, start) = (History::default(), Instant::now());
+    history.learn(two_hosts(start, 1));
+    let one = |at| look(start, at, vec![answer("gpu1", at, vec![slot("gpu1/embed/0", "cpu", at)])]);
+    history.learn(one(2));
+    // Its launcher has answered without the other two.
+    let silent = [("gpu1/embed/0".to_owned(), "busy"), ("gpu2.example.com/generate/0".to_owned(), "silent")];
+    assert_eq!(shown(&history), silent);
+    history.learn(one(31));
+    assert_eq!(shown(&history), silent);
+    history.learn(one(32));
+    assert_eq!(shown(&history), silent[..1]);
+    // An outage does not count: nobody could answer.
+    history.learn(two_hosts(start, 40));
+    history.learn(one(400));
+    assert_eq!(shown(&history), silent);
+}
+
+#[test]
+fn a_launcher_that_was_started_again_takes_the_place_of_its_silent_slots() {
+    let (mut history, start) = (History::default(), Instant::now());
+    let with = |pid, at| Answer { pid, ..answer("h", at, vec![slot("h/embed/0", "cpu", at)]) };
+    history.learn(look(start, 1, vec![with(7, 100)]));
+    history.learn(look(start, 2, vec![with(8, 1)]));
+    assert_eq!(shown(&history), [("h/embed/0".to_owned(), "busy")]);
+}
+
+#[test]
+fn totals_count_slots_at_work_and_the_queues_that_settings_and_broker_know() {
+    let (mut history, start) = (History::default(), Instant::now());
+    history.learn(two_hosts(start, 1));
+    history.learn(two_hosts(start, 2));
+    let [embed, generate] = &totals(&history, &[pool()])[..] else { panic!() };
+    assert_eq!((embed.work, embed.slots, embed.held, embed.consumers), (3, 3, 9, Some(2)));
+    assert_eq!((embed.tasks.round(), embed.errors), (32.0, 1.0));
+    assert_eq!((embed.waiting, embed.background), (Depth::Messages(12), Depth::NoQueue));
+    assert_eq!((embed.retry, embed.dead), (Depth::Messages(5), Depth::Messages(2)));
+    assert_eq!((generate.work, generate.slots), (0, 1));
+    assert_eq!((generate.waiting, generate.dead), (Depth::Unknown, Depth::NoQueue));
+}
