@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::answer::Answer;
+use super::batch_file::{CommonError, ErrorCounts};
 use super::replies::{OfReplies, WorkerShare, busy_percent, rounded};
 
 pub(crate) struct Tally {
@@ -79,8 +80,8 @@ impl Tally {
         self.replies.shares().into_iter().map(|share| (share.worker, share.tasks)).collect()
     }
 
-    /// The report for this pool, with this many lines that hold an error.
-    pub(crate) fn report(&mut self, pool: &str, errors: u64) -> Report {
+    /// The report for this pool, with this many lines of this run that hold an error, and the errors of the output.
+    pub(crate) fn report(&mut self, pool: &str, errors: u64, in_output: &ErrorCounts) -> Report {
         self.replies.began = self.began.unwrap_or_default();
         let replies = &self.replies;
         let Batches { passes, inputs, tokens } = self.batches;
@@ -90,6 +91,8 @@ impl Tally {
             model: self.model.clone(),
             lines: self.answered + self.unasked,
             errors,
+            errors_in_output: in_output.total(),
+            commonest_errors: in_output.commonest(),
             devices: self.devices.clone(),
             inputs: replies.inputs,
             tokens: replies.tokens,
@@ -118,6 +121,10 @@ pub(crate) struct Report {
     lines: u64,
     /// Lines written in this run that hold an error, invalid requests included.
     errors: u64,
+    /// Lines in the output that hold an error, those of earlier runs included.
+    errors_in_output: u64,
+    /// The commonest of these.
+    commonest_errors: Vec<CommonError>,
     /// How many of `lines` each device has answered, by its name in the reply.
     devices: BTreeMap<String, u64>,
     inputs: u64,
@@ -172,7 +179,7 @@ mod tests {
         for (at, device) in [(ms(9_300), "a"), (ms(9_300), "a"), (ms(9_400), "b"), (ms(9_500), "a")] {
             tally.count_at(at, 1, 1, &Answer::of(&reply(device)));
         }
-        let report = serde_json::to_value(tally.report("embed", 1)).unwrap();
+        let report = serde_json::to_value(tally.report("embed", 1, &ErrorCounts::default())).unwrap();
         assert_eq!((&report["seconds"], &report["tokens_per_second"]), (&0.5.into(), &80.0.into()));
         assert_eq!(
             (&report["lines"], &report["errors"], &report["tokens"]),
@@ -187,7 +194,8 @@ mod tests {
 
     #[test]
     fn of_a_run_without_an_answer_nothing_is_made_up() {
-        let report = serde_json::to_value(Tally::default().report("embed", 3)).unwrap();
+        let report =
+            serde_json::to_value(Tally::default().report("embed", 3, &ErrorCounts::default())).unwrap();
         assert_eq!((&report["lines_per_second"], &report["errors"]), (&0.0.into(), &3.into()));
         assert!(report["batch"].is_null() && report["device_busy_percent"].is_null());
     }

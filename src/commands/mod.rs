@@ -1,5 +1,6 @@
 //! One file or folder for each command, and what several of them share.
 
+mod batch_errors;
 mod bench;
 mod bench_device;
 mod broker_session;

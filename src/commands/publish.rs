@@ -51,7 +51,7 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
         let queue = (pool.task_queue.as_str(), topology.as_ref());
         let prefetch = arguments.wait.then_some(PREFETCH);
         let mut client = Client::connect(&settings.broker, "sconce publish", queue, prefetch).await?;
-        let mut output = Output { bar: progress::bar(total, 0, "tasks"), published: 0 };
+        let mut output = Output { bar: progress::bar(total, 0, "tasks"), published: 0, errors: 0 };
         // An invalid line ends the input; the tasks before it are published and answered.
         let mut bad = None;
         let tasks = stream::poll_fn(|context| {
@@ -74,6 +74,12 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
         }
         match bad {
             Some(error) => Err(error.exits_with(Exit::Usage)),
+            None if output.errors > 0 => {
+                let (errors, published) = (output.errors, output.published);
+                // A closed stderr changes no exit code.
+                let _ = writeln!(io::stderr(), "{errors} of {published} tasks were answered with an error");
+                Ok(Exit::DoneWithErrors)
+            }
             None => Ok(Exit::Done),
         }
     })
@@ -107,6 +113,8 @@ fn task(request: requests::Request) -> Task<Option<String>> {
 struct Output {
     bar: ProgressBar,
     published: u64,
+    /// Replies that are errors.
+    errors: u64,
 }
 
 impl Sink<Option<String>, anyhow::Error> for Output {
@@ -119,6 +127,8 @@ impl Sink<Option<String>, anyhow::Error> for Output {
     ) -> anyhow::Result<()> {
         self.published += 1;
         if let Some(reply) = reply {
+            let status = reply.properties.headers.get("status_code").and_then(Value::as_i64);
+            self.errors += u64::from(status.is_some_and(|status| status != 200));
             let mut line = reply_line(number, custom_id, &reply)?;
             line.push(b'\n');
             self.bar.suspend(|| io::stdout().write_all(&line))?;

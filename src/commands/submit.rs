@@ -2,6 +2,7 @@
 //! lines, Ctrl-C, and exit codes.
 
 use std::cell::RefCell;
+use std::fmt::Write as _;
 use std::io::{self, Write as _};
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use serde_json::Value as Json;
 use tokio::time::Instant;
 
 use super::stop::tell_all;
-use super::{load, pool_named, progress, start_logging};
+use super::{batch_errors, load, pool_named, progress, start_logging};
 use crate::cli::Submit;
 use crate::client::Resend;
 use crate::client::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress};
@@ -25,6 +26,9 @@ use crate::telemetry::QUIET;
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
 /// Time between two looks at the job for the bar.
 const BAR_INTERVAL: Duration = Duration::from_millis(125);
+/// How long nobody consumes from the queue before that is said, and how often it is said again.
+const NOBODY_AFTER: Duration = Duration::from_secs(10);
+const NOBODY_INTERVAL: Duration = Duration::from_secs(60);
 
 pub(super) fn run(arguments: &Submit) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
@@ -83,7 +87,7 @@ async fn drive(
     let ended = tokio::select! {
         ended = run.drive(stop.reached(Phase::Returning)) => ended.map_err(with_exit),
         () = left(&stop, arguments.grace) => Ok(()),
-        error = show(job, &bar, arguments.json) => Err(error),
+        error = show(job, &options.queue, &bar, arguments.json) => Err(error),
     };
     run.close().await;
     bar.finish_and_clear();
@@ -110,13 +114,18 @@ async fn left(stop: &Stop, grace: Duration) {
 }
 
 /// Shows how the job stands, from time to time. Returns only an error of the output.
-async fn show(job: &RefCell<Job>, bar: &ProgressBar, json: bool) -> anyhow::Error {
+async fn show(job: &RefCell<Job>, queue: &str, bar: &ProgressBar, json: bool) -> anyhow::Error {
     let (mut told, mut answered) = (Instant::now(), 0);
+    let mut consumers = Consumers::default();
     loop {
         tokio::time::sleep(BAR_INTERVAL).await;
         let job = job.borrow();
         let progress = job.progress();
         draw(bar, &progress);
+        // A bar says the same at all times.
+        if let Some(words) = consumers.news(progress.consumed, Instant::now()).filter(|_| bar.is_hidden()) {
+            let _ = writeln!(io::stderr(), "{words} {queue}");
+        }
         if json && told.elapsed() >= PROGRESS_INTERVAL {
             let rate = (progress.answered - answered) as f64 / told.elapsed().as_secs_f64();
             (told, answered) = (Instant::now(), progress.answered);
@@ -124,6 +133,32 @@ async fn show(job: &RefCell<Job>, bar: &ProgressBar, json: bool) -> anyhow::Erro
                 return error;
             }
         }
+    }
+}
+
+/// Decides when it is said that nobody consumes from the queue. Times are passed in.
+#[derive(Default)]
+struct Consumers {
+    /// Since when nobody consumes.
+    missing_since: Option<Instant>,
+    /// When that was said last.
+    said: Option<Instant>,
+}
+
+impl Consumers {
+    /// What is to be said now of the queue, whose name follows.
+    fn news(&mut self, is_consumed: bool, now: Instant) -> Option<&'static str> {
+        if is_consumed {
+            self.missing_since = None;
+            return self.said.take().map(|_| "workers consume again from");
+        }
+        let since = *self.missing_since.get_or_insert(now);
+        let due = self.said.map_or(since + NOBODY_AFTER, |said| said + NOBODY_INTERVAL);
+        if now < due {
+            return None;
+        }
+        self.said = Some(now);
+        Some("waiting for workers: nobody consumes from")
     }
 }
 
@@ -167,24 +202,25 @@ fn conclude(
         }
         writeln!(io::stdout(), "{line}")?;
     }
-    let mut says = io::stderr();
-    let Progress { written, errors, in_flight, .. } = job.progress();
-    let before = job.before();
+    let Progress { written, in_flight, .. } = job.progress();
+    let (before, errors) = (job.before(), job.errors());
     let of = job.total().map_or(String::new(), |total| format!(" of {total}"));
-    writeln!(says, "{}{of} rows answered now, {before} before; {errors} with an error", written - before)?;
+    let (now, total) = (written - before, errors.total());
+    let mut told = format!("{now}{of} rows answered now, {before} before; {total} with an error\n");
+    told += &batch_errors::told(errors);
+    let is_complete = job.is_complete();
+    if !is_complete && ended.is_ok() {
+        let _ = writeln!(told, "stopped behind row {written}{of}; the same command goes on from there");
+        if in_flight > 0 {
+            let id = job.id();
+            let withdraws = format!("`sconce submit --cancel {id}` withdraws them");
+            let _ = writeln!(told, "{in_flight} tasks are left in {queue}; {withdraws}");
+        }
+    }
+    // A closed stderr changes no exit code.
+    let _ = io::stderr().write_all(told.as_bytes());
     ended?;
-    if job.is_complete() {
-        return Ok(Exit::Done);
-    }
-    writeln!(says, "stopped behind row {written}{of}; the same command goes on from there")?;
-    if in_flight > 0 {
-        let id = job.id();
-        writeln!(
-            says,
-            "{in_flight} tasks are left in {queue}; `sconce submit --cancel {id}` withdraws them"
-        )?;
-    }
-    Ok(Exit::Aborted)
+    Ok(if is_complete { batch_errors::exit_of(job.errors()) } else { Exit::Aborted })
 }
 
 /// Withdraws a job.
@@ -194,4 +230,28 @@ async fn cancel(settings: &Settings, job: &str) -> anyhow::Result<Exit> {
     let words = "for an hour, their workers answer tasks of job";
     writeln!(io::stdout(), "told {launchers} launchers: {words} {job} with 499")?;
     Ok(Exit::Done)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_said_after_ten_seconds_and_then_each_minute_that_nobody_consumes() {
+        let (mut consumers, start) = (Consumers::default(), Instant::now());
+        let mut said = Vec::new();
+        let mut look = |second: u64, is_consumed| {
+            if let Some(words) = consumers.news(is_consumed, start + Duration::from_secs(second)) {
+                said.push((second, words));
+            }
+        };
+        (0..135).for_each(|second| look(second, false));
+        look(135, true);
+        look(136, true);
+        (137..146).for_each(|second| look(second, false));
+        look(146, true);
+        let waiting = "waiting for workers: nobody consumes from";
+        let expected = [(10, waiting), (70, waiting), (130, waiting), (135, "workers consume again from")];
+        assert_eq!(said, expected);
+    }
 }

@@ -8,7 +8,6 @@ use std::ops::Deref;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
-use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
 
@@ -241,24 +240,85 @@ pub fn is_torn_output(bytes: &[u8]) -> bool {
     bytes.starts_with(start) || start.starts_with(bytes) || bytes.iter().all(|byte| *byte == 0)
 }
 
-/// Reads the `custom_id` of an output line; none for a line whose request had none. Checks that the whole line
-/// is JSON.
+/// What an output line says.
+#[derive(Debug, PartialEq, Eq)]
+pub struct OutputSummary {
+    /// None for a line whose request had none.
+    pub custom_id: Option<String>,
+    /// Why its request has no result; none: it has one.
+    pub error: Option<OutputError>,
+}
+
+/// The error of an output line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OutputError {
+    /// The status code of a reply, or what became of a line that has none.
+    pub code: String,
+    /// In words, without the number of the line; shortened.
+    pub message: String,
+}
+
+/// Longest message of an [`OutputError`], in bytes.
+const SHOWN: usize = 200;
+
+/// Reads an output line. Checks that the whole line is JSON.
 ///
 /// # Errors
 /// The line is cut off, or not written by sconce.
-pub fn output_custom_id(line: &[u8]) -> serde_json::Result<Option<String>> {
+pub fn read_output(line: &[u8]) -> serde_json::Result<OutputSummary> {
     #[derive(Deserialize)]
-    struct Line {
-        #[serde(rename = "response")]
-        _response: IgnoredAny,
-        #[serde(rename = "error")]
-        _error: IgnoredAny,
+    struct Line<'a> {
+        #[serde(borrow)]
+        response: &'a RawValue,
+        #[serde(borrow)]
+        error: &'a RawValue,
         // The field must be present but may be null: a plain `Option` would accept its absence.
         #[serde(deserialize_with = "Option::deserialize")]
         custom_id: Option<String>,
     }
-    let line: Line = serde_json::from_slice(line)?;
-    Ok(line.custom_id)
+    let line: Line<'_> = serde_json::from_slice(line)?;
+    let error = failed(line.error).or_else(|| unsuccessful(line.response));
+    Ok(OutputSummary { custom_id: line.custom_id, error })
+}
+
+/// The error of a line without a reply.
+fn failed(error: &RawValue) -> Option<OutputError> {
+    #[derive(Deserialize)]
+    struct Failed {
+        code: String,
+        message: String,
+    }
+    let Failed { code, message } = serde_json::from_str::<Option<Failed>>(error.get()).ok()??;
+    // Lines that fail alike count as the same.
+    let rest =
+        message.strip_prefix("line ").map(|rest| rest.trim_start_matches(|it: char| it.is_ascii_digit()));
+    let words = rest.and_then(|rest| rest.strip_prefix(": ")).unwrap_or(&message);
+    Some(OutputError { code: shorten(&code, SHOWN), message: shorten(words, SHOWN) })
+}
+
+/// The error of a reply.
+fn unsuccessful(response: &RawValue) -> Option<OutputError> {
+    #[derive(Deserialize)]
+    struct Reply<'a> {
+        status_code: u16,
+        #[serde(borrow)]
+        body: &'a RawValue,
+    }
+    #[derive(Deserialize)]
+    struct Body {
+        error: Told,
+    }
+    #[derive(Deserialize)]
+    struct Told {
+        message: String,
+    }
+    let Reply { status_code, body } = serde_json::from_str::<Option<Reply<'_>>>(response.get()).ok()??;
+    if status_code == 200 {
+        return None;
+    }
+    let told = serde_json::from_str::<Body>(body.get()).map(|body| body.error.message);
+    let message = told.unwrap_or_else(|_| body.get().to_owned());
+    Some(OutputError { code: status_code.to_string(), message: shorten(&message, SHOWN) })
 }
 
 #[cfg(test)]
@@ -275,6 +335,23 @@ mod tests {
     fn problem(line: &str) -> (Option<String>, String) {
         let invalid = parse(line.as_bytes()).unwrap_err();
         (invalid.custom_id, invalid.problem)
+    }
+
+    #[test]
+    fn an_output_line_says_why_its_request_has_no_result() {
+        let error = |line: Vec<u8>| read_output(&line).unwrap().error.map(|it| (it.code, it.message));
+        let reply = |status, body: Value| response_line("a", status, "r", &to_raw_value(&body).unwrap());
+        assert_eq!(error(reply(200, json!({"error": {"message": "part of a result"}}))), None);
+        let expected = |code: &str, message: &str| Some((code.to_owned(), message.to_owned()));
+        let told = json!({"error": {"message": "no such URL", "code": "url"}});
+        assert_eq!(error(reply(404, told)), expected("404", "no such URL"));
+        assert_eq!(error(reply(500, json!("broken"))), expected("500", "\"broken\""));
+        for number in [3, 14] {
+            let invalid = InvalidLine { custom_id: None, problem: "not JSON: line 1".into() };
+            assert_eq!(error(error_line(number, &invalid)), expected("invalid_line", "not JSON: line 1"));
+        }
+        let long = error(reply(400, json!({"error": {"message": "x".repeat(9_000)}}))).unwrap();
+        assert!(long.1.len() <= SHOWN + 30, "{}", long.1.len());
     }
 
     #[test]
@@ -390,7 +467,7 @@ mod tests {
         for (content_type, body, expected) in cases {
             let line = answered("a", "r", &reply(content_type, body));
             assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1, "{content_type}");
-            assert_eq!(output_custom_id(&line).unwrap().as_deref(), Some("a"));
+            assert_eq!(read_output(&line).unwrap().custom_id.as_deref(), Some("a"));
             let line: Value = serde_json::from_slice(&line).unwrap();
             assert_eq!(line["response"]["body"], expected, "{content_type}");
         }
@@ -402,11 +479,11 @@ mod tests {
 
     #[test]
     fn a_line_without_the_fields_of_an_output_line_is_not_ours() {
-        assert!(output_custom_id(b"{\"response\":null,\"error\":null}").is_err());
-        assert!(output_custom_id(b"{\"custom_id\":\"x\",\"response\":null").is_err());
-        assert!(output_custom_id(GOOD.as_bytes()).is_err(), "an input line is no output");
+        assert!(read_output(b"{\"response\":null,\"error\":null}").is_err());
+        assert!(read_output(b"{\"custom_id\":\"x\",\"response\":null").is_err());
+        assert!(read_output(GOOD.as_bytes()).is_err(), "an input line is no output");
         let nameless = b"{\"custom_id\":null,\"response\":null,\"error\":{}}";
-        assert_eq!(output_custom_id(nameless).unwrap(), None);
+        assert_eq!(read_output(nameless).unwrap().custom_id, None);
     }
 
     #[test]
@@ -434,7 +511,7 @@ mod tests {
             prop_assert_eq!(&request.body[..], body.as_bytes());
             let line = response_line(&custom_id, code, "r", &body_value(&reply(JSON, &request.body)));
             prop_assert_eq!(line.iter().filter(|byte| **byte == b'\n').count(), 1);
-            prop_assert_eq!(output_custom_id(&line).unwrap(), Some(custom_id));
+            prop_assert_eq!(read_output(&line).unwrap().custom_id, Some(custom_id));
             let line: Value = serde_json::from_slice(&line).unwrap();
             prop_assert_eq!(&line["response"]["body"]["input"], &json!(input));
             prop_assert_eq!(&line["response"]["status_code"], &json!(code));
@@ -444,7 +521,7 @@ mod tests {
         fn no_bytes_make_it_panic_and_every_error_line_is_readable(line in any::<Vec<u8>>()) {
             if let Err(invalid) = parse(&line) {
                 let written = error_line(1, &invalid);
-                prop_assert_eq!(output_custom_id(&written).unwrap(), invalid.custom_id);
+                prop_assert_eq!(read_output(&written).unwrap().custom_id, invalid.custom_id);
             }
         }
     }

@@ -31,11 +31,13 @@ pub enum Exit {
     SlotGivenUp = 85,
     /// The model could not be fetched from the hub. May pass, unlike [`Exit::ModelFailed`].
     ModelUnavailable = 86,
+    /// A client's command has done all of its work, and some of the answers are errors. Never a worker's.
+    DoneWithErrors = 87,
 }
 
 impl Exit {
     /// Every code, for `--help` and the docs.
-    pub const ALL: [(Exit, &'static str); 12] = [
+    pub const ALL: [(Exit, &'static str); 13] = [
         (Exit::Done, "done"),
         (Exit::No, "refused: unhealthy, nobody answered, or an order or dead letter not handled"),
         (Exit::Usage, "wrong command line"),
@@ -48,6 +50,7 @@ impl Exit {
         (Exit::Aborted, "aborted: second signal, deadline, --timeout; unfinished tasks are requeued"),
         (Exit::SlotGivenUp, "a worker died too often and was given up"),
         (Exit::ModelUnavailable, "the model could not be fetched"),
+        (Exit::DoneWithErrors, "finished, with errors: some rows or tasks were answered with an error"),
     ];
 
     /// The process's exit status.

@@ -36,8 +36,14 @@ impl Files {
 
     /// Runs a job to its end.
     async fn done(&self, settings: &Settings, flags: &[&str]) {
+        self.ends_with(0, settings, flags).await;
+    }
+
+    /// The same for a job with this exit code; returns what it printed.
+    async fn ends_with(&self, exit: i32, settings: &Settings, flags: &[&str]) -> String {
         let mut job = self.submit(settings, flags);
-        assert_eq!(job.exit_code().await, 0, "{}", job.log());
+        assert_eq!(job.exit_code().await, exit, "{}", job.log());
+        job.log()
     }
 
     /// What the output says of each row: its id and what it answers.
@@ -124,8 +130,8 @@ async fn rows_that_share_tasks_are_answered_as_if_alone_and_a_bad_one_spoils_onl
     asked[5] = row(5, json!({"input": vec!["a"; 9]}));
     asked[11] = json!({"custom_id": "row-11"});
     let (alone, shared) = (Files::new(&asked), Files::new(&asked));
-    alone.done(&settings, &[]).await;
-    shared.done(&settings, &["--rows-per-task", "7"]).await;
+    alone.ends_with(87, &settings, &[]).await;
+    shared.ends_with(87, &settings, &["--rows-per-task", "7"]).await;
     let (alone, shared) = (alone.answers(), shared.answers());
     assert_eq!(alone.len(), 40);
     for ((id, one), (_, other)) in alone.iter().zip(&shared) {
@@ -147,6 +153,53 @@ async fn rows_that_share_tasks_are_answered_as_if_alone_and_a_bad_one_spoils_onl
         of.iter().filter_map(|(_, body)| body["usage"]["total_tokens"].as_u64()).sum()
     };
     assert_eq!(tokens(&alone), tokens(&shared), "usage adds up");
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn errors_end_with_87_are_told_with_their_counts_and_a_second_run_knows_those_of_the_first() {
+    let settings = Settings::echo(Rabbit::shared().url());
+    let sconce = Sconce::launched(&settings).await;
+    let mut asked = rows(50);
+    asked.iter_mut().take(40).for_each(|row| row["url"] = "/v1/rerank".into());
+    asked[45] = json!({"custom_id": "row-45"});
+    let files = Files::new(&asked);
+    let told = files.ends_with(87, &settings, &[]).await;
+    assert!(told.contains("50 of 50 rows answered now, 0 before; 41 with an error"), "{told}");
+    assert!(told.contains("40 × 404: ") && told.contains("1 × invalid_line: method is missing"), "{told}");
+    let again = files.ends_with(87, &settings, &["--json"]).await;
+    assert!(again.contains("0 of 50 rows answered now, 50 before; 41 with an error"), "{again}");
+    assert!(again.contains("40 × 404: "), "{again}");
+
+    let tasks = files.input.with_file_name("tasks.jsonl");
+    fs::write(&tasks, format!("{}\n{}\n", asked[0], asked[49])).expect("tasks");
+    let wait = ["publish", "--wait", "--input", tasks.to_str().expect("UTF-8")];
+    let mut published = Sconce::run(&settings, &wait);
+    assert_eq!(published.exit_code().await, 87, "{}", published.log());
+    published.wait_for_log("1 of 2 tasks were answered with an error").await;
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ctrl_c_after_the_last_row_was_published_exits_with_0_when_all_are_answered() {
+    let settings = Settings::echo(Rabbit::shared().url())
+        .set("pool[0].batch.max_requests", 1)
+        .set("pool[0].prefetch", 1);
+    let sconce = Sconce::launched(&settings).await;
+    let gate = sconce.gate();
+    // As many as are under way at first: the end of the input is not seen before one of them is answered.
+    let mut asked = rows(256);
+    asked[0]["body"]["hold"] = gate.name.as_str().into();
+    let files = Files::new(&asked);
+    let mut job = files.submit(&settings, &[]);
+    gate.held().await;
+    let client = Client::connect(&Rabbit::shared().url()).await;
+    client.ready_becomes(&settings.tasks, 255).await;
+    job.signal(Signal::SIGINT);
+    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    gate.open();
+    assert_eq!(job.exit_code().await, 0, "{}", job.log());
+    assert_eq!(inputs(files.answers()), echoed(256));
     assert_eq!(sconce.stop().await, 0);
 }
 
@@ -298,7 +351,7 @@ async fn a_reply_that_never_comes_is_asked_for_again_and_then_an_error_line() {
     let files = Files::new(&rows(2));
     let mut job = files.submit(&settings, &["--reply-timeout", "3s", "--attempts", "2", "--json"]);
     assert_eq!(taken.take(4).await.len(), 4, "each of the two twice");
-    assert_eq!(job.exit_code().await, 0, "{}", job.log());
+    assert_eq!(job.exit_code().await, 87, "{}", job.log());
     let expected = [0, 1].map(|number| (format!("row-{number}"), json!("no_reply")));
     assert_eq!(files.answers(), expected);
     let report = progress(&job).pop().expect("a report");
@@ -319,6 +372,7 @@ async fn without_workers_a_job_waits_and_no_attempt_is_spent() {
     })
     .await;
     client.ready_becomes(&settings.tasks, 5).await;
+    job.wait_for_log(&format!("waiting for workers: nobody consumes from {}", settings.tasks)).await;
     let sconce = Sconce::launched(&settings).await;
     assert_eq!(job.exit_code().await, 0, "{}", job.log());
     assert_eq!(inputs(files.answers()), echoed(5));
@@ -388,7 +442,7 @@ async fn a_row_that_the_broker_never_takes_is_an_error_line_and_the_others_are_a
     let mut asked = rows(20);
     asked[7]["body"]["input"] = "x".repeat(200_000).into();
     let files = Files::new(&asked);
-    files.done(&settings, &[]).await;
+    files.ends_with(87, &settings, &[]).await;
     let answers = files.answers();
     assert_eq!(answers[7], ("row-7".to_owned(), json!("refused")));
     let others =

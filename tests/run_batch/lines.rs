@@ -56,7 +56,7 @@ fn a_line_that_is_no_request_is_an_error_on_its_own_line_and_blank_lines_are_non
     ];
     let rig = Rig::new(&lines);
     let ended = rig.run_echo(&[]);
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
     let answers = rig.answers();
     assert_eq!(answers.len(), 6, "{answers:?}");
     for (index, custom_id) in [(0, "first"), (5, "last")] {
@@ -79,6 +79,38 @@ fn a_line_that_is_no_request_is_an_error_on_its_own_line_and_blank_lines_are_non
 }
 
 #[test]
+fn a_finished_run_with_errors_exits_with_87_and_counts_them_over_all_runs() {
+    let wrong = |n: usize| {
+        let body = json!({"input": format!("text {n}"), "reply": "no data URL"});
+        line(&format!("r-{n}"), body)
+    };
+    let mut lines: Vec<_> = (0..6).map(wrong).collect();
+    lines.push("{}".into());
+    lines.push(line("good", json!({"input": "a"})));
+    let rig = Rig::new(&lines);
+    let ended = rig.run_echo(&[]);
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
+    let first = ended.stderr.lines().find(|line| line.contains(" × ")).unwrap().to_owned();
+    assert!(first.contains("6 × 400: ") && ended.stderr.contains("7 with an error"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("1 × invalid_line: custom_id is missing"), "{}", ended.stderr);
+    let written = rig.written();
+    for lines in [8, 7] {
+        let keep = written.match_indices('\n').nth(lines - 1).unwrap().0 + 1;
+        std::fs::write(rig.output(), &written[..keep]).unwrap();
+        let again = rig.run_echo(&["--json"]);
+        assert_eq!(again.code, Some(87), "{}", again.stderr);
+        assert!(
+            again.stderr.contains("7 with an error") && again.stderr.contains(&first),
+            "{}",
+            again.stderr
+        );
+        let report: Value = serde_json::from_str(&again.stdout).unwrap();
+        assert_eq!((&report["errors"], &report["errors_in_output"]), (&0.into(), &7.into()), "{report}");
+        assert_eq!(report["commonest_errors"][0]["count"], 6, "{report}");
+    }
+}
+
+#[test]
 fn replies_that_are_not_json_stand_in_their_lines_and_a_run_continues_behind_them() {
     let reply = |url: &str| json!({"input": "a", "reply": url});
     let lines = [
@@ -90,7 +122,7 @@ fn replies_that_are_not_json_stand_in_their_lines_and_a_run_continues_behind_the
     let rig = Rig::new(&lines);
     let bodies = || rig.answers().iter().map(|it| it["response"]["body"].clone()).collect::<Vec<_>>();
     let ended = rig.run_echo(&["--show"]);
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
     let whole = bodies();
     assert_eq!(whole[0], json!({"content_type": "audio/wav", "base64": "UklGRv8ACg=="}));
     assert_eq!(whole[1], "one\ntwo ü");
@@ -101,7 +133,7 @@ fn replies_that_are_not_json_stand_in_their_lines_and_a_run_continues_behind_the
     for (done, keep) in [(0, ends[0] - 9), (1, ends[0]), (1, ends[1] - 1), (2, ends[1] + 40)] {
         std::fs::write(rig.output(), &rig.written()[..keep]).unwrap();
         let ended = rig.run_echo(&[]);
-        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        assert_eq!(ended.code, Some(87), "{}", ended.stderr);
         assert!(ended.stderr.contains(&format!("4 lines answered now, {done} before")), "{}", ended.stderr);
         assert_eq!(bodies(), whole);
     }
@@ -113,7 +145,7 @@ fn a_report_says_who_answered_how_much_and_stands_alone_on_stdout() {
     lines.push("{}".into());
     let rig = Rig::new(&lines);
     let ended = rig.run_echo(&["--json", "--set", "pool[0].batch.max_requests=2"]);
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
     let report: Value = serde_json::from_str(&ended.stdout).unwrap();
     assert_eq!((&report["lines"], &report["inputs"], &report["errors"]), (&11.into(), &10.into(), &1.into()));
     assert_eq!((&report["model"], &report["devices"]), (&"echo".into(), &json!({"cpu": 10})));
@@ -152,7 +184,7 @@ fn real_embeddings_and_refusals_stand_on_the_lines_of_their_requests() {
     lines.push(ask("two", json!({"input": ["Hello, world!", "again"], "encoding_format": "float"})));
     let rig = Rig::new(&lines);
     let ended = rig.start(&["--model", &model(), "--devices", "cpu"]).wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
     let answers = rig.answers();
     let expected: Vec<Value> = serde_json::from_slice(
         &std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/minilm/expected.json"))
@@ -260,7 +292,7 @@ fn a_data_url_is_sent_as_the_bytes_and_the_media_type_that_it_holds() {
     let raw = line("raw", json!("data:text/plain;base64,eA=="));
     let rig = Rig::new(&[raw, line("torn", json!("data:text/plain,x"))]);
     let ended = rig.run_echo(&[]);
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
     let answers = rig.answers();
     let error = &answers[0]["response"]["body"]["error"];
     assert_eq!(error["param"], "content_type", "{answers:?}");

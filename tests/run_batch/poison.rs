@@ -16,7 +16,7 @@ fn with_fault(fault: &str) -> Rig {
 fn run(rig: &Rig, devices: &str) -> Vec<Value> {
     let quick = ["--set", "launcher.restart_delay=10ms", "--set", "launcher.restart_delay_max=100ms"];
     let ended = rig.start(&[&["--model", "echo?faults", "--devices", devices], &quick[..]].concat()).wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
     let answers = rig.answers();
     assert_eq!(answers.len(), 8, "{answers:?}");
     for (n, answer) in answers.iter().enumerate() {

@@ -56,7 +56,7 @@ fn each_line_goes_to_the_pool_that_answers_its_url() {
     let rig = Rig::new(&lines());
     let file = pools(&rig, &ALL);
     let ended = rig.start(&["--config", &file]).wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
     let answers = rig.answers();
     let statuses: Vec<_> = answers.iter().map(|it| it["response"]["status_code"].as_u64().unwrap()).collect();
     assert_eq!(statuses, [200, 200, 200, 200, 200, 404, 400], "{answers:?}");
@@ -82,7 +82,7 @@ fn only_the_named_pools_run_and_flags_are_of_one() {
     assert_eq!(ended.code, Some(64), "{}", ended.stderr);
     assert!(ended.stderr.contains("choose it with --pool"), "{}", ended.stderr);
     let ended = rig.start(&["--config", &file, "--pool", "embed"]).wait();
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(87), "{}", ended.stderr);
     let statuses: Vec<_> = rig.answers().iter().map(|it| it["response"]["status_code"].clone()).collect();
     assert_eq!(statuses, [json!(404), json!(200)]);
 }

@@ -4,12 +4,14 @@
 
 use std::io;
 
+mod errors;
 mod ids;
 mod input;
 mod lines;
 mod record;
 mod resume;
 
+pub use errors::{CommonError, ErrorCounts};
 pub use ids::RepeatedIds;
 pub use input::{CountedInput, InputDigest};
 pub use lines::{InputLine, InputLines, MAX_LINE};

@@ -8,9 +8,10 @@ use std::io::{self, BufRead, BufReader, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use super::FileError;
+use super::errors::ErrorCounts;
 use super::input::{CountedInput, HashedLines, InputDigest};
 use super::lines::{InputLine, read_line};
-use crate::protocol::batch_line::{is_torn_output, output_custom_id, parse};
+use crate::protocol::batch_line::{OutputError, OutputSummary, is_torn_output, parse, read_output};
 
 /// The longest output line that resuming reads, in bytes: 1 GiB. A reply is far below it.
 const MAX_OUTPUT_LINE: usize = 1 << 30;
@@ -24,6 +25,8 @@ pub struct ResumePoint {
     pub keep: u64,
     /// The digest of the current input.
     pub input: InputDigest,
+    /// The errors in these whole lines.
+    pub errors: ErrorCounts,
 }
 
 /// Opens the output and locks it until the file is closed; makes it when there is none. Call it before
@@ -57,7 +60,7 @@ impl ResumePoint {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => return Err(FileError::at(output.display())(error)),
         };
-        let (mut done, mut total, mut keep) = (0, 0, 0);
+        let (mut done, mut total, mut keep, mut errors) = (0, 0, 0, ErrorCounts::default());
         let mut next_answer = || match &mut answers {
             Some(answers) => answers.next(output),
             None => Ok(None),
@@ -66,8 +69,9 @@ impl ResumePoint {
         for request in &mut requests {
             let request = request.map_err(FileError::at("the input"))?;
             total += 1;
-            let Some(Answer { custom_id, end }) = answer else { continue };
+            let Some(Answer { custom_id, error, end }) = answer else { continue };
             same(total, custom_id, &request)?;
+            error.into_iter().for_each(|error| errors.add(error));
             (done, keep) = (total, end);
             answer = next_answer()?;
         }
@@ -76,7 +80,7 @@ impl ResumePoint {
                 format!("the output has more lines than the input has requests ({total}): not its output");
             return Err(FileError::Refused(problem));
         }
-        Ok(Self { done, keep, input: requests.digest() })
+        Ok(Self { done, keep, input: requests.digest(), errors })
     }
 
     /// Cuts off the output's torn end, and moves `file`, which [`claim`] returned, after its whole lines.
@@ -100,6 +104,7 @@ impl ResumePoint {
 /// One whole output line.
 struct Answer {
     custom_id: Option<String>,
+    error: Option<OutputError>,
     /// Offset after its newline.
     end: u64,
 }
@@ -128,10 +133,10 @@ impl<R: BufRead> Answers<R> {
             let problem = format!("{name}: line {number} is longer than {MAX_OUTPUT_LINE} bytes");
             return Err(FileError::Refused(problem));
         };
-        let problem = match output_custom_id(&bytes) {
-            Ok(custom_id) if line.complete => {
+        let problem = match read_output(&bytes) {
+            Ok(OutputSummary { custom_id, error }) if line.complete => {
                 self.end += line.length;
-                return Ok(Some(Answer { custom_id, end: self.end }));
+                return Ok(Some(Answer { custom_id, error, end: self.end }));
             }
             Ok(_) => return Ok(None),
             Err(problem) => problem,
@@ -255,6 +260,7 @@ mod tests {
         let files = files(INPUT, Some(&whole));
         let point = run(&files);
         assert_eq!((point.done, point.keep), (5, whole.len() as u64));
+        assert_eq!(point.errors.total(), 2, "the lines that are no requests");
         assert_eq!(std::fs::read(&files.output).unwrap(), whole);
     }
 

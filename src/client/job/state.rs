@@ -15,7 +15,7 @@ use super::ordered::{MOST_WAITING, Ordered};
 use super::read::Unit;
 use super::rows::{Packed, failed_line, line_of, shared_lines};
 use crate::client::answer::Answer;
-use crate::client::batch_file::ResumePoint;
+use crate::client::batch_file::{ErrorCounts, ResumePoint};
 use crate::client::tally::{Report, Tally};
 use crate::client::{self, Request, Task};
 use crate::protocol::Message;
@@ -48,6 +48,8 @@ pub(crate) struct Job {
     resent: u64,
     duplicates: u64,
     errors: u64,
+    /// The errors of the output, those of earlier runs included.
+    in_output: ErrorCounts,
     is_consumed: bool,
     tally: Tally,
     answered: u64,
@@ -84,6 +86,7 @@ impl Job {
         let id = uuid::Uuid::new_v4().simple().to_string()[..12].to_owned();
         let before = output.written();
         let total = point.as_ref().map(|point| point.input.lines);
+        let in_output = point.as_ref().map(|point| point.errors.clone()).unwrap_or_default();
         Self {
             id,
             before,
@@ -101,6 +104,7 @@ impl Job {
             resent: 0,
             duplicates: 0,
             errors: 0,
+            in_output,
             is_consumed: true,
             tally: Tally::default(),
             answered: 0,
@@ -126,10 +130,17 @@ impl Job {
         self.before
     }
 
+    /// The errors of the output, those of earlier runs included.
+    pub(crate) fn errors(&self) -> &ErrorCounts {
+        &self.in_output
+    }
+
     /// Whether every row is answered in the output.
     pub(crate) fn is_complete(&self) -> bool {
         let is_answered = self.under_way == 0 && self.apart.is_empty() && self.ordered.waiting() == 0;
-        self.is_exhausted && is_answered
+        // A run that was stopped may have read and answered the last row without having seen the input's end.
+        let all_written = self.total.is_some_and(|total| total as u64 == self.ordered.written());
+        (self.is_exhausted || all_written) && is_answered
     }
 
     /// The next task to publish; `Ready(None)`: there will be no more. A pending one is asked for again after each
@@ -171,10 +182,16 @@ impl Job {
 
     /// Each row of a task gets an error line.
     fn fail(&mut self, packed: &Packed, code: &'static str, problem: &str) -> Result<(), JobError> {
-        self.errors += packed.rows.len() as u64;
         self.tally.count_unasked(packed.rows.len() as u64);
         let mut rows = packed.rows.iter();
-        rows.try_for_each(|row| self.put(row.number, failed_line(row, code, problem.to_owned())))
+        rows.try_for_each(|row| self.put_error(row.number, failed_line(row, code, problem.to_owned())))
+    }
+
+    /// Takes a line that holds an error.
+    fn put_error(&mut self, number: u64, line: Vec<u8>) -> Result<(), JobError> {
+        self.errors += 1;
+        self.in_output.add_line(&line);
+        self.put(number, line)
     }
 
     fn put(&mut self, number: u64, line: Vec<u8>) -> Result<(), JobError> {
@@ -225,10 +242,12 @@ impl Job {
                 }
             },
         };
-        self.errors += u64::from(status != 200);
         let inputs = packed.rows.iter().map(|row| row.inputs).sum();
         self.tally.count(packed.rows.len() as u64, inputs, &Answer::of(&reply));
-        packed.rows.iter().zip(lines).try_for_each(|(row, line)| self.put(row.number, line))
+        packed.rows.iter().zip(lines).try_for_each(|(row, line)| match status {
+            200 => self.put(row.number, line),
+            _ => self.put_error(row.number, line),
+        })
     }
 
     /// How the job stands now.
@@ -249,7 +268,7 @@ impl Job {
 
     /// What this run has measured, for a pool of this name.
     pub(crate) fn report(&mut self, pool: &str) -> Report {
-        self.tally.report(pool, self.errors)
+        self.tally.report(pool, self.errors, &self.in_output)
     }
 
     /// Puts the output on the disk.
@@ -304,9 +323,8 @@ impl client::Sink<Unit, JobError> for Sink<'_> {
         match unit {
             Unit::Task(packed) => job.answer(task, packed, reply),
             Unit::Invalid { number, line } => {
-                job.errors += 1;
                 job.tally.count_unasked(1);
-                job.put(number, line)
+                job.put_error(number, line)
             }
         }
     }

@@ -8,8 +8,9 @@ mod made_by;
 mod show;
 
 use std::collections::HashMap;
+use std::fmt::Write as _;
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Write as _};
 use std::num::NonZeroU16;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
@@ -24,11 +25,13 @@ use tokio::time::Instant;
 
 use self::made_by::MadeBy;
 use self::show::Show;
-use super::{Registry, load, pool_named, progress, start_logging};
+use super::{Registry, batch_errors, load, pool_named, progress, start_logging};
 use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
 use crate::client::answer::Answer;
-use crate::client::batch_file::{CountedInput, InputLine, MAX_LINE, RepeatedIds, ResumePoint, claim};
+use crate::client::batch_file::{
+    CountedInput, ErrorCounts, InputLine, MAX_LINE, RepeatedIds, ResumePoint, claim,
+};
 use crate::client::tally::Tally;
 use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
@@ -57,7 +60,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let (output, point) = files(arguments, &pools.exits_with(Exit::ModelFailed)?).exits_with(Exit::Usage)?;
     let total = point.input.lines;
     if point.done == total {
-        return nothing_left(arguments, &names, total);
+        return nothing_left(arguments, &names, &point);
     }
     let input = point.open_input(std::slice::from_ref(&arguments.input))?;
 
@@ -80,6 +83,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         file: BufWriter::new(output),
         done: point.done,
         errors: 0,
+        in_output: point.errors.clone(),
         tally: arguments.json.then(Tally::default),
         show: arguments.show.then(|| Show::new(io::stdout())),
         repeated_ids: None,
@@ -138,40 +142,52 @@ fn launched_and_fed(
     })
 }
 
-fn nothing_left(arguments: &RunBatch, pools: &str, lines: usize) -> anyhow::Result<Exit> {
+fn nothing_left(arguments: &RunBatch, pools: &str, point: &ResumePoint) -> anyhow::Result<Exit> {
     if arguments.json {
-        print(&mut Tally::default(), pools, 0)?;
+        print(&mut Tally::default(), pools, 0, &point.errors)?;
     }
-    writeln!(io::stderr(), "all {lines} lines are answered already")?;
-    Ok(Exit::Done)
+    let (lines, errors) = (point.input.lines, point.errors.total());
+    let mut told = format!("all {lines} lines are answered already; {errors} with an error\n");
+    told += &batch_errors::told(&point.errors);
+    // A closed stderr changes no exit code.
+    let _ = io::stderr().write_all(told.as_bytes());
+    Ok(batch_errors::exit_of(&point.errors))
 }
 
 /// Prints what was done, and what is missing.
 fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -> anyhow::Result<Exit> {
     output.file.get_ref().sync_all().context("the output")?;
-    let (done, errors) = (output.done, output.errors);
+    let Output { done, errors, in_output, .. } = output;
     if let Some(tally) = &mut output.tally {
-        print(tally, pools, errors)?;
+        print(tally, pools, *errors, in_output)?;
     }
-    let mut says = io::stderr();
-    let (now, total) = (done - point.done, point.input.lines);
-    writeln!(says, "{now} of {total} lines answered now, {} before; {errors} with an error", point.done)?;
+    let (now, total, before) = (*done - point.done, point.input.lines, point.done);
+    let all = in_output.total();
+    let mut told = format!("{now} of {total} lines answered now, {before} before; {all} with an error\n");
+    told += &batch_errors::told(in_output);
     if let Some(repeated) = &output.repeated_ids {
-        writeln!(says, "warning: {repeated}")?;
+        let _ = writeln!(told, "warning: {repeated}");
     }
-    if let Some(changed) = output.input_changed.take() {
+    let (is_complete, changed) = (*done == total, output.input_changed.take());
+    if !is_complete && changed.is_none() {
+        let _ = writeln!(told, "stopped at line {done} of {total}; the same command goes on from there");
+    }
+    // A closed stderr changes no exit code.
+    let _ = io::stderr().write_all(told.as_bytes());
+    if let Some(changed) = changed {
         return Err(anyhow!(changed).exits_with(Exit::Usage));
     }
-    if done == total {
-        // All lines are written, so it does not matter how the workers ended.
-        return Ok(Exit::Done);
-    }
-    writeln!(says, "stopped at line {done} of {total}; the same command goes on from there")?;
-    Ok(if exit == Exit::Done { Exit::Aborted } else { exit })
+    // When all lines are written it does not matter how the workers ended.
+    Ok(match exit {
+        _ if is_complete => batch_errors::exit_of(in_output),
+        Exit::Done => Exit::Aborted,
+        other => other,
+    })
 }
 
-fn print(tally: &mut Tally, pools: &str, errors: u64) -> anyhow::Result<()> {
-    Ok(writeln!(io::stdout(), "{}", serde_json::to_string(&tally.report(pools, errors))?)?)
+fn print(tally: &mut Tally, pools: &str, errors: u64, in_output: &ErrorCounts) -> anyhow::Result<()> {
+    let report = tally.report(pools, errors, in_output);
+    Ok(writeln!(io::stdout(), "{}", serde_json::to_string(&report)?)?)
 }
 
 fn parse(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
@@ -347,6 +363,8 @@ struct Output {
     done: usize,
     /// Lines with an error written in this run.
     errors: u64,
+    /// The errors of the output, those of earlier runs included.
+    in_output: ErrorCounts,
     /// The counts for the report, if one is requested.
     tally: Option<Tally>,
     /// The texts on their way to stdout, if they are requested.
@@ -383,7 +401,7 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
         if let (Output { show: Some(show), bar, .. }, Some(reply)) = (&mut *output, &reply) {
             bar.suspend(|| show.answered(number, reply))?;
         }
-        let written = match (line, reply) {
+        let (written, is_error) = match (line, reply) {
             (Line::Request { custom_id, inputs }, Some(reply)) => {
                 if let Some(tally) = &mut output.tally {
                     tally.count(1, inputs, &Answer::of(&reply));
@@ -391,19 +409,22 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
                 let properties = &reply.properties;
                 let status = properties.headers.get("status_code").and_then(|code| code.as_i64());
                 let status = status.unwrap_or(500) as u16;
-                output.errors += u64::from(status != 200);
                 let id = properties.message_id.as_deref().unwrap_or_default();
-                batch_line::response_line(&custom_id, status, id, &batch_line::body_value(&reply))
+                let body = batch_line::body_value(&reply);
+                (batch_line::response_line(&custom_id, status, id, &body), status != 200)
             }
             (Line::Invalid(line), _) => {
-                output.errors += 1;
                 if let Some(tally) = &mut output.tally {
                     tally.count_unasked(1);
                 }
-                line
+                (line, true)
             }
             (Line::Request { custom_id, .. }, None) => bail!("no reply to {custom_id:?}"),
         };
+        if is_error {
+            output.errors += 1;
+            output.in_output.add_line(&written);
+        }
         output.file.write_all(&written).and_then(|()| output.file.flush()).context("the output")?;
         output.done += 1;
         output.bar.inc(1);
