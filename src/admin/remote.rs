@@ -154,7 +154,10 @@ impl Place {
                 report.active.clear();
             }
             match outcomes.get(&report.slot) {
-                Some(Ok(done)) => report.done = Some((*done).to_owned()),
+                Some(Ok(done)) => {
+                    report.done = Some(done.what.to_owned());
+                    report.cancelled = done.cancelled;
+                }
                 Some(Err(words)) => report.refused = Some(words.clone()),
                 None => {}
             }

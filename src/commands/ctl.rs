@@ -66,7 +66,17 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
         };
         return Err(anyhow!("{words} for {key:?} within {timeout:?}").exits_with(Exit::No));
     }
+    if let (CtlOrder::Cancel { task }, Some(0), false) = (&arguments.order, cancelled(&answers), refused) {
+        let words = "one that still waits in a queue cannot be cancelled by its id";
+        return Err(anyhow!("no worker holds a task {task:?}; {words}").exits_with(Exit::No));
+    }
     Ok(if refused { Exit::No } else { Exit::Done })
+}
+
+/// How many tasks were cancelled; none where no launcher says it, as those of older versions.
+fn cancelled(answers: &[Answer]) -> Option<u64> {
+    let slots = answers.iter().flat_map(|answer| &answer.slots);
+    slots.filter_map(|slot| slot.cancelled).reduce(|one, other| one + other)
 }
 
 /// Waits until the slots that took an order have carried it out.
@@ -273,5 +283,16 @@ mod tests {
     fn a_span_shows_its_two_largest_units() {
         let spans = [999, 61_000, 3_700_000, 90_000_000].map(span);
         assert_eq!(spans, ["0s", "1m01s", "1h01m", "1d01h"]);
+    }
+
+    #[test]
+    fn whether_a_task_was_found_is_known_if_any_launcher_says_it() {
+        let answer = |cancelled| {
+            let slot = SlotReport { cancelled, ..SlotReport::default() };
+            Answer { slots: vec![slot], ..Answer::default() }
+        };
+        assert_eq!(cancelled(&[answer(Some(0)), answer(Some(1)), answer(None)]), Some(1));
+        assert_eq!(cancelled(&[answer(Some(0)), answer(None)]), Some(0));
+        assert_eq!(cancelled(&[answer(None)]), None);
     }
 }

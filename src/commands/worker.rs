@@ -8,6 +8,7 @@ use anyhow::{Context, anyhow, bail};
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getppid};
+use tokio::sync::broadcast::error::SendError;
 
 use super::registry::Registry;
 use super::{broker_session, load, pool_named, start_logging, with_environment};
@@ -203,7 +204,11 @@ fn obey(command: Command, stop: &Stop, control: &Control) {
             if let Some(stop) = &cancellation.stop {
                 control.withdrawn.add_stop(stop.clone(), Instant::now());
             }
-            drop(control.cancellations.send(cancellation));
+            if let Err(SendError(cancellation)) = control.cancellations.send(cancellation)
+                && cancellation.task.is_some()
+            {
+                control.reporter.mention(&Event::Cancelled { cancellation, tasks: 0 });
+            }
         }
         Command::Start { .. } => tracing::warn!("already started"),
     }

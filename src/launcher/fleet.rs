@@ -167,9 +167,9 @@ impl Fleet {
             }
         }
         let mut started: Vec<(String, Outcome)> =
-            revived.iter().map(|it| (it.slot.clone(), Ok("starting a worker"))).collect();
+            revived.iter().map(|it| (it.slot.clone(), Ok("starting a worker".into()))).collect();
         let words = if in_turn.len() > 1 { "restarting, one slot after the other" } else { "restarting" };
-        started.extend(in_turn.iter().map(|(name, _)| (name.clone(), Ok(words))));
+        started.extend(in_turn.iter().map(|(name, _)| (name.clone(), Ok(words.into()))));
         tokio::spawn(restart_in_turn(self.launch.clone(), in_turn));
         for assignment in revived {
             self.start(assignment);

@@ -13,7 +13,30 @@ use crate::protocol::admin::{Request, Target};
 const WAITING: usize = 64;
 
 /// The outcome of an order at one slot: what is done, or why nothing is.
-pub type Outcome = Result<&'static str, String>;
+pub type Outcome = Result<Done, String>;
+
+/// What a slot has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Done {
+    /// In words.
+    pub what: &'static str,
+    /// How many tasks are cancelled; only after the cancellation of a task by its id.
+    pub cancelled: Option<u64>,
+}
+
+impl Done {
+    /// After the cancellation of a task by its id.
+    pub(super) fn cancelled(tasks: u64) -> Self {
+        let what = if tasks > 0 { "its worker has cancelled it" } else { "its worker holds no such task" };
+        Self { what, cancelled: Some(tasks) }
+    }
+}
+
+impl From<&'static str> for Done {
+    fn from(what: &'static str) -> Self {
+        Self { what, cancelled: None }
+    }
+}
 
 /// A command on its way to one slot.
 pub(super) enum Ordered {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures_util::StreamExt;
 
 use super::fault::Fault;
-use super::order::Ordered;
+use super::order::{Done, Ordered};
 use super::replace::next_of;
 use super::restart::{RestartReason, Verdict, judge};
 use super::slot_state::{NextAction, ReplaceReason, Slot, SlotEnd, Successor};
@@ -137,11 +137,15 @@ impl Slot {
                 (Some(NextAction::Start), "starting a worker")
             }
             Request::Drain => (Some(NextAction::Hold), "there is no worker, and none is started"),
-            Request::Cancel(_) => (None, "there is no worker, and no task"),
+            Request::Cancel(cancellation) => {
+                let cancelled = cancellation.task.is_some().then_some(0);
+                let _ = answer.send(Ok(Done { what: "there is no worker, and no task", cancelled }));
+                return None;
+            }
             Request::Shutdown => (Some(NextAction::End(SlotEnd::StoppedOnRequest)), "the slot is done"),
             order => (None, self.remember(&order)),
         };
-        let _ = answer.send(Ok(done));
+        let _ = answer.send(Ok(done.into()));
         then
     }
 
@@ -275,8 +279,13 @@ impl Slot {
             }
             Request::SetBatch(change) => Command::SetBatch(change),
             Request::LogLevel { filter } => Command::LogLevel { filter },
+            // Only who controls workers names a task by its id. Requesters, who may be many, are not answered, and their
+            // cancellations wait for no worker.
+            Request::Cancel(cancellation) if cancellation.task.is_some() => {
+                return current.cancel(cancellation, answer).await;
+            }
             Request::Cancel(cancellation) => Command::Cancel(cancellation),
-            Request::Ping | Request::Stats | Request::Active => return drop(answer.send(Ok(outcome))),
+            Request::Ping | Request::Stats | Request::Active => return drop(answer.send(Ok(outcome.into()))),
             Request::Drain | Request::Shutdown | Request::Restart => {
                 *then = match order {
                     Request::Drain => NextAction::Hold,
@@ -284,7 +293,7 @@ impl Slot {
                     _ => NextAction::Start,
                 };
                 self.finish(current, successor).await;
-                drop(answer.send(Ok(outcome)));
+                drop(answer.send(Ok(outcome.into())));
                 return;
             }
         };
@@ -292,7 +301,7 @@ impl Slot {
         if let Some(next) = successor.as_mut().filter(|next| next.is_to_hear(&command, &self.assignment)) {
             next.running.tell(&command).await;
         }
-        drop(answer.send(Ok(outcome)));
+        drop(answer.send(Ok(outcome.into())));
     }
 
     /// Tells the worker to finish, and drops its successor.

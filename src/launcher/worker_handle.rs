@@ -5,6 +5,7 @@ use std::io;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
+use tokio::sync::oneshot;
 use tokio::time::sleep_until;
 
 use super::Launch;
@@ -13,9 +14,10 @@ use super::gpus::device_fault::DeviceFault;
 use super::health::DeviceWatch;
 use super::leave::Step;
 use super::logs::re_emit;
+use super::order::{Done, Outcome};
 use super::worker_monitor::{WorkerExit, WorkerMonitor};
 use crate::config::Assignment;
-use crate::protocol::control::{BatchChange, Command, CrashRecord, Event, decode};
+use crate::protocol::control::{BatchChange, Cancellation, Command, CrashRecord, Event, decode};
 use crate::shutdown::Phase;
 
 /// What a new worker is told in addition to its assignment.
@@ -48,6 +50,9 @@ pub(super) struct WorkerHandle {
     pub(super) assignment: Assignment,
     /// Whether the board shows this worker.
     pub(super) shown: bool,
+    /// Cancellations that it was told, and who waits to hear what became of them. Bound: orders are few, and those
+    /// that nobody waits for any more are dropped with the next one.
+    cancelling: Vec<(Cancellation, oneshot::Sender<Outcome>)>,
 }
 
 pub(super) enum WorkerEvent {
@@ -101,7 +106,16 @@ impl WorkerHandle {
             "worker spawned"
         );
         let (monitor, step) = (WorkerMonitor::new(None), Step::Drain);
-        Ok(Self { worker, monitor, step, kill_at: None, device_watch, assignment, shown: false })
+        Ok(Self {
+            worker,
+            monitor,
+            step,
+            kill_at: None,
+            device_watch,
+            assignment,
+            shown: false,
+            cancelling: Vec::new(),
+        })
     }
 
     pub(super) fn pid(&self) -> Option<u32> {
@@ -115,6 +129,13 @@ impl WorkerHandle {
 
     pub(super) async fn tell(&mut self, command: &Command) {
         self.worker.tell(command).await;
+    }
+
+    /// Has it cancel a task; the answer is sent when it has said what it has done.
+    pub(super) async fn cancel(&mut self, cancellation: Cancellation, answer: oneshot::Sender<Outcome>) {
+        self.cancelling.retain(|(_, answer)| !answer.is_closed());
+        self.cancelling.push((cancellation.clone(), answer));
+        self.tell(&Command::Cancel(cancellation)).await;
     }
 
     /// Tells it to finish its tasks and to end, within the grace.
@@ -161,6 +182,12 @@ impl WorkerHandle {
 
     fn hear(&mut self, line: &str, launch: &Launch) {
         let Some(event) = note(&self.assignment.slot, line) else { return };
+        if let Event::Cancelled { cancellation, tasks } = &event
+            && let Some(at) = self.cancelling.iter().position(|(asked, _)| asked == cancellation)
+        {
+            let (_, answer) = self.cancelling.remove(at);
+            let _ = answer.send(Ok(Done::cancelled(*tasks)));
+        }
         if self.monitor.hear(event, (launch, &self.assignment), self.shown).is_err() {
             self.worker.kill();
         }
@@ -203,7 +230,9 @@ fn note(slot: &str, line: &str) -> Option<Event> {
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
         Ok(Event::Stopped { cause, .. }) => tracing::info!(slot, cause, "worker stopped"),
         // A device's fault is in the worker's own log, and in the reason for its end.
-        Ok(Event::Loading | Event::Serving | Event::Stats(_) | Event::Unfit { .. }) => {}
+        Ok(
+            Event::Loading | Event::Serving | Event::Stats(_) | Event::Cancelled { .. } | Event::Unfit { .. },
+        ) => {}
         Err(error) => tracing::warn!(slot, %error, "unreadable event"),
     }
     event.ok()

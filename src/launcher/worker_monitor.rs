@@ -373,6 +373,7 @@ fn post(entry: &mut Entry, event: Event, shown: bool) {
         }
         Event::Isolated { .. }
         | Event::Preprocessing { .. }
+        | Event::Cancelled { .. }
         | Event::Stats(_)
         | Event::Unfit { .. }
         | Event::Stopped { .. } => {}

@@ -218,6 +218,9 @@ pub struct SlotReport {
     /// The result of the request for this slot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub done: Option<String>,
+    /// How many tasks its worker held and has cancelled; only after the cancellation of a task by its id.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cancelled: Option<u64>,
     /// Why the request was refused for this slot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,

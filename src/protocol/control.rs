@@ -177,6 +177,13 @@ pub enum Event {
     Serving,
     /// It was told to pause, and has settled all its tasks.
     Paused,
+    /// It has acted on the cancellation of a task by its id.
+    Cancelled {
+        /// Which one.
+        cancellation: Cancellation,
+        /// How many tasks it held that were meant, and are cancelled now.
+        tasks: u64,
+    },
     /// It takes no more tasks, and ends the accepted ones.
     Draining {
         /// The cause of the drain.

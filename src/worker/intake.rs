@@ -18,7 +18,7 @@ use super::settle::Accepted;
 use super::task_run::{Expected, Shared};
 use crate::broker::{BrokerError, Consumer, Delivery, DeliveryTag, Event, PerSource, Source};
 use crate::engine::{TaskState, now as instant};
-use crate::protocol::control::{Cancellation, TaskName};
+use crate::protocol::control::{self, Cancellation, TaskName};
 use crate::protocol::task::{STOP, published, sentinel_is_expired};
 use crate::protocol::{Incoming, Message, Properties, Task, Value, classify};
 use crate::shutdown::{Phase, Stop};
@@ -150,7 +150,7 @@ impl<'a> Intake<'a> {
                     let ended = || WorkerError::Internal("the channel from the model thread is closed".into());
                     return Err(error.unwrap_or_else(ended));
                 }
-                Ok(cancellation) = self.cancellations.recv() => self.cancel(&cancellation),
+                Ok(cancellation) = self.cancellations.recv() => self.cancel(cancellation).await,
                 () = self.settings.paused(), if self.phase == Phase::Running => self.finish("pause").await,
                 () = self.stop.reached(Phase::Finishing), if self.phase == Phase::Running => {
                     self.finish("launcher").await;
@@ -257,15 +257,20 @@ impl<'a> Intake<'a> {
         self.stop.advance(Phase::Finishing, cause);
     }
 
-    /// The answers to these tasks are not wanted any more.
-    fn cancel(&self, cancellation: &Cancellation) {
+    /// The answers to these tasks are not wanted any more. Where a task is named by its id, the launcher hears whether it was held.
+    async fn cancel(&self, cancellation: Cancellation) {
+        let mut tasks = 0;
         for InFlight { task, state, .. } in self.in_flight.values() {
             if let Some(state) = state
                 && cancellation.means(task)
             {
                 tracing::info!(task.id = task.id, "cancelled on request");
                 state.cancel();
+                tasks += 1;
             }
+        }
+        if cancellation.task.is_some() {
+            self.shared.reporter.send(&control::Event::Cancelled { cancellation, tasks }).await;
         }
     }
 

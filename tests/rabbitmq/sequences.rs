@@ -252,6 +252,9 @@ async fn a_requester_ends_its_own_task_and_an_operator_any_by_its_id() {
     publish_to(&client, (exchange, "cancel"), cancel("", "x"), r#"{"command": "shutdown"}"#).await;
     let by_operator = Sconce::run(&settings, &["ctl", "cancel", "a", "--expect", "1"]).exit_code().await;
     assert_eq!(by_operator, 0);
+    let mut unknown = Sconce::run(&settings, &["ctl", "cancel", "nope", "--expect", "1"]);
+    assert_eq!(unknown.exit_code().await, 1, "{}", unknown.log());
+    unknown.wait_for_log("no worker holds a task \"nope\"").await;
     let (mut ended, mut refused) = (Vec::new(), 0);
     while ended.len() < 2 || refused == 0 {
         let one = inbox.next().await;
