@@ -121,3 +121,22 @@ fn each_way_to_have_no_driver_has_its_own_words() {
         assert!(said(&output).contains(why), "{number}: {}", said(&output));
     }
 }
+
+#[test]
+fn a_reader_that_leaves_ends_a_command_quietly_and_its_checks_still_count() {
+    let driver = driver();
+    for (arguments, exit) in [
+        (&["devices"][..], 0),
+        (&["check-config", "--set", "pool[0].model=echo"], 0),
+        (&["check-config", "--set", "broker.tls.ca_file=/nowhere"], 78),
+    ] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sconce"));
+        command.args(arguments).env_remove("SCONCE_CONFIG").env("LD_LIBRARY_PATH", driver.path());
+        let output = command.stdout(writer).output().unwrap();
+        let said = said(&output);
+        assert_eq!(output.status.code(), Some(exit), "{arguments:?}: {said}");
+        assert!(!said.contains("ipe") && (exit == 78) == said.contains("/nowhere"), "{said}");
+    }
+}

@@ -1,6 +1,7 @@
 //! The program's entry: the stacks of its threads, the command line, exit codes. Makes no other decisions.
 
 use std::fs;
+use std::io;
 use std::process::ExitCode;
 use std::thread;
 
@@ -65,9 +66,22 @@ fn run(registry: &Registry) -> Exit {
         }
     };
     commands::run(cli.command, registry).unwrap_or_else(|error| {
+        // Whoever read the output has read enough, as in `sconce check-config | head`.
+        if is_closed_pipe(&error) {
+            return Exit::Done;
+        }
         eprintln_error(&error);
         exit_of(&error)
     })
+}
+
+/// Whether nobody reads what the command prints any more.
+fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    if let Some(WithExit { error, .. }) = error.downcast_ref() {
+        return is_closed_pipe(error);
+    }
+    let mut causes = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    causes.any(|cause| cause.kind() == io::ErrorKind::BrokenPipe)
 }
 
 #[expect(clippy::print_stderr, reason = "the last word of a command goes to its user")]
@@ -134,5 +148,13 @@ mod tests {
             assert_eq!(exit_of(&error.exits_with(Exit::Usage).context("more")), Exit::BrokerLost);
         }
         assert_eq!(exit_of(&anyhow!("a bug")), Exit::Internal);
+    }
+
+    #[test]
+    fn a_pipe_that_nobody_reads_any_more_is_known_in_any_context() {
+        let closed = || io::Error::from(io::ErrorKind::BrokenPipe);
+        assert!(is_closed_pipe(&anyhow::Error::from(closed()).context("one")));
+        assert!(is_closed_pipe(&anyhow::Error::from(closed()).exits_with(Exit::Usage).context("two")));
+        assert!(!is_closed_pipe(&anyhow::Error::from(io::Error::from(io::ErrorKind::NotFound))));
     }
 }

@@ -5,7 +5,7 @@ use std::io::Write;
 
 use anyhow::Context as _;
 
-use super::{Registry, load};
+use super::{Registry, is_read, load};
 use crate::cli::{CheckConfig, Settings};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::Tls;
@@ -18,9 +18,8 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
     let mut config = arguments.settings.config.clone();
     config.extend(arguments.file.clone());
     let loaded = load(&Settings { config, set: arguments.settings.set.clone() }, &[])?;
-    let mut out = std::io::stdout();
-    out.write_all(loaded.effective.as_bytes())?;
-    writeln!(out)?;
+    // A reader that has left, as in `… | head`, does not end the checks.
+    is_read(writeln!(std::io::stdout(), "{}", loaded.effective))?;
     let Tls { ca_file, cert_file, key_file } = &loaded.settings.broker.tls;
     for file in [ca_file, cert_file, key_file].into_iter().flatten() {
         File::open(file)
@@ -31,7 +30,8 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
     for pool in &loaded.settings.pools {
         let served = registry.describe(pool).exits_with(Exit::ModelFailed)?;
         let served = served.as_deref().unwrap_or("its files are not on this host yet");
-        writeln!(out, "# pool {:?} will load {:?}: {served}", pool.name, pool.model)?;
+        let line = format!("# pool {:?} will load {:?}: {served}", pool.name, pool.model);
+        is_read(writeln!(std::io::stdout(), "{line}"))?;
     }
     Ok(Exit::Done)
 }

@@ -22,7 +22,7 @@ mod submit;
 mod top;
 mod worker;
 
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
@@ -127,6 +127,16 @@ fn log_format(is_service: bool) -> anyhow::Result<Format> {
         Ok(other) => {
             Err(anyhow!("SCONCE_LOG_FORMAT is {other:?}; expected human or json").exits_with(Exit::Config))
         }
+    }
+}
+
+/// Whether anybody still reads what was printed. A reader that has left, as in `… | head`, ends the printing and not the
+/// work of a command that also writes a file.
+fn is_read(printed: io::Result<()>) -> io::Result<bool> {
+    match printed {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(error),
     }
 }
 

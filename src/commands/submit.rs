@@ -12,7 +12,7 @@ use serde_json::Value as Json;
 use tokio::time::Instant;
 
 use super::stop::tell_all;
-use super::{batch_errors, load, pool_named, progress, start_logging};
+use super::{batch_errors, is_read, load, pool_named, progress, start_logging};
 use crate::cli::Submit;
 use crate::client::Resend;
 use crate::client::job::{Job, JobError, JobFiles, JobOptions, JobRun, Progress};
@@ -114,7 +114,7 @@ async fn left(stop: &Stop, grace: Duration) {
 }
 
 /// Shows how the job stands, from time to time. Returns only an error of the output.
-async fn show(job: &RefCell<Job>, queue: &str, bar: &ProgressBar, json: bool) -> anyhow::Error {
+async fn show(job: &RefCell<Job>, queue: &str, bar: &ProgressBar, mut json: bool) -> anyhow::Error {
     let (mut told, mut answered) = (Instant::now(), 0);
     let mut consumers = Consumers::default();
     loop {
@@ -129,8 +129,9 @@ async fn show(job: &RefCell<Job>, queue: &str, bar: &ProgressBar, json: bool) ->
         if json && told.elapsed() >= PROGRESS_INTERVAL {
             let rate = (progress.answered - answered) as f64 / told.elapsed().as_secs_f64();
             (told, answered) = (Instant::now(), progress.answered);
-            if let Err(error) = print_progress(&progress, rate) {
-                return error;
+            match is_read(print_progress(&progress, rate)) {
+                Ok(still) => json = still,
+                Err(error) => return error.into(),
             }
         }
     }
@@ -175,12 +176,12 @@ fn draw(bar: &ProgressBar, progress: &Progress<'_>) {
 }
 
 /// Prints how the job stands, with its rate since the last line.
-fn print_progress(progress: &Progress<'_>, rate: f64) -> anyhow::Result<()> {
+fn print_progress(progress: &Progress<'_>, rate: f64) -> io::Result<()> {
     let mut line = serde_json::to_value(progress)?;
     if let Some(line) = line.as_object_mut() {
         line.insert("rows_per_second".to_owned(), ((rate * 10.0).round() / 10.0).into());
     }
-    Ok(writeln!(io::stdout(), "{line}")?)
+    writeln!(io::stdout(), "{line}")
 }
 
 /// Prints what was done, and what is missing; with a pool's name, also a report.
@@ -200,7 +201,7 @@ fn conclude(
         if let (Some(line), Json::Object(report)) = (line.as_object_mut(), report) {
             line.extend(report);
         }
-        writeln!(io::stdout(), "{line}")?;
+        is_read(writeln!(io::stdout(), "{line}"))?;
     }
     let Progress { written, in_flight, .. } = job.progress();
     let (before, errors) = (job.before(), job.errors());

@@ -25,7 +25,7 @@ use tokio::time::Instant;
 
 use self::made_by::MadeBy;
 use self::show::Show;
-use super::{Registry, batch_errors, load, pool_named, progress, start_logging};
+use super::{Registry, batch_errors, is_read, load, pool_named, progress, start_logging};
 use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;
 use crate::client::answer::Answer;
@@ -187,7 +187,8 @@ fn conclude(output: &mut Output, pools: &str, exit: Exit, point: &ResumePoint) -
 
 fn print(tally: &mut Tally, pools: &str, errors: u64, in_output: &ErrorCounts) -> anyhow::Result<()> {
     let report = tally.report(pools, errors, in_output);
-    Ok(writeln!(io::stdout(), "{}", serde_json::to_string(&report)?)?)
+    is_read(writeln!(io::stdout(), "{}", serde_json::to_string(&report)?))?;
+    Ok(())
 }
 
 fn parse(line: &InputLine) -> Result<BatchRequest, InvalidLine> {
@@ -386,8 +387,13 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
 
     fn part(&mut self, number: u64, part: &Message) -> anyhow::Result<()> {
         let mut output = lock(self);
-        let Output { show: Some(show), bar, .. } = &mut *output else { return Ok(()) };
-        Ok(bar.suspend(|| show.part(number, part))?)
+        let Output { show, bar, .. } = &mut *output;
+        if let Some(shown) = show
+            && !is_read(bar.suspend(|| shown.part(number, part)))?
+        {
+            *show = None;
+        }
+        Ok(())
     }
 
     fn answered(
@@ -398,8 +404,11 @@ impl Sink<Line, anyhow::Error> for Arc<Mutex<Output>> {
         _: Instant,
     ) -> anyhow::Result<()> {
         let mut output = lock(self);
-        if let (Output { show: Some(show), bar, .. }, Some(reply)) = (&mut *output, &reply) {
-            bar.suspend(|| show.answered(number, reply))?;
+        let Output { show, bar, .. } = &mut *output;
+        if let (Some(shown), Some(reply)) = (show.as_mut(), &reply)
+            && !is_read(bar.suspend(|| shown.answered(number, reply)))?
+        {
+            *show = None;
         }
         let (written, is_error) = match (line, reply) {
             (Line::Request { custom_id, inputs }, Some(reply)) => {
