@@ -193,7 +193,7 @@ impl Client {
     ) -> Result<Self, ClientError> {
         let connector = || Connector::new(broker.clone(), name);
         // Before the first task is published, whose reply would find no queue.
-        declare_job(&connector(), task_queue, (replies, keep)).await?;
+        declare_job(&connector(), task_queue, replies, keep).await?;
         let subscription = Subscription::Job { queue: replies.to_owned(), keep };
         let (consumer, acker) = subscribe(connector(), subscription, prefetch);
         let (consumer, acker) = (Box::new(consumer), Arc::new(acker));

@@ -22,7 +22,7 @@ const GATHER: Duration = Duration::from_millis(2);
 /// Returns between two pauses: half of what RabbitMQ's client of a quorum queue takes at once.
 const RETURNS: usize = 16;
 /// The pause after [`RETURNS`] returns.
-const BREATH: Duration = Duration::from_millis(10);
+const RETURN_PAUSE: Duration = Duration::from_millis(10);
 
 /// The current session, or why there is none. Written by the supervisor when a session begins, ends or cannot
 /// be made; read by every settle and by a cancel. A plain mutex, held for a clone only.
@@ -145,12 +145,12 @@ impl Acker for AmqpAcker {
             let mut returned = self.returned.lock().await;
             *returned += 1;
             if *returned % RETURNS == 0 {
-                tokio::time::sleep(BREATH).await;
+                tokio::time::sleep(RETURN_PAUSE).await;
             }
             let requeue = BasicNackOptions { requeue: true, multiple: false };
-            let told = open.channel.basic_nack(delivery_tag.tag, requeue).await.is_ok();
+            let sent = open.channel.basic_nack(delivery_tag.tag, requeue).await.is_ok();
             open.ack_tracker().returned(delivery_tag.tag);
-            told
+            sent
         })
     }
 

@@ -27,7 +27,8 @@ pub async fn declare(connector: &Connector, topology: &Topology) -> Result<(), B
 pub async fn declare_job(
     connector: &Connector,
     task_queue: &str,
-    (replies, keep): (&str, Duration),
+    replies: &str,
+    keep: Duration,
 ) -> Result<(), BrokerError> {
     let (connection, broker) = connect(connector).await?;
     let made = async {

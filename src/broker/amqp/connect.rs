@@ -30,7 +30,7 @@ const REFUSALS: u32 = 3;
 const UNCERTAIN: Duration = Duration::from_secs(15);
 
 /// Longest wait for the broker's answer to a cancel or close.
-pub(super) const FAREWELL: Duration = Duration::from_secs(5);
+pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why one attempt failed.
 #[derive(Debug)]
@@ -219,7 +219,7 @@ impl Drop for OpenConnection {
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {
             runtime.spawn(async move {
-                tokio::time::sleep(FAREWELL).await;
+                tokio::time::sleep(CLOSE_TIMEOUT).await;
                 drop(socket);
             });
         }
@@ -240,7 +240,7 @@ fn certificates(tls: &Tls) -> Result<OwnedTLSConfig, String> {
 }
 
 /// How often the same failure is logged.
-const TELLING: Duration = Duration::from_secs(60);
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// After a connection, at most this many earlier failures count for the next delay.
 const FLAPPING: u32 = 3;
 
@@ -254,7 +254,7 @@ pub(super) struct ReconnectPolicy {
     refusals: u32,
     refused_since: Option<Instant>,
     /// What was logged last, and when.
-    told: Option<(String, Instant)>,
+    last_logged: Option<(String, Instant)>,
     was_connected: bool,
 }
 
@@ -277,14 +277,14 @@ impl ReconnectPolicy {
         }
         let delay = BACKOFF.delay(self.failures, rand::random());
         let delay_ms = delay.as_millis() as u64;
-        let is_told = self.told.as_ref().is_some_and(|(told, at)| *told == reason && at.elapsed() < TELLING);
+        let is_logged = self.last_logged.as_ref().is_some_and(|(logged, at)| *logged == reason && at.elapsed() < LOG_INTERVAL);
         match refusal {
-            _ if is_told => tracing::debug!(broker, reason, delay_ms, "trying again"),
+            _ if is_logged => tracing::debug!(broker, reason, delay_ms, "trying again"),
             Refusal::None => tracing::warn!(broker, reason, delay_ms, "no broker; trying again"),
             _ => tracing::warn!(broker, reason, delay_ms, "the broker refuses; trying again"),
         }
-        if !is_told {
-            self.told = Some((reason, Instant::now()));
+        if !is_logged {
+            self.last_logged = Some((reason, Instant::now()));
         }
         Ok(delay)
     }
@@ -306,7 +306,7 @@ impl ReconnectPolicy {
     /// A connection was made, which may break at once. If so, the delays go on from [`FLAPPING`] failures,
     /// not from the length that a long outage had brought.
     pub(super) fn connected(&mut self) {
-        (self.was_connected, self.told) = (true, None);
+        (self.was_connected, self.last_logged) = (true, None);
         (self.refusals, self.refused_since) = (0, None);
         self.failures = self.failures.min(FLAPPING);
     }

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::acker::{AmqpAcker, Current, Open};
 use super::cause::message;
-use super::connect::{Connector, FAREWELL, Failure, ReconnectPolicy};
+use super::connect::{Connector, CLOSE_TIMEOUT, Failure, ReconnectPolicy};
 use super::session::{Session, Subscription, cancel, delivery_from};
 use crate::broker::{BrokerError, Consumer, Event};
 
@@ -106,7 +106,7 @@ impl Consumer for AmqpConsumer {
         Box::pin(async {
             self.close.cancel();
             let closed = async { while self.events.recv().await.is_some() {} };
-            let _ = tokio::time::timeout(2 * FAREWELL, closed).await;
+            let _ = tokio::time::timeout(2 * CLOSE_TIMEOUT, closed).await;
         })
     }
 }
@@ -214,7 +214,7 @@ impl Supervisor {
                 let _ = session.channel.close(200, "done".into()).await;
                 let _ = session.connection.close(200, "done".into()).await;
             };
-            let _ = tokio::time::timeout(FAREWELL, goodbye).await;
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, goodbye).await;
         }
         lost
     }

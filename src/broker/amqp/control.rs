@@ -60,7 +60,8 @@ impl ControlClient {
     pub async fn ask(
         &self,
         routing_key: &str,
-        (body, correlation_id): (Vec<u8>, &str),
+        body: &[u8],
+        correlation_id: &str,
         expires: Duration,
     ) -> Result<bool, BrokerError> {
         let properties = Properties {
@@ -73,7 +74,7 @@ impl ControlClient {
         let options = BasicPublishOptions { mandatory: true, immediate: false };
         let (to, key, properties) = (short(&self.exchange), short(routing_key), properties_to(&properties));
         let asked = async {
-            let confirm = self.channel.basic_publish(to, key, options, &body, properties).await?.await?;
+            let confirm = self.channel.basic_publish(to, key, options, body, properties).await?.await?;
             Ok(confirm.take_message().is_none())
         };
         let exchange = format!("exchange {:?}", self.exchange);

@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 use super::admin::{connect, ready_in};
 use super::cause::{Cause, message};
-use super::connect::{Connector, FAREWELL, OpenConnection};
+use super::connect::{Connector, CLOSE_TIMEOUT, OpenConnection};
 use super::convert::short;
 use super::publisher::AmqpPublisher;
 use super::session::{cancel, delivery_from};
@@ -187,8 +187,8 @@ impl DeadLetterBrowser {
     /// As [`DeadLetterBrowser::next`]: messages that were acked may come again.
     pub async fn flush(&mut self) -> Result<(), BrokerError> {
         if self.acks > 0 {
-            let brought = self.get().await?;
-            self.at_hand.extend(brought);
+            let fetched = self.get().await?;
+            self.at_hand.extend(fetched);
         }
         Ok(())
     }
@@ -236,10 +236,10 @@ impl DeadLetterBrowser {
             }
         };
         // The wait is bounded, because other readers may take messages meanwhile.
-        let _ = timeout(FAREWELL, back).await;
+        let _ = timeout(CLOSE_TIMEOUT, back).await;
         let goodbye =
             async { tokio::join!(self.connection.close(200, "done".into()), self.publisher.close()) };
-        let _ = timeout(FAREWELL, goodbye).await;
+        let _ = timeout(CLOSE_TIMEOUT, goodbye).await;
         Ok(self.left_behind)
     }
 

@@ -77,7 +77,8 @@ async fn confirming_channel(connection: &Connection) -> Result<Channel, Error> {
 pub(super) fn exchange(
     id: u64,
     way: Result<Channel, Arc<OpenConnection>>,
-    (queue, message): (Arc<str>, Arc<Message>),
+    queue: Arc<str>,
+    message: Arc<Message>,
 ) -> BoxFuture<'static, Sent> {
     Box::pin(async move {
         let channel = match way {

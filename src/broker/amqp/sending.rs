@@ -29,7 +29,7 @@ const SILENT: Duration = Duration::from_millis(500);
 /// A connection that breaks sooner counts as a failed attempt: the next attempt waits, longer each time.
 const STEADY: Duration = Duration::from_secs(10);
 /// Interval of the checks of a connection while messages are under way.
-const LOOK: Duration = Duration::from_millis(250);
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 /// Assumed speed of a slow link in bytes per second: the time to send what is under way is added to the confirm
 /// timeout.
 const SLOW_LINK: usize = 64 << 10;
@@ -111,16 +111,16 @@ impl Sending {
     }
 
     pub(super) async fn run(mut self, mut queued: mpsc::Receiver<Request>, close: CancellationToken) {
-        let mut next_look = tokio::time::Instant::now();
+        let mut next_check = tokio::time::Instant::now();
         loop {
             let mut fresh = Vec::new();
             let looks = !self.routes.is_idle() || !self.held.is_empty();
             tokio::select! {
                 biased;
                 // First in the list, so that a busy task does not skip the checks.
-                () = tokio::time::sleep_until(next_look), if looks => {
+                () = tokio::time::sleep_until(next_check), if looks => {
                     self.look();
-                    next_look = tokio::time::Instant::now() + LOOK;
+                    next_check = tokio::time::Instant::now() + CHECK_INTERVAL;
                 }
                 Some(sent) = self.under_way.next(), if !self.under_way.is_empty() => self.settle(sent),
                 answer = answer_to(&mut self.probe) => self.take_pulse(answer),
@@ -176,7 +176,7 @@ impl Sending {
                 Place::Shared | Place::Retired => live.shared.as_ref().map(|(channel, _)| channel.clone()),
             };
             let way = channel.ok_or_else(|| live.connection.clone());
-            let exchange = exchange(id, way, (request.queue.clone(), request.message.clone()));
+            let exchange = exchange(id, way, request.queue.clone(), request.message.clone());
             self.under_way.push(exchange);
         }
         Ok(())
@@ -256,7 +256,7 @@ impl Sending {
             }
         }
         for (id, channel, confirmed, with_return) in answered {
-            self.answer(id, channel, (confirmed, with_return), now);
+            self.answer(id, channel, confirmed, with_return, now);
         }
         self.give_held(now);
         for (id, error) in failed {
@@ -269,7 +269,8 @@ impl Sending {
         &mut self,
         id: u64,
         channel: Option<Channel>,
-        (confirmed, with_return): (bool, bool),
+        confirmed: bool,
+        with_return: bool,
         now: Instant,
     ) {
         let place = self.routes.place_of(id);

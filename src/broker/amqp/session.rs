@@ -11,7 +11,7 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{Channel, Error, ExchangeKind};
 use tokio::sync::watch;
 
-use super::connect::{Connector, FAREWELL, Failure, OpenConnection};
+use super::connect::{Connector, CLOSE_TIMEOUT, Failure, OpenConnection};
 use super::convert::{properties_from, short};
 use super::topology::{Topology, make_replies};
 use crate::broker::{Delivery, DeliveryTag, Source};
@@ -125,11 +125,11 @@ impl Session {
                 make_replies(&connection, queue, *keep).await?;
                 queue.clone()
             }
-            Subscription::Private(told) => {
+            Subscription::Private(name) => {
                 let own = QueueDeclareOptions { exclusive: true, auto_delete: true, ..Default::default() };
                 let queue = channel.queue_declare("".into(), own, FieldTable::default()).await?;
                 let queue = queue.name().as_str().to_owned();
-                told.send_replace(Some(queue.clone()));
+                name.send_replace(Some(queue.clone()));
                 queue
             }
             Subscription::Topic { exchange, keys } => {
@@ -147,7 +147,7 @@ impl Session {
         };
         let addressed = matches!(subscription, Subscription::Topic { .. });
         let tag = connector.name.clone();
-        let consumer = consume(&channel, (&queue, &tag), prefetch, connector).await?;
+        let consumer = consume(&channel, &queue, &tag, prefetch, connector).await?;
         Ok(Self {
             connection,
             channel,
@@ -167,7 +167,7 @@ impl Session {
         self.consumers += 1;
         // Another tag, so that lapin does not confuse the old consumer with the new one.
         let tag = format!("{} #{}", self.tag, self.consumers);
-        let consumer = consume(&self.channel, (&self.queue, &tag), prefetch, connector);
+        let consumer = consume(&self.channel, &self.queue, &tag, prefetch, connector);
         let answered = tokio::time::timeout(connector.settings.connect_timeout, consumer).await;
         self.consumer =
             answered.map_err(|_| Error::from(std::io::Error::from(std::io::ErrorKind::TimedOut)))??;
@@ -178,7 +178,8 @@ impl Session {
 
 async fn consume(
     channel: &Channel,
-    (queue, tag): (&str, &str),
+    queue: &str,
+    tag: &str,
     prefetch: u16,
     connector: &Connector,
 ) -> Result<lapin::Consumer, Error> {
@@ -198,7 +199,7 @@ async fn consume(
 /// itself.
 pub(super) async fn cancel(channel: &Channel, consumer_tag: ShortString) {
     let cancel = channel.basic_cancel(consumer_tag, BasicCancelOptions::default());
-    let _ = tokio::time::timeout(FAREWELL, cancel).await;
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, cancel).await;
 }
 
 pub(super) fn delivery_from(

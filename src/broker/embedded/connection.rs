@@ -88,7 +88,7 @@ impl Reader {
         match request {
             Request::Publish { id, queue, properties, delay } => {
                 let message = Message { properties: *properties, body };
-                self.queue_store.publish(&self.consumer_sender, id, (&queue, delay), message);
+                self.queue_store.publish(&self.consumer_sender, id, &queue, delay, message);
             }
             Request::Consume { queue, prefetch } => {
                 if self.member.is_some() {

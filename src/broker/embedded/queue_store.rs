@@ -96,7 +96,8 @@ impl QueueStore {
         self: &Arc<Self>,
         consumer_sender: &ConsumerSender,
         id: u64,
-        (queue, delay): (&str, Option<Duration>),
+        queue: &str,
+        delay: Option<Duration>,
         message: Message,
     ) {
         let Some(&index) = self.names.get(queue) else {

@@ -39,7 +39,7 @@ impl EmbeddedBroker {
     pub fn bind(path: impl Into<PathBuf>, queues: &[QueueSpec]) -> io::Result<Self> {
         let path = path.into();
         let queue_store =
-            QueueStore::new(queues).map_err(|why| io::Error::new(io::ErrorKind::InvalidInput, why))?;
+            QueueStore::new(queues).map_err(|reason| io::Error::new(io::ErrorKind::InvalidInput, reason))?;
         let folder = path.parent().unwrap_or(Path::new("/"));
         // Made with its final mode, so it is never open to others; an existing folder is an error.
         std::fs::DirBuilder::new().mode(0o700).create(folder).map_err(|error| at(folder, &error))?;

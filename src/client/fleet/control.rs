@@ -59,7 +59,7 @@ impl Control {
         // Strings and numbers alone, so writing cannot fail.
         let body = serde_json::to_vec(request).unwrap_or_default();
         let mut answers: Vec<Answer> = Vec::new();
-        match self.client.ask(&target.routing_key(), (body, &id), patience).await {
+        match self.client.ask(&target.routing_key(), &body, &id, patience).await {
             Ok(true) => {}
             Ok(false) => return Ok(answers),
             // No launcher has made the exchange: nobody is there.

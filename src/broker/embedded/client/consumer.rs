@@ -27,7 +27,8 @@ impl SocketConsumer {
     pub async fn subscribe(
         wire: Arc<Wire>,
         incoming: mpsc::Receiver<Incoming>,
-        (queue, prefetch): (String, NonZeroU16),
+        queue: String,
+        prefetch: NonZeroU16,
     ) -> Result<Self, BrokerError> {
         let mut consumer = Self { wire, incoming, prefetch, ended: false };
         consumer.wire.send(&Request::Consume { queue, prefetch }).await?;

@@ -54,12 +54,12 @@ pub async fn connect(path: &Path, queue: String, prefetch: NonZeroU16) -> Result
         next_id: AtomicU64::new(0),
         consumer_closed: CancellationToken::new(),
     });
-    let consumer = SocketConsumer::subscribe(wire.clone(), incoming, (queue, prefetch)).await?;
+    let consumer = SocketConsumer::subscribe(wire.clone(), incoming, queue, prefetch).await?;
     Ok(BrokerSession { consumer: Box::new(consumer), background: None, acker: wire.clone(), publisher: wire })
 }
 
-fn unreached(at: &str, why: &str) -> BrokerError {
-    BrokerError::Unreachable { seconds: 0, reason: format!("the launcher's queue at {at}: {why}") }
+fn unreached(at: &str, reason: &str) -> BrokerError {
+    BrokerError::Unreachable { seconds: 0, reason: format!("the launcher's queue at {at}: {reason}") }
 }
 
 /// The state that consumer, acker and publisher share.
