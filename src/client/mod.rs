@@ -1,6 +1,7 @@
 //! A client of a task queue, shared by `publish`, `bench`, `run-batch` and `submit`: publishes tasks with confirms and
 //! gathers their replies by `correlation_id`, each once. Owns the connection and the tasks under way, which are
-//! bounded. Knows no worker and no model.
+//! bounded. Its folders hold what any front can use: a whole job, the fleet's figures, the handling of dead letters.
+//! Knows no worker, no model and no terminal.
 
 pub(crate) mod answer;
 pub(crate) mod batch_file;
@@ -41,7 +42,7 @@ const PIPELINED: usize = 2_048;
 /// Most replies that are read and acked together.
 const BURST: usize = 512;
 /// How often a job looks whether workers consume, and which replies are late.
-const LOOK: Duration = Duration::from_secs(2);
+const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// Wait before a task is offered again that a full queue did not take.
 const REFUSED: Duration = Duration::from_secs(1);
 
@@ -164,7 +165,8 @@ impl Client {
     pub(crate) async fn connect(
         broker: &Broker,
         name: &str,
-        (task_queue, topology): (&str, Option<&Topology>),
+        task_queue: &str,
+        topology: Option<&Topology>,
         prefetch: Option<u16>,
     ) -> Result<Self, ClientError> {
         let connector = || Connector::new(broker.clone(), name);
@@ -188,7 +190,8 @@ impl Client {
         broker: &Broker,
         name: &str,
         task_queue: &str,
-        (replies, keep): (&str, Duration),
+        replies: &str,
+        keep: Duration,
         prefetch: u16,
     ) -> Result<Self, ClientError> {
         let connector = || Connector::new(broker.clone(), name);
@@ -231,11 +234,11 @@ impl Client {
         sink: &mut impl Sink<M, E>,
     ) -> Result<(), E> {
         let Self { publisher, task_queue, replies } = self;
-        let mut run = Run::new((&**publisher, &*task_queue), replies.as_ref(), first, bounds);
+        let mut run = Run::new(&**publisher, task_queue, replies.as_ref(), first, bounds);
         let mut tasks = pin!(tasks);
         let mut all_taken = false;
         let mut under_way = FuturesUnordered::new();
-        let mut look = tokio::time::interval(LOOK);
+        let mut look = tokio::time::interval(POLL_INTERVAL);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut looking = FuturesUnordered::new();
         loop {
@@ -290,8 +293,15 @@ impl Client {
     }
 }
 
-/// A publish: the task's number once it is confirmed, and the broker's words if it will never take the task.
-type Sent<'a> = BoxFuture<'a, Result<(u64, Option<String>), ClientError>>;
+/// A publish of a task, until it is confirmed or refused.
+type Sent<'a> = BoxFuture<'a, Result<SentTask, ClientError>>;
+
+/// What became of a publish.
+struct SentTask {
+    number: u64,
+    /// Why the broker will never take the task; none: it has it.
+    refused: Option<String>,
+}
 
 /// The state of one [`Client::run`].
 struct Run<'a, M> {
@@ -309,7 +319,8 @@ struct Run<'a, M> {
 
 impl<'a, M> Run<'a, M> {
     fn new(
-        (publisher, task_queue): (&'a dyn Publisher, &'a Arc<str>),
+        publisher: &'a dyn Publisher,
+        task_queue: &'a Arc<str>,
         replies: Option<&Replies>,
         first: u64,
         bounds: &'a Bounds,
@@ -368,7 +379,7 @@ impl<'a, M> Run<'a, M> {
         Some(Box::pin(sent(self.publisher, queue, number, message, self.resends.is_some())))
     }
 
-    fn published<E>(&mut self, (number, refused): (u64, Option<String>), sink: &mut impl Sink<M, E>) {
+    fn published<E>(&mut self, SentTask { number, refused }: SentTask, sink: &mut impl Sink<M, E>) {
         let now = Instant::now();
         if let Some(words) = refused {
             sink.refused(number, words);
@@ -513,13 +524,13 @@ async fn sent(
     number: u64,
     message: Arc<Message>,
     patient: bool,
-) -> Result<(u64, Option<String>), ClientError> {
+) -> Result<SentTask, ClientError> {
     loop {
         match publisher.publish(&queue, message.clone()).await? {
             // A full queue has room again later.
             Published::Nacked if patient => tokio::time::sleep(REFUSED).await,
-            Published::Refused(words) if patient => return Ok((number, Some(words))),
-            published => return accepted(published, &queue).map(|()| (number, None)),
+            Published::Refused(words) if patient => return Ok(SentTask { number, refused: Some(words) }),
+            published => return accepted(published, &queue).map(|()| SentTask { number, refused: None }),
         }
     }
 }

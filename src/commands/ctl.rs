@@ -20,7 +20,7 @@ use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
 /// How often `--wait` asks.
-const LOOK: Duration = Duration::from_millis(300);
+const PING_INTERVAL: Duration = Duration::from_millis(300);
 
 pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let settings = load(&arguments.settings, &[])?.settings;
@@ -94,7 +94,7 @@ async fn wait_for(
     let took = |slot: &&SlotReport| slot.refused.is_none();
     let ordered: Vec<&SlotReport> = answers.iter().flat_map(|answer| &answer.slots).filter(took).collect();
     loop {
-        let next = until.min(Instant::now() + LOOK);
+        let next = until.min(Instant::now() + PING_INTERVAL);
         let asked = control.ask(target, &Request::Ping, next, Some(answers.len()));
         let now = asked.await.map_err(with_exit)?;
         let slots: Vec<&SlotReport> = now.iter().flat_map(|answer| &answer.slots).collect();

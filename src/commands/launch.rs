@@ -51,7 +51,7 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     }
     // Only this thread, which lives to the end: the kernel ties workers to the thread that spawned them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let exit = runtime.block_on(serve(arguments, (&loaded, &host, host_name), (&program, &assignments)));
+    let exit = runtime.block_on(serve(arguments, &loaded, &host, host_name, &program, &assignments));
     // Threads that wait for a driver or a broker end with the process.
     runtime.shutdown_background();
     exit
@@ -59,8 +59,11 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
 
 async fn serve(
     arguments: &cli::Settings,
-    (loaded, host, host_name): (&Loaded, &Host, String),
-    (program, assignments): (&Path, &[Assignment]),
+    loaded: &Loaded,
+    host: &Host,
+    host_name: String,
+    program: &Path,
+    assignments: &[Assignment],
 ) -> anyhow::Result<Exit> {
     let (settings, stop) = (&loaded.settings, Stop::default());
     listen(stop.clone(), Patience::SecondAborts)?;
@@ -99,7 +102,7 @@ async fn serve(
         let mut in_force = loaded.clone();
         loop {
             hangup.notified().await;
-            reload(arguments, (settings, host), &mut in_force, &handle).await;
+            reload(arguments, settings, host, &mut in_force, &handle).await;
         }
     };
     let beside = async { tokio::join!(listening, reloading) };
@@ -196,7 +199,8 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
 /// Loads the settings again and applies them in the place of those `in_force`; on an error, logs why these stay.
 async fn reload(
     arguments: &cli::Settings,
-    (first, host): (&Settings, &Host),
+    first: &Settings,
+    host: &Host,
     in_force: &mut Loaded,
     handle: &Handle,
 ) {

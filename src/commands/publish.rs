@@ -48,9 +48,15 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
         if topology.is_none() {
             look_at(&settings.broker, &pool.task_queue, arguments.wait).await?;
         }
-        let queue = (pool.task_queue.as_str(), topology.as_ref());
         let prefetch = arguments.wait.then_some(PREFETCH);
-        let mut client = Client::connect(&settings.broker, "sconce publish", queue, prefetch).await?;
+        let mut client = Client::connect(
+            &settings.broker,
+            "sconce publish",
+            &pool.task_queue,
+            topology.as_ref(),
+            prefetch,
+        )
+        .await?;
         let mut output = Output { bar: progress::bar(total, 0, "tasks"), published: 0, errors: 0 };
         // An invalid line ends the input; the tasks before it are published and answered.
         let mut bad = None;

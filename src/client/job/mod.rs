@@ -98,7 +98,7 @@ impl<'a> JobRun<'a> {
             (job_queue(job.id()), format!("sconce submit {}", job.id()))
         };
         let prefetch = (PREFETCH / options.rows_per_task).max(LEAST_PREFETCH);
-        let client = Client::for_job(broker, &name, &options.queue, (&replies, KEEP), prefetch).await?;
+        let client = Client::for_job(broker, &name, &options.queue, &replies, KEEP, prefetch).await?;
         let most = Most { rows: options.rows_per_task.into(), inputs: options.max_inputs };
         let point = job.borrow_mut().take_point();
         let units = read::read(&options.inputs, point, most)?;

@@ -49,7 +49,9 @@ type Due = (Duration, usize);
 /// The broker refuses a task, or is lost.
 pub(super) async fn drive(
     client: &mut Client,
-    (plan, bodies, pace): (Plan, Bodies, Pace),
+    plan: Plan,
+    bodies: Bodies,
+    pace: Pace,
     timeout: Duration,
     bar: &ProgressBar,
 ) -> anyhow::Result<(Measured, Option<anyhow::Error>)> {

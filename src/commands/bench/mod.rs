@@ -41,7 +41,7 @@ pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
     // One thread, which wakes less often: the client should take as little of the cores as possible from the
     // measured service.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let (measured, unanswered) = runtime.block_on(measure(arguments, (&settings, pool), plan, bodies))?;
+    let (measured, unanswered) = runtime.block_on(measure(arguments, &settings, pool, plan, bodies))?;
     let load = match arguments.rate {
         Some(rate) => Load::Open { rate, achieved_rate: measured.achieved_rate },
         None => Load::Closed { in_flight: arguments.in_flight },
@@ -66,19 +66,26 @@ pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
 
 async fn measure(
     arguments: &Bench,
-    (settings, pool): (&Settings, &Pool),
+    settings: &Settings,
+    pool: &Pool,
     plan: Plan,
     bodies: Bodies,
 ) -> anyhow::Result<(Measured, Option<anyhow::Error>)> {
     let topology = broker_session::topology(&settings.broker, pool);
-    let queue = (pool.task_queue.as_str(), topology.as_ref());
-    let mut client = Client::connect(&settings.broker, "sconce bench", queue, Some(PREFETCH)).await?;
+    let mut client = Client::connect(
+        &settings.broker,
+        "sconce bench",
+        &pool.task_queue,
+        topology.as_ref(),
+        Some(PREFETCH),
+    )
+    .await?;
     let bar = progress::bar(Some(plan.total() as u64), 0, "tasks");
     let pace = match arguments.rate {
         Some(rate) => Pace::Open(Arrivals::new(arguments.texts.seed, rate)),
         None => Pace::Closed(arguments.in_flight),
     };
-    let measured = drive(&mut client, (plan, bodies, pace), arguments.timeout, &bar).await;
+    let measured = drive(&mut client, plan, bodies, pace, arguments.timeout, &bar).await;
     bar.finish_and_clear();
     client.close().await;
     measured

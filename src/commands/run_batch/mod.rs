@@ -102,7 +102,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
     let fed = queues.spawn(run.run(input));
     let launching = Launching::new((&program, Some(&program)), &settings.launcher, &stop, None);
     let launched = launching.run(&assignments);
-    let exit = launched_and_fed(launched, fed, (total, &output), &broker, &stop)?;
+    let exit = launched_and_fed(launched, fed, total, &output, &broker, &stop)?;
     queues.block_on(broker.shutdown());
     let mut output = lock(&output);
     output.bar.finish_and_clear();
@@ -113,7 +113,8 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
 fn launched_and_fed(
     launched: impl Future<Output = Exit>,
     mut fed: JoinHandle<anyhow::Result<()>>,
-    (total, output): (usize, &Mutex<Output>),
+    total: usize,
+    output: &Mutex<Output>,
     broker: &EmbeddedBroker,
     stop: &Stop,
 ) -> anyhow::Result<Exit> {
@@ -137,7 +138,7 @@ fn launched_and_fed(
             }
         };
         // The workers' last replies are in the queue; they only have to be written.
-        written_up_to(total, output, broker, (exit, stop)).await;
+        written_up_to(total, output, broker, exit, stop).await;
         Ok(exit)
     })
 }
@@ -337,7 +338,8 @@ enum Line {
 fn tasks(
     input: &mut CountedInput,
     mut answering: Answering,
-    (counts_inputs, ids): (bool, &mut RepeatedIds),
+    counts_inputs: bool,
+    ids: &mut RepeatedIds,
 ) -> impl Iterator<Item = anyhow::Result<Task<Line>>> {
     input.map(move |line| {
         let line = line.context("the input")?;
@@ -469,7 +471,7 @@ impl Run {
         };
         let stopped = self.stop.clone();
         let mut ids = RepeatedIds::default();
-        let tasks = stream::iter(tasks(&mut input, self.answering, (counts_inputs, &mut ids)))
+        let tasks = stream::iter(tasks(&mut input, self.answering, counts_inputs, &mut ids))
             .take_until(async move { stopped.reached(Phase::Returning).await });
         let bounds = Bounds { under_way: WINDOW, timeout: None, in_order: true, resend: None };
         client.run(first, tasks, &bounds, &mut self.output).await?;
@@ -496,16 +498,17 @@ async fn written_up_to(
     total: usize,
     output: &Mutex<Output>,
     broker: &EmbeddedBroker,
-    (exit, stop): (Exit, &Stop),
+    exit: Exit,
+    stop: &Stop,
 ) {
-    const LOOK: Duration = Duration::from_millis(20);
+    const POLL_INTERVAL: Duration = Duration::from_millis(20);
     let all_taken = || broker.stats(REPLIES).is_none_or(|left| left.ready + left.unacked == 0);
     let written = async {
         while exit == Exit::Done && lock(output).done < total {
             if stop.phase() >= Phase::Returning && all_taken() {
                 return;
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     };
     let _ = tokio::time::timeout(Duration::from_secs(5), written).await;
