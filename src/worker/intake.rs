@@ -150,7 +150,7 @@ impl<'a> Intake<'a> {
                     let ended = || WorkerError::Internal("the channel from the model thread is closed".into());
                     return Err(error.unwrap_or_else(ended));
                 }
-                Ok(cancellation) = self.cancellations.recv() => self.cancel(cancellation).await,
+                Ok(cancellation) = self.cancellations.recv() => self.cancel(cancellation),
                 () = self.settings.paused(), if self.phase == Phase::Running => self.finish("pause").await,
                 () = self.stop.reached(Phase::Finishing), if self.phase == Phase::Running => {
                     self.finish("launcher").await;
@@ -258,7 +258,7 @@ impl<'a> Intake<'a> {
     }
 
     /// The answers to these tasks are not wanted any more. Where a task is named by its id, the launcher hears whether it was held.
-    async fn cancel(&self, cancellation: Cancellation) {
+    fn cancel(&self, cancellation: Cancellation) {
         let mut tasks = 0;
         for InFlight { task, state, .. } in self.in_flight.values() {
             if let Some(state) = state
@@ -270,7 +270,7 @@ impl<'a> Intake<'a> {
             }
         }
         if cancellation.task.is_some() {
-            self.shared.reporter.send(&control::Event::Cancelled { cancellation, tasks }).await;
+            self.shared.reporter.mention(&control::Event::Cancelled { cancellation, tasks });
         }
     }
 

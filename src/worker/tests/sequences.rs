@@ -149,8 +149,12 @@ async fn a_cancelled_task_is_not_kept_where_nobody_is_left_to_hear_of_it() {
         rig.memory.deliver([generate("a", "gone", 900, false)]);
         rig.computes("a").await;
         rig.memory.queue("gone", Does::Answer(Published::Unroutable));
-        let cancellation = Cancellation { task: Some("a".into()), ..Cancellation::default() };
-        rig.control.cancellations.send(cancellation).unwrap();
+        // The launcher hears of each whether the task was held.
+        for (task, tasks) in [("nope", 0), ("a", 1)] {
+            let cancellation = Cancellation { task: Some(task.into()), ..Cancellation::default() };
+            rig.control.cancellations.send(cancellation.clone()).unwrap();
+            rig.hears(|event| *event == Event::Cancelled { cancellation: cancellation.clone(), tasks }).await;
+        }
         assert_eq!(rig.memory.settles(1).await, [Settled::Acked(1)]);
         assert_eq!(rig.memory.published(DEAD), []);
         let (_, events) = rig.finish().await;
