@@ -9,7 +9,7 @@ use anyhow::anyhow;
 use serde_json::{Map, Value as Json, json};
 use tokio::time::Instant;
 
-use super::{load, start_logging};
+use super::{is_read, load, start_logging};
 use crate::cli::{Ctl, CtlOrder};
 use crate::client::fleet::{Control, FleetError};
 use crate::commands::exits::ExitsWith as _;
@@ -167,7 +167,7 @@ fn print(answers: &[Answer], arguments: &Ctl) -> anyhow::Result<()> {
             }),
         }
     }
-    std::io::stdout().write_all(text.as_bytes())?;
+    is_read(std::io::stdout().write_all(text.as_bytes()))?;
     Ok(())
 }
 

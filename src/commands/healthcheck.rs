@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use anyhow::{Context, anyhow};
 
-use super::load;
+use super::{is_read, load};
 use crate::admin::{Check, LAUNCHER};
 use crate::cli::Healthcheck;
 use crate::commands::exits::ExitsWith as _;
@@ -43,7 +43,7 @@ pub(super) fn run(arguments: &Healthcheck) -> anyhow::Result<Exit> {
     }
     let text =
         answer.into_string().with_context(|| format!("{url}: unreadable answer")).exits_with(Exit::No)?;
-    write!(std::io::stdout(), "{text}")?;
+    is_read(write!(std::io::stdout(), "{text}"))?;
     Ok(exit)
 }
 

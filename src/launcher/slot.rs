@@ -282,6 +282,9 @@ impl Slot {
             // Only who controls workers names a task by its id. Requesters, who may be many, are not answered, and their
             // cancellations wait for no worker.
             Request::Cancel(cancellation) if cancellation.task.is_some() => {
+                if let Some(next) = successor {
+                    next.running.tell(&Command::Cancel(cancellation.clone())).await;
+                }
                 return current.cancel(cancellation, answer).await;
             }
             Request::Cancel(cancellation) => Command::Cancel(cancellation),

@@ -16,7 +16,7 @@ use self::drive::{Pace, Plan, drive};
 use self::load::Arrivals;
 use self::report::{Load, Measured, Report};
 use super::requests::requests_in;
-use super::{broker_session, pool_named, progress, start_logging};
+use super::{broker_session, is_read, pool_named, progress, start_logging};
 use crate::cli::{Bench, Texts};
 use crate::client::Client;
 use crate::commands::exits::ExitsWith as _;
@@ -57,10 +57,10 @@ pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
         load,
         measured,
     };
-    match arguments.json {
-        true => writeln!(io::stdout(), "{}", serde_json::to_string(&report)?)?,
-        false => write!(io::stdout(), "{report}")?,
-    }
+    is_read(match arguments.json {
+        true => writeln!(io::stdout(), "{}", serde_json::to_string(&report)?),
+        false => write!(io::stdout(), "{report}"),
+    })?;
     unanswered.map_or(Ok(Exit::Done), Err)
 }
 

@@ -8,7 +8,7 @@ use std::io::{self, Write};
 
 use anyhow::anyhow;
 
-use super::{load, pool_named, start_logging};
+use super::{is_read, load, pool_named, start_logging};
 use crate::broker::Delivery;
 use crate::cli::{Dead, DeadFilters, DeadList, DeadPurge, DeadShow, DeadSource, DeadWhich};
 use crate::client::dead::{BrowserSession, DeadLetterSummary, Fate, Filters, Left, Listing, Selection};
@@ -43,15 +43,16 @@ async fn list(arguments: &DeadList) -> anyhow::Result<Exit> {
     session.for_each(list).await?;
     let queue = session.queue().to_owned();
     let exit = close(session).await?;
-    let mut out = io::stdout().lock();
+    let mut out = Vec::new();
     if arguments.json {
         table::write_json(&mut listing, &mut out)?;
-        if listing.more() > 0 {
-            tell(&format!("and {} more: see --limit", listing.more()))?;
-        }
     } else {
         table::write_table(&mut listing, &mut out, "ERROR")?;
         writeln!(out, "{}", table::summary(&listing, &format!(" in {queue}")))?;
+    }
+    is_read(io::stdout().write_all(&out))?;
+    if arguments.json && listing.more() > 0 {
+        tell(&format!("and {} more: see --limit", listing.more()))?;
     }
     Ok(exit)
 }
@@ -78,13 +79,14 @@ async fn show(arguments: &DeadShow) -> anyhow::Result<Exit> {
         let told = view::dead_letters(more);
         tell(&format!("{told} more with this id, too large to show beside the others"))?;
     }
-    let mut out = io::stdout().lock();
+    let mut out = Vec::new();
     for delivery in &found {
         match arguments.json {
             true => writeln!(out, "{}", view::whole_json(delivery, now))?,
             false => writeln!(out, "{}", view::whole(delivery, now))?,
         }
     }
+    is_read(io::stdout().write_all(&out))?;
     Ok(exit)
 }
 
@@ -100,7 +102,7 @@ async fn purge(arguments: &DeadPurge) -> anyhow::Result<Exit> {
     let ended = session.for_each(purge).await;
     let queue = session.queue().to_owned();
     let closed = close(session).await;
-    let mut out = io::stdout().lock();
+    let mut out = Vec::new();
     if arguments.yes {
         // Printed also after an error: dead letters deleted by then stay deleted.
         let at_most = if ended.is_err() { "at most " } else { "" };
@@ -108,6 +110,9 @@ async fn purge(arguments: &DeadPurge) -> anyhow::Result<Exit> {
     } else if ended.is_ok() {
         table::write_table(&mut listing, &mut out, "ERROR")?;
         writeln!(out, "would delete from {queue}: {}", table::summary(&listing, ""))?;
+    }
+    is_read(io::stdout().write_all(&out))?;
+    if !arguments.yes && ended.is_ok() {
         tell("nothing is deleted: --yes deletes")?;
     }
     ended?;

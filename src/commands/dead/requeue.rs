@@ -6,6 +6,7 @@ use super::{close, open, table, tell, view};
 use crate::broker::Delivery;
 use crate::cli::{DeadRequeue, DeadWhich};
 use crate::client::dead::{DeadLetterSummary, Fate, Listing, Requeued, Selection, requeue};
+use crate::commands::is_read;
 use crate::shutdown::Exit;
 
 /// Requeues, or prints what it would do.
@@ -43,7 +44,7 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     };
     let task_queue = view::printable(&session.selection.task_queue);
     let closed = close(session).await;
-    let mut out = io::stdout().lock();
+    let mut out = Vec::new();
     table::write_table(&mut listing, &mut out, "TO")?;
     // Printed also after an error: dead letters requeued by then stay requeued.
     let verb = if arguments.dry_run { "would requeue" } else { "requeued" };
@@ -54,6 +55,7 @@ pub(super) async fn run(arguments: &DeadRequeue) -> anyhow::Result<Exit> {
     if requeued.stayed > 0 {
         writeln!(out, "{} asked for, but not requeued", view::dead_letters(requeued.stayed))?;
     }
+    is_read(io::stdout().write_all(&out))?;
     ended?;
     let exit = closed?;
     Ok(if requeued.stayed > 0 { Exit::No } else { exit })
