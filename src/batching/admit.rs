@@ -525,6 +525,12 @@ impl<K: Copy + Ord> Scheduler<K> {
         running
     }
 
+    /// Whether sequences are fed tokens of their answers; only isolated ones count if `isolated`.
+    pub fn is_decoding(&self, isolated: bool) -> bool {
+        let decodes = |it: &Running<K>| it.prompt_left == 0 && (it.sequence.request.isolated || !isolated);
+        self.running.iter().flatten().any(decodes)
+    }
+
     /// The rows of the next step; only of isolated sequences if `isolated`. Chunks of prompts have `prompt_tokens` tokens
     /// at most, or one for each prompt.
     pub fn rows(&self, isolated: bool, prompt_tokens: usize) -> Vec<Row<K>> {

@@ -448,7 +448,8 @@ where
 
     /// Computes a step. False: there is no row to compute.
     fn step(&mut self, isolated: bool) -> bool {
-        let rows = self.scheduler.rows(isolated, self.pace.prompt_tokens());
+        let prompt_tokens = self.pace.prompt_tokens(self.scheduler.is_decoding(isolated));
+        let rows = self.scheduler.rows(isolated, prompt_tokens);
         if rows.is_empty() {
             return false;
         }
@@ -496,6 +497,7 @@ where
         let tokens = rows.iter().map(|row| row.feed.tokens()).sum();
         let pass = Pass { number: self.number, size: rows.len(), tokens };
         let prompt_tokens = rows.iter().map(|row| row.feed.tokens()).filter(|take| *take > 1).sum();
+        let is_decoding = rows.iter().any(|row| row.feed.tokens() == 1);
         let tasks = self.tasks(&rows);
         let mut too_large = None;
         let settled = self.settle_rows(rows, outcome, (began, pass), &mut too_large);
@@ -504,7 +506,7 @@ where
         let reserved = Some((self.scheduler.reserved(), self.queue.capacity.tokens));
         self.observer.passed(&Passed { began: wall, took, pass, tasks: &tasks, reserved, fault });
         self.learn_pace(took);
-        self.pace.learn(prompt_tokens, took);
+        self.pace.learn(is_decoding, prompt_tokens, took);
         if let Some(most) = self.sizing.learn(too_large) {
             self.scheduler.limit_step(most);
         }

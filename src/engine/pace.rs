@@ -6,38 +6,60 @@ use std::time::Duration;
 /// How long a step with prompts should take at most. Much shorter ones would compute prompts more slowly, because each
 /// step reads all weights.
 const STEP: Duration = Duration::from_millis(500);
-/// Tokens of prompts in the first step, whose pace is not known.
-const FIRST: usize = 256;
+/// The same while sequences are fed tokens of their answers. An answer takes a step for each of its tokens, so that each
+/// of them is delayed by the prompts of others.
+const STEP_OF_ANSWERS: Duration = Duration::from_millis(100);
+/// Tokens of prompts in the first step of each kind, whose pace is not known: as many as 512 tokens/s allow.
+const FIRST: f64 = 512.0;
 /// The fewest tokens, however slow the device is: so many take hardly longer than one.
-const FEWEST: usize = 32;
-/// How much the bound may grow with a step. A prompt whose beginning is reused takes hardly any time, and says nothing
+const FEWEST: usize = 16;
+/// How much a bound may grow with a step. A prompt whose beginning is reused takes hardly any time, and says nothing
 /// about the next one.
 const GROWTH: f64 = 1.1;
 
+/// The bounds of steps beside which sequences decode, and of others.
 pub(super) struct PromptPace {
-    bound: usize,
+    beside_answers: Bound,
+    alone: Bound,
+}
+
+/// The most tokens of prompts in a step that should take a certain time.
+struct Bound {
+    time: Duration,
+    tokens: usize,
 }
 
 impl PromptPace {
     pub(super) fn new() -> Self {
-        Self { bound: FIRST }
+        Self { beside_answers: Bound::new(STEP_OF_ANSWERS), alone: Bound::new(STEP) }
     }
 
-    /// The most tokens of prompts in the next step.
-    pub(super) fn prompt_tokens(&self) -> usize {
-        self.bound
+    /// The most tokens of prompts in the next step. `is_decoding`: sequences are fed tokens of their answers in it.
+    pub(super) fn prompt_tokens(&self, is_decoding: bool) -> usize {
+        if is_decoding { self.beside_answers.tokens } else { self.alone.tokens }
     }
 
-    /// Called after each step: it had so many tokens of prompts, and took so long.
-    pub(super) fn learn(&mut self, prompt_tokens: usize, took: Duration) {
+    /// Called after each step: it had so many tokens of prompts, and took so long. `is_decoding` as for the step.
+    pub(super) fn learn(&mut self, is_decoding: bool, prompt_tokens: usize, took: Duration) {
+        let bound = if is_decoding { &mut self.beside_answers } else { &mut self.alone };
+        bound.learn(prompt_tokens, took);
+    }
+}
+
+impl Bound {
+    fn new(time: Duration) -> Self {
+        Self { time, tokens: (FIRST * time.as_secs_f64()) as usize }
+    }
+
+    fn learn(&mut self, prompt_tokens: usize, took: Duration) {
         // A shorter step with few tokens says nothing about many.
-        let is_known = took > STEP || 2 * prompt_tokens >= self.bound;
+        let is_known = took > self.time || 2 * prompt_tokens >= self.tokens;
         if prompt_tokens == 0 || !is_known {
             return;
         }
-        let fitting = prompt_tokens as f64 * STEP.as_secs_f64() / took.as_secs_f64().max(1e-6);
-        let grown = (self.bound as f64 * GROWTH).ceil();
-        self.bound = (fitting.min(grown) as usize).max(FEWEST);
+        let fitting = prompt_tokens as f64 * self.time.as_secs_f64() / took.as_secs_f64().max(1e-6);
+        let grown = (self.tokens as f64 * GROWTH).ceil();
+        self.tokens = (fitting.min(grown) as usize).max(FEWEST);
     }
 }
 
@@ -46,35 +68,40 @@ mod tests {
     use super::*;
 
     /// The bound after each of so many steps that use it, on a device of this speed.
-    fn bounds(steps: usize, fixed: Duration, per_token: Duration) -> Vec<usize> {
+    fn bounds(steps: usize, is_decoding: bool, fixed: Duration, per_token: Duration) -> Vec<usize> {
         let mut pace = PromptPace::new();
         let step = |_| {
-            pace.learn(pace.prompt_tokens(), fixed + per_token * pace.prompt_tokens() as u32);
-            pace.prompt_tokens()
+            let tokens = pace.prompt_tokens(is_decoding);
+            pace.learn(is_decoding, tokens, fixed + per_token * tokens as u32);
+            pace.prompt_tokens(is_decoding)
         };
         (0..steps).map(step).collect()
     }
 
     #[test]
     fn a_step_takes_half_a_second_at_most_whatever_the_device() {
-        let slow = bounds(20, Duration::from_millis(20), Duration::from_millis(6));
-        assert!(
-            (75..=83).contains(&slow[0]) && slow[1..].iter().all(|bound| (75..=83).contains(bound)),
-            "{slow:?}"
-        );
-        let fast = bounds(60, Duration::from_millis(20), Duration::from_micros(20));
+        let slow = bounds(20, false, Duration::from_millis(20), Duration::from_millis(6));
+        assert!(slow.iter().all(|bound| (75..=83).contains(bound)), "{slow:?}");
+        let fast = bounds(60, false, Duration::from_millis(20), Duration::from_micros(20));
         assert!((20_000..=25_000).contains(&fast[59]), "{fast:?}");
-        let slowest = bounds(3, Duration::from_millis(200), Duration::from_millis(100));
+        let slowest = bounds(3, false, Duration::from_millis(200), Duration::from_millis(100));
         assert_eq!(slowest, [FEWEST; 3]);
+    }
+
+    #[test]
+    fn while_sequences_decode_a_step_takes_a_tenth_of_a_second() {
+        let usual = bounds(20, true, Duration::from_millis(20), Duration::from_millis(2));
+        assert!(usual[19] <= 41 && usual[19] >= 36, "{usual:?}");
     }
 
     #[test]
     fn few_tokens_and_reused_ones_change_little() {
         let mut pace = PromptPace::new();
-        pace.learn(3, Duration::from_millis(20));
-        pace.learn(0, Duration::from_millis(900));
-        assert_eq!(pace.prompt_tokens(), FIRST);
-        pace.learn(FIRST, Duration::from_micros(1));
-        assert_eq!(pace.prompt_tokens(), 282);
+        pace.learn(false, 3, Duration::from_millis(20));
+        pace.learn(false, 0, Duration::from_millis(900));
+        pace.learn(true, 50, Duration::from_millis(900));
+        assert_eq!(pace.prompt_tokens(false), 256);
+        pace.learn(false, 256, Duration::from_micros(1));
+        assert_eq!(pace.prompt_tokens(false), 282);
     }
 }

@@ -277,7 +277,10 @@ impl ReconnectPolicy {
         }
         let delay = BACKOFF.delay(self.failures, rand::random());
         let delay_ms = delay.as_millis() as u64;
-        let is_logged = self.last_logged.as_ref().is_some_and(|(logged, at)| *logged == reason && at.elapsed() < LOG_INTERVAL);
+        let is_logged = self
+            .last_logged
+            .as_ref()
+            .is_some_and(|(logged, at)| *logged == reason && at.elapsed() < LOG_INTERVAL);
         match refusal {
             _ if is_logged => tracing::debug!(broker, reason, delay_ms, "trying again"),
             Refusal::None => tracing::warn!(broker, reason, delay_ms, "no broker; trying again"),

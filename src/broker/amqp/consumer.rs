@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::acker::{AmqpAcker, Current, Open};
 use super::cause::message;
-use super::connect::{Connector, CLOSE_TIMEOUT, Failure, ReconnectPolicy};
+use super::connect::{CLOSE_TIMEOUT, Connector, Failure, ReconnectPolicy};
 use super::session::{Session, Subscription, cancel, delivery_from};
 use crate::broker::{BrokerError, Consumer, Event};
 

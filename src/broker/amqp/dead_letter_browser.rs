@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 use super::admin::{connect, ready_in};
 use super::cause::{Cause, message};
-use super::connect::{Connector, CLOSE_TIMEOUT, OpenConnection};
+use super::connect::{CLOSE_TIMEOUT, Connector, OpenConnection};
 use super::convert::short;
 use super::publisher::AmqpPublisher;
 use super::session::{cancel, delivery_from};

@@ -11,7 +11,7 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{Channel, Error, ExchangeKind};
 use tokio::sync::watch;
 
-use super::connect::{Connector, CLOSE_TIMEOUT, Failure, OpenConnection};
+use super::connect::{CLOSE_TIMEOUT, Connector, Failure, OpenConnection};
 use super::convert::{properties_from, short};
 use super::topology::{Topology, make_replies};
 use crate::broker::{Delivery, DeliveryTag, Source};

@@ -359,7 +359,7 @@ async fn a_short_prompt_does_not_wait_for_long_ones_that_came_before() {
             // 12,001 tokens are 24 steps, however they are divided; the first ones are shorter, until it is known how
             // long steps take.
             let last = long.iter().map(|ended| ended.at).max();
-            assert_eq!(last, Some(260));
+            assert_eq!(last, Some(270));
         }
     })
     .await;
@@ -384,7 +384,7 @@ async fn reservations_of_one_requester_do_not_hold_up_another_and_a_stream_that_
             ended.at - came
         };
         let (long, waited) = tokio::join!(eight_long(&rig), other);
-        assert!(waited <= 50, "{waited} ms");
+        assert!(waited <= 120, "{waited} ms");
         for ended in long {
             let parts = ended.parts.iter().map(|(_, part)| {
                 let part: Value = serde_json::from_str(part).unwrap();
