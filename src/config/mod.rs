@@ -5,6 +5,7 @@
 //! | file | decides |
 //! |---|---|
 //! | `settings` | every setting: key, type, default, range, help; what must go together |
+//! | `options` | the form in which models declare their `[pool.options]`, and what is wrong with written ones |
 //! | `define` | the form of these definitions, and the text of `config/default.toml` |
 //! | `read/` | merged tree → values or problems |
 //! | `assignment` | what one worker is to run |
@@ -21,6 +22,7 @@ mod define;
 mod effective;
 mod files;
 mod layers;
+mod options;
 mod overrides;
 mod path;
 mod problem;
@@ -29,9 +31,11 @@ mod redact;
 pub mod settings;
 mod text;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 pub use assignment::Assignment;
+pub use options::{OptionDefault, OptionProblem, OptionSpec, Options, Takes, check_options, with_defaults};
 pub use overrides::NOT_SETTINGS;
 pub use problem::{ConfigError, Problem};
 pub use read::{Devices, Secret};
@@ -50,12 +54,33 @@ pub struct Loaded {
     pub effective: String,
     /// The value of each setting, to be compared with later ones.
     values: effective::Values,
+    /// The origin of each setting, by its path.
+    origins: BTreeMap<String, String>,
 }
 
 impl Loaded {
     /// The settings in which `later` differs, each with its new value; secrets masked.
     pub fn changes(&self, later: &Self) -> Vec<String> {
         self.values.changes(&later.values)
+    }
+
+    /// Refuses options of pools, each with the pool's number. What models take is not known here; who knows says what is
+    /// wrong.
+    ///
+    /// # Errors
+    /// There is a problem.
+    pub fn refuse_options(
+        &self,
+        problems: impl IntoIterator<Item = (usize, OptionProblem)>,
+    ) -> Result<(), ConfigError> {
+        let of_path = |(pool, OptionProblem { option, value, problem }): (usize, OptionProblem)| {
+            let path = format!("pool[{pool}].options.{option}");
+            let origin = self.origins.get(&path).map_or(read::BUILT_IN, String::as_str).to_owned();
+            let problem = Problem::new(path, problem).with_origin(origin);
+            value.into_iter().fold(problem, |problem, value| problem.with_text(&value.to_string()))
+        };
+        let problems: Vec<Problem> = problems.into_iter().map(of_path).collect();
+        if problems.is_empty() { Ok(()) } else { Err(ConfigError::new(problems)) }
     }
 }
 
@@ -79,7 +104,8 @@ pub fn load(
         Some(settings) if report.problems.is_empty() => {
             let outline = settings::outline();
             let values = effective::Values::of(&merged, &outline);
-            Ok(Loaded { settings, effective: effective::render(&merged, &outline), values })
+            let effective = effective::render(&merged, &outline);
+            Ok(Loaded { settings, effective, values, origins: report.origins })
         }
         _ => Err(ConfigError::new(report.problems)),
     }

@@ -26,8 +26,13 @@ impl Problem {
     }
 
     /// Adds the written value, masked here so that no caller can forget it.
-    pub(super) fn with_value(mut self, value: &::config::Value) -> Self {
-        self.value = Some(shorten(&redact_url(&text::of_value(value))));
+    pub(super) fn with_value(self, value: &::config::Value) -> Self {
+        self.with_text(&text::of_value(value))
+    }
+
+    /// Adds the value, written as TOML; masked as [`Problem::with_value`] does.
+    pub(super) fn with_text(mut self, value: &str) -> Self {
+        self.value = Some(shorten(&redact_url(value)));
         self
     }
 
@@ -101,7 +106,7 @@ pub(super) fn unknown_key<'a>(key: &str, known: impl IntoIterator<Item = &'a str
 }
 
 /// The closest known name, if the written one is likely a slip: at most a third of its letters wrong.
-fn nearest<'a>(written: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+pub(super) fn nearest<'a>(written: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let written = written.to_ascii_lowercase().replace(['-', ' '], "_");
     let distances = known.into_iter().map(|name| (strsim::osa_distance(&written, name), name));
     let close = distances.filter(|(distance, name)| *distance <= (name.len() / 3).max(1));

@@ -13,6 +13,7 @@ pub use sconce_kernels::CpuFeatures;
 use serde::{Deserialize, Serialize};
 
 use super::define::{Outline, Section, section};
+use super::options::Options;
 use super::read::{self, BUILT_IN, Devices, Problem, Reader, Report, Secret, origin};
 use super::text::show_duration;
 use crate::backoff::Backoff;
@@ -110,7 +111,8 @@ section! {
         /// (docs/models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
         /// docs/messages.md).
         model: String = "sentence-transformers/all-MiniLM-L6-v2", read::name;
-        /// What the model is used for: "embed", "rerank" or "classify". "auto": what its weights are for.
+        /// The kind of requests that the model answers, where its weights serve several, such as "embed" or "rerank"
+        /// (docs/models.md). "auto": what its weights are for.
         task: Option<String> = "auto", read::unless("auto", read::name);
         /// Further names that requests may call the model by.
         served_names: Vec<String> = [], read::served_names;
@@ -539,19 +541,16 @@ fn refuse_low_ceiling(
     }
 }
 
-/// The model's own settings, by name.
-pub type Options = BTreeMap<String, serde_json::Value>;
-
 impl Section for Options {
     fn outline() -> Outline {
         let about: &[&str] =
-            &[" Settings of the model's own. Their names are the model's: its documentation has them."];
+            &[" Settings of the model's own. docs/models.md lists those of the built-in models."];
         Outline { about, keys: &[], nested: Vec::new() }
     }
 
     fn read(mut reader: Reader<'_>) -> Option<Self> {
         let of_json = |(name, value)| (name, read::typed(&value).try_deserialize().unwrap_or_default());
-        Some(reader.take_rest().into_iter().map(of_json).collect())
+        Some(reader.read_rest().into_iter().map(of_json).collect())
     }
 }
 

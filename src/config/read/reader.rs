@@ -104,9 +104,14 @@ impl<'r> Reader<'r> {
         self.report
     }
 
-    /// Takes all keys not read yet, as raw values.
-    pub(crate) fn take_rest(&mut self) -> Map<String, Value> {
-        std::mem::take(&mut self.left)
+    /// Reads all keys not read yet, as raw values.
+    pub(crate) fn read_rest(&mut self) -> Map<String, Value> {
+        let left = std::mem::take(&mut self.left);
+        for (key, value) in &left {
+            let path = self.path_of(key);
+            self.report.origins.insert(path, origin(value));
+        }
+        left
     }
 
     /// Ends the section: keys that were not read are unknown. Their values are not shown, because a mistyped
