@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::io::{BufReader, Cursor, Read, Seek};
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
@@ -53,6 +54,26 @@ impl Gguf {
     /// As [`Gguf::matrix`].
     pub fn check(&self, name: &str, [depth, width]: [usize; 2]) -> Result<(), LoadError> {
         self.tensor(name, &[width, depth]).map(drop)
+    }
+
+    /// Checks that the file holds the bytes of every tensor in its table.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] with the number of bytes that are missing.
+    pub fn check_length(&self) -> Result<(), LoadError> {
+        let mut end = 0;
+        for (name, info) in &self.content.tensor_infos {
+            end = end.max(self.place(name, info)?.end);
+        }
+        match end.checked_sub(self.bytes.len()) {
+            None | Some(0) => Ok(()),
+            Some(missing) => {
+                let bytes = self.bytes.len();
+                Err(self.fault(format!(
+                    "its tensors take {end} bytes, and it has {bytes}: {missing} are missing"
+                )))
+            }
+        }
     }
 
     /// A value of the metadata.
@@ -148,15 +169,20 @@ impl Gguf {
         if shape.last().is_some_and(|depth| depth % dtype.block_size() != 0) {
             return Err(self.fault(format!("tensor {name} has rows of no whole blocks of {dtype:?}")));
         }
-        let numbers = shape.iter().try_fold(1, |count: usize, length| count.checked_mul(*length));
-        let size = numbers.and_then(|count| (count / dtype.block_size()).checked_mul(dtype.type_size()));
-        let size = size.ok_or_else(|| self.fault(format!("tensor {name} is too large: {shape:?}")))?;
-        let place = self.content.tensor_data_offset.checked_add(info.offset);
-        let place = place.and_then(|start| usize::try_from(start).ok());
-        let place = place.and_then(|start| Some(start..start.checked_add(size)?));
-        let bytes = place.and_then(|place| self.bytes.get(place));
+        let bytes = self.bytes.get(self.place(name, info)?);
         let bytes = bytes.ok_or_else(|| self.fault(format!("tensor {name} ends behind the file's end")))?;
         Ok((info, bytes))
+    }
+
+    /// The place of a tensor's bytes, which may be behind the file's end.
+    fn place(&self, name: &str, info: &TensorInfo) -> Result<Range<usize>, LoadError> {
+        let (shape, dtype) = (info.shape.dims(), info.ggml_dtype);
+        let numbers = shape.iter().try_fold(1, |count: usize, length| count.checked_mul(*length));
+        let size = numbers.and_then(|count| (count / dtype.block_size()).checked_mul(dtype.type_size()));
+        let start = self.content.tensor_data_offset.checked_add(info.offset);
+        let start = start.and_then(|start| usize::try_from(start).ok());
+        let place = start.zip(size).and_then(|(start, size)| Some(start..start.checked_add(size)?));
+        place.ok_or_else(|| self.fault(format!("tensor {name} is too large: {shape:?}")))
     }
 
     /// An error of this file.

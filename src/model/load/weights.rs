@@ -194,6 +194,14 @@ impl Weights {
     }
 }
 
+/// Reads the headers of safetensors files, without their tensors.
+///
+/// # Errors
+/// [`LoadError::File`] if a file is not as long as its header says, or its header is invalid.
+pub fn check(paths: &[PathBuf]) -> Result<(), LoadError> {
+    paths.iter().try_for_each(|path| Shard::read(path).map(drop))
+}
+
 struct Shard {
     path: PathBuf,
     bytes: Arc<Mmap>,
