@@ -26,6 +26,9 @@ so that the loop is full to the end. Open (--rate): tasks come at random (a Pois
 whether the pool keeps up or not. Their latency counts from the moment each was due, also where it
 went out late.
 
+Tasks that are not from a file are made of texts for the kind of the pool's model, if its files are on
+this host; otherwise they are texts to embed.
+
 The report. Rates and busy shares are of N replies, in the order they came: those behind the first
 W (N tasks, W to warm up). All else is of the N tasks behind the first W, so that no straggler is
 left out; latencies, stages and batches of those that succeeded. A batch counts once, however many

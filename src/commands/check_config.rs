@@ -5,7 +5,7 @@ use std::io::Write;
 
 use anyhow::Context as _;
 
-use super::{Registry, is_read, load};
+use super::{Registry, is_read};
 use crate::cli::{CheckConfig, Settings};
 use crate::commands::exits::ExitsWith as _;
 use crate::config::Tls;
@@ -13,11 +13,11 @@ use crate::launcher::{Host, plan};
 use crate::shutdown::Exit;
 
 /// Prints the effective settings, and the code that serves each pool's model. Checks what can be checked without starting
-/// anything: files that must exist, and the devices of this host.
+/// anything: files that must exist, the devices of this host, the models' options and the headers of their files.
 pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Result<Exit> {
     let mut config = arguments.settings.config.clone();
     config.extend(arguments.file.clone());
-    let loaded = load(&Settings { config, set: arguments.settings.set.clone() }, &[])?;
+    let loaded = registry.load(&Settings { config, set: arguments.settings.set.clone() }, &[])?;
     // A reader that has left, as in `… | head`, does not end the checks.
     is_read(writeln!(std::io::stdout(), "{}", loaded.effective))?;
     let Tls { ca_file, cert_file, key_file } = &loaded.settings.broker.tls;
@@ -28,7 +28,10 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
     }
     plan(&loaded.settings, &Host::here())?;
     for pool in &loaded.settings.pools {
-        let served = registry.describe(pool).exits_with(Exit::ModelFailed)?;
+        let served = registry
+            .check(pool)
+            .with_context(|| format!("pool {:?}", pool.name))
+            .exits_with(Exit::ModelFailed)?;
         let served = served.as_deref().unwrap_or("its files are not on this host yet");
         let line = format!("# pool {:?} will load {:?}: {served}", pool.name, pool.model);
         is_read(writeln!(std::io::stdout(), "{line}"))?;

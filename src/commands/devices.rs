@@ -5,7 +5,7 @@ use std::io::Write;
 use indicatif::HumanBytes;
 use serde_json::json;
 
-use super::{Registry, load};
+use super::Registry;
 use crate::cli::Devices;
 use crate::config::Assignment;
 use crate::launcher::Host;
@@ -14,7 +14,7 @@ use crate::shutdown::Exit;
 
 /// Prints the devices and the plan; settings that name a missing device are an error.
 pub(super) fn run(arguments: &Devices, registry: &Registry) -> anyhow::Result<Exit> {
-    let settings = load(&arguments.settings, &[])?.settings;
+    let settings = registry.load(&arguments.settings, &[])?.settings;
     let host = Host::here();
     let planned = registry.plan(&settings, &host);
     let mut out = std::io::stdout().lock();

@@ -9,13 +9,13 @@ use std::time::Duration;
 use anyhow::{Context, anyhow};
 use tokio::sync::{Notify, Semaphore};
 
-use super::{Registry, load, log_format, start_logging};
+use super::{Registry, log_format, start_logging};
 use crate::admin::{self, Place};
 use crate::broker::amqp::{AmqpPublisher, Connector, RefusalPolicy, Subscription, retry_queue, subscribe};
 use crate::broker::{BrokerError, BrokerSession, Publisher as _, Seen};
 use crate::cli;
 use crate::commands::exits::ExitsWith as _;
-use crate::config::{Assignment, Loaded, Pool, Settings, redact_url};
+use crate::config::{Assignment, ConfigError, Loaded, Pool, Settings, redact_url};
 use crate::launcher::order::Handle;
 use crate::launcher::{Host, LauncherName, Launching, RawLines, plan};
 use crate::shutdown::{Exit, Hangups, Patience, Phase, Stop, listen};
@@ -32,9 +32,13 @@ const LOOK: Duration = Duration::from_millis(500);
 /// Wait before the control exchange is tried again, when the broker was unreachable for too long.
 const RETRY: Duration = Duration::from_secs(60);
 
+/// Loads the settings, at the start and again on SIGHUP.
+type Load<'a> = dyn Fn() -> Result<Loaded, ConfigError> + 'a;
+
 /// Runs the service.
 pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Result<Exit> {
-    let loaded = load(arguments, &[])?;
+    let load = || registry.load(arguments, &[]);
+    let loaded = load()?;
     let settings = &loaded.settings;
     start_logging(None)?;
     let mut host = Host::here();
@@ -51,14 +55,14 @@ pub(super) fn run(arguments: &cli::Settings, registry: &Registry) -> anyhow::Res
     }
     // Only this thread, which lives to the end: the kernel ties workers to the thread that spawned them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let exit = runtime.block_on(serve(arguments, &loaded, &host, host_name, &program, &assignments));
+    let exit = runtime.block_on(serve(&load, &loaded, &host, host_name, &program, &assignments));
     // Threads that wait for a driver or a broker end with the process.
     runtime.shutdown_background();
     exit
 }
 
 async fn serve(
-    arguments: &cli::Settings,
+    load: &Load<'_>,
     loaded: &Loaded,
     host: &Host,
     host_name: String,
@@ -102,7 +106,7 @@ async fn serve(
         let mut in_force = loaded.clone();
         loop {
             hangup.notified().await;
-            reload(arguments, settings, host, &mut in_force, &handle).await;
+            reload(load, settings, host, &mut in_force, &handle).await;
         }
     };
     let beside = async { tokio::join!(listening, reloading) };
@@ -197,15 +201,9 @@ async fn listen_to_control(settings: &Settings, place: &Place) {
 }
 
 /// Loads the settings again and applies them in the place of those `in_force`; on an error, logs why these stay.
-async fn reload(
-    arguments: &cli::Settings,
-    first: &Settings,
-    host: &Host,
-    in_force: &mut Loaded,
-    handle: &Handle,
-) {
+async fn reload(load: &Load<'_>, first: &Settings, host: &Host, in_force: &mut Loaded, handle: &Handle) {
     tracing::info!("SIGHUP: loading the settings again");
-    let loaded = load(arguments, &[]).map_err(anyhow::Error::from);
+    let loaded = load().map_err(anyhow::Error::from);
     // Not `Registry::plan`: the workers that run hold their memory, and a new one reports if it has too little.
     let planned = loaded.and_then(|it| Ok((plan(&it.settings, host)?, it)));
     let refused = match planned {

@@ -60,7 +60,7 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
             Ok(Exit::Done)
         }
         Command::Publish(arguments) => publish::run(&arguments),
-        Command::Bench(arguments) => bench::run(&arguments),
+        Command::Bench(arguments) => bench::run(&arguments, registry),
         Command::BenchDevice(arguments) => bench_device::run(&arguments, registry),
         Command::Dead(command) => dead::run(&command),
         Command::Stop(arguments) => stop::run(&arguments),

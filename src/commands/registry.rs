@@ -1,33 +1,80 @@
 //! Decides which code serves a pool's `model` setting: the code registered under its name, else the built-in
-//! code for the model's files (`model::registry`). Other code knows a model only as a [`Starter`].
+//! family for the model's files (`model::registry`). Other code knows a model only as a [`Starter`].
 
 use std::collections::BTreeMap;
+use std::ptr;
 
 use anyhow::Context as _;
 
+use crate::cli;
 use crate::commands::exits::ExitsWith as _;
-use crate::config::{Assignment, Pool, Settings};
+use crate::config::{Assignment, ConfigError, Loaded, OptionProblem, Pool, Settings, check_options};
 use crate::engine::{Starter, chosen, continuous, oneshot};
 use crate::launcher::{Host, fit, plan};
+use crate::model::family::{Family, Sample, Serves};
 use crate::model::load::weights_size;
-use crate::model::registry::{Task, served, served_here};
-use crate::model::tasks::{self, embed, generate, image, labels, pairs};
-use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, echo, script};
+use crate::model::registry::{self, Load, Register, Served, served, served_here};
+use crate::model::tasks::embed;
+use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor};
 use crate::shutdown::Exit;
-use crate::worker::load_spec;
+use crate::worker::{load_spec, pool_spec};
 
 /// The models that this program serves.
 #[derive(Clone)]
 pub struct Registry {
-    named: BTreeMap<String, Starter>,
+    /// By the name that `pool.model` begins with.
+    named: BTreeMap<String, Named>,
+    /// The families that serve models of files.
+    of_files: Vec<(&'static Family, Starter)>,
+}
+
+/// Code that serves a name.
+#[derive(Clone)]
+struct Named {
+    starter: Starter,
+    /// None: a model of one's own, whose options only its code knows.
+    family: Option<&'static Family>,
 }
 
 impl Default for Registry {
     /// The built-in models.
     fn default() -> Self {
-        Self { named: BTreeMap::new() }
-            .with_forward(echo::ECHO, echo::load)
-            .with_generate(script::SCRIPT, script::load)
+        let mut built_in = Self { named: BTreeMap::new(), of_files: Vec::new() };
+        registry::register(&mut built_in);
+        built_in
+    }
+}
+
+impl Register for Registry {
+    fn one_pass<P, F>(&mut self, family: &'static Family, load: Load<P, F>)
+    where
+        P: Processor,
+        F: Forward<Input = P::Input, Output = P::Output>,
+    {
+        self.add(family, oneshot(checked(family, load)));
+    }
+
+    fn sequences<P, G>(&mut self, family: &'static Family, load: Load<P, G>)
+    where
+        P: Processor,
+        G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::Output>,
+    {
+        self.add(family, continuous(checked(family, load)));
+    }
+}
+
+/// Checks the pool's options before it loads.
+fn checked<P, N>(
+    family: &'static Family,
+    load: Load<P, N>,
+) -> impl Fn(&LoadSpec, &Device) -> Result<(P, N), LoadError> + Send + Sync + 'static
+where
+    P: 'static,
+    N: 'static,
+{
+    move |spec, device| {
+        family.check_options(spec)?;
+        load(spec, device)
     }
 }
 
@@ -45,7 +92,7 @@ impl Registry {
         R: Processor,
         F: Forward<Input = R::Input, Output = R::Output>,
     {
-        self.named.insert(name.to_owned(), oneshot(load));
+        self.named.insert(name.to_owned(), Named { starter: oneshot(load), family: None });
         self
     }
 
@@ -60,24 +107,80 @@ impl Registry {
         R: Processor,
         G: Generate<Prompt = R::Input, Piece = R::Piece, Output = R::Output>,
     {
-        self.named.insert(name.to_owned(), continuous(load));
+        self.named.insert(name.to_owned(), Named { starter: continuous(load), family: None });
         self
+    }
+
+    /// Adds a built-in family.
+    fn add(&mut self, family: &'static Family, starter: Starter) {
+        match family.serves {
+            Serves::ItsName => {
+                let named = Named { starter, family: Some(family) };
+                self.named.insert(family.name.to_owned(), named);
+            }
+            Serves::Files(_) => self.of_files.push((family, starter)),
+        }
     }
 
     /// The code that serves a pool's model. A model that nothing serves is refused when it is loaded.
     pub(super) fn starter(&self, pool: &Pool) -> Starter {
-        let task = pool.task.clone();
-        self.registered(&pool.model).cloned().unwrap_or_else(|| {
-            chosen(move |spec| {
-                Ok(match served(&spec.source, task.as_deref())?.task {
-                    Task::Embed => oneshot(embed::load),
-                    Task::Rerank => oneshot(pairs::load),
-                    Task::Classify => oneshot(labels::load),
-                    Task::ClassifyImages => oneshot(image::load),
-                    Task::Generate => continuous(generate::load),
-                })
+        if let Some(named) = self.named(&pool.model) {
+            return named.starter.clone();
+        }
+        let (task, of_files) = (pool.task.clone(), self.of_files.clone());
+        chosen(move |spec| {
+            let Served { architecture, family } = served(&spec.source, task.as_deref())?;
+            let found = of_files.iter().find(|(known, _)| ptr::eq(*known, family));
+            found.map(|(_, starter)| starter.clone()).ok_or_else(|| LoadError::Unsupported {
+                model: spec.source.clone(),
+                reason: format!("no code is registered for {architecture}"),
             })
         })
+    }
+
+    /// Loads the settings, and checks the options of each pool's model if its files are on this host.
+    ///
+    /// # Errors
+    /// The operator must change the settings.
+    pub(super) fn load(
+        &self,
+        settings: &cli::Settings,
+        flags: &[(String, String)],
+    ) -> Result<Loaded, ConfigError> {
+        let loaded = super::load(settings, flags)?;
+        let pools = loaded.settings.pools.iter().enumerate();
+        let problems = pools.flat_map(|(index, pool)| {
+            self.option_problems(pool).into_iter().map(move |problem| (index, problem))
+        });
+        loaded.refuse_options(problems)?;
+        Ok(loaded)
+    }
+
+    /// What is wrong with the options of a pool, as far as that can be known here.
+    fn option_problems(&self, pool: &Pool) -> Vec<OptionProblem> {
+        let Some(family) = self.family(pool) else { return Vec::new() };
+        let problems = check_options(family.options, &pool.options);
+        match family.files() {
+            // Their values may depend on the model.
+            Some(rules) if problems.is_empty() => match (rules.check)(&pool_spec(pool, "")) {
+                Err(LoadError::Option { problem, .. }) => vec![*problem],
+                _ => problems,
+            },
+            _ => problems,
+        }
+    }
+
+    /// The built-in family of a pool's model; none if it is no built-in one, or its files are not on this host.
+    fn family(&self, pool: &Pool) -> Option<&'static Family> {
+        match self.named(&pool.model) {
+            Some(named) => named.family,
+            None => Some(served_here(&pool.model, pool.task.as_deref()).ok()??.family),
+        }
+    }
+
+    /// What makes tasks for a pool. Of a model that is not known here it is texts in the form of `/v1/embeddings`.
+    pub(super) fn sample(&self, pool: &Pool) -> fn(&[String]) -> Sample {
+        self.family(pool).unwrap_or(&embed::FAMILY).sample
     }
 
     /// The name of what serves a pool's model; none where its files are not on this host.
@@ -85,19 +188,29 @@ impl Registry {
     /// # Errors
     /// Nothing serves it.
     pub(super) fn describe(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
-        if self.registered(&pool.model).is_some() {
+        if self.named(&pool.model).is_some() {
             return Ok(Some("registered".to_owned()));
         }
         Ok(served_here(&pool.model, pool.task.as_deref())?.map(|served| served.to_string()))
     }
 
+    /// The same, when the model's files are what its family needs, as far as can be told without loading them.
+    ///
+    /// # Errors
+    /// Nothing serves it, or a file is missing, invalid or cut off.
+    pub(super) fn check(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
+        if let Some(rules) = self.family(pool).and_then(Family::files) {
+            (rules.check)(&pool_spec(pool, ""))?;
+        }
+        self.describe(pool)
+    }
+
     /// Whether a pool answers `url`; true if only its code knows.
     pub(super) fn answers(&self, pool: &Pool, url: &str) -> bool {
-        if self.registered(&pool.model).is_some() {
+        if self.named(&pool.model).is_some() {
             return true;
         }
-        let served = served_here(&pool.model, pool.task.as_deref());
-        served.ok().flatten().is_some_and(|served| served.task.urls().contains(&url))
+        self.family(pool).is_some_and(|family| family.urls().any(|own| own == url))
     }
 
     /// The slots of the settings on a host, if they fit it and their models are served.
@@ -108,25 +221,28 @@ impl Registry {
         let slots = plan(settings, host)?;
         for pool in &settings.pools {
             // Other problems of the model's files may pass; the worker reports them.
-            if let Err(error @ LoadError::Unsupported { .. }) = self.describe(pool) {
+            if let Err(error @ LoadError::Unsupported { .. }) = self.check(pool) {
                 return Err(error)
                     .with_context(|| format!("pool {:?}", pool.name))
                     .exits_with(Exit::ModelFailed);
             }
         }
-        fit(&slots, &host.gpus, |slot| match self.registered(&slot.pool.model) {
+        fit(&slots, &host.gpus, |slot| match self.named(&slot.pool.model) {
             Some(_) => None,
             None => weights_size(&load_spec(slot)),
         })?;
         Ok(slots)
     }
 
-    /// The digest of `model`'s files; none for a registered model, because only its code knows what it loads.
-    pub(super) fn weights(&self, model: &str) -> Result<Option<String>, LoadError> {
-        if self.registered(model).is_some() { Ok(None) } else { tasks::digest(model).map(Some) }
+    /// The digest of a pool's model; none for a registered model, because only its code knows what it loads.
+    pub(super) fn weights(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
+        match self.named(&pool.model) {
+            Some(_) => Ok(None),
+            None => registry::digest(&pool.model, pool.task.as_deref()).map(Some),
+        }
     }
 
-    fn registered(&self, model: &str) -> Option<&Starter> {
+    fn named(&self, model: &str) -> Option<&Named> {
         let name = model.split([':', '?']).next().unwrap_or(model);
         self.named.get(name)
     }

@@ -11,7 +11,7 @@ use nix::unistd::{Pid, getppid};
 use tokio::sync::broadcast::error::SendError;
 
 use super::registry::Registry;
-use super::{broker_session, load, pool_named, start_logging, with_environment};
+use super::{broker_session, pool_named, start_logging, with_environment};
 use crate::cli::Worker;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::Assignment;
@@ -43,7 +43,7 @@ pub(super) fn run(arguments: &Worker, registry: &Registry) -> anyhow::Result<Exi
         }
         None => {
             start_logging(None)?;
-            (by_hand(arguments)?, Patience::SecondAborts)
+            (by_hand(arguments, registry)?, Patience::SecondAborts)
         }
     };
     // One thread: its tasks hand messages to each other, and waking another thread costs more than handling
@@ -129,8 +129,8 @@ fn assigned(crashes: &CrashRecords, settings: &LiveSettings) -> anyhow::Result<A
     }
 }
 
-fn by_hand(arguments: &Worker) -> anyhow::Result<Assignment> {
-    let settings = load(&arguments.settings, &[])?.settings;
+fn by_hand(arguments: &Worker, registry: &Registry) -> anyhow::Result<Assignment> {
+    let settings = registry.load(&arguments.settings, &[])?.settings;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let host = Host::here();
     let device = own_device(&arguments.device, &pool.name, &host)?;

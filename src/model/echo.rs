@@ -22,6 +22,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
+use super::family::{Example, Family, OptionDefault, OptionSpec, Sample, Serves, Takes};
 use super::{
     Body, Device, Effort, Forward, ForwardError, Inputs, LoadError, LoadSpec, Message, Preprocessed,
     Processor, Route, SizedInput, TaskError, TaskErrorKind, Unfit, clock,
@@ -33,6 +34,21 @@ use crate::protocol::{JSON, data_url, shorten};
 pub const ECHO: &str = "echo";
 /// The same for tests: obeys `fail` and `fits`.
 pub const ECHO_WITH_FAULTS: &str = "echo?faults";
+
+/// Answers each task with its input.
+pub static FAMILY: Family = Family {
+    name: ECHO,
+    routes: ANY_JSON,
+    serves: Serves::ItsName,
+    options: &[OptionSpec {
+        name: "gates",
+        takes: Takes::Text,
+        default: OptionDefault::Derived("none"),
+        help: "a folder of gates, where forward passes of tests wait",
+    }],
+    sample: |texts| Sample { url: None, ..Sample::of_texts(Route::ANY, "input", texts) },
+    example: Example { model: ECHO_WITH_FAULTS, options: &[] },
+};
 
 /// The largest body that counts as brief: reading it takes some microseconds.
 pub(super) const BRIEF_BODY: usize = 2 << 10;

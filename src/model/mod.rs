@@ -23,6 +23,8 @@ pub(crate) mod clock;
 pub mod device;
 pub mod echo;
 #[doc(hidden)]
+pub mod family;
+#[doc(hidden)]
 pub mod load;
 #[doc(hidden)]
 pub mod nets;
@@ -42,7 +44,7 @@ pub use candle_core::Device;
 pub use serde_json::Value;
 
 pub use crate::batching::admit::Feed;
-pub use crate::config::{CpuFeatures, Dtype};
+pub use crate::config::{CpuFeatures, Dtype, OptionProblem};
 pub use crate::protocol::control::Unfit;
 pub use crate::protocol::{Body, Message, Properties, TaskError, TaskErrorKind};
 
@@ -381,6 +383,11 @@ impl LoadSpec {
         }
     }
 
+    /// The error of an option of the pool.
+    pub(crate) fn refused_option(&self, problem: OptionProblem) -> LoadError {
+        LoadError::Option { model: self.source.clone(), problem: Box::new(problem) }
+    }
+
     /// Converts a failure of candle while the model is loaded.
     pub fn failed(&self, error: impl std::fmt::Display) -> LoadError {
         LoadError::Device { device: self.device.clone(), reason: error.to_string() }
@@ -418,6 +425,14 @@ pub enum LoadError {
         model: String,
         /// The property with its value, and what is supported.
         reason: String,
+    },
+    /// The pool's `[pool.options]` hold something that the model does not take.
+    #[error("model {model:?}: pool.options.{problem}")]
+    Option {
+        /// The `model` setting.
+        model: String,
+        /// The option, and what is wrong with it.
+        problem: Box<OptionProblem>,
     },
     /// The model refuses its own probe ([`Processor::probe`]). Whoever wrote the model must act.
     #[error("model {model:?} refuses its own probe: {reason}")]

@@ -1,106 +1,84 @@
-//! Decides what serves a model that is loaded from files, by the architecture and head in its `config.json` (or
-//! GGUF file) and the pool's `task`. Anything not in the table is refused, with a list of what is.
+//! The built-in families of models, one line each, and which of them serves a model: by the architecture that its files
+//! name and the pool's `task`. A model that no family serves is refused, with a list of what is served.
 
 use std::fmt;
 
-use serde::Deserialize;
-use serde_json::Value;
-
-use super::LoadError;
+use super::family::{Description, Family, FileRules, Format};
 use super::load::ModelFiles;
-use super::load::gguf::Gguf;
-use super::nets::decoder::config::Family as Decoder;
-use super::nets::image::ARCHITECTURES;
-use super::nets::text::config::Family;
+use super::tasks::{embed, generate, image, labels, pairs};
+use super::{Device, Forward, Generate, LoadError, LoadSpec, Processor, echo, script};
 
-/// A kind of request that file-based models serve.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Task {
-    /// Vectors for texts.
-    Embed,
-    /// A score for each pair of texts.
-    Rerank,
-    /// Labels for texts.
-    Classify,
-    /// Labels for images.
-    ClassifyImages,
-    /// Texts that continue others.
-    Generate,
+/// What loads a model of a family.
+pub type Load<P, N> = fn(&LoadSpec, &Device) -> Result<(P, N), LoadError>;
+
+/// Takes the built-in families, each with its types.
+pub trait Register {
+    /// A family whose models answer in one pass.
+    fn one_pass<P, F>(&mut self, family: &'static Family, load: Load<P, F>)
+    where
+        P: Processor,
+        F: Forward<Input = P::Input, Output = P::Output>;
+
+    /// A family whose sequences take many steps.
+    fn sequences<P, G>(&mut self, family: &'static Family, load: Load<P, G>)
+    where
+        P: Processor,
+        G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::Output>;
 }
 
-impl Task {
-    /// The name in settings.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Embed => "embed",
-            Self::Rerank => "rerank",
-            Self::Classify | Self::ClassifyImages => "classify",
-            Self::Generate => "generate",
-        }
-    }
-
-    /// The URLs that it answers.
-    pub fn urls(self) -> &'static [&'static str] {
-        match self {
-            Self::Embed => &["/v1/embeddings"],
-            Self::Rerank => &["/v1/rerank", "/v1/score"],
-            Self::Classify | Self::ClassifyImages => &["/classify"],
-            Self::Generate => &["/v1/completions", "/v1/chat/completions"],
-        }
-    }
+/// Names every built-in family. Where several serve a model, the first is the default.
+pub fn register(families: &mut impl Register) {
+    families.one_pass(&pairs::FAMILY, pairs::load);
+    families.one_pass(&labels::FAMILY, labels::load);
+    families.one_pass(&embed::FAMILY, embed::load);
+    families.one_pass(&image::FAMILY, image::load);
+    families.sequences(&generate::FAMILY, generate::load);
+    families.one_pass(&echo::FAMILY, echo::load);
+    families.sequences(&script::FAMILY, script::load);
 }
 
-/// What ends the name of a class with a classification head, in `architectures`.
-const WITH_HEAD: &str = "ForSequenceClassification";
+/// Every built-in family.
+pub fn families() -> Vec<&'static Family> {
+    struct All(Vec<&'static Family>);
+    impl Register for All {
+        fn one_pass<P, F>(&mut self, family: &'static Family, _: Load<P, F>) {
+            self.0.push(family);
+        }
 
-/// What serves a model.
-#[derive(Clone, Debug, PartialEq, Eq)]
+        fn sequences<P, G>(&mut self, family: &'static Family, _: Load<P, G>) {
+            self.0.push(family);
+        }
+    }
+    let mut all = All(Vec::new());
+    register(&mut all);
+    all.0
+}
+
+/// The families that serve models of files, with their rules.
+fn of_files() -> impl Iterator<Item = (&'static Family, &'static FileRules)> {
+    families().into_iter().filter_map(|family| Some((family, family.files()?)))
+}
+
+/// What serves a model that is loaded from files.
+#[derive(Clone)]
 pub struct Served {
     /// The architecture that the files name.
     pub architecture: String,
-    /// The task that it is used for.
-    pub task: Task,
+    /// The family.
+    pub family: &'static Family,
+}
+
+impl Served {
+    /// What the family needs of the model's files.
+    pub fn rules(&self) -> Option<&'static FileRules> {
+        self.family.files()
+    }
 }
 
 impl fmt::Display for Served {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} for {} ({})", self.architecture, self.task.name(), self.task.urls().join(", "))
-    }
-}
-
-/// What of `config.json` decides. The fields besides `model_type` may mean something else in an architecture that is not
-/// served: they are read only where they are of the usual type.
-#[derive(Default, Deserialize)]
-struct Config {
-    model_type: Option<String>,
-    #[serde(default)]
-    architectures: Value,
-    #[serde(default)]
-    id2label: Value,
-    #[serde(default)]
-    num_labels: Value,
-}
-
-impl Config {
-    /// The tasks of the model; the first is the default.
-    fn tasks(&self) -> &'static [Task] {
-        let is = |known: fn(&str) -> bool| self.model_type.as_ref().is_some_and(|kind| known(kind));
-        if is(|kind| ARCHITECTURES.contains(&kind)) {
-            return &[Task::ClassifyImages];
-        }
-        if is(|kind| Decoder::named(kind).is_some()) {
-            return &[Task::Generate];
-        }
-        let mut classes = self.architectures.as_array().into_iter().flatten().filter_map(Value::as_str);
-        if !classes.any(|class| class.ends_with(WITH_HEAD)) {
-            return &[Task::Embed];
-        }
-        // The transformers library takes two labels for granted, and leaves them out.
-        let labels = self.id2label.as_object().map(|labels| labels.len() as u64);
-        match labels.or(self.num_labels.as_u64()).unwrap_or(2) {
-            1 => &[Task::Rerank, Task::Classify, Task::Embed],
-            _ => &[Task::Classify, Task::Embed],
-        }
+        let urls: Vec<&str> = self.family.urls().collect();
+        write!(f, "{} for {} ({})", self.architecture, self.family.name, urls.join(", "))
     }
 }
 
@@ -110,7 +88,7 @@ impl Config {
 /// [`LoadError::Unsupported`] with the unknown architecture or task and those that are served;
 /// [`LoadError::File`] or [`LoadError::Hub`] if the model's files cannot be read.
 pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
-    of_files(&ModelFiles::locate(source)?, source, task)
+    find(source, Description::read(&ModelFiles::locate(source)?)?, task)
 }
 
 /// The same without using the network. None: the files are not all on this host.
@@ -118,106 +96,69 @@ pub fn served(source: &str, task: Option<&str>) -> Result<Served, LoadError> {
 /// # Errors
 /// As [`served`].
 pub fn served_here(source: &str, task: Option<&str>) -> Result<Option<Served>, LoadError> {
-    ModelFiles::at_hand(source).map(|files| of_files(&files, source, task)).transpose()
+    let files = ModelFiles::at_hand(source);
+    files.map(|files| find(source, Description::read(&files)?, task)).transpose()
 }
 
-fn of_files(files: &ModelFiles, source: &str, task: Option<&str>) -> Result<Served, LoadError> {
-    let Some(path) = files.gguf() else { return find(source, files.required_json("config.json")?, task) };
-    let architecture = Gguf::architecture(&path)?;
-    let is_read = Decoder::named(&architecture).is_some();
-    let name = if is_read { architecture } else { format!("{architecture} in GGUF") };
-    find(source, Config { model_type: Some(name), ..Config::default() }, task)
-}
-
-fn find(source: &str, config: Config, asked: Option<&str>) -> Result<Served, LoadError> {
-    let refused = |reason: String| LoadError::Unsupported { model: source.to_owned(), reason };
-    let tasks = config.tasks();
-    let architecture = config.model_type.unwrap_or_else(|| "(none)".to_owned());
-    let decoders = Decoder::ALL.map(|(name, _)| name);
-    let mut known = Family::ALL.iter().map(|(name, _)| *name).chain(ARCHITECTURES).chain(decoders);
-    if !known.clone().any(|name| name == architecture) {
-        let known = known.by_ref().collect::<Vec<_>>().join(", ");
-        return Err(refused(format!("nothing serves the architecture {architecture:?}; served are {known}")));
+/// The digest of all files that the model `source` is loaded from, by [`ModelFiles::digest`]. It stays the same
+/// when a folder is copied or other files are added. A hub model that is not in the cache is downloaded.
+///
+/// # Errors
+/// As [`served`].
+pub fn digest(source: &str, task: Option<&str>) -> Result<String, LoadError> {
+    let files = ModelFiles::locate(source)?;
+    let served = find(source, Description::read(&files)?, task)?;
+    if let (None, Some(rules)) = (files.gguf(), served.rules()) {
+        (rules.find)(&files)?;
     }
-    let task = tasks.iter().find(|task| asked.is_none_or(|asked| task.name() == asked)).ok_or_else(|| {
-        let known: Vec<&str> = tasks.iter().map(|task| task.name()).collect();
+    files.digest()
+}
+
+fn find(source: &str, model: Description, asked: Option<&str>) -> Result<Served, LoadError> {
+    let refused = |reason: String| LoadError::Unsupported { model: source.to_owned(), reason };
+    let serving: Vec<&Family> =
+        of_files().filter(|(_, rules)| rules.serves(&model)).map(|(family, _)| family).collect();
+    let architecture = model.architecture;
+    if serving.is_empty() {
+        return Err(refused(unserved(&architecture, model.format)));
+    }
+    let family = serving.iter().find(|family| asked.is_none_or(|asked| family.name == asked));
+    let family = family.ok_or_else(|| {
+        let known: Vec<&str> = serving.iter().map(|family| family.name).collect();
         let (asked, known) = (asked.unwrap_or_default(), known.join(", "));
         refused(format!(
             "{architecture:?} with these weights is not served for the task {asked:?}, but for {known}"
         ))
     })?;
-    Ok(Served { architecture, task: *task })
+    Ok(Served { architecture, family: *family })
+}
+
+/// Why no family serves a model.
+fn unserved(architecture: &str, format: Format) -> String {
+    let known = |format| {
+        let mut known: Vec<&str> = Vec::new();
+        for name in of_files().flat_map(|(_, rules)| rules.architectures(format)) {
+            if !known.contains(name) {
+                known.push(name);
+            }
+        }
+        known.join(", ")
+    };
+    let name = if architecture.is_empty() { "(none)" } else { architecture };
+    match format {
+        Format::Config => {
+            format!("nothing serves the architecture {name:?}; served are {}", known(Format::Config))
+        }
+        Format::Gguf => {
+            format!("nothing serves the architecture {name:?} in GGUF; served are {}", known(Format::Gguf))
+        }
+        Format::Pipeline => {
+            let known = known(Format::Config);
+            format!("nothing serves the pipeline {name:?} of model_index.json; served are networks: {known}")
+        }
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use std::fs::File;
-
-    use candle_core::quantized::gguf_file;
-
-    use super::*;
-
-    fn folder(config: &str) -> tempfile::TempDir {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("config.json"), config).unwrap();
-        folder
-    }
-
-    fn of(config: &str, task: Option<&str>) -> Result<Served, String> {
-        let folder = folder(config);
-        served(folder.path().to_str().unwrap(), task).map_err(|error| error.to_string())
-    }
-
-    #[test]
-    fn an_architecture_is_served_for_its_first_task_or_the_one_that_is_asked_for() {
-        let bert = Served { architecture: "bert".into(), task: Task::Embed };
-        assert_eq!(of(r#"{"model_type":"bert"}"#, None), Ok(bert.clone()));
-        assert_eq!(of(r#"{"model_type":"bert"}"#, Some("embed")), Ok(bert.clone()));
-        assert_eq!(bert.to_string(), "bert for embed (/v1/embeddings)");
-    }
-
-    #[test]
-    fn a_head_with_one_label_scores_pairs_and_one_with_more_classifies() {
-        let task = |config: &str, task| of(config, task).map(|served| served.task);
-        let one =
-            r#"{"model_type":"bert","architectures":["BertForSequenceClassification"],"id2label":{"0":"x"}}"#;
-        assert_eq!(task(one, None), Ok(Task::Rerank));
-        assert_eq!(task(one, Some("classify")), Ok(Task::Classify));
-        let two = r#"{"model_type":"roberta","architectures":["RobertaForSequenceClassification"]}"#;
-        assert_eq!(task(two, None), Ok(Task::Classify));
-        assert_eq!(task(two, Some("embed")), Ok(Task::Embed));
-        assert!(task(two, Some("rerank")).unwrap_err().contains("\"rerank\", but for classify, embed"));
-    }
-
-    #[test]
-    fn what_nothing_serves_is_refused_with_what_is_served() {
-        let error = of(r#"{"model_type":"t5"}"#, None).unwrap_err();
-        assert!(error.contains("\"t5\"") && error.contains("xlm-roberta, camembert"), "{error}");
-        let error = of(r#"{"model_type":"t5","architectures":null,"id2label":[],"num_labels":"x"}"#, None)
-            .unwrap_err();
-        assert!(error.contains("\"t5\""), "its type comes before the fields that it implies: {error}");
-        let error = of("{}", None).unwrap_err();
-        assert!(error.contains("\"(none)\""), "{error}");
-        let error = of(r#"{"model_type":"bert"}"#, Some("generate")).unwrap_err();
-        assert!(error.contains("\"generate\", but for embed"), "{error}");
-    }
-
-    #[test]
-    fn a_gguf_file_names_its_architecture_itself() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("model.gguf");
-        let mut file = File::create(&path).unwrap();
-        let architecture = gguf_file::Value::String("bert".into());
-        gguf_file::write(&mut file, &[("general.architecture", &architecture)], &[]).unwrap();
-        let error = served(path.to_str().unwrap(), None).unwrap_err().to_string();
-        assert!(error.contains("\"bert in GGUF\""), "{error}");
-        std::fs::write(&path, "GGUF").unwrap();
-        let error = served(path.to_str().unwrap(), None).unwrap_err().to_string();
-        assert!(error.contains("model.gguf"), "{error}");
-    }
-
-    #[test]
-    fn of_a_model_that_is_not_here_nothing_is_said() {
-        assert_eq!(served_here("nobody/no-such-model-of-sconce", None).unwrap(), None);
-    }
-}
+#[path = "registry_tests.rs"]
+mod tests;

@@ -14,6 +14,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::json;
 
+use super::family::{Example, Family, Sample, Serves};
 use super::{
     Advance, Advances, Body, Capacity, Device, Effort, ForwardError, Generate, LoadError, LoadSpec, Message,
     Preprocessed, Processor, Route, Row, SizedInput, Slot, TaskError, TaskErrorKind, clock, echo,
@@ -22,6 +23,22 @@ use super::{
 /// The `model` setting of a script pool.
 pub const SCRIPT: &str = "script";
 
+/// Gives each task the tokens that it asks for.
+pub static FAMILY: Family = Family {
+    name: SCRIPT,
+    routes: echo::ANY_JSON,
+    serves: Serves::ItsName,
+    options: &[],
+    sample: |texts| {
+        let words: usize = texts.iter().map(|text| text.split_whitespace().count()).sum();
+        let body = json!({"prompt": words.clamp(1, MOST), "max_tokens": SAMPLE_TOKENS});
+        Sample { url: None, ..Sample::json(Route::ANY, &body, 1) }
+    },
+    example: Example { model: SCRIPT, options: &[] },
+};
+
+/// Tokens of the answer in a sample.
+const SAMPLE_TOKENS: usize = 32;
 /// The most tokens of a prompt or an answer.
 const MOST: usize = 1_000_000;
 

@@ -40,7 +40,7 @@ use tokio::sync::{broadcast, mpsc, watch};
 
 use crate::batching::Policy;
 use crate::broker::{BrokerError, BrokerSession};
-use crate::config::Assignment;
+use crate::config::{Assignment, Pool};
 use crate::engine::{Engine, Loaded, Notice, Setup, Starter};
 use crate::model::{LoadError, LoadSpec};
 use crate::protocol::WorkerInfo;
@@ -97,9 +97,12 @@ impl WorkerError {
                 Exit::DeviceFailed
             }
             Self::Load(LoadError::Hub { .. }) => Exit::ModelUnavailable,
-            Self::Load(LoadError::File { .. } | LoadError::Unsupported { .. } | LoadError::Probe { .. }) => {
-                Exit::ModelFailed
-            }
+            Self::Load(
+                LoadError::File { .. }
+                | LoadError::Unsupported { .. }
+                | LoadError::Option { .. }
+                | LoadError::Probe { .. },
+            ) => Exit::ModelFailed,
             Self::Broker(BrokerError::Refused { .. } | BrokerError::Missing { .. }) => Exit::Config,
             Self::Broker(BrokerError::Unreachable { .. }) | Self::SentinelLost => Exit::BrokerLost,
             Self::Internal(_) => Exit::Internal,
@@ -234,11 +237,15 @@ async fn serve(
 
 /// The model of an assignment, and how to load it.
 pub fn load_spec(assignment: &Assignment) -> LoadSpec {
-    let pool = &assignment.pool;
+    pool_spec(&assignment.pool, &assignment.device)
+}
+
+/// The model of a pool, and how to load it onto a device.
+pub fn pool_spec(pool: &Pool, device: &str) -> LoadSpec {
     LoadSpec {
         source: pool.model.clone(),
         served_names: pool.served_names.clone(),
-        device: assignment.device.clone(),
+        device: device.to_owned(),
         max_inputs: pool.max_inputs,
         dtype: pool.dtype,
         cpu_features: pool.cpu_features,

@@ -7,9 +7,9 @@ use std::time::Duration;
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
-use serde_json::json;
 
 use crate::commands::requests::Request;
+use crate::model::family::Sample;
 use crate::protocol::batch_line::RequestBody;
 use crate::protocol::requests::count_inputs;
 
@@ -35,16 +35,26 @@ pub(in crate::commands) struct Work {
 
 /// An endless sequence of bodies.
 pub(in crate::commands) enum Bodies {
-    /// Texts made up of words.
-    Texts { random: Xoshiro256PlusPlus, words: RangeInclusive<usize>, inputs: usize },
+    /// Tasks of texts made up of words.
+    Texts {
+        random: Xoshiro256PlusPlus,
+        words: RangeInclusive<usize>,
+        inputs: usize,
+        sample: fn(&[String]) -> Sample,
+    },
     /// Bodies of a file, in a new random order each round.
     File { random: Xoshiro256PlusPlus, works: Vec<Work>, next: usize },
 }
 
 impl Bodies {
-    /// `inputs` texts per task, each with a number of words from the range.
-    pub(super) fn texts(seed: u64, words: RangeInclusive<usize>, inputs: usize) -> Self {
-        Self::Texts { random: Xoshiro256PlusPlus::seed_from_u64(seed), words, inputs }
+    /// Tasks that `sample` makes of `inputs` texts, each with a number of words from the range.
+    pub(super) fn texts(
+        seed: u64,
+        words: RangeInclusive<usize>,
+        inputs: usize,
+        sample: fn(&[String]) -> Sample,
+    ) -> Self {
+        Self::Texts { random: Xoshiro256PlusPlus::seed_from_u64(seed), words, inputs, sample }
     }
 
     /// Each of `bodies` once per round. None when there are none.
@@ -61,13 +71,10 @@ impl Iterator for Bodies {
 
     fn next(&mut self) -> Option<Work> {
         match self {
-            Self::Texts { random, words, inputs } => {
+            Self::Texts { random, words, inputs, sample } => {
                 let texts: Vec<String> = (0..*inputs).map(|_| text(random, words)).collect();
-                let body = match &texts[..] {
-                    [alone] => json!({"input": alone}),
-                    several => json!({"input": several}),
-                };
-                Some(Work { url: None, body: body.to_string().into(), inputs: *inputs })
+                let Sample { url, body, inputs } = sample(&texts);
+                Some(Work { url: url.map(str::to_owned), body, inputs })
             }
             Self::File { random, works, next } => {
                 if *next == works.len() {
@@ -112,9 +119,10 @@ mod tests {
     use serde_json::Value as Json;
 
     use super::*;
+    use crate::model::tasks::embed;
 
     fn texts(seed: u64) -> Vec<Work> {
-        Bodies::texts(seed, 2..=254, 1).take(2_000).collect()
+        Bodies::texts(seed, 2..=254, 1, embed::FAMILY.sample).take(2_000).collect()
     }
 
     #[test]
@@ -142,13 +150,13 @@ mod tests {
         let mean = 2.0 + lengths.iter().sum::<usize>() as f64 / 2_000.0;
         assert!((32.0..38.0).contains(&mean), "{mean}");
         assert!(lengths[1_000] < 8, "the median is {}", lengths[1_000]);
-        let fixed = Bodies::texts(3, 7..=7, 1).take(50);
+        let fixed = Bodies::texts(3, 7..=7, 1, embed::FAMILY.sample).take(50);
         assert!(fixed.into_iter().all(|work| count(&work) == 7));
     }
 
     #[test]
     fn a_task_of_several_texts_lists_them() {
-        let work = Bodies::texts(1, 2..=9, 3).next().unwrap();
+        let work = Bodies::texts(1, 2..=9, 3, embed::FAMILY.sample).next().unwrap();
         let body: Json = serde_json::from_slice(&work.body).unwrap();
         assert_eq!((body["input"].as_array().unwrap().len(), work.inputs), (3, 3));
     }

@@ -16,11 +16,12 @@ use self::drive::{Pace, Plan, drive};
 use self::load::Arrivals;
 use self::report::{Load, Measured, Report};
 use super::requests::requests_in;
-use super::{broker_session, is_read, pool_named, progress, start_logging};
+use super::{Registry, broker_session, is_read, pool_named, progress, start_logging};
 use crate::cli::{Bench, Texts};
 use crate::client::Client;
 use crate::commands::exits::ExitsWith as _;
 use crate::config::{Pool, Settings};
+use crate::model::family::Sample;
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -32,11 +33,11 @@ const WARMUP: usize = 200;
 /// Replies that the broker sends before they are acked.
 const PREFETCH: u16 = 2_048;
 
-pub(super) fn run(arguments: &Bench) -> anyhow::Result<Exit> {
+pub(super) fn run(arguments: &Bench, registry: &Registry) -> anyhow::Result<Exit> {
     let settings = super::load(&arguments.settings, &[])?.settings;
     start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
-    let bodies = bodies(&arguments.texts).exits_with(Exit::Usage)?;
+    let bodies = bodies(&arguments.texts, registry.sample(pool)).exits_with(Exit::Usage)?;
     let plan = plan(arguments);
     // One thread, which wakes less often: the client should take as little of the cores as possible from the
     // measured service.
@@ -98,10 +99,11 @@ fn plan(arguments: &Bench) -> Plan {
     Plan { warmup, tasks: arguments.tasks, behind: in_flight - 1 }
 }
 
-pub(super) fn bodies(texts: &Texts) -> anyhow::Result<Bodies> {
+/// The tasks of a file, or made of texts by `sample`.
+pub(super) fn bodies(texts: &Texts, sample: fn(&[String]) -> Sample) -> anyhow::Result<Bodies> {
     let Texts { seed, words, inputs, input } = texts;
     let Some(path) = input else {
-        return Ok(Bodies::texts(*seed, words.clone(), *inputs));
+        return Ok(Bodies::texts(*seed, words.clone(), *inputs, sample));
     };
     let name = || if path == Path::new("-") { "stdin".to_owned() } else { path.display().to_string() };
     let requests = requests_in(path)?.collect::<anyhow::Result<_>>().with_context(name)?;

@@ -13,6 +13,7 @@ use crate::engine::{
     Expect, InputSource, Job, JobEvent, Loaded, Notice, Observer, Passed, Setup, Starter, TaskState,
 };
 use crate::protocol::control::TaskName;
+use crate::protocol::message::URL;
 use crate::protocol::{Message, Properties, TaskError};
 use crate::shutdown::Exit;
 use crate::worker::{WorkerError, load_spec, policy};
@@ -107,7 +108,8 @@ pub(super) fn measure(
 fn preprocessed(loaded: &Loaded, tasks: &[Work]) -> anyhow::Result<Vec<Box<dyn Job>>> {
     let job = |(task, number): (&Work, usize)| {
         let content_type = task.body.media_type.clone();
-        let properties = Properties { content_type, ..Properties::default() };
+        let mut properties = Properties { content_type, ..Properties::default() };
+        properties.headers.extend(task.url.clone().map(|url| (URL.to_owned(), url.into())));
         let message = Message { properties, body: task.body.bytes.clone() };
         let job = loaded.engine.preprocess(&message).map_err(|error| anyhow!("task {number}: {error}"));
         job.exits_with(Exit::Usage)

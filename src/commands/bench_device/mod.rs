@@ -22,7 +22,10 @@ pub(super) fn run(arguments: &BenchDevice, registry: &Registry) -> anyhow::Resul
     let slot = slot(arguments, registry)?;
     with_environment(&environment(&slot))?;
     start_logging(Some(QUIET))?;
-    let tasks: Vec<Work> = bodies(&arguments.texts).exits_with(Exit::Usage)?.take(arguments.tasks).collect();
+    let tasks: Vec<Work> = bodies(&arguments.texts, registry.sample(&slot.pool))
+        .exits_with(Exit::Usage)?
+        .take(arguments.tasks)
+        .collect();
     let measured = measure(&slot, &registry.starter(&slot.pool), &tasks, arguments.time)?;
     let report = Report::new(&slot, tasks.len(), measured);
     match arguments.json {
@@ -41,7 +44,8 @@ fn slot(arguments: &BenchDevice, registry: &Registry) -> anyhow::Result<Assignme
         arguments.device.clone().map(|device| (format!("pool[{index}].devices"), device)),
         Some((format!("pool[{index}].workers_per_device"), "1".to_owned())),
     ];
-    let mut settings = load(&arguments.settings, &flags.into_iter().flatten().collect::<Vec<_>>())?.settings;
+    let flags: Vec<_> = flags.into_iter().flatten().collect();
+    let mut settings = registry.load(&arguments.settings, &flags)?.settings;
     settings.pools = vec![settings.pools.swap_remove(index)];
     let slots = registry.plan(&settings, &Host::here())?;
     slots.into_iter().next().context("the settings have no worker")

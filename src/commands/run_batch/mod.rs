@@ -52,10 +52,10 @@ const PREFETCH: NonZeroU16 = NonZeroU16::new(256).expect("256 is not zero");
 const REPLIES: &str = "replies";
 
 pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Exit> {
-    let settings = settings(arguments)?;
+    let settings = settings(arguments, registry)?;
     let names = settings.pools.iter().map(|pool| pool.name.as_str()).collect::<Vec<_>>().join(", ");
     start_logging(Some(QUIET))?;
-    let digest = |pool: &Pool| Ok::<_, anyhow::Error>((pool.clone(), registry.weights(&pool.model)?));
+    let digest = |pool: &Pool| Ok::<_, anyhow::Error>((pool.clone(), registry.weights(pool)?));
     let pools = settings.pools.iter().map(digest).collect::<anyhow::Result<Vec<_>>>();
     let (output, point) = files(arguments, &pools.exits_with(Exit::ModelFailed)?).exits_with(Exit::Usage)?;
     let total = point.input.lines;
@@ -234,7 +234,7 @@ fn files(arguments: &RunBatch, pools: &[(Pool, Option<String>)]) -> anyhow::Resu
 }
 
 /// The settings with the flags of this command, reduced to the pools that run: those that are named, else all.
-fn settings(arguments: &RunBatch) -> anyhow::Result<Settings> {
+fn settings(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<Settings> {
     let RunBatch { pool: names, model, devices, .. } = arguments;
     let loaded = load(&arguments.settings, &[])?.settings;
     let named = |name: &String| Ok(pool_named(&loaded.pools, Some(name))?.0);
@@ -255,7 +255,7 @@ fn settings(arguments: &RunBatch) -> anyhow::Result<Settings> {
         };
         flags.extend([flag("model", model), flag("devices", devices)].into_iter().flatten());
     }
-    let mut settings = load(&arguments.settings, &flags)?.settings;
+    let mut settings = registry.load(&arguments.settings, &flags)?.settings;
     let pools = settings.pools.into_iter().enumerate().filter(|(index, _)| chosen.contains(index));
     settings.pools = pools.map(|(_, pool)| pool).collect();
     Ok(settings)

@@ -13,6 +13,17 @@ use super::load::weights::Precision;
 use super::ops::Numbers;
 use super::{Dtype, LoadError, LoadSpec};
 
+/// The names of a table of architectures.
+const fn names<T, const N: usize>(all: &[(&'static str, T); N]) -> [&'static str; N] {
+    let mut names = [""; N];
+    let mut index = 0;
+    while index < N {
+        names[index] = all[index].0;
+        index += 1;
+    }
+    names
+}
+
 /// The precision in which a network of linear layers computes on a device: on a CPU all but the matrices stays in f32.
 ///
 /// # Errors

@@ -4,18 +4,64 @@
 
 use std::sync::Arc;
 
+use serde::Deserialize;
+
 use super::names::ServedNames;
 use super::sentence_settings::{Prompts, SentenceSettings};
-use super::{BRIEF_BODY, Made, Texts, sized, text_model};
+use super::{BRIEF_BODY, Made, Texts, check_text_files, find_text_files, sized, text_model};
+use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Sample, Serves, Takes};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::nets::text::config::NetworkConfig;
+use crate::model::nets::text::config::{Family as Architecture, NetworkConfig};
 use crate::model::nets::text::{Output, TextNetwork};
 use crate::model::ops::pooling::{Pooling, normalize};
 use crate::model::{
     Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
 use crate::protocol::embeddings::{EmbeddingRequest, EmbeddingResponse, Encoding, Text, URL, write_response};
+
+/// Models that give a vector for each text.
+pub static FAMILY: Family = Family {
+    name: "embed",
+    routes: &[Route::json(URL)],
+    serves: Serves::Files(FileRules {
+        configs: &Architecture::NAMES,
+        ggufs: &[],
+        pipelines: &[],
+        accepts: |_| true,
+        find: find_text_files,
+        check,
+    }),
+    options: &[OptionSpec {
+        name: "prompt_name",
+        takes: Takes::Text,
+        default: OptionDefault::Derived("the model's"),
+        help: "the prompt of the model's `config_sentence_transformers.json` that is put before texts whose request \
+               names none",
+    }],
+    sample: |texts| Sample::of_texts(URL, "input", texts),
+    example: Example { model: "tiny-bert-cls", options: &[] },
+};
+
+#[derive(Deserialize)]
+struct Options {
+    prompt_name: Option<String>,
+}
+
+impl Options {
+    /// The model's prompts, with the default that the pool sets.
+    fn prompts(spec: &LoadSpec, prompts: Prompts) -> Result<Prompts, LoadError> {
+        let Self { prompt_name } = FAMILY.read_options(spec)?;
+        prompts.with_default(prompt_name.as_deref()).map_err(|problem| spec.refused_option(problem))
+    }
+}
+
+fn check(spec: &LoadSpec) -> Result<(), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    let settings = SentenceSettings::read(&files, &spec.source)?;
+    Options::prompts(spec, settings.prompts)?;
+    check_text_files(&files, &spec.source)
+}
 
 /// Loads a model for embeddings.
 ///
@@ -33,7 +79,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(EmbeddingProcessor, Tex
         names: ServedNames::new(spec),
         width: settings.pooling.width(config.hidden),
         pooling: settings.pooling,
-        prompts: settings.prompts.with_default_of(spec)?,
+        prompts: Options::prompts(spec, settings.prompts)?,
         max_inputs: spec.max_inputs,
     };
     Ok((processor, network))
@@ -66,8 +112,7 @@ impl Processor for EmbeddingProcessor {
     type Output = Vec<f32>;
 
     fn routes(&self) -> &[Route] {
-        const ROUTES: &[Route] = &[Route::json(URL)];
-        ROUTES
+        FAMILY.routes
     }
 
     fn probe(&self) -> Option<Message> {

@@ -6,13 +6,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use super::names::ServedNames;
 use super::sentence_settings::SentenceSettings;
-use super::{BRIEF_BODY, Made, Texts, sized, text_model};
+use super::{BRIEF_BODY, Made, Texts, check_text_files, find_text_files, sized, text_model};
+use crate::model::family::{Description, Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::nets::text::config::NetworkConfig;
+use crate::model::nets::text::config::{Family as Architecture, NetworkConfig};
 use crate::model::nets::text::{Output, TextNetwork};
 use crate::model::{
     Body, Device, Effort, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
@@ -115,6 +117,42 @@ fn softmax(numbers: &mut [f32]) {
     numbers.iter_mut().for_each(|x| *x = (f64::from(*x - largest).exp() / sum) as f32);
 }
 
+/// Models that classify texts.
+pub static FAMILY: Family = Family {
+    name: "classify",
+    routes: &[Route::json(URL)],
+    serves: Serves::Files(FileRules {
+        configs: &Architecture::NAMES,
+        ggufs: &[],
+        pipelines: &[],
+        accepts: |model| label_count(model).is_some(),
+        find: find_text_files,
+        check: |spec| {
+            let files = ModelFiles::locate(&spec.source)?;
+            Labels::read(&files, &spec.source)?;
+            check_text_files(&files, &spec.source)
+        },
+    }),
+    options: &[],
+    sample: |texts| Sample::of_texts(URL, "input", texts),
+    example: Example { model: "score-roberta", options: &[] },
+};
+
+/// What ends the name of a class with a classification head, in `architectures`.
+const WITH_HEAD: &str = "ForSequenceClassification";
+
+/// How many labels a model has; none without a classification head.
+pub(super) fn label_count(model: &Description) -> Option<u64> {
+    let field = |name: &str| model.fields.get(name);
+    let mut classes = field("architectures").and_then(Value::as_array).into_iter().flatten();
+    if !classes.any(|class| class.as_str().is_some_and(|class| class.ends_with(WITH_HEAD))) {
+        return None;
+    }
+    let labels = field("id2label").and_then(Value::as_object).map(|labels| labels.len() as u64);
+    // The transformers library takes two labels for granted, and leaves them out.
+    Some(labels.or(field("num_labels").and_then(Value::as_u64)).unwrap_or(2))
+}
+
 /// Loads a model that classifies texts.
 ///
 /// # Errors
@@ -153,8 +191,7 @@ impl Processor for LabelProcessor {
     type Output = Vec<f32>;
 
     fn routes(&self) -> &[Route] {
-        const ROUTES: &[Route] = &[Route::json(URL)];
-        ROUTES
+        FAMILY.routes
     }
 
     fn probe(&self) -> Option<Message> {

@@ -1,5 +1,5 @@
-//! Kinds of requests: each file has the processor of one kind, and loads a network for it. The bodies are read
-//! and written by `protocol`, the networks are in `nets`.
+//! Kinds of requests: each file or folder has the processor of one kind, loads a network for it, and says in its `FAMILY`
+//! what of it others need to know. The bodies are read and written by `protocol`, the networks are in `nets`.
 
 pub mod embed;
 pub mod generate;
@@ -16,8 +16,8 @@ use std::vec::IntoIter;
 use rayon::prelude::*;
 
 use self::sentence_settings::SentenceSettings;
-use super::load::ModelFiles;
 use super::load::tokenizer::{TextLimits, TextTokenizer, Tokens};
+use super::load::{ModelFiles, weights};
 use super::nets::text::config::NetworkConfig;
 use super::nets::text::{Output, TextNetwork};
 use super::{Device, Inputs, LoadError, LoadSpec, SizedInput, TaskError};
@@ -32,22 +32,19 @@ const TEXT_BYTES: usize = 64;
 /// From this number on, texts are divided among the threads of the caller's pool.
 const MANY_TEXTS: usize = 64;
 
-/// The digest of all files that the model `source` is loaded from, by [`ModelFiles::digest`]. It stays the same
-/// when a folder is copied or other files are added. A hub model that is not in the cache is downloaded.
-///
-/// # Errors
-/// As the tasks' `load`, for a file that is missing or invalid.
-pub fn digest(source: &str) -> Result<String, LoadError> {
-    let files = ModelFiles::locate(source)?;
-    if files.gguf().is_some() {
-        return files.digest();
-    }
+/// Asks for the files of a model of texts.
+fn find_text_files(files: &ModelFiles) -> Result<(), LoadError> {
     files.required("config.json")?;
-    SentenceSettings::find(&files)?;
+    SentenceSettings::find(files)?;
     files.optional("tokenizer.json")?;
-    files.optional("preprocessor_config.json")?;
-    files.weights()?;
-    files.digest()
+    files.weights().map(drop)
+}
+
+/// Checks the files that every network for texts has, as [`FileRules::check`](super::family::FileRules::check) does.
+fn check_text_files(files: &ModelFiles, source: &str) -> Result<(), LoadError> {
+    NetworkConfig::read(files, source)?;
+    files.required("tokenizer.json")?;
+    weights::check(&files.weights()?)
 }
 
 /// A network for texts with its tokenizer.

@@ -4,19 +4,42 @@
 
 use std::sync::Arc;
 
-use super::labels::sigmoid;
+use serde_json::json;
+
+use super::labels::{label_count, sigmoid};
 use super::names::ServedNames;
 use super::sentence_settings::SentenceSettings;
-use super::{BRIEF_BODY, Made, Texts, sized, text_model};
+use super::{BRIEF_BODY, Made, Texts, check_text_files, find_text_files, sized, text_model};
+use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::{TextTokenizer, Tokens};
-use crate::model::nets::text::config::NetworkConfig;
+use crate::model::nets::text::config::{Family as Architecture, NetworkConfig};
 use crate::model::nets::text::{Output, TextNetwork};
 use crate::model::{
     Body, Device, Effort, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Route, TaskError,
 };
 use crate::protocol::reply::Usage;
 use crate::protocol::rerank::{Form, PairsRequest, RERANK_URL, SCORE_URL, write_scores};
+
+/// Models that score pairs of texts.
+pub static FAMILY: Family = Family {
+    name: "rerank",
+    routes: &[Route::json(RERANK_URL), Route::json(SCORE_URL)],
+    serves: Serves::Files(FileRules {
+        configs: &Architecture::NAMES,
+        ggufs: &[],
+        pipelines: &[],
+        accepts: |model| label_count(model) == Some(1),
+        find: find_text_files,
+        check: |spec| check_text_files(&ModelFiles::locate(&spec.source)?, &spec.source),
+    }),
+    options: &[],
+    sample: |texts| {
+        let body = json!({"query": texts.first(), "documents": texts});
+        Sample::json(RERANK_URL, &body, texts.len())
+    },
+    example: Example { model: "score-bert", options: &[] },
+};
 
 /// Loads a model with one label for pairs of texts.
 ///
@@ -53,8 +76,7 @@ impl Processor for PairProcessor {
     type Output = Vec<f32>;
 
     fn routes(&self) -> &[Route] {
-        const ROUTES: &[Route] = &[Route::json(RERANK_URL), Route::json(SCORE_URL)];
-        ROUTES
+        FAMILY.routes
     }
 
     fn probe(&self) -> Option<Message> {

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use crate::model::load::ModelFiles;
 use crate::model::load::tokenizer::TextLimits;
 use crate::model::ops::pooling::{Mode, Pooling};
-use crate::model::{LoadError, LoadSpec, TaskError};
+use crate::model::{LoadError, OptionProblem, TaskError};
 use crate::protocol::shorten;
 
 /// The file names that the Transformer module's settings have had.
@@ -40,20 +40,20 @@ pub struct Prompts {
 }
 
 impl Prompts {
-    /// The same with the default that the pool sets: `prompt_name` of `[pool.options]`.
+    /// The same with the default that the pool's option `prompt_name` sets.
     ///
     /// # Errors
-    /// [`LoadError::Unsupported`] if the model has no such prompt, or for another option.
-    pub fn with_default_of(mut self, spec: &LoadSpec) -> Result<Self, LoadError> {
-        let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
-        for (option, value) in &spec.options {
-            let name = value.as_str().filter(|_| option == "prompt_name").ok_or_else(|| {
-                refused(format!("[pool.options] has {option} = {value}; prompt_name = \"NAME\" is known"))
-            })?;
-            self.default = match self.texts.get(name) {
-                Some(text) => text.clone(),
-                None => return Err(refused(format!("prompt_name is {name:?}; {}", self.known()))),
-            };
+    /// The model has no such prompt.
+    pub fn with_default(mut self, name: Option<&str>) -> Result<Self, OptionProblem> {
+        if let Some(name) = name {
+            let text = self.texts.get(name).ok_or_else(|| {
+                OptionProblem::expected(
+                    "prompt_name",
+                    name,
+                    format!("a prompt of the model; {}", self.known()),
+                )
+            });
+            self.default = text?.clone();
         }
         Ok(self)
     }

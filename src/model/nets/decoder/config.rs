@@ -7,6 +7,7 @@ use serde::Deserialize;
 use crate::model::LoadError;
 use crate::model::load::ModelFiles;
 use crate::model::load::gguf::Gguf;
+use crate::model::nets::names;
 
 /// The architectures of decoders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +24,8 @@ impl Family {
     /// All, as `model_type` and GGUF files name them.
     pub const ALL: [(&str, Self); 3] =
         [("llama", Self::Llama), ("qwen2", Self::Qwen2), ("qwen3", Self::Qwen3)];
+    /// Their names.
+    pub const NAMES: [&str; 3] = names(&Self::ALL);
 
     /// The architecture of this name.
     pub fn named(name: &str) -> Option<Self> {

@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 
 use crate::model::LoadError;
 use crate::model::load::ModelFiles;
+use crate::model::nets::names;
 use crate::model::ops::Activation;
 
 /// The architectures; they differ in the names of tensors and in how a token's position counts.
@@ -37,6 +38,8 @@ impl Family {
         ("nomic_bert", Self::Nomic),
         ("modernbert", Self::ModernBert),
     ];
+    /// Their names.
+    pub const NAMES: [&'static str; 8] = names(&Self::ALL);
 
     /// The prefix of tensor names if the file was saved from a model with a head.
     pub fn base(self) -> &'static str {

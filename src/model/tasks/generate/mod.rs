@@ -4,21 +4,23 @@
 mod network;
 mod options;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use serde_json::json;
 use sha2::{Digest, Sha256};
 
 pub use self::network::{Answer, Piece, Prompt, TextGenerator};
 use self::options::{Computes, Options};
 use super::names::ServedNames;
-use super::{MANY_TEXTS, prepared};
-use crate::model::load::ModelFiles;
+use super::{MANY_TEXTS, find_text_files, prepared};
+use crate::model::family::{Example, Family, FileRules, Sample, Serves};
 use crate::model::load::gguf::Gguf;
 use crate::model::load::laid_out::{self, LaidOut};
 use crate::model::load::long_text::{Side, TextIds};
 use crate::model::load::vocabulary::{Reach, Vocabulary};
-use crate::model::nets::decoder::config::DecoderConfig;
+use crate::model::load::{ModelFiles, weights};
+use crate::model::nets::decoder::config::{DecoderConfig, Family as Architecture};
 use crate::model::nets::decoder::{Decoder, DeviceDecoder, GGUF_WORDS, Held, Weights, WithBlocks};
 use crate::model::ops::kv::{KvBlocks, KvShape};
 use crate::model::sequences::blocks::Owner;
@@ -37,12 +39,54 @@ use crate::protocol::stats::{Generated, TokenCounts};
 const COMPLETION_TOKENS: usize = 16;
 /// The same for conversations.
 const CHAT_TOKENS: usize = 512;
+/// Tokens of each answer in a sample.
+const SAMPLE_TOKENS: usize = 32;
 /// The most bytes of prompts that are repeated before a task's answers: a token has up to 128 bytes of text, and two in
 /// a body, and is repeated for each answer.
 const MOST_ECHOED: usize = 8 << 20;
 /// The most tokens that are listed with their probabilities for a task's answers: each takes about 100 bytes here and as
 /// many in the reply.
 const MOST_LISTED: usize = 1 << 19;
+
+/// Models that continue texts.
+pub static FAMILY: Family = Family {
+    name: "generate",
+    routes: &[Route::json(CHAT_URL), Route::json(COMPLETIONS_URL)],
+    serves: Serves::Files(FileRules {
+        configs: &Architecture::NAMES,
+        ggufs: &Architecture::NAMES,
+        pipelines: &[],
+        accepts: |_| true,
+        find: find_text_files,
+        check,
+    }),
+    options: &options::OPTIONS,
+    sample: |texts| {
+        let body = json!({"prompt": texts, "max_tokens": SAMPLE_TOKENS, "ignore_eos": true});
+        Sample::json(COMPLETIONS_URL, &body, texts.len())
+    },
+    example: Example { model: "generate-llama", options: &[] },
+};
+
+fn check(spec: &LoadSpec) -> Result<(), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    let Some(path) = files.gguf() else {
+        let config = DecoderConfig::read(&files, &spec.source)?;
+        Options::read(spec, config.context)?;
+        files.required("tokenizer.json")?;
+        return weights::check(&files.weights()?);
+    };
+    let (gguf, config) = read_gguf(&path)?;
+    Options::read(spec, config.context)?;
+    gguf.check_length()
+}
+
+fn read_gguf(path: &Path) -> Result<(Gguf, DecoderConfig), LoadError> {
+    let gguf = Gguf::read(path)?;
+    let config = DecoderConfig::of_gguf(&gguf)?;
+    gguf.check(GGUF_WORDS, [config.hidden, config.vocabulary])?;
+    Ok((gguf, config))
+}
 
 /// Loads a model that generates text: onto a CPU with weights as in the file, onto a GPU by
 /// [`load_onto`].
@@ -64,8 +108,8 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
         });
     }
     let mut model = Model::read(spec)?;
-    let options = Options::read(spec, model.config.context, Computes::Host)?;
-    model.weights.multiply_rows_as(options.activations);
+    let options = Options::read(spec, model.config.context)?;
+    model.weights.multiply_rows_as(options.rows(spec, Computes::Host)?);
     let decoder = decoder(&model.files, model.weights, &model.config, options.context)?;
     let DecoderConfig { layers, kv_heads: heads, head_width: width, .. } = model.config;
     let shape = KvShape { layers, heads, width, numbers: options.kv_numbers };
@@ -82,7 +126,8 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, Text
 /// [`LoadError::Unfit`] if it computes wrongly.
 pub fn load_onto(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor, TextGenerator), LoadError> {
     let Model { config, vocabulary, weights, .. } = Model::read(spec)?;
-    let options = Options::read(spec, config.context, Computes::Candle)?;
+    let options = Options::read(spec, config.context)?;
+    options.rows(spec, Computes::Candle)?;
     let held = Held {
         context: options.context,
         blocks: TextGenerator::blocks(options.capacity()),
@@ -105,9 +150,7 @@ impl Model {
     fn read(spec: &LoadSpec) -> Result<Self, LoadError> {
         let files = ModelFiles::locate(&spec.source)?;
         if let Some(path) = files.gguf() {
-            let gguf = Gguf::read(&path)?;
-            let config = DecoderConfig::of_gguf(&gguf)?;
-            gguf.check(GGUF_WORDS, [config.hidden, config.vocabulary])?;
+            let (gguf, config) = read_gguf(&path)?;
             let vocabulary = Vocabulary::of_gguf(&gguf, config.vocabulary)?;
             let weights = Weights::of_gguf(gguf, &config);
             return Ok(Self { files, config, vocabulary, weights });
@@ -213,8 +256,8 @@ impl Processor for GenerateProcessor {
     type Output = Answer;
 
     fn routes(&self) -> &[Route] {
-        const BOTH: &[Route] = &[Route::json(CHAT_URL), Route::json(COMPLETIONS_URL)];
-        if self.vocabulary.chat.is_some() { BOTH } else { &BOTH[1..] }
+        let has_chat = self.vocabulary.chat.is_some();
+        if has_chat { FAMILY.routes } else { &FAMILY.routes[1..] }
     }
 
     fn probe(&self) -> Option<Message> {

@@ -4,26 +4,28 @@
 mod decode;
 mod preprocessing;
 mod resize;
+mod sample;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::vec::IntoIter;
+
+use serde::Deserialize;
 
 use self::decode::{Error, Format, Header, Limits, decode, header};
 use self::preprocessing::Preprocessing;
 use super::labels::Labels;
 use super::names::ServedNames;
 use super::prepared;
-use crate::model::load::{self, ModelFiles};
-use crate::model::nets::image::{ImageNetwork, Pixels, Sides};
+use crate::model::family::{Example, Family, FileRules, OptionDefault, OptionSpec, Serves, Takes};
+use crate::model::load::{self, ModelFiles, weights};
+use crate::model::nets::image::{ARCHITECTURES, ImageNetwork, Pixels, Sides};
 use crate::model::{
     Body, Device, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties, Route,
-    SizedInput, TaskError, TaskErrorKind, Value,
+    SizedInput, TaskError, TaskErrorKind,
 };
+use crate::protocol::JSON;
 use crate::protocol::images::{ImageFile, ImagesRequest, URL, write_images};
 
-/// Pixels of a decoded image, unless the pool's options say otherwise: a photograph of 7,300 × 5,500.
-const MOST_PIXELS: u64 = 40_000_000;
 /// So many of the largest images make the pixels of one task, unless the pool's options say otherwise.
 const LARGEST_OF_TASK: u64 = 4;
 /// Bytes of decoded samples for each allowed pixel: red, green, blue and alpha.
@@ -44,6 +46,59 @@ const PROBE: [u8; 69] = [
     219, 0, 0, 0, 0, 73, 69, 78, 68, 174, 66, 96, 130,
 ];
 
+/// Models that classify images.
+pub static FAMILY: Family = Family {
+    name: "classify",
+    routes: &[Route { url: URL, media_types: &[JSON, "image/jpeg", "image/png", "image/webp"] }],
+    serves: Serves::Files(FileRules {
+        configs: &ARCHITECTURES,
+        ggufs: &[],
+        pipelines: &[],
+        accepts: |_| true,
+        find,
+        check,
+    }),
+    options: &[
+        OptionSpec {
+            name: "max_pixels",
+            takes: Takes::Whole(1..=u64::MAX),
+            default: OptionDefault::Value("40000000"),
+            help: "the most pixels of a decoded image; the default is a photograph of 7,300 × 5,500",
+        },
+        OptionSpec {
+            name: "max_task_pixels",
+            takes: Takes::Whole(1..=u64::MAX),
+            default: OptionDefault::Derived("4 × `max_pixels`"),
+            help: "the most pixels of all images of a task. Few bytes can declare many pixels, each of which takes time \
+                   and memory",
+        },
+    ],
+    sample: sample::images,
+    // A fuzzed file may declare any number of pixels.
+    example: Example { model: "tiny-vit", options: &[("max_pixels", 1_000_000)] },
+};
+
+fn find(files: &ModelFiles) -> Result<(), LoadError> {
+    files.required("config.json")?;
+    files.optional("preprocessor_config.json")?;
+    files.weights().map(drop)
+}
+
+fn check(spec: &LoadSpec) -> Result<(), LoadError> {
+    let files = ModelFiles::locate(&spec.source)?;
+    Labels::read(&files, &spec.source)?;
+    PixelLimits::read(spec)?;
+    preprocessing(&files, spec)?;
+    weights::check(&files.weights()?)
+}
+
+fn preprocessing(files: &ModelFiles, spec: &LoadSpec) -> Result<Preprocessing, LoadError> {
+    let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
+    let path = files.required("preprocessor_config.json")?;
+    let text = String::from_utf8(load::read(&path)?).map_err(|error| refused(error.to_string()))?;
+    Preprocessing::read(&text).map_err(|error| refused(error.to_string()))
+}
+
 /// Loads a model that classifies images.
 ///
 /// # Errors
@@ -52,11 +107,8 @@ const PROBE: [u8; 69] = [
 pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageNetwork), LoadError> {
     let files = ModelFiles::locate(&spec.source)?;
     let labels = Labels::read(&files, &spec.source)?;
-    let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
-    let path = files.required("preprocessor_config.json")?;
-    let text = String::from_utf8(load::read(&path)?).map_err(|error| refused(error.to_string()))?;
-    let preprocessing = Preprocessing::read(&text).map_err(|error| refused(error.to_string()))?;
-    let limits = PixelLimits::of(&spec.options).map_err(refused)?;
+    let preprocessing = preprocessing(&files, spec)?;
+    let limits = PixelLimits::read(spec)?;
     let sides = Sides { height: preprocessing.height, width: preprocessing.width };
     let network = ImageNetwork::load((spec, device), &files, sides, labels.names.len())?;
     let tokens = (sides.height * sides.width).div_ceil(PATCH * PATCH);
@@ -79,26 +131,19 @@ struct PixelLimits {
 }
 
 impl PixelLimits {
-    /// The limits in `[pool.options]`.
+    /// The limits in the pool's options.
     ///
     /// # Errors
-    /// The option that is unknown, or has no positive number.
-    fn of(options: &BTreeMap<String, Value>) -> Result<Self, String> {
-        let (mut image, mut task) = (MOST_PIXELS, None);
-        for (option, value) in options {
-            let most = value.as_u64().filter(|most| *most > 0);
-            match (option.as_str(), most) {
-                ("max_pixels", Some(most)) => image = most,
-                ("max_task_pixels", Some(most)) => task = Some(most),
-                _ => {
-                    return Err(format!(
-                        "[pool.options] has {option} = {value}; max_pixels and max_task_pixels, each a positive \
-                         integer, are known"
-                    ));
-                }
-            }
+    /// [`LoadError::Option`] for an option that is unknown, or is no positive number.
+    fn read(spec: &LoadSpec) -> Result<Self, LoadError> {
+        #[derive(Deserialize)]
+        struct Options {
+            max_pixels: u64,
+            max_task_pixels: Option<u64>,
         }
-        Ok(Self { image, task: task.unwrap_or(image.saturating_mul(LARGEST_OF_TASK)) })
+        let Options { max_pixels: image, max_task_pixels } = FAMILY.read_options(spec)?;
+        let task = max_task_pixels.unwrap_or(image.saturating_mul(LARGEST_OF_TASK));
+        Ok(Self { image, task })
     }
 
     fn of_image(self) -> Limits {
@@ -136,9 +181,7 @@ impl Processor for ImageProcessor {
     type Output = Vec<f32>;
 
     fn routes(&self) -> &[Route] {
-        const MEDIA: &[&str] = &["application/json", "image/jpeg", "image/png", "image/webp"];
-        const ROUTES: &[Route] = &[Route { url: URL, media_types: MEDIA }];
-        ROUTES
+        FAMILY.routes
     }
 
     fn probe(&self) -> Option<Message> {
@@ -323,7 +366,7 @@ pub(crate) mod test_files {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
 
@@ -344,7 +387,9 @@ mod tests {
     }
 
     fn limits(options: &[(&str, Value)]) -> Result<PixelLimits, String> {
-        PixelLimits::of(&options.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect())
+        let options = options.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+        let spec = LoadSpec { options, ..LoadSpec::new("a") };
+        PixelLimits::read(&spec).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -353,11 +398,11 @@ mod tests {
         assert_eq!(limits(&[("max_pixels", json!(10))]), Ok(PixelLimits { image: 10, task: 40 }));
         let both = [("max_pixels", json!(10)), ("max_task_pixels", json!(15))];
         assert_eq!(limits(&both), Ok(PixelLimits { image: 10, task: 15 }));
-        for (name, value) in
-            [("max_pixels", json!(0)), ("max_task_pixels", json!("many")), ("pixels", json!(1))]
-        {
+        for (name, value) in [("max_pixels", json!(0)), ("max_task_pixels", json!("many"))] {
             let error = limits(&[(name, value.clone())]).unwrap_err();
             assert!(error.contains(&format!("{name} = {value}")), "{error}");
         }
+        let error = limits(&[("max_pixel", json!(1))]).unwrap_err();
+        assert!(error.contains("did you mean `max_pixels`?"), "{error}");
     }
 }

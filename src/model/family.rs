@@ -1,0 +1,200 @@
+//! What a built-in family of models registers: its name, URLs, the models that it serves, its options, and how tools make
+//! a task for it. Each family fills one [`Family`] in, beside its code in `tasks`; `registry` lists them. Decides whether a
+//! family serves a model, and reads options. Reads no weights.
+
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+
+use super::load::ModelFiles;
+use super::load::gguf::Gguf;
+use super::{LoadError, LoadSpec, Route};
+pub use crate::config::{OptionDefault, OptionProblem, OptionSpec, Takes};
+use crate::config::{check_options, with_defaults};
+use crate::protocol::batch_line::RequestBody;
+
+/// A built-in family of models.
+pub struct Family {
+    /// Its name. `pool.task` chooses it by this name where a model's weights serve several.
+    pub name: &'static str,
+    /// What it answers, the usual URL first. A model of the family may answer fewer.
+    pub routes: &'static [Route],
+    /// Which models it serves.
+    pub serves: Serves,
+    /// The settings that it takes in `[pool.options]`.
+    pub options: &'static [OptionSpec],
+    /// Makes a task of one or more texts, for `sconce bench`.
+    pub sample: fn(&[String]) -> Sample,
+    /// A small model of the family, with which tests and the fuzz target load it.
+    pub example: Example,
+}
+
+/// Which `pool.model` a family serves.
+pub enum Serves {
+    /// The family's name, alone or followed by `:…` or `?…`.
+    ItsName,
+    /// Models that are loaded from files.
+    Files(FileRules),
+}
+
+/// Which models that are loaded from files a family serves, and what it needs of them.
+pub struct FileRules {
+    /// The `model_type` of their `config.json`.
+    pub configs: &'static [&'static str],
+    /// The `general.architecture` of their GGUF file.
+    pub ggufs: &'static [&'static str],
+    /// The `_class_name` of their `model_index.json`, for models of several networks.
+    pub pipelines: &'static [&'static str],
+    /// What else must hold of a model's description.
+    pub accepts: fn(&Description) -> bool,
+    /// Asks for every file that loading may read, the weights last: for the digest of a model.
+    pub find: fn(&ModelFiles) -> Result<(), LoadError>,
+    /// Checks all that can be checked of a model without loading it: its configuration, the pool's options, the headers
+    /// of its weights, and that their files are whole. Devices and tokenizers are not looked at.
+    pub check: fn(&LoadSpec) -> Result<(), LoadError>,
+}
+
+/// A task as a tool makes it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sample {
+    /// Its URL; none: any.
+    pub url: Option<&'static str>,
+    /// Its body.
+    pub body: RequestBody,
+    /// How many inputs it has.
+    pub inputs: usize,
+}
+
+impl Sample {
+    /// A task whose body is JSON.
+    pub fn json(url: &'static str, body: &Value, inputs: usize) -> Self {
+        Self { url: Some(url), body: body.to_string().into(), inputs }
+    }
+
+    /// The same with the texts in `field`: a text alone, or a list of several.
+    pub fn of_texts(url: &'static str, field: &str, texts: &[String]) -> Self {
+        let input = if let [alone] = texts { Value::from(alone.as_str()) } else { Value::from(texts) };
+        Self::json(url, &json!({ field: input }), texts.len())
+    }
+}
+
+/// A small model of a family.
+pub struct Example {
+    /// A folder of `tests/fixtures`, or the whole `model` setting of a family that serves its name.
+    pub model: &'static str,
+    /// Options, each a whole number.
+    pub options: &'static [(&'static str, u64)],
+}
+
+/// The format in which a model's files describe it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// `config.json`: one network.
+    Config,
+    /// A GGUF file.
+    Gguf,
+    /// `model_index.json`: several networks, each in a folder.
+    Pipeline,
+}
+
+/// How a model's files describe it.
+#[derive(Debug)]
+pub struct Description {
+    /// The format of the description.
+    pub format: Format,
+    /// The architecture that it names; empty: none.
+    pub architecture: String,
+    /// The fields of `config.json` or `model_index.json`. Beside the architecture's name they may mean something else in
+    /// an architecture that is not served.
+    pub fields: Map<String, Value>,
+}
+
+impl Description {
+    /// Reads the description of the model `source` in `files`.
+    ///
+    /// # Errors
+    /// [`LoadError::File`] if it is missing or invalid, [`LoadError::Hub`] if the hub cannot be asked.
+    pub fn read(files: &ModelFiles) -> Result<Self, LoadError> {
+        if let Some(path) = files.gguf() {
+            let architecture = Gguf::architecture(&path)?;
+            return Ok(Self { format: Format::Gguf, architecture, fields: Map::new() });
+        }
+        // A folder may have both: then `config.json` is that of one network.
+        let of = |format, name: &str, fields: Map<String, Value>| {
+            let architecture = fields.get(name).and_then(Value::as_str).unwrap_or_default().to_owned();
+            Self { format, architecture, fields }
+        };
+        if let Some(fields) = files.json("config.json")? {
+            return Ok(of(Format::Config, "model_type", fields));
+        }
+        match files.json("model_index.json")? {
+            Some(fields) => Ok(of(Format::Pipeline, "_class_name", fields)),
+            None => Ok(of(Format::Config, "model_type", files.required_json("config.json")?)),
+        }
+    }
+}
+
+impl FileRules {
+    /// The architectures that are served in a format.
+    pub fn architectures(&self, format: Format) -> &'static [&'static str] {
+        match format {
+            Format::Config => self.configs,
+            Format::Gguf => self.ggufs,
+            Format::Pipeline => self.pipelines,
+        }
+    }
+
+    /// Whether the family serves a model.
+    pub fn serves(&self, model: &Description) -> bool {
+        self.architectures(model.format).contains(&&*model.architecture) && (self.accepts)(model)
+    }
+}
+
+impl Family {
+    /// What it needs of a model's files; none if it serves its own name.
+    pub fn files(&self) -> Option<&FileRules> {
+        match &self.serves {
+            Serves::ItsName => None,
+            Serves::Files(rules) => Some(rules),
+        }
+    }
+
+    /// The URLs that it answers.
+    pub fn urls(&self) -> impl Iterator<Item = &'static str> {
+        self.routes.iter().map(|route| route.url)
+    }
+
+    /// Checks the pool's options, by their names, types and ranges alone.
+    ///
+    /// # Errors
+    /// [`LoadError::Option`] with the first that is wrong.
+    pub fn check_options(&self, spec: &LoadSpec) -> Result<(), LoadError> {
+        let problems = check_options(self.options, &spec.options);
+        problems.into_iter().next().map_or(Ok(()), |problem| Err(spec.refused_option(problem)))
+    }
+
+    /// The pool's options, with their defaults. An option without a value is one whose default is derived.
+    ///
+    /// # Errors
+    /// As [`Family::check_options`].
+    pub fn read_options<T: DeserializeOwned>(&self, spec: &LoadSpec) -> Result<T, LoadError> {
+        self.check_options(spec)?;
+        let all = with_defaults(self.options, &spec.options);
+        serde_json::from_value(Value::Object(all)).map_err(|error| LoadError::Unsupported {
+            model: spec.source.clone(),
+            reason: format!("[pool.options]: {error}"),
+        })
+    }
+
+    /// What loads the family's example. `root` is the folder of this repository.
+    pub fn example(&self, root: &Path) -> LoadSpec {
+        let Example { model, options } = self.example;
+        let source = match self.serves {
+            Serves::ItsName => model.to_owned(),
+            Serves::Files(_) => root.join("tests/fixtures").join(model).display().to_string(),
+        };
+        let options = options.iter().map(|(name, number)| ((*name).to_owned(), (*number).into())).collect();
+        LoadSpec { options, ..LoadSpec::new(source) }
+    }
+}

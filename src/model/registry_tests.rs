@@ -1,0 +1,276 @@
+//! Tests of which family serves a model, and of what every family must hold to.
+
+use std::fs::File;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use candle_core::quantized::{GgmlDType, QTensor, gguf_file};
+use candle_core::{DType, Tensor};
+
+use super::*;
+use crate::model::family::{OptionDefault, Serves, Takes};
+use crate::model::{Message, Properties, Route, Value};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn of(file: &str, content: &str, task: Option<&str>) -> Result<Served, String> {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join(file), content).unwrap();
+    served(folder.path().to_str().unwrap(), task).map_err(|error| error.to_string())
+}
+
+/// Which family serves a model with this `config.json`.
+fn family(config: &str, task: Option<&str>) -> Result<&'static str, String> {
+    of("config.json", config, task).map(|served| served.family.name)
+}
+
+#[test]
+fn an_architecture_is_served_for_its_first_task_or_the_one_that_is_asked_for() {
+    let bert = r#"{"model_type":"bert"}"#;
+    for task in [None, Some("embed")] {
+        let served = of("config.json", bert, task).unwrap();
+        assert_eq!(served.to_string(), "bert for embed (/v1/embeddings)");
+    }
+    assert_eq!(family(r#"{"model_type":"vit"}"#, None), Ok("classify"));
+    assert_eq!(family(r#"{"model_type":"qwen3"}"#, None), Ok("generate"));
+}
+
+#[test]
+fn a_head_with_one_label_scores_pairs_and_one_with_more_classifies() {
+    let one =
+        r#"{"model_type":"bert","architectures":["BertForSequenceClassification"],"id2label":{"0":"x"}}"#;
+    assert_eq!(family(one, None), Ok("rerank"));
+    assert_eq!(family(one, Some("classify")), Ok("classify"));
+    assert_eq!(family(one, Some("embed")), Ok("embed"));
+    let two = r#"{"model_type":"roberta","architectures":["RobertaForSequenceClassification"]}"#;
+    assert_eq!(family(two, None), Ok("classify"));
+    assert_eq!(family(two, Some("embed")), Ok("embed"));
+    assert!(family(two, Some("rerank")).unwrap_err().contains("\"rerank\", but for classify, embed"));
+}
+
+#[test]
+fn what_nothing_serves_is_refused_with_what_is_served() {
+    let error = family(r#"{"model_type":"t5"}"#, None).unwrap_err();
+    assert!(error.contains("\"t5\"") && error.contains("xlm-roberta, camembert"), "{error}");
+    assert_eq!(error.matches("camembert").count(), 1, "{error}");
+    let error = family(r#"{"model_type":"t5","architectures":null,"id2label":[],"num_labels":"x"}"#, None)
+        .unwrap_err();
+    assert!(error.contains("\"t5\""), "its type comes before the fields that it implies: {error}");
+    let error = family("{}", None).unwrap_err();
+    assert!(error.contains("\"(none)\""), "{error}");
+    let error = family(r#"{"model_type":"bert"}"#, Some("generate")).unwrap_err();
+    assert!(error.contains("\"generate\", but for embed"), "{error}");
+    let pipeline = r#"{"_class_name":"StableDiffusionPipeline"}"#;
+    let error = of("model_index.json", pipeline, None).err().unwrap();
+    assert!(error.contains("the pipeline \"StableDiffusionPipeline\""), "{error}");
+    let error = of("README.md", "", None).err().unwrap();
+    assert!(error.contains("config.json: the model has no such file"), "{error}");
+}
+
+#[test]
+fn a_gguf_file_names_its_architecture_itself() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let mut file = File::create(&path).unwrap();
+    let architecture = gguf_file::Value::String("bert".into());
+    gguf_file::write(&mut file, &[("general.architecture", &architecture)], &[]).unwrap();
+    let error = served(path.to_str().unwrap(), None).err().unwrap().to_string();
+    assert!(error.contains("\"bert\" in GGUF; served are llama, qwen2, qwen3"), "{error}");
+    std::fs::write(&path, "GGUF").unwrap();
+    let error = served(path.to_str().unwrap(), None).err().unwrap().to_string();
+    assert!(error.contains("model.gguf"), "{error}");
+}
+
+#[test]
+fn of_a_model_that_is_not_here_nothing_is_said() {
+    assert!(served_here("nobody/no-such-model-of-sconce", None).unwrap().is_none());
+}
+
+/// Hands the sample of each family to the processor of its example.
+struct Samples(Vec<String>);
+
+impl Samples {
+    fn answer<P: Processor, N>(&mut self, family: &'static Family, load: Load<P, N>) {
+        let (processor, _) = load(&family.example(root()), &Device::Cpu).unwrap();
+        for texts in [&self.0[..1], &self.0] {
+            let sample = (family.sample)(texts);
+            let mut properties = Properties { content_type: sample.body.media_type, ..Properties::default() };
+            if let Some(url) = sample.url {
+                assert!(processor.routes().iter().any(|route| route.url == url), "{url}");
+                properties.headers.insert("url".to_owned(), url.into());
+            }
+            let message = Message { properties, body: sample.body.bytes };
+            let (_, inputs) = processor.preprocess(&message).unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!(inputs.all().unwrap().len(), sample.inputs, "{}", family.name);
+        }
+        let registered: Vec<&Route> = family.routes.iter().collect();
+        assert!(processor.routes().iter().all(|route| registered.contains(&route)), "{}", family.name);
+    }
+}
+
+impl Register for Samples {
+    fn one_pass<P, F>(&mut self, family: &'static Family, load: Load<P, F>)
+    where
+        P: Processor,
+        F: Forward<Input = P::Input, Output = P::Output>,
+    {
+        self.answer(family, load);
+    }
+
+    fn sequences<P, G>(&mut self, family: &'static Family, load: Load<P, G>)
+    where
+        P: Processor,
+        G: Generate<Prompt = P::Input, Piece = P::Piece, Output = P::Output>,
+    {
+        self.answer(family, load);
+    }
+}
+
+#[test]
+fn every_family_takes_the_tasks_that_bench_makes_for_it() {
+    register(&mut Samples(vec!["a candle".to_owned(), "the wall".to_owned()]));
+}
+
+#[test]
+fn the_example_of_every_family_is_served_by_it_and_passes_its_check() {
+    for (family, rules) in of_files() {
+        let spec = family.example(root());
+        let served = served(&spec.source, Some(family.name)).unwrap();
+        assert!(std::ptr::eq(served.family, family), "{}", spec.source);
+        (rules.check)(&spec).unwrap_or_else(|error| panic!("{error}"));
+        let wrong = LoadSpec { options: [("promptname".to_owned(), 1.into())].into(), ..spec };
+        assert!(matches!(family.check_options(&wrong), Err(LoadError::Option { .. })), "{}", family.name);
+    }
+}
+
+#[test]
+fn the_defaults_of_options_are_of_their_types() {
+    for family in families() {
+        for option in family.options {
+            if let OptionDefault::Value(json) = option.default {
+                let value = serde_json::from_str(json).unwrap();
+                let options = [(option.name.to_owned(), value)].into();
+                family.check_options(&LoadSpec { options, ..LoadSpec::new("a") }).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_model_whose_weights_are_cut_off_does_not_pass_the_check() {
+    let folder = tempfile::tempdir().unwrap();
+    for (family, rules) in of_files() {
+        let example = family.example(root());
+        let copy = folder.path().join(family.example.model);
+        std::fs::create_dir_all(&copy).unwrap();
+        for file in std::fs::read_dir(&example.source).unwrap() {
+            let file = file.unwrap();
+            symlink(file.path(), copy.join(file.file_name())).unwrap();
+        }
+        let weights = copy.join("model.safetensors");
+        let bytes = std::fs::read(&weights).unwrap();
+        std::fs::remove_file(&weights).unwrap();
+        std::fs::write(&weights, &bytes[..bytes.len() - 1]).unwrap();
+        let spec = LoadSpec::new(copy.to_str().unwrap());
+        let error = (rules.check)(&spec).unwrap_err().to_string();
+        assert!(error.contains("not a whole safetensors file"), "{error}");
+    }
+}
+
+#[test]
+fn a_gguf_file_that_is_cut_off_does_not_pass_the_check() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let number = gguf_file::Value::U32;
+    let metadata = [
+        ("general.architecture", gguf_file::Value::String("llama".into())),
+        ("llama.embedding_length", number(32)),
+        ("llama.attention.head_count", number(2)),
+        ("llama.block_count", number(1)),
+        ("llama.feed_forward_length", number(32)),
+        ("llama.context_length", number(64)),
+        ("llama.vocab_size", number(2)),
+    ];
+    let metadata: Vec<(&str, &gguf_file::Value)> =
+        metadata.iter().map(|(key, value)| (*key, value)).collect();
+    let zeros = |rows: usize| {
+        let zeros = Tensor::zeros((rows, 32), DType::F32, &Device::Cpu).unwrap();
+        QTensor::quantize(&zeros, GgmlDType::F32).unwrap()
+    };
+    let tensors = [zeros(2), zeros(4)];
+    let tensors = [("token_embd.weight", &tensors[0]), ("unused", &tensors[1])];
+    gguf_file::write(&mut File::create(&path).unwrap(), &metadata, &tensors).unwrap();
+    let check = |options: &[(&str, u64)]| {
+        let options = options.iter().map(|(name, value)| ((*name).to_owned(), (*value).into())).collect();
+        let spec = LoadSpec { options, ..LoadSpec::new(path.to_str().unwrap()) };
+        (generate::FAMILY.files().unwrap().check)(&spec).map_err(|error| error.to_string())
+    };
+    assert_eq!(check(&[]), Ok(()));
+    assert!(check(&[("context", 65)]).unwrap_err().contains("at most 64, which is the model's"));
+    let bytes = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &bytes[..bytes.len() - 100]).unwrap();
+    let error = check(&[]).unwrap_err();
+    assert!(
+        error.contains("model.gguf") && error.contains("and it has") && error.contains(": 100 are missing"),
+        "{error}"
+    );
+}
+
+/// A number with a comma before each three digits.
+fn in_digits(number: u64) -> String {
+    let digits = number.to_string();
+    let groups: Vec<&str> =
+        digits.as_bytes().rchunks(3).rev().map(|group| std::str::from_utf8(group).unwrap()).collect();
+    groups.join(",")
+}
+
+/// The options of all families as the table in the docs.
+fn options_table() -> String {
+    let mut table = "| `[pool.options]` | kind | values | default | |\n|---|---|---|---|---|\n".to_owned();
+    for family in families().iter().filter(|family| matches!(family.serves, Serves::Files(_))) {
+        let takes_images = |route: &Route| route.media_types.iter().any(|kind| kind.starts_with("image/"));
+        let of = if family.routes.iter().any(takes_images) { ", images" } else { "" };
+        let of = format!("{}{of}", family.name);
+        for option in family.options {
+            let values = match &option.takes {
+                Takes::Whole(range) if *range.end() == u64::MAX => {
+                    format!("from {}", in_digits(*range.start()))
+                }
+                Takes::Whole(range) => {
+                    format!("{} to {}", in_digits(*range.start()), in_digits(*range.end()))
+                }
+                Takes::Switch => "true, false".to_owned(),
+                Takes::Text => "text".to_owned(),
+                Takes::Choice(names) => {
+                    names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
+                }
+            };
+            let default = match option.default {
+                OptionDefault::Derived(words) => words.to_owned(),
+                OptionDefault::Value(json) => match serde_json::from_str(json).unwrap() {
+                    Value::String(name) => format!("`{name}`"),
+                    value => value.as_u64().map_or_else(|| value.to_string(), in_digits),
+                },
+            };
+            table += &format!("| `{}` | {of} | {values} | {default} | {} |\n", option.name, option.help);
+        }
+    }
+    table
+}
+
+#[test]
+fn the_docs_list_the_options_of_every_family() {
+    let path = root().join("docs/models.md");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let [begin, end] = ["<!-- options, made by `make default-settings` -->\n", "<!-- end -->\n"];
+    let (before, rest) = text.split_once(begin).unwrap();
+    let (_, after) = rest.split_once(end).unwrap();
+    let made = format!("{before}{begin}{}{end}{after}", options_table());
+    if std::env::var_os("WRITE_DEFAULT_SETTINGS").is_some() {
+        std::fs::write(&path, &made).unwrap();
+    }
+    let text = std::fs::read_to_string(&path).unwrap();
+    assert!(text == made, "docs/models.md lists other options: run `make default-settings`");
+}

@@ -1,0 +1,46 @@
+//! Images for measurements: made of a text, so that the same text gives the same file. Not photographs, but as costly to
+//! decode as one of their size.
+
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use image::codecs::jpeg::JpegEncoder;
+use image::{Rgb, RgbImage};
+use serde_json::json;
+
+use crate::model::family::Sample;
+use crate::protocol::batch_line::RequestBody;
+use crate::protocol::images::URL;
+
+/// The sides of an image, in pixels.
+const SIDES: [u32; 2] = [480, 360];
+/// The side of the squares that an image consists of.
+const SQUARE: u32 = 12;
+
+/// A task with an image for each text: one is the body itself, several are data URLs.
+pub(super) fn images(texts: &[String]) -> Sample {
+    if let [alone] = texts {
+        let body = RequestBody { bytes: jpeg(alone).into(), media_type: Some("image/jpeg".to_owned()) };
+        return Sample { url: Some(URL), body, inputs: 1 };
+    }
+    let url = |text: &String| format!("data:image/jpeg;base64,{}", STANDARD.encode(jpeg(text)));
+    let urls: Vec<String> = texts.iter().map(url).collect();
+    Sample::json(URL, &json!({ "image_url": urls }), texts.len())
+}
+
+/// Squares whose colours follow from the text, each with a gradient.
+fn jpeg(text: &str) -> Vec<u8> {
+    let colour = |x: u32, y: u32| {
+        let mut hash = DefaultHasher::new();
+        (text, x / SQUARE, y / SQUARE).hash(&mut hash);
+        let [r, g, b, ..] = hash.finish().to_le_bytes();
+        let shade = (x % SQUARE + y % SQUARE) as u8;
+        Rgb([r, g, b].map(|level| level.saturating_add(shade)))
+    };
+    let [width, height] = SIDES;
+    let mut file = Vec::new();
+    let written = RgbImage::from_fn(width, height, colour).write_with_encoder(JpegEncoder::new(&mut file));
+    debug_assert!(written.is_ok(), "memory takes any file: {written:?}");
+    file
+}

@@ -1,0 +1,72 @@
+//! What is said of a pool's model and its options before anything is loaded: by `sconce check-config`, and by
+//! `sconce launch`, which refuses the same.
+
+#![allow(clippy::unwrap_used, reason = "what is missing in a helper fails its test")]
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// Runs a command with a model and one more setting.
+fn sconce(command: &str, model: &Path, set: &str) -> (i32, String) {
+    let mut process = Command::new(env!("CARGO_BIN_EXE_sconce"));
+    for (name, _) in std::env::vars_os() {
+        let name = name.to_string_lossy();
+        if name.starts_with("SCONCE_") || name == "AMQP_URL" {
+            process.env_remove(&*name);
+        }
+    }
+    let model = format!("pool[0].model={}", model.display());
+    let devices = "pool[0].devices=cpu";
+    // Nobody listens there: what `launch` does not refuse would be tried for a millisecond.
+    let broker = ["broker.url=amqp://127.0.0.1:9", "broker.give_up_after=1ms"];
+    let set = [&model, devices, set].into_iter().chain(broker);
+    let output: Output = process.arg(command).args(set.flat_map(|set| ["--set", set])).output().unwrap();
+    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+    (output.status.code().unwrap(), format!("{out}\n{err}"))
+}
+
+#[test]
+fn an_option_that_the_model_does_not_take_is_refused_before_anything_starts() {
+    let wrong = [
+        ("generate-llama", "contxt=64", "options.contxt: unknown key; did you mean `context`?"),
+        ("generate-llama", "sequences=0", "options.sequences = 0: expected a whole number from 1 to 4096"),
+        ("generate-llama", "context=1000000", "which is the model's"),
+        ("tiny-prompts", "prompt_name=qeury", "a prompt of the model; this model has"),
+        ("score-bert", "prompt_name=query", "this model takes no options"),
+        ("tiny-vit", "max_pixels=many", "options.max_pixels = \"many\": expected a whole number, at least 1"),
+    ];
+    for (model, option, words) in wrong {
+        for command in ["check-config", "launch"] {
+            let (exit, said) = sconce(command, &fixture(model), &format!("pool[0].options.{option}"));
+            assert_eq!(exit, 78, "{command} {option}: {said}");
+            let origin = format!("(flag --set pool[0].options.{})", option.split('=').next().unwrap());
+            assert!(said.contains(words) && said.contains(&origin), "{command} {option}: {said}");
+        }
+    }
+    let (exit, said) = sconce("check-config", &fixture("generate-llama"), "pool[0].options.context=64");
+    assert_eq!(exit, 0, "{said}");
+    assert!(said.contains("llama for generate (/v1/chat/completions, /v1/completions)"), "{said}");
+}
+
+#[test]
+fn a_model_whose_weights_are_cut_off_will_not_load() {
+    let folder = tempfile::tempdir().unwrap();
+    for file in fs::read_dir(fixture("generate-llama")).unwrap() {
+        let file = file.unwrap();
+        symlink(file.path(), folder.path().join(file.file_name())).unwrap();
+    }
+    let weights = folder.path().join("model.safetensors");
+    let bytes = fs::read(&weights).unwrap();
+    fs::remove_file(&weights).unwrap();
+    fs::write(&weights, &bytes[..bytes.len() - 1]).unwrap();
+    let (exit, said) = sconce("check-config", folder.path(), "pool[0].name=text");
+    assert_eq!(exit, 82, "{said}");
+    assert!(said.contains("pool \"text\"") && said.contains("not a whole safetensors file"), "{said}");
+    assert!(!said.contains("will load"), "{said}");
+}
