@@ -130,7 +130,7 @@ fn find(source: &str, model: Description, asked: Option<&str>) -> Result<Served,
             "{architecture:?} with these weights is not served for the task {asked:?}, but for {known}"
         ))
     })?;
-    Ok(Served { architecture, family: *family })
+    Ok(Served { architecture, family })
 }
 
 /// Why no family serves a model.
