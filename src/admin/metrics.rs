@@ -113,7 +113,8 @@ impl Out<'_, '_> {
         &mut self,
         name: &'static str,
         help: &str,
-        (bounds, values): (&[f64], impl IntoIterator<Item = (Labels<'v>, &'v Histogram)>),
+        bounds: &[f64],
+        values: impl IntoIterator<Item = (Labels<'v>, &'v Histogram)>,
     ) -> fmt::Result {
         let mut family = self.family(name, help, MetricType::Histogram)?;
         for (labels, histogram) in values {
@@ -200,7 +201,7 @@ fn of_tasks(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
             .map(move |(stage, name)| (with(entry, "stage", name), &stats.stages[*stage as usize]))
     });
     let help = "How long a stage of a task took: queue, prepare, wait, compute, publish";
-    out.histogram("task_stage_duration_seconds", help, (&SECONDS, stages))
+    out.histogram("task_stage_duration_seconds", help, &SECONDS, stages)
 }
 
 /// Every status with every reason that goes with it. All series exist from the start: `increase()` would miss
@@ -215,11 +216,11 @@ fn known_answers() -> BTreeSet<(&'static str, &'static str)> {
 
 fn of_batches(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result {
     let durations = counted(status).map(|(entry, stats)| (slot(entry), &stats.batch_seconds));
-    out.histogram("batch_duration_seconds", "How long a forward pass took", (&SECONDS, durations))?;
+    out.histogram("batch_duration_seconds", "How long a forward pass took", &SECONDS, durations)?;
     let inputs = counted(status).map(|(entry, stats)| (slot(entry), &stats.batch_inputs));
-    out.histogram("batch_inputs", "Inputs of a forward pass", (&INPUTS, inputs))?;
+    out.histogram("batch_inputs", "Inputs of a forward pass", &INPUTS, inputs)?;
     let tokens = counted(status).map(|(entry, stats)| (slot(entry), &stats.batch_tokens));
-    out.histogram("batch_tokens", "Tokens of a forward pass", (&TOKENS, tokens))?;
+    out.histogram("batch_tokens", "Tokens of a forward pass", &TOKENS, tokens)?;
     let busy = sums(status, |stats| stats.busy_us as f64 / 1e6);
     out.counter("device_busy_seconds", "Time that the device computed", busy)
 }
@@ -238,10 +239,10 @@ fn of_generated_text(out: &mut Out<'_, '_>, status: &SlotStatus) -> fmt::Result 
     let generates = || counted(status).filter(|(_, stats)| stats.now.kv_tokens > 0);
     let first = generates().map(|(entry, stats)| (slot(entry), &stats.first_token));
     let help = "From a task's acceptance by its worker to its first token";
-    out.histogram("first_token_duration_seconds", help, (&SECONDS, first))?;
+    out.histogram("first_token_duration_seconds", help, &SECONDS, first)?;
     let output = generates().map(|(entry, stats)| (slot(entry), &stats.output_token));
     let help = "For a token of an answer after its first, an average of the answer";
-    out.histogram("output_token_duration_seconds", help, (&SECONDS, output))?;
+    out.histogram("output_token_duration_seconds", help, &SECONDS, output)?;
     let reserved = generates().map(|(entry, stats)| (slot(entry), stats.now.kv_reserved as f64));
     out.gauge("kv_reserved_tokens", "Tokens reserved for running sequences", reserved)?;
     let most = generates().map(|(entry, stats)| (slot(entry), stats.now.kv_tokens as f64));
@@ -312,7 +313,7 @@ mod tests {
         let flags = flags.map(|(path, value)| (path.to_owned(), value.to_owned()));
         let settings = config::load(&[], [], &flags).unwrap().settings;
         let host = Host { name: "h".into(), cores: 2, gpus: Gpus::default(), visible: None, cuda: None };
-        let launching = Launching::new(("none".as_ref(), None), &settings.launcher, &Stop::default(), None);
+        let launching = Launching::new("none".as_ref(), None, &settings.launcher, &Stop::default(), None);
         let board = launching.board();
         for assignment in plan(&settings, &host).unwrap() {
             board.assign(&assignment);

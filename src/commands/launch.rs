@@ -73,7 +73,7 @@ async fn serve(
     listen(stop.clone(), Patience::SecondAborts)?;
     let mut hangups = Hangups::listen()?;
     let raw_lines = (log_format(true)? == Format::Json).then_some(telemetry::write_line as RawLines);
-    let launching = Launching::new((program, Some(program)), &settings.launcher, &stop, raw_lines);
+    let launching = Launching::new(program, Some(program), &settings.launcher, &stop, raw_lines);
     if let Some(address) = settings.admin.listen {
         #[cfg(feature = "http")]
         let served = admin::serve(address, &host.name, launching.board(), stop.clone()).await;

@@ -51,7 +51,8 @@ impl Worker {
     /// # Errors
     /// The program cannot be started.
     pub(super) async fn spawn(
-        (program, guard): (&Path, &Arc<Guard>),
+        program: &Path,
+        guard: &Arc<Guard>,
         assignment: &Assignment,
         deaths: Vec<control::CrashRecord>,
         paused: bool,

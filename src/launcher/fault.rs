@@ -9,7 +9,7 @@ use crate::protocol::shorten;
 use crate::shutdown::Exit;
 
 /// Bytes that are kept of an error text of the worker.
-const WORDS: usize = 500;
+const MESSAGE_BYTES: usize = 500;
 
 /// The reason for which the launcher kills a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,14 +59,14 @@ impl Circumstances {
         lately: Option<&DeviceFault>,
     ) -> (RestartReason, Option<String>) {
         if let Some(fault) = &self.fault {
-            let words = match fault {
-                Fault::Device(device_fault) => Some(device_fault.words.clone()),
+            let message = match fault {
+                Fault::Device(device_fault) => Some(device_fault.message.clone()),
                 Fault::WrongDevice | Fault::Stuck | Fault::Silent => None,
             };
-            return (fault.reason(), words);
+            return (fault.reason(), message);
         }
-        if let Some((why, words)) = &self.unfit {
-            return ((*why).into(), Some(shorten(words, WORDS)));
+        if let Some((reason, message)) = &self.unfit {
+            return ((*reason).into(), Some(shorten(message, MESSAGE_BYTES)));
         }
         let by_itself = match death.exit {
             Some(Exit::DeviceFailed | Exit::Internal) => true,
@@ -76,7 +76,7 @@ impl Circumstances {
         match lately.filter(|_| by_itself) {
             Some(device_fault) => (
                 device_fault.kind.reason(),
-                Some(format!("{}, and then the worker died", device_fault.words)),
+                Some(format!("{}, and then the worker died", device_fault.message)),
             ),
             None => (of_status(death, status), None),
         }
@@ -117,21 +117,21 @@ mod tests {
     }
 
     fn device_fault(kind: Kind) -> DeviceFault {
-        DeviceFault { kind, words: "Xid 31: x".to_owned() }
+        DeviceFault { kind, message: "Xid 31: x".to_owned() }
     }
 
     #[test]
     fn what_the_launcher_and_the_worker_know_comes_before_the_status() {
         let (death, status) = ended(83);
         let name = |it: &Circumstances, lately: Option<&DeviceFault>| {
-            let (reason, words) = it.reason(&death, status, lately);
-            (reason.as_str(), words)
+            let (reason, message) = it.reason(&death, status, lately);
+            (reason.as_str(), message)
         };
         let lately = Some(&device_fault(Kind::Xid));
         let mut it = Circumstances::default();
         assert_eq!(name(&it, None), ("device_failed", None));
-        let words = Some("Xid 31: x, and then the worker died".to_owned());
-        assert_eq!(name(&it, lately), ("xid", words));
+        let message = Some("Xid 31: x, and then the worker died".to_owned());
+        assert_eq!(name(&it, lately), ("xid", message));
         it.unfit = Some((Unfit::TooSlow, "slow".to_owned()));
         assert_eq!(name(&it, lately), ("too_slow", Some("slow".to_owned())));
         it.fault = Some(Fault::Device(device_fault(Kind::OffTheBus)));
@@ -147,8 +147,8 @@ mod tests {
         {
             let (death, status) = ended(code);
             let lately = device_fault(Kind::Xid);
-            let (reason, words) = Circumstances::default().reason(&death, status, Some(&lately));
-            assert_eq!((reason.as_str(), words), (name, None));
+            let (reason, message) = Circumstances::default().reason(&death, status, Some(&lately));
+            assert_eq!((reason.as_str(), message), (name, None));
         }
         let (death, _) = ended(99);
         let killed = Some(ExitStatus::from_raw(9));

@@ -26,7 +26,7 @@ const OBEYING: Duration = Duration::from_secs(4);
 const ROUNDS: u32 = 3;
 /// Of restarts one after the other: how long the next slot waits for the one before, and how often it looks.
 const RESTARTING: Duration = Duration::from_secs(10 * 60);
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// All slots of a launcher.
 pub(super) struct Fleet {
@@ -153,10 +153,10 @@ impl Fleet {
             if !target.means(&assignment.pool.name, &assignment.worker) {
                 continue;
             }
-            let (told, outcome) = oneshot::channel();
+            let (reply, outcome) = oneshot::channel();
             match &member.orders {
                 Some(orders) if *order == Request::Restart => in_turn.push((name.clone(), orders.clone())),
-                Some(orders) if orders.try_send(Ordered::Order(order.clone(), told)).is_ok() => {
+                Some(orders) if orders.try_send(Ordered::Order(order.clone(), reply)).is_ok() => {
                     outcomes.push((name.clone(), Ok(outcome)));
                 }
                 Some(_) => {
@@ -168,8 +168,8 @@ impl Fleet {
         }
         let mut started: Vec<(String, Outcome)> =
             revived.iter().map(|it| (it.slot.clone(), Ok("starting a worker".into()))).collect();
-        let words = if in_turn.len() > 1 { "restarting, one slot after the other" } else { "restarting" };
-        started.extend(in_turn.iter().map(|(name, _)| (name.clone(), Ok(words.into()))));
+        let message = if in_turn.len() > 1 { "restarting, one slot after the other" } else { "restarting" };
+        started.extend(in_turn.iter().map(|(name, _)| (name.clone(), Ok(message.into()))));
         tokio::spawn(restart_in_turn(self.launch.clone(), in_turn));
         for assignment in revived {
             self.start(assignment);
@@ -183,7 +183,7 @@ impl Fleet {
                         }
                         Err(_) => Err(format!("it has not obeyed within {OBEYING:?}; it may yet")),
                     },
-                    Err(words) => Err(words),
+                    Err(message) => Err(message),
                 };
                 (name, outcome)
             });
@@ -229,10 +229,10 @@ impl Fleet {
             for (orders, new) in differing {
                 let slot = new.slot.clone();
                 let Ok(permit) = turn.clone().acquire_owned().await else { continue };
-                let (told, outcome) = oneshot::channel();
-                let sent = orders.send(Ordered::Replace(Box::new(new), permit, told)).await;
+                let (reply, outcome) = oneshot::channel();
+                let sent = orders.send(Ordered::Replace(Box::new(new), permit, reply)).await;
                 match outcome.await {
-                    Ok(Err(words)) => return Err(format!("slot {slot}: {words}")),
+                    Ok(Err(message)) => return Err(format!("slot {slot}: {message}")),
                     Ok(Ok(())) => replaced += 1,
                     // The slot has ended meanwhile, and needs no new worker.
                     Err(_) => drop(sent),
@@ -247,9 +247,9 @@ impl Fleet {
         let Some(mut reload) = self.reload.take() else { return };
         match rolled {
             Ok(replaced) => reload.replaced += replaced,
-            Err(words) => {
+            Err(message) => {
                 self.launch.board.write(|status| status.reloads_refused += 1);
-                let _ = reload.answer.send(Err(words));
+                let _ = reload.answer.send(Err(message));
                 return;
             }
         }
@@ -275,8 +275,8 @@ impl Fleet {
             match &member.orders {
                 Some(orders) => {
                     member.after = After::Gone;
-                    let (told, _) = oneshot::channel();
-                    let _ = orders.try_send(Ordered::Order(Request::Shutdown, told));
+                    let (reply, _) = oneshot::channel();
+                    let _ = orders.try_send(Ordered::Order(Request::Shutdown, reply));
                 }
                 None => self.forget(name),
             }
@@ -316,9 +316,9 @@ async fn restart_in_turn(launch: Arc<Launch>, slots: Vec<(String, mpsc::Sender<O
         let Ok(_turn) = launch.turn.acquire().await else { return };
         let pid = |status: &SlotStatus| status.slots.get(&name).and_then(|entry| entry.report.pid);
         let before = launch.board.read(pid);
-        let (told, outcome) = oneshot::channel();
+        let (reply, outcome) = oneshot::channel();
         // A slot that has ended meanwhile is not restarted.
-        if orders.send(Ordered::Order(Request::Restart, told)).await.is_err() || outcome.await.is_err() {
+        if orders.send(Ordered::Order(Request::Restart, reply)).await.is_err() || outcome.await.is_err() {
             continue;
         }
         let is_over = |status: &SlotStatus| {
@@ -328,7 +328,7 @@ async fn restart_in_turn(launch: Arc<Launch>, slots: Vec<(String, mpsc::Sender<O
         };
         let restarted = async {
             while !launch.board.read(is_over) {
-                tokio::time::sleep(LOOK).await;
+                tokio::time::sleep(POLL_INTERVAL).await;
             }
         };
         let _ = timeout(RESTARTING, restarted).await;

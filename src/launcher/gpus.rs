@@ -98,7 +98,7 @@ impl Gpus {
     /// # Errors
     /// Why the entry names no usable device, in words.
     pub fn resolve(&self, entry: &str) -> Result<&str, String> {
-        let known = || self.unknown.as_ref().map_or(Ok(()), |why| Err(why.clone()));
+        let known = || self.unknown.as_ref().map_or(Ok(()), |reason| Err(reason.clone()));
         let uuid = if let Some(index) = entry.strip_prefix("cuda:") {
             let index: usize = index.parse().map_err(|_| "after `cuda:` comes a number, from 0 on")?;
             known()?;
@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn what_means_no_device_or_two_says_why() {
         let host = host();
-        for (entry, why) in [
+        for (entry, reason) in [
             ("cuda:5", "there are 5 GPUs"),
             ("cuda:x", "number"),
             ("cuda:-1", "number"),
@@ -216,7 +216,7 @@ mod tests {
             ("", "a device is"),
         ] {
             let said = host.resolve(entry).unwrap_err();
-            assert!(said.contains(why), "{entry:?}: {said}");
+            assert!(said.contains(reason), "{entry:?}: {said}");
         }
         let without = Gpus { unknown: Some("no driver".into()), ..Gpus::default() };
         assert_eq!(without.resolve("cuda:0"), Err("no driver".into()));

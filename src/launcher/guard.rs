@@ -25,7 +25,7 @@ use crate::config::Launcher;
 /// The command with which sconce runs as its own guard.
 const COMMAND: &str = "guard";
 /// How often the guard checks which workers still live, once the launcher is gone.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The first words of the launcher's lines to the guard: a worker was spawned; a worker was reaped.
 const SPAWNED: &str = "spawned";
@@ -273,7 +273,7 @@ fn outlive(launcher: impl BufRead) -> Vec<i32> {
         if roll.workers.is_empty() || left.is_zero() {
             break;
         }
-        thread::sleep(left.min(LOOK));
+        thread::sleep(left.min(POLL_INTERVAL));
     }
     roll.workers.iter().filter(|worker| worker.kill()).map(|worker| worker.pid).collect()
 }

@@ -89,7 +89,7 @@ impl Health {
                             if status.faults.insert(device.clone(), device_fault.clone()).is_none() {
                                 tracing::info!(
                                     device,
-                                    fault = device_fault.words,
+                                    fault = device_fault.message,
                                     "a device is out of order"
                                 );
                                 failed_devices.push((device, device_fault));
@@ -123,8 +123,8 @@ impl Health {
         let status = self.status();
         let silence = status.heard.map_or(Duration::ZERO, |at| at.elapsed());
         if silence > UNRESPONSIVE {
-            let words = format!("the driver has not answered for {} s", silence.as_secs());
-            return Some(DeviceFault { kind: Kind::Unresponsive, words });
+            let message = format!("the driver has not answered for {} s", silence.as_secs());
+            return Some(DeviceFault { kind: Kind::Unresponsive, message });
         }
         status.faults.get(device).cloned()
     }
@@ -173,8 +173,8 @@ mod tests {
 
     const LOST: &str = "lost";
 
-    fn device_fault(kind: Kind, words: &str) -> DeviceFault {
-        DeviceFault { kind, words: words.to_owned() }
+    fn device_fault(kind: Kind, message: &str) -> DeviceFault {
+        DeviceFault { kind, message: message.to_owned() }
     }
 
     fn look(state: Option<DeviceFault>) -> Word {
@@ -242,7 +242,7 @@ mod tests {
         health.hear(look(None));
         let silent = Instant::now().checked_sub(UNRESPONSIVE + Duration::from_secs(1));
         health.status().heard = silent;
-        let refused = health.refuses("GPU-b").map(|it| (it.kind, it.words));
+        let refused = health.refuses("GPU-b").map(|it| (it.kind, it.message));
         assert_eq!(refused, Some((Kind::Unresponsive, "the driver has not answered for 31 s".to_owned())));
         assert_eq!(health.refuses("cpu"), None);
     }

@@ -22,41 +22,41 @@ const ONCE: Duration = Duration::from_secs(10);
 /// The lines of queues that were made, and when: workers that start together make the same ones at the same moment, and
 /// AMQP tells none of them who was first. Written and read for each such line.
 #[derive(Default)]
-pub(super) struct Told(Mutex<HashMap<String, Instant>>);
+pub(super) struct RecentlyLogged(Mutex<HashMap<String, Instant>>);
 
-impl Told {
+impl RecentlyLogged {
     /// Whether another worker has just written this line. Remembers it.
-    fn has(&self, words: &str, now: Instant) -> bool {
-        if !words.starts_with(QUEUE_MADE) {
+    fn has(&self, message: &str, now: Instant) -> bool {
+        if !message.starts_with(QUEUE_MADE) {
             return false;
         }
-        let mut told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        told.retain(|_, at| now.saturating_duration_since(*at) < ONCE);
-        told.insert(words.to_owned(), now).is_some()
+        let mut logged = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        logged.retain(|_, at| now.saturating_duration_since(*at) < ONCE);
+        logged.insert(message.to_owned(), now).is_some()
     }
 }
 
-/// Logs one line again, by `raw` if given, unless it was `told`; returns its text.
-pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>, told: &Told) -> String {
+/// Logs one line again, by `raw` if given, unless it was `logged`; returns its text.
+pub(super) fn re_emit(slot: &str, line: &str, raw: Option<RawLines>, logged: &RecentlyLogged) -> String {
     let parsed =
         serde_json::from_str::<Map<String, Value>>(line).ok().filter(|log| log.contains_key("fields"));
     let level = parsed.as_ref().and_then(|log| log.get("level")).and_then(Value::as_str).map(str::to_owned);
-    let words = parsed.as_ref().map_or_else(|| line.to_owned(), words);
-    if told.has(&words, Instant::now()) {
-        return words;
+    let message = parsed.as_ref().map_or_else(|| line.to_owned(), message);
+    if logged.has(&message, Instant::now()) {
+        return message;
     }
     if let (Some(_), Some(raw)) = (parsed, raw) {
         raw(&with_slot(line, slot));
-        return words;
+        return message;
     }
     match level.as_deref() {
-        Some("ERROR") => tracing::error!(target: "sconce::slot", slot, "{words}"),
-        Some("INFO") => tracing::info!(target: "sconce::slot", slot, "{words}"),
-        Some("DEBUG") => tracing::debug!(target: "sconce::slot", slot, "{words}"),
-        Some("TRACE") => tracing::trace!(target: "sconce::slot", slot, "{words}"),
-        _ => tracing::warn!(target: "sconce::slot", slot, "{words}"),
+        Some("ERROR") => tracing::error!(target: "sconce::slot", slot, "{message}"),
+        Some("INFO") => tracing::info!(target: "sconce::slot", slot, "{message}"),
+        Some("DEBUG") => tracing::debug!(target: "sconce::slot", slot, "{message}"),
+        Some("TRACE") => tracing::trace!(target: "sconce::slot", slot, "{message}"),
+        _ => tracing::warn!(target: "sconce::slot", slot, "{message}"),
     }
-    words
+    message
 }
 
 /// The same line, with the slot behind its message: written into the text, so that all lines have one order of keys.
@@ -87,17 +87,17 @@ fn end_of_string(text: &str) -> Option<usize> {
 }
 
 /// The message, then its fields as `name=value`.
-fn words(log: &Map<String, Value>) -> String {
+fn message(log: &Map<String, Value>) -> String {
     let fields = log.get("fields").and_then(Value::as_object);
-    let mut words =
+    let mut message =
         fields.and_then(|it| it.get("message")).and_then(Value::as_str).unwrap_or_default().to_owned();
     for (name, value) in fields.into_iter().flatten().filter(|(name, _)| *name != "message") {
-        words.push_str(&match value {
+        message.push_str(&match value {
             Value::String(text) => format!(" {name}={text:?}"),
             other => format!(" {name}={other}"),
         });
     }
-    words
+    message
 }
 
 /// The lines that are kept of a worker's log in case it dies of a task; they go into a message's headers.
@@ -138,17 +138,17 @@ mod tests {
     fn a_log_line_reads_as_its_message_and_fields() {
         let line = r#"{"level":"INFO","fields":{"message":"ready","device":"cpu","load_ms":3}}"#;
         let log = serde_json::from_str(line).unwrap();
-        assert_eq!(words(&log), r#"ready device="cpu" load_ms=3"#);
+        assert_eq!(message(&log), r#"ready device="cpu" load_ms=3"#);
     }
 
     #[test]
     fn that_a_queue_was_made_is_told_once_whoever_made_it() {
-        let (told, now) = (Told::default(), Instant::now());
+        let (logged, now) = (RecentlyLogged::default(), Instant::now());
         let made = |queue: &str| format!("{QUEUE_MADE} queue={queue:?}");
         let has =
-            [made("a"), made("b"), made("a"), "ready".into(), "ready".into()].map(|it| told.has(&it, now));
+            [made("a"), made("b"), made("a"), "ready".into(), "ready".into()].map(|it| logged.has(&it, now));
         assert_eq!(has, [false, false, true, false, false]);
-        assert!(!told.has(&made("a"), now + ONCE), "it was deleted, and made again");
+        assert!(!logged.has(&made("a"), now + ONCE), "it was deleted, and made again");
     }
 
     #[test]
@@ -171,10 +171,10 @@ mod tests {
         let mut tail = LogTail::default();
         (0..9).for_each(|n| tail.push(&format!("line {n}")));
         tail.push(&"x".repeat(100_000));
-        let words = tail.at_the_end(Some(ExitStatus::from_raw(9)));
-        assert_eq!(words.exit, "signal: 9 (SIGKILL)");
-        assert!(words.log.starts_with("line 5\nline 6\n") && words.log.len() < LINES * (LINE + 40));
-        let words = LogTail::default().at_the_end(Some(ExitStatus::from_raw(83 << 8)));
-        assert_eq!(words.exit, "exit status: 83 (the device failed)");
+        let message = tail.at_the_end(Some(ExitStatus::from_raw(9)));
+        assert_eq!(message.exit, "signal: 9 (SIGKILL)");
+        assert!(message.log.starts_with("line 5\nline 6\n") && message.log.len() < LINES * (LINE + 40));
+        let message = LogTail::default().at_the_end(Some(ExitStatus::from_raw(83 << 8)));
+        assert_eq!(message.exit, "exit status: 83 (the device failed)");
     }
 }

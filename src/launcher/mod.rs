@@ -112,7 +112,7 @@ struct Launch {
     /// Writes workers' log lines unchanged, if our log is JSON too.
     raw_lines: Option<RawLines>,
     /// Lines that are not to be repeated.
-    told: logs::Told,
+    recently_logged: logs::RecentlyLogged,
     /// Is told of every worker.
     guard: Arc<Guard>,
     /// The broker that has accepted a worker. Written by worker monitors, read when a worker ends or starts.
@@ -146,7 +146,8 @@ impl Launching {
     /// sconce itself, a worker outlives a launcher that is killed by the shutdown grace at most, even a stopped one.
     /// `raw_lines`, if given, writes workers' log lines unchanged.
     pub fn new(
-        (program, guard): (&Path, Option<&Path>),
+        program: &Path,
+        guard: Option<&Path>,
         policy: &Launcher,
         stop: &Stop,
         raw_lines: Option<RawLines>,
@@ -167,7 +168,7 @@ impl Launching {
             board,
             turn,
             raw_lines,
-            told: logs::Told::default(),
+            recently_logged: logs::RecentlyLogged::default(),
             guard,
             reached: Mutex::default(),
         };
@@ -191,7 +192,7 @@ impl Launching {
         // Held, so that the channel stays open: an order must never find it closed.
         let Self { launch, policy, asks, handle: _handle } = self;
         let board = launch.board.clone();
-        let says_why = async {
+        let log_cause = async {
             launch.stop.reached(Phase::Returning).await;
             tracing::info!(cause = launch.stop.cause(), "stopping");
             std::future::pending().await
@@ -199,11 +200,12 @@ impl Launching {
         let fleet = Fleet::new(launch.clone(), policy, assignments);
         let exit = tokio::select! {
             exit = fleet.run(asks) => exit,
-            never = says_why => never,
+            never = log_cause => never,
         };
         let given_up = |entry: &Entry| entry.report.state == State::Quarantined;
-        let why = |entry: &Entry| entry.report.last_failure.clone();
-        let error = board.read(|status| status.slots.values().find(|entry| given_up(entry)).and_then(why));
+        let last_failure = |entry: &Entry| entry.report.last_failure.clone();
+        let error =
+            board.read(|status| status.slots.values().find(|entry| given_up(entry)).and_then(last_failure));
         match error.filter(|_| exit != Exit::Done) {
             Some(error) => tracing::error!(exit = exit.code(), error, "all workers have ended"),
             None => tracing::info!(exit = exit.code(), "all workers have ended"),

@@ -63,9 +63,9 @@ impl Host {
     /// # Errors
     /// [`LaunchError::Device`] for a GPU that does not exist, or that this program cannot compute on.
     pub fn device(&self, entry: &str, pool: &str) -> Result<String, LaunchError> {
-        let uuid = self.gpus.resolve(entry).map_err(|why| self.refused(entry, pool, why))?;
+        let uuid = self.gpus.resolve(entry).map_err(|failure| self.refused(entry, pool, failure))?;
         match self.refuses(uuid) {
-            Some(why) => Err(self.refused(entry, pool, why)),
+            Some(failure) => Err(self.refused(entry, pool, failure)),
             None => Ok(uuid.to_owned()),
         }
     }
@@ -76,9 +76,9 @@ impl Host {
         let uuid = |entry: &str| {
             let number = entry.bytes().all(|byte| byte.is_ascii_digit());
             let entry = if number { format!("cuda:{entry}") } else { entry.to_owned() };
-            let refused = |why| (format!("auto, of CUDA_VISIBLE_DEVICES={visible}"), why);
+            let refused = |failure| (format!("auto, of CUDA_VISIBLE_DEVICES={visible}"), failure);
             let uuid = self.gpus.resolve(&entry).map_err(refused)?;
-            self.refuses(uuid).map_or(Ok(uuid.to_owned()), |why| Err(refused(why)))
+            self.refuses(uuid).map_or(Ok(uuid.to_owned()), |failure| Err(refused(failure)))
         };
         entries.map(uuid).collect()
     }
@@ -163,7 +163,9 @@ fn version(text: &str) -> Option<(i32, i32)> {
 fn devices_of(pool: &Pool, host: &Host, share: usize) -> Result<Vec<String>, LaunchError> {
     let refused = |device: &str, reason: String| host.refused(device, &pool.name, reason);
     let listed = match &pool.devices {
-        Devices::Auto => return automatic(host, share).map_err(|(device, why)| refused(&device, why)),
+        Devices::Auto => {
+            return automatic(host, share).map_err(|(device, failure)| refused(&device, failure));
+        }
         Devices::List(listed) => listed,
     };
     let mut devices: Vec<String> = Vec::with_capacity(listed.len());
@@ -174,8 +176,9 @@ fn devices_of(pool: &Pool, host: &Host, share: usize) -> Result<Vec<String>, Lau
         }
         let uuid = host.device(entry, &pool.name)?;
         if devices.contains(&uuid) {
-            let why = format!("it is {uuid}, which is there already; workers_per_device runs several on one");
-            return Err(refused(entry, why));
+            let failure =
+                format!("it is {uuid}, which is there already; workers_per_device runs several on one");
+            return Err(refused(entry, failure));
         }
         devices.push(uuid);
     }
@@ -197,9 +200,9 @@ fn automatic(host: &Host, share: usize) -> Result<Vec<String>, (String, String)>
         return host.shown(visible).map(|shown| if shown.is_empty() { cpus() } else { shown });
     }
     match &host.gpus.unknown {
-        Some(why) if host.gpus.installed => return Err(("auto".to_owned(), why.clone())),
-        Some(why) => {
-            tracing::warn!(why, "no GPUs; computing on CPUs");
+        Some(failure) if host.gpus.installed => return Err(("auto".to_owned(), failure.clone())),
+        Some(failure) => {
+            tracing::warn!(why = failure, "no GPUs; computing on CPUs");
             return Ok(cpus());
         }
         None if host.gpus.gpus.is_empty() => return Ok(cpus()),

@@ -8,7 +8,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use super::Launch;
 use super::restart::RestartReason;
-use super::slot_state::{NextAction, Probation, ReplaceReason, Slot, Successor};
+use super::slot_state::{NextAction, Probation, Replacement, Slot, Successor};
 use super::worker_handle::{WorkerEvent, WorkerHandle};
 use super::worker_monitor::WorkerExit;
 use crate::config::{Assignment, Replace};
@@ -16,7 +16,7 @@ use crate::protocol::admin::State;
 use crate::protocol::control::BatchChange;
 
 /// The wait before a failed replacement of a spent worker is tried again.
-const ANOTHER_TURN: Duration = Duration::from_secs(300);
+const RETRY_AFTER: Duration = Duration::from_secs(300);
 
 /// The next event of the successor; never, if there is none. Safe to cancel.
 pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) -> WorkerEvent {
@@ -28,23 +28,24 @@ pub(super) async fn next_of(successor: &mut Option<Successor>, launch: &Launch) 
 
 impl Slot {
     /// The reason for a new worker, if the current one is spent and no other slot is replacing its worker.
-    pub(super) fn is_due(&mut self, current: &WorkerHandle, has_successor: bool) -> Option<ReplaceReason> {
-        let too_soon = self.next_turn.is_some_and(|at| Instant::now() < at);
+    pub(super) fn is_due(&mut self, current: &WorkerHandle, has_successor: bool) -> Option<Replacement> {
+        let too_soon = self.next_replacement.is_some_and(|at| Instant::now() < at);
         if has_successor || current.is_leaving() || self.overrides.paused || too_soon {
             return None;
         }
-        let words = current.monitor.is_spent(&self.launch)?;
+        let message = current.monitor.is_spent(&self.launch)?;
         let permit = self.launch.turn.clone().try_acquire_owned().ok()?;
-        tracing::info!(slot = self.assignment.slot, reason = words, "the worker is to be replaced");
-        Some(ReplaceReason { reason: RestartReason::Recycled, permit, answer: None })
+        tracing::info!(slot = self.assignment.slot, reason = message, "the worker is to be replaced");
+        Some(Replacement { reason: RestartReason::Recycled, permit, answer: None })
     }
 
     /// Replaces the running worker by one with `assignment`, in the way that the settings say.
     pub(super) async fn replace(
         &mut self,
         assignment: Assignment,
-        why: ReplaceReason,
-        (current, successor): (&mut WorkerHandle, &mut Option<Successor>),
+        replacement: Replacement,
+        current: &mut WorkerHandle,
+        successor: &mut Option<Successor>,
         then: &mut NextAction,
     ) {
         let (order, grace) = {
@@ -52,21 +53,21 @@ impl Slot {
             (policy.replace, policy.shutdown_grace)
         };
         if order == Replace::Overlap {
-            return self.prepare_successor(assignment, why, successor).await;
+            return self.prepare_successor(assignment, replacement, successor).await;
         }
-        self.try_out(assignment, why);
+        self.try_out(assignment, replacement);
         *then = NextAction::Start;
         current.finish(grace).await;
         self.show(State::Draining);
     }
 
     /// The next worker gets `assignment`. If it does not get ready, the one after it gets the current one.
-    pub(super) fn try_out(&mut self, assignment: Assignment, why: ReplaceReason) {
+    pub(super) fn try_out(&mut self, assignment: Assignment, replacement: Replacement) {
         let before = self.assignment.clone();
         if assignment != before {
             self.take_on(assignment);
         }
-        self.probation = Some(Probation { before, why });
+        self.probation = Some(Probation { before, replacement });
     }
 
     /// A worker is ready, so the settings on probation are good.
@@ -74,9 +75,9 @@ impl Slot {
         if current.monitor.ready.is_none() || current.is_leaving() {
             return;
         }
-        if let Some(Probation { why, .. }) = self.probation.take() {
-            self.count_restart(why.reason);
-            why.say(Ok(()));
+        if let Some(Probation { replacement, .. }) = self.probation.take() {
+            self.count_restart(replacement.reason);
+            replacement.say(Ok(()));
         }
     }
 
@@ -85,22 +86,22 @@ impl Slot {
         if matches!(then, NextAction::Start) {
             return then;
         }
-        let Some(Probation { before, why }) = self.probation.take() else { return then };
+        let Some(Probation { before, replacement }) = self.probation.take() else { return then };
         if !matches!(then, NextAction::Judge) {
             return then;
         }
         if before != self.assignment {
             self.take_on(before);
         }
-        let words = format!("the new worker ended before it was ready: {}", worker_exit.words);
-        self.give_up_successor(why, &words);
+        let message = format!("the new worker ended before it was ready: {}", worker_exit.message);
+        self.give_up_successor(replacement, &message);
         NextAction::Start
     }
 
     pub(super) async fn prepare_successor(
         &mut self,
         assignment: Assignment,
-        why: ReplaceReason,
+        replacement: Replacement,
         successor: &mut Option<Successor>,
     ) {
         let known = self.launch.deaths.known().borrow().clone();
@@ -108,12 +109,12 @@ impl Slot {
         if assignment != self.assignment {
             overrides.batch = BatchChange::default();
         }
-        match WorkerHandle::spawn(&self.launch, assignment, (known, &overrides), true).await {
+        match WorkerHandle::spawn(&self.launch, assignment, known, &overrides, true).await {
             Ok(mut running) => {
                 running.monitor.on_probation = true;
-                *successor = Some(Successor { running, why });
+                *successor = Some(Successor { running, replacement });
             }
-            Err(refusal) => self.give_up_successor(why, &refusal.to_string()),
+            Err(refusal) => self.give_up_successor(replacement, &refusal.to_string()),
         }
     }
 
@@ -128,8 +129,8 @@ impl Slot {
         if let Some(status) = next.running.act(event, &launch).await {
             let worker_exit = next.running.worker_exit(status, &launch);
             self.give_up_successor(
-                next.why,
-                &format!("the new worker ended before it was ready: {}", worker_exit.words),
+                next.replacement,
+                &format!("the new worker ended before it was ready: {}", worker_exit.message),
             );
             return None;
         }
@@ -142,40 +143,44 @@ impl Slot {
 
     /// The current worker has died: its successor takes over before it is ready, on probation.
     pub(super) fn succeed_the_dead(&mut self, next: Successor, worker_exit: WorkerExit) -> WorkerHandle {
-        let Successor { mut running, mut why } = next;
+        let Successor { mut running, mut replacement } = next;
         tracing::warn!(slot = self.assignment.slot, "the worker died while a new one was being made ready");
         // Counted as one restart, for the death.
-        why.reason = worker_exit.reason;
-        self.show_failure(State::Failed, &worker_exit.words);
+        replacement.reason = worker_exit.reason;
+        self.show_failure(State::Failed, &worker_exit.message);
         running.monitor.inherit(worker_exit.suspects);
-        self.try_out(running.assignment.clone(), why);
+        self.try_out(running.assignment.clone(), replacement);
         self.show_worker(&mut running);
         running
     }
 
     fn install(&mut self, next: Successor) -> (WorkerHandle, OwnedSemaphorePermit) {
-        let Successor { mut running, why } = next;
-        tracing::info!(slot = self.assignment.slot, reason = why.reason.as_str(), "a new worker takes over");
-        self.count_restart(why.reason);
+        let Successor { mut running, replacement } = next;
+        tracing::info!(
+            slot = self.assignment.slot,
+            reason = replacement.reason.as_str(),
+            "a new worker takes over"
+        );
+        self.count_restart(replacement.reason);
         if running.assignment != self.assignment {
             self.take_on(running.assignment.clone());
         }
         self.show_worker(&mut running);
-        if let Some(answer) = why.answer {
+        if let Some(answer) = replacement.answer {
             let _ = answer.send(Ok(()));
         }
-        (running, why.permit)
+        (running, replacement.permit)
     }
 
-    fn give_up_successor(&mut self, why: ReplaceReason, words: &str) {
+    fn give_up_successor(&mut self, replacement: Replacement, message: &str) {
         tracing::error!(
             slot = self.assignment.slot,
-            reason = why.reason.as_str(),
-            error = words,
+            reason = replacement.reason.as_str(),
+            error = message,
             "the worker cannot be replaced; the old settings stay"
         );
-        self.next_turn = Some(Instant::now() + ANOTHER_TURN);
-        why.say(Err(words.to_owned()));
+        self.next_replacement = Some(Instant::now() + RETRY_AFTER);
+        replacement.say(Err(message.to_owned()));
     }
 
     /// Lets a replaced worker finish its tasks beside its successor.

@@ -10,7 +10,7 @@ use super::fault::Fault;
 use super::order::{Done, Ordered};
 use super::replace::next_of;
 use super::restart::{RestartReason, Verdict, judge};
-use super::slot_state::{NextAction, ReplaceReason, Slot, SlotEnd, Successor};
+use super::slot_state::{NextAction, Replacement, Slot, SlotEnd, Successor};
 use super::status_board::Entry;
 use super::worker_handle::{Refusal, WorkerHandle};
 use super::worker_monitor::{SuspectTasks, WorkerExit, WorkerMonitor};
@@ -65,21 +65,21 @@ impl Slot {
         }
         match judge(&death, self.quick_failures, &policy, rand::random()) {
             Verdict::StoppedOnRequest => {
-                tracing::info!(slot, cause = worker_exit.words, "stopped on request");
+                tracing::info!(slot, cause = worker_exit.message, "stopped on request");
                 NextAction::End(SlotEnd::StoppedOnRequest)
             }
             Verdict::GiveUp(exit) => {
                 let quick_failures = self.quick_failures;
-                let error = &worker_exit.words;
+                let error = &worker_exit.message;
                 tracing::error!(slot, exit = exit.code(), quick_failures, error, "slot given up");
-                self.show_failure(State::Quarantined, &worker_exit.words);
+                self.show_failure(State::Quarantined, &worker_exit.message);
                 NextAction::End(SlotEnd::GivenUp(exit))
             }
             Verdict::Restart(delay) => {
-                let (delay_ms, error) = (delay.as_millis() as u64, &worker_exit.words);
+                let (delay_ms, error) = (delay.as_millis() as u64, &worker_exit.message);
                 let exit = death.exit.map(Exit::code);
                 tracing::warn!(slot, delay_ms, exit, error, "starting the worker again");
-                self.show_failure(State::Failed, &worker_exit.words);
+                self.show_failure(State::Failed, &worker_exit.message);
                 self.count_restart(worker_exit.reason);
                 self.rest(Some(delay)).await
             }
@@ -117,7 +117,7 @@ impl Slot {
             Ordered::Replace(assignment, permit, answer) if failing => {
                 self.try_out(
                     *assignment,
-                    ReplaceReason { reason: RestartReason::Reloaded, permit, answer: Some(answer) },
+                    Replacement { reason: RestartReason::Reloaded, permit, answer: Some(answer) },
                 );
                 return Some(NextAction::Start);
             }
@@ -186,7 +186,7 @@ impl Slot {
         self.show(State::Starting);
         let assignment = self.assignment.clone();
         let mut current =
-            match WorkerHandle::spawn(&launch, assignment, (told_of, &self.overrides), false).await {
+            match WorkerHandle::spawn(&launch, assignment, told_of, &self.overrides, false).await {
                 Ok(current) => current,
                 Err(refusal) => return (self.not_spawned(refusal, suspects), NextAction::Judge),
             };
@@ -201,9 +201,9 @@ impl Slot {
                 event = current.next(&launch) => {
                     let Some(status) = current.act(event, &launch).await else {
                         self.pass_probation(&current);
-                        if let Some(why) = self.is_due(&current, successor.is_some()) {
+                        if let Some(replacement) = self.is_due(&current, successor.is_some()) {
                             let same = self.assignment.clone();
-                            self.replace(same, why, (&mut current, &mut successor), &mut then).await;
+                            self.replace(same, replacement, &mut current, &mut successor, &mut then).await;
                         }
                         continue;
                     };
@@ -236,7 +236,7 @@ impl Slot {
                     self.finish(&mut current, &mut successor).await;
                 },
                 Some(ordered) = self.orders.recv() => {
-                    self.obey(ordered, (&mut current, &mut successor), &mut then).await;
+                    self.obey(ordered, &mut current, &mut successor, &mut then).await;
                 }
             }
         }
@@ -246,26 +246,29 @@ impl Slot {
     async fn obey(
         &mut self,
         ordered: Ordered,
-        (current, successor): (&mut WorkerHandle, &mut Option<Successor>),
+        current: &mut WorkerHandle,
+        successor: &mut Option<Successor>,
         then: &mut NextAction,
     ) {
         let (order, answer) = match ordered {
             Ordered::Order(order, answer) => (order, answer),
             Ordered::Replace(assignment, permit, answer) if current.is_leaving() => {
-                let why = ReplaceReason { reason: RestartReason::Reloaded, permit, answer: Some(answer) };
+                let replacement =
+                    Replacement { reason: RestartReason::Reloaded, permit, answer: Some(answer) };
                 match then {
-                    NextAction::Start => self.try_out(*assignment, why),
+                    NextAction::Start => self.try_out(*assignment, replacement),
                     // The next worker of this slot, if any, gets these settings.
                     _ => {
                         self.take_on(*assignment);
-                        why.say(Ok(()));
+                        replacement.say(Ok(()));
                     }
                 }
                 return;
             }
             Ordered::Replace(assignment, permit, answer) => {
-                let why = ReplaceReason { reason: RestartReason::Reloaded, permit, answer: Some(answer) };
-                return self.replace(*assignment, why, (current, successor), then).await;
+                let replacement =
+                    Replacement { reason: RestartReason::Reloaded, permit, answer: Some(answer) };
+                return self.replace(*assignment, replacement, current, successor, then).await;
             }
         };
         let outcome = self.remember(&order);
@@ -310,7 +313,7 @@ impl Slot {
     /// Tells the worker to finish, and drops its successor.
     async fn finish(&mut self, current: &mut WorkerHandle, successor: &mut Option<Successor>) {
         if let Some(next) = successor.take() {
-            next.why.say(Err("its worker was told to end meanwhile".to_owned()));
+            next.replacement.say(Err("its worker was told to end meanwhile".to_owned()));
         }
         let grace = self.launch.policy.borrow().shutdown_grace;
         current.finish(grace).await;
@@ -335,13 +338,12 @@ impl Slot {
     }
 
     fn not_spawned(&self, refusal: Refusal, suspects: Option<SuspectTasks>) -> WorkerExit {
-        let (launch, assignment) = (&self.launch, &self.assignment);
-        tracing::error!(slot = assignment.slot, reason = %refusal, "no worker was started");
+        tracing::error!(slot = self.assignment.slot, reason = %refusal, "no worker was started");
         let mut monitor = WorkerMonitor::new(suspects);
         if let Refusal::Device(device_fault) = refusal {
-            monitor.why.fault = Some(Fault::Device(device_fault));
+            monitor.circumstances.fault = Some(Fault::Device(device_fault));
         }
-        monitor.end(None, false, (launch, assignment))
+        monitor.end(None, false, &self.launch, &self.assignment)
     }
 }
 

@@ -53,7 +53,7 @@ pub(super) struct Slot {
     pub(super) quick_failures: u32,
     pub(super) found_in_a_row: u32,
     /// A spent worker is not replaced before this time.
-    pub(super) next_turn: Option<Instant>,
+    pub(super) next_replacement: Option<Instant>,
     /// Settings with which no worker has been ready yet.
     pub(super) probation: Option<Probation>,
 }
@@ -68,7 +68,7 @@ impl Slot {
             leaving: FuturesUnordered::new(),
             quick_failures: 0,
             found_in_a_row: 0,
-            next_turn: None,
+            next_replacement: None,
             probation: None,
         }
     }
@@ -104,9 +104,9 @@ impl Slot {
         });
     }
 
-    pub(super) fn show_failure(&self, state: State, words: &str) {
+    pub(super) fn show_failure(&self, state: State, message: &str) {
         self.launch.board.change(&self.assignment.slot, |entry| {
-            entry.report.last_failure = Some(words.to_owned());
+            entry.report.last_failure = Some(message.to_owned());
             entry.turn(state);
         });
     }
@@ -126,7 +126,7 @@ impl Slot {
 }
 
 /// Why a worker is replaced.
-pub(super) struct ReplaceReason {
+pub(super) struct Replacement {
     pub(super) reason: RestartReason,
     /// While this is held, no other slot replaces its worker.
     pub(super) permit: OwnedSemaphorePermit,
@@ -134,7 +134,7 @@ pub(super) struct ReplaceReason {
     pub(super) answer: Option<oneshot::Sender<Result<(), String>>>,
 }
 
-impl ReplaceReason {
+impl Replacement {
     /// Reports the outcome to who waits for it.
     pub(super) fn say(self, outcome: Result<(), String>) {
         if let Some(answer) = self.answer {
@@ -146,7 +146,7 @@ impl ReplaceReason {
 /// A worker that will replace the current one.
 pub(super) struct Successor {
     pub(super) running: WorkerHandle,
-    pub(super) why: ReplaceReason,
+    pub(super) replacement: Replacement,
 }
 
 impl Successor {
@@ -160,5 +160,5 @@ impl Successor {
 /// A probation of settings: a worker is started with them after the old one has drained.
 pub(super) struct Probation {
     pub(super) before: Assignment,
-    pub(super) why: ReplaceReason,
+    pub(super) replacement: Replacement,
 }

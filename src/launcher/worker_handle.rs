@@ -35,7 +35,7 @@ pub(super) enum Refusal {
     #[error("cannot spawn {program}: {error}")]
     Spawn { program: String, error: io::Error },
     /// Its device has failed.
-    #[error("the device is out of order: {}", .0.words)]
+    #[error("the device is out of order: {}", .0.message)]
     Device(DeviceFault),
 }
 
@@ -75,7 +75,8 @@ impl WorkerHandle {
     pub(super) async fn spawn(
         launch: &Launch,
         assignment: Assignment,
-        (deaths, overrides): (Vec<CrashRecord>, &Overrides),
+        deaths: Vec<CrashRecord>,
+        overrides: &Overrides,
         beside: bool,
     ) -> Result<Self, Refusal> {
         launch.health.watch_over(&assignment.device);
@@ -86,9 +87,8 @@ impl WorkerHandle {
         }
         let sharers = launch.board.slots_on(&assignment.device) + usize::from(beside);
         let broker_reached = launch.has_reached(&assignment.broker);
-        let told = Assignment { sharers, broker_reached, ..assignment.clone() };
-        let program = (launch.program.as_path(), &launch.guard);
-        let spawned = Worker::spawn(program, &told, deaths, overrides.paused).await;
+        let sent = Assignment { sharers, broker_reached, ..assignment.clone() };
+        let spawned = Worker::spawn(&launch.program, &launch.guard, &sent, deaths, overrides.paused).await;
         let mut worker = spawned.map_err(|error| {
             let program = launch.program.display().to_string();
             Refusal::Spawn { program, error }
@@ -159,9 +159,12 @@ impl WorkerHandle {
         let grace = launch.policy.borrow().shutdown_grace;
         match event {
             WorkerEvent::Child(ChildEvent::Event(line)) => self.hear(&line, launch),
-            WorkerEvent::Child(ChildEvent::Log(line)) => {
-                self.monitor.log.push(&re_emit(&self.assignment.slot, &line, launch.raw_lines, &launch.told))
-            }
+            WorkerEvent::Child(ChildEvent::Log(line)) => self.monitor.log.push(&re_emit(
+                &self.assignment.slot,
+                &line,
+                launch.raw_lines,
+                &launch.recently_logged,
+            )),
             WorkerEvent::Child(ChildEvent::Ended(status)) => return Some(Some(status)),
             WorkerEvent::Step => {
                 let drain = self.assignment.pool.drain;
@@ -169,7 +172,7 @@ impl WorkerHandle {
             }
             WorkerEvent::Overdue => self.be_overdue(launch),
             WorkerEvent::DeviceFailed(device_fault) => {
-                self.monitor.device_failed(device_fault, (launch, &self.assignment.slot), self.shown);
+                self.monitor.device_failed(device_fault, launch, &self.assignment.slot, self.shown);
                 self.kill();
             }
             WorkerEvent::Lost(error) => {
@@ -188,7 +191,7 @@ impl WorkerHandle {
             let (_, answer) = self.cancelling.remove(at);
             let _ = answer.send(Ok(Done::cancelled(*tasks)));
         }
-        if self.monitor.hear(event, (launch, &self.assignment), self.shown).is_err() {
+        if self.monitor.hear(event, launch, &self.assignment, self.shown).is_err() {
             self.worker.kill();
         }
         if self.kill_at.is_some() && self.monitor.recovers(&self.assignment, launch, self.shown) {
@@ -200,7 +203,7 @@ impl WorkerHandle {
     fn be_overdue(&mut self, launch: &Launch) {
         if self.kill_at.is_none() {
             let Some((_, fault)) = self.monitor.bound(&self.assignment) else { return };
-            self.kill_at = Some(self.monitor.give_up(fault, (launch, &self.assignment.slot), self.shown));
+            self.kill_at = Some(self.monitor.give_up(fault, launch, &self.assignment.slot, self.shown));
         } else {
             self.kill();
         }
@@ -214,7 +217,7 @@ impl WorkerHandle {
     /// What remains of the worker after its end.
     pub(super) fn worker_exit(self, status: Option<ExitStatus>, launch: &Launch) -> WorkerExit {
         let forced = self.step.is_forced() || launch.stop.phase() >= Phase::Returning;
-        self.monitor.end(status, forced, (launch, &self.assignment))
+        self.monitor.end(status, forced, launch, &self.assignment)
     }
 }
 

@@ -19,15 +19,15 @@ use crate::protocol::stats::Stats;
 use crate::shutdown::Exit;
 
 /// The most bytes of the words with which a worker ends.
-const CAUSE: usize = 1_000;
+const CAUSE_BYTES: usize = 1_000;
 /// The most task ids in a log line and on the board.
 const SHOWN: usize = 8;
 /// The longest silence of a healthy worker that is ready.
-const SILENCE: Duration = Duration::from_secs(60);
+const MAX_SILENCE: Duration = Duration::from_secs(60);
 /// How long a worker on probation may load.
-const LOADING: Duration = Duration::from_secs(30 * 60);
+const MAX_LOADING: Duration = Duration::from_secs(30 * 60);
 /// The time from finding a worker stuck to killing it, so that probes and metrics see it too.
-const STUCK: Duration = Duration::from_secs(10);
+const KILL_DELAY: Duration = Duration::from_secs(10);
 
 /// The tasks that a worker had when it died. If its device failed, they are blamed only if the next worker
 /// finds the device working.
@@ -61,15 +61,15 @@ pub(super) struct WorkerMonitor {
     isolated: Vec<TaskName>,
     heard: Instant,
     /// Why it was killed, or why it said that it ends.
-    pub(super) why: Circumstances,
+    pub(super) circumstances: Circumstances,
     /// The exit code that it announced, and why.
     announced: Option<(Exit, String)>,
     /// Work that is not in the log yet.
-    untold: Stats,
+    unlogged: Stats,
     /// It worked when its work was told last.
     is_steady: bool,
     born: Instant,
-    /// It must show that settings are good, and has [`LOADING`] to get ready.
+    /// It must show that settings are good, and has [`MAX_LOADING`] to get ready.
     pub(super) on_probation: bool,
     answered: u64,
     /// Bytes of memory when it got ready, and now.
@@ -85,7 +85,7 @@ pub(super) struct WorkerExit {
     pub(super) of_group: bool,
     pub(super) suspects: Option<SuspectTasks>,
     /// The reason for its end in words.
-    pub(super) words: String,
+    pub(super) message: String,
     /// The same for counting.
     pub(super) reason: RestartReason,
 }
@@ -110,9 +110,9 @@ impl WorkerMonitor {
             computing_since: None,
             isolated: Vec::new(),
             heard: Instant::now(),
-            why: Circumstances::default(),
+            circumstances: Circumstances::default(),
             announced: None,
-            untold: Stats::default(),
+            unlogged: Stats::default(),
             is_steady: false,
             born: Instant::now(),
             on_probation: false,
@@ -134,7 +134,8 @@ impl WorkerMonitor {
     pub(super) fn hear(
         &mut self,
         event: Event,
-        (launch, assignment): (&Launch, &Assignment),
+        launch: &Launch,
+        assignment: &Assignment,
         shown: bool,
     ) -> Result<(), Fault> {
         self.heard = Instant::now();
@@ -144,7 +145,7 @@ impl WorkerMonitor {
                 let own = &assignment.device;
                 if device != own {
                     tracing::error!(slot, device, own, "the worker reports another device; killing it");
-                    self.why.fault = Some(Fault::WrongDevice);
+                    self.circumstances.fault = Some(Fault::WrongDevice);
                     return Err(Fault::WrongDevice);
                 }
                 self.death.was_ready = true;
@@ -168,9 +169,10 @@ impl WorkerMonitor {
                 }
             }
             Event::Stopped { exit, cause } => {
-                self.announced = exit.and_then(Exit::from_code).map(|exit| (exit, shorten(cause, CAUSE)));
+                self.announced =
+                    exit.and_then(Exit::from_code).map(|exit| (exit, shorten(cause, CAUSE_BYTES)));
             }
-            Event::Unfit { why, words } => self.why.unfit = Some((*why, words.clone())),
+            Event::Unfit { why, words } => self.circumstances.unfit = Some((*why, words.clone())),
             _ => {}
         }
         launch.board.change(slot, |entry| post(entry, event, shown));
@@ -182,28 +184,28 @@ impl WorkerMonitor {
         self.answered += stats.tasks();
         let first = self.resident.map_or(stats.now.resident, |(first, _)| first);
         self.resident = Some((first, stats.now.resident));
-        self.untold.add(stats);
-        tell_of_work(&mut self.untold, &mut self.is_steady, slot);
+        self.unlogged.add(stats);
+        log_work(&mut self.unlogged, &mut self.is_steady, slot);
     }
 
     /// When the worker counts as stuck unless it makes progress, and with which fault.
     pub(super) fn bound(&self, assignment: &Assignment) -> Option<(Instant, Fault)> {
         let computing =
             self.computing_since.map(|since| (since + assignment.pool.batch.timeout, Fault::Stuck));
-        let silent = self.ready.map(|_| (self.heard + SILENCE, Fault::Silent));
+        let silent = self.ready.map(|_| (self.heard + MAX_SILENCE, Fault::Silent));
         let loading =
-            (self.on_probation && self.ready.is_none()).then(|| (self.born + LOADING, Fault::Silent));
+            (self.on_probation && self.ready.is_none()).then(|| (self.born + MAX_LOADING, Fault::Silent));
         computing.into_iter().chain(silent).chain(loading).min_by_key(|(at, _)| *at)
     }
 
     /// It has exceeded a limit. Returns when to kill it unless it recovers.
-    pub(super) fn give_up(&mut self, fault: Fault, (launch, slot): (&Launch, &str), shown: bool) -> Instant {
+    pub(super) fn give_up(&mut self, fault: Fault, launch: &Launch, slot: &str, shown: bool) -> Instant {
         tracing::error!(slot, reason = fault.reason().as_str(), "the worker is stuck; it will be killed");
-        self.why.fault = Some(fault);
+        self.circumstances.fault = Some(fault);
         if shown {
             launch.board.change(slot, |entry| entry.stuck_since = Some(Instant::now()));
         }
-        Instant::now() + STUCK
+        Instant::now() + KILL_DELAY
     }
 
     /// Its device has failed, so it is killed. Recorded now, since a process that hangs in the driver may end
@@ -211,30 +213,31 @@ impl WorkerMonitor {
     pub(super) fn device_failed(
         &mut self,
         device_fault: DeviceFault,
-        (launch, slot): (&Launch, &str),
+        launch: &Launch,
+        slot: &str,
         shown: bool,
     ) {
         tracing::error!(
             slot,
             reason = device_fault.kind.reason().as_str(),
-            fault = device_fault.words,
+            fault = device_fault.message,
             "its device is out of order; killing the worker"
         );
         if shown {
-            launch.board.change(slot, |entry| entry.report.last_failure = Some(device_fault.words.clone()));
+            launch.board.change(slot, |entry| entry.report.last_failure = Some(device_fault.message.clone()));
         }
-        self.why.fault = Some(Fault::Device(device_fault));
+        self.circumstances.fault = Some(Fault::Device(device_fault));
     }
 
     /// Whether it makes progress again.
     pub(super) fn recovers(&mut self, assignment: &Assignment, launch: &Launch, shown: bool) -> bool {
-        if self.why.fault.as_ref().is_some_and(Fault::is_the_devices) {
+        if self.circumstances.fault.as_ref().is_some_and(Fault::is_the_devices) {
             return false;
         }
         let moves = self.bound(assignment).is_none_or(|(at, _)| at > Instant::now());
         if moves {
             tracing::warn!(slot = assignment.slot, "the worker makes progress again");
-            self.why.fault = None;
+            self.circumstances.fault = None;
             if shown {
                 launch.board.change(&assignment.slot, |entry| entry.stuck_since = None);
             }
@@ -263,7 +266,8 @@ impl WorkerMonitor {
         mut self,
         status: Option<ExitStatus>,
         forced: bool,
-        (launch, assignment): (&Launch, &Assignment),
+        launch: &Launch,
+        assignment: &Assignment,
     ) -> WorkerExit {
         let slot = &assignment.slot;
         self.death.broker_reached = launch.has_reached(&assignment.broker);
@@ -279,18 +283,18 @@ impl WorkerMonitor {
             tracing::warn!(slot, status, "the worker died after it had ended its work");
             self.death.exit = Some(exit);
         }
-        let mut devices = self.why.fault.as_ref().is_some_and(Fault::is_the_devices);
+        let mut devices = self.circumstances.fault.as_ref().is_some_and(Fault::is_the_devices);
         if devices && !matches!(self.death.exit, Some(Exit::Done | Exit::StoppedOnRequest)) {
             self.death.exit = Some(Exit::DeviceFailed);
         }
-        // A worker that was not started has not died.
-        // One that says itself why it ends has it told by what follows.
-        let says_why = announced.as_ref().is_some_and(|(exit, _)| Some(*exit) == self.death.exit);
+        // Nothing is logged if no process was spawned. If the worker announced its exit, the restart line reports the
+        // cause.
+        let gives_reason = announced.as_ref().is_some_and(|(exit, _)| Some(*exit) == self.death.exit);
         if status.is_some() || !devices {
-            log_death(slot, status, &self.death, says_why);
+            log_death(slot, status, &self.death, gives_reason);
         }
         let lately = launch.health.lately(&assignment.device);
-        let (reason, words) = self.why.reason(&self.death, status, lately.as_ref());
+        let (reason, message) = self.circumstances.reason(&self.death, status, lately.as_ref());
         // An uncorrectable memory error is no task's fault; a task may cause other events.
         devices |= reason == RestartReason::Ecc;
         let mut tasks = std::mem::take(&mut self.on_device);
@@ -306,8 +310,8 @@ impl WorkerMonitor {
             }
         }
         let last = self.log.at_the_end(status);
-        let cause = announced.map(|(_, cause)| cause).filter(|cause| says_why && !cause.is_empty());
-        let words = words.or(cause).unwrap_or_else(|| last.exit.clone());
+        let cause = announced.map(|(_, cause)| cause).filter(|cause| gives_reason && !cause.is_empty());
+        let message = message.or(cause).unwrap_or_else(|| last.exit.clone());
         let mut of_group = false;
         if !forced && !devices && !tasks.is_empty() {
             let suspects = SuspectTasks { tasks, isolated, last };
@@ -320,7 +324,7 @@ impl WorkerMonitor {
             }
         }
         let Self { death, found_poison, suspects, .. } = self;
-        WorkerExit { death, found_poison, of_group, suspects, words, reason }
+        WorkerExit { death, found_poison, of_group, suspects, message, reason }
     }
 }
 
@@ -382,19 +386,19 @@ fn post(entry: &mut Entry, event: Event, shown: bool) {
 
 /// Work is logged in summaries of at least this many milliseconds: the first after a pause, and those with failures;
 /// steady work each minute.
-const WORTH_TELLING_MS: u64 = 5_000;
+const LOG_AFTER_MS: u64 = 5_000;
 const STEADY_MS: u64 = 60_000;
 
 /// Logs what a worker did, where it is time. `is_steady`: it worked before too.
-fn tell_of_work(untold: &mut Stats, is_steady: &mut bool, slot: &str) {
-    if untold.span_ms < WORTH_TELLING_MS {
+fn log_work(unlogged: &mut Stats, is_steady: &mut bool, slot: &str) {
+    if unlogged.span_ms < LOG_AFTER_MS {
         return;
     }
-    let has_failures = untold.retried > 0 || untold.tasks() > untold.of_status("succeeded");
-    if *is_steady && !has_failures && !untold.is_idle() && untold.span_ms < STEADY_MS {
+    let has_failures = unlogged.retried > 0 || unlogged.tasks() > unlogged.of_status("succeeded");
+    if *is_steady && !has_failures && !unlogged.is_idle() && unlogged.span_ms < STEADY_MS {
         return;
     }
-    let stats = std::mem::take(untold);
+    let stats = std::mem::take(unlogged);
     *is_steady = !stats.is_idle();
     if stats.is_idle() {
         return;
@@ -412,12 +416,12 @@ fn tell_of_work(untold: &mut Stats, is_steady: &mut bool, slot: &str) {
     );
 }
 
-fn log_death(slot: &str, status: Option<ExitStatus>, death: &Death, says_why: bool) {
+fn log_death(slot: &str, status: Option<ExitStatus>, death: &Death, gives_reason: bool) {
     let lived_ms = death.lived.as_millis() as u64;
     let status = status.map_or_else(|| "unknown".into(), |status| status.to_string());
     match death.exit {
         Some(Exit::Done | Exit::StoppedOnRequest) => tracing::info!(slot, status, lived_ms, "worker ended"),
-        _ if says_why => tracing::debug!(slot, status, lived_ms, "worker died"),
+        _ if gives_reason => tracing::debug!(slot, status, lived_ms, "worker died"),
         _ => tracing::error!(slot, status, lived_ms, "worker died"),
     }
 }

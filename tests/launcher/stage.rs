@@ -79,7 +79,7 @@ impl Stage {
     /// Runs it to its end.
     pub async fn run(&self) -> Exit {
         let program = self.path("worker.sh");
-        let run = Launching::new((&program, None), &self.policy, &self.stop, None).run(&self.assignments);
+        let run = Launching::new(&program, None, &self.policy, &self.stop, None).run(&self.assignments);
         let limit = tokio::time::timeout(PATIENCE, run).await;
         limit.unwrap_or_else(|_| panic!("the launcher does not end; {:?}", self.lines("trace-0")))
     }
@@ -89,7 +89,7 @@ impl Stage {
         &self,
         ask: impl FnOnce(Handle, Arc<StatusBoard>) -> F,
     ) -> Exit {
-        let launching = Launching::new((&self.path("worker.sh"), None), &self.policy, &self.stop, None);
+        let launching = Launching::new(&self.path("worker.sh"), None, &self.policy, &self.stop, None);
         let meanwhile = ask(launching.handle(), launching.board());
         let both = async { tokio::join!(launching.run(&self.assignments), meanwhile).0 };
         tokio::time::timeout(PATIENCE, both).await.expect("the launcher ends")

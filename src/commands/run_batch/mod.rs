@@ -100,7 +100,7 @@ pub(super) fn run(arguments: &RunBatch, registry: &Registry) -> anyhow::Result<E
         stop: stop.clone(),
     };
     let fed = queues.spawn(run.run(input));
-    let launching = Launching::new((&program, Some(&program)), &settings.launcher, &stop, None);
+    let launching = Launching::new(&program, Some(&program), &settings.launcher, &stop, None);
     let launched = launching.run(&assignments);
     let exit = launched_and_fed(launched, fed, total, &output, &broker, &stop)?;
     queues.block_on(broker.shutdown());

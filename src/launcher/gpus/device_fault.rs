@@ -10,7 +10,7 @@ use crate::launcher::restart::RestartReason;
 pub(crate) struct DeviceFault {
     pub(crate) kind: Kind,
     /// In words, with the driver's number.
-    pub(crate) words: String,
+    pub(crate) message: String,
 }
 
 /// The kinds of faults.
@@ -96,9 +96,9 @@ const XIDS: [Row; 35] = [
 pub(super) fn xid(number: u64) -> (DeviceFault, Weight) {
     match XIDS.iter().find(|(known, ..)| *known == number) {
         Some((_, weight, kind, meaning)) => {
-            (DeviceFault { kind: *kind, words: format!("Xid {number}: {meaning}") }, *weight)
+            (DeviceFault { kind: *kind, message: format!("Xid {number}: {meaning}") }, *weight)
         }
-        None => (DeviceFault { kind: Kind::Xid, words: format!("Xid {number}") }, Weight::Nothing),
+        None => (DeviceFault { kind: Kind::Xid, message: format!("Xid {number}") }, Weight::Nothing),
     }
 }
 
@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn each_xid_has_a_name_for_counting_its_number_and_its_meaning() {
-        let said = |number| (xid(number).0.kind.reason().as_str(), xid(number).0.words);
+        let said = |number| (xid(number).0.kind.reason().as_str(), xid(number).0.message);
         assert_eq!(said(79), ("off_the_bus", "Xid 79: GPU has fallen off the bus".to_owned()));
         assert_eq!(said(95), ("ecc", "Xid 95: uncontained memory error".to_owned()));
         assert_eq!(said(31), ("xid", "Xid 31: GPU memory page fault".to_owned()));

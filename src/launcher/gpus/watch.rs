@@ -18,7 +18,7 @@ use super::nvml::{in_words, open};
 use super::raw::{self, Place};
 
 /// The time between two checks of all devices, and before a lost driver session is opened again.
-const LOOK: Duration = Duration::from_secs(2);
+const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// How long to wait for an event before checking whether anybody still listens.
 const WAIT: Duration = Duration::from_millis(500);
 
@@ -58,14 +58,14 @@ pub(crate) fn listen(mut hear: impl FnMut(Word) -> bool) {
                 return;
             }
             Err(error) => {
-                let gone = DeviceFault { kind: Kind::OffTheBus, words: in_words(&error) };
+                let gone = DeviceFault { kind: Kind::OffTheBus, message: in_words(&error) };
                 let all = cards.iter().flat_map(|(uuid, card)| card.parts.keys().chain([uuid]));
                 if !hear(Word::Look(all.map(|uuid| (uuid.clone(), Some(gone.clone()))).collect())) {
                     return;
                 }
             }
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
@@ -108,7 +108,7 @@ fn session(nvml: &Nvml, cards: &mut Cards, hear: &mut impl FnMut(Word) -> bool) 
         if !word.is_none_or(&mut *hear) {
             return Ok(Over::NobodyListens);
         }
-        if !at_once && looked.elapsed() < LOOK {
+        if !at_once && looked.elapsed() < POLL_INTERVAL {
             continue;
         }
         let now = look(nvml, cards);
@@ -176,9 +176,10 @@ fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
     let card = cards.get_mut(&uuid)?;
     let (device_fault, weight) = match event.kind {
         kind if kind.contains(EventTypes::CRITICAL_XID_ERROR) => xid(event.data),
-        _ => {
-            (DeviceFault { kind: Kind::Ecc, words: "double bit ECC error".to_owned() }, Weight::DeviceFailed)
-        }
+        _ => (
+            DeviceFault { kind: Kind::Ecc, message: "double bit ECC error".to_owned() },
+            Weight::DeviceFailed,
+        ),
     };
     let meant: Vec<String> = match event.place {
         Some(place) => {
@@ -191,7 +192,7 @@ fn event_on(event: &raw::Event<'_>, cards: &mut Cards) -> Option<Word> {
         card.last = Some(device_fault.clone());
     }
     let has_failed = weight == Weight::DeviceFailed;
-    tracing::warn!(device = uuid, devices = ?meant, has_failed, fault = device_fault.words, "the driver reports an event");
+    tracing::warn!(device = uuid, devices = ?meant, has_failed, fault = device_fault.message, "the driver reports an event");
     Some(Word::Event { devices: meant, device_fault, weight })
 }
 
@@ -226,14 +227,14 @@ fn lost(device: &Device<'_>) -> Option<DeviceFault> {
 
 /// The fault if an error says that the device is gone; other errors say that it lacks the function.
 fn absent(error: &NvmlError) -> Option<DeviceFault> {
-    let words = format!("the driver says: {error}");
+    let message = format!("the driver says: {error}");
     match error {
         NvmlError::GpuLost
         | NvmlError::NotFound
         | NvmlError::InsufficientPower
         | NvmlError::IrqIssue
-        | NvmlError::Unknown => Some(DeviceFault { kind: Kind::OffTheBus, words }),
-        NvmlError::ResetRequired => Some(DeviceFault { kind: Kind::Xid, words }),
+        | NvmlError::Unknown => Some(DeviceFault { kind: Kind::OffTheBus, message }),
+        NvmlError::ResetRequired => Some(DeviceFault { kind: Kind::Xid, message }),
         _ => None,
     }
 }
@@ -248,7 +249,9 @@ fn wants(device: &Device<'_>, after: Option<&DeviceFault>) -> Option<DeviceFault
     };
     let wanted = recovery(action)?;
     Some(match after {
-        Some(DeviceFault { kind, words }) => DeviceFault { kind: *kind, words: format!("{words}; {wanted}") },
-        None => DeviceFault { kind: Kind::Xid, words: wanted.to_owned() },
+        Some(DeviceFault { kind, message }) => {
+            DeviceFault { kind: *kind, message: format!("{message}; {wanted}") }
+        }
+        None => DeviceFault { kind: Kind::Xid, message: wanted.to_owned() },
     })
 }
