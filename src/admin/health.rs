@@ -65,18 +65,18 @@ fn takes_tasks(entry: &Entry) -> bool {
 
 fn stuck(status: &SlotStatus) -> Vec<String> {
     let stuck = status.slots.values().filter_map(|entry| Some((entry, entry.stuck_since?)));
-    let words = stuck.map(|(entry, since)| {
+    let lines = stuck.map(|(entry, since)| {
         let (slot, seconds) = (&entry.report.slot, since.elapsed().as_secs());
         match entry.computing_since {
             Some(since) => format!("{slot}: a forward pass has lasted {} s", since.elapsed().as_secs()),
             None => format!("{slot}: the worker has not moved for {seconds} s past its bound"),
         }
     });
-    words.collect()
+    lines.collect()
 }
 
 /// The pools without a slot that satisfies `so`.
-fn without(status: &SlotStatus, so: impl Fn(&Entry) -> bool, words: &str) -> Vec<String> {
+fn without(status: &SlotStatus, so: impl Fn(&Entry) -> bool, lacks: &str) -> Vec<String> {
     let mut pools: BTreeMap<&str, bool> = BTreeMap::new();
     for entry in status.slots.values() {
         *pools.entry(&entry.report.pool).or_default() |= so(entry);
@@ -85,7 +85,7 @@ fn without(status: &SlotStatus, so: impl Fn(&Entry) -> bool, words: &str) -> Vec
         return vec!["there are no slots".to_owned()];
     }
     let lacking = pools.into_iter().filter(|(_, has)| !has);
-    lacking.map(|(pool, _)| format!("pool {pool}: no worker {words}")).collect()
+    lacking.map(|(pool, _)| format!("pool {pool}: no worker {lacks}")).collect()
 }
 
 #[cfg(test)]

@@ -41,15 +41,15 @@ pub struct Place {
 ///
 /// # Errors
 /// The broker refuses the connection, or is away.
-pub async fn control(mut link: BrokerSession, place: &Place) -> Result<(), BrokerError> {
+pub async fn control(mut session: BrokerSession, place: &Place) -> Result<(), BrokerError> {
     loop {
-        match link.consumer.next().await? {
+        match session.consumer.next().await? {
             Event::Delivery(delivery) => {
                 // Held until the answer is sent: a launcher that ends by this request waits for that.
                 let _answering = place.answering.acquire().await;
-                answer(&link, place, &delivery).await;
+                answer(&session, place, &delivery).await;
                 // Acked last: with a prefetch of one, further requests can still expire at the broker.
-                link.acker.ack(delivery.delivery_tag).await;
+                session.acker.ack(delivery.delivery_tag).await;
             }
             Event::Lost { .. } => {}
             Event::End => return Ok(()),
@@ -57,7 +57,7 @@ pub async fn control(mut link: BrokerSession, place: &Place) -> Result<(), Broke
     }
 }
 
-async fn answer(link: &BrokerSession, place: &Place, delivery: &Delivery) {
+async fn answer(session: &BrokerSession, place: &Place, delivery: &Delivery) {
     let Some(answer) = place.serve(delivery).await else { return };
     // The reply queue of a requester who cancels gets the task's reply, and nothing else.
     if Request::of_requester(&delivery.message.properties).is_some() {
@@ -66,7 +66,7 @@ async fn answer(link: &BrokerSession, place: &Place, delivery: &Delivery) {
     let Some(reply_to) = &delivery.message.properties.reply_to else { return };
     // If the requester is gone, an unroutable answer is not an error.
     let answered = Arc::new(answered(&delivery.message, &answer));
-    let published = tokio::time::timeout(ANSWERING, link.publisher.publish(reply_to, answered)).await;
+    let published = tokio::time::timeout(ANSWERING, session.publisher.publish(reply_to, answered)).await;
     if !matches!(published, Ok(Ok(Published::Confirmed))) {
         tracing::debug!(reply_to, "remote control: the answer was not delivered");
     }
@@ -118,7 +118,7 @@ impl Place {
         }
         let outcomes = match self.obey(&request, &target).await {
             Ok(outcomes) => outcomes,
-            Err(words) => return Some(self.refusal(words)),
+            Err(message) => return Some(self.refusal(message)),
         };
         Some(self.answer(&request, &target, &outcomes))
     }
@@ -129,7 +129,7 @@ impl Place {
             _ if request.only_asks() => return Ok(BTreeMap::new()),
             Request::SetBatch(change) => change.problem().map_or(Ok(()), Err)?,
             Request::Cancel(cancellation) => {
-                cancellation.problem().map_or(Ok(()), |words| Err(words.to_owned()))?;
+                cancellation.problem().map_or(Ok(()), |message| Err(message.to_owned()))?;
             }
             Request::LogLevel { filter } => {
                 (self.log_filter)(filter).map_err(|problem| format!("log filter {filter:?}: {problem}"))?;
@@ -146,7 +146,7 @@ impl Place {
             let reports = status.slots.values().map(|entry| entry.report());
             reports.filter(|it| target.means(&it.pool, &it.worker)).collect::<Vec<_>>()
         });
-        let told = slots.into_iter().map(|mut report| {
+        let reports = slots.into_iter().map(|mut report| {
             if *request != Request::Stats {
                 report.stats = None;
             }
@@ -158,17 +158,17 @@ impl Place {
                     report.done = Some(done.what.to_owned());
                     report.cancelled = done.cancelled;
                 }
-                Some(Err(words)) => report.refused = Some(words.clone()),
+                Some(Err(message)) => report.refused = Some(message.clone()),
                 None => {}
             }
             report
         });
-        Answer { slots: told.collect(), ..self.signature() }
+        Answer { slots: reports.collect(), ..self.signature() }
     }
 
-    fn refusal(&self, words: String) -> Answer {
-        tracing::warn!(error = words, "remote control: refused");
-        Answer { error: Some(words), ..self.signature() }
+    fn refusal(&self, message: String) -> Answer {
+        tracing::warn!(error = message, "remote control: refused");
+        Answer { error: Some(message), ..self.signature() }
     }
 
     fn signature(&self) -> Answer {

@@ -199,7 +199,7 @@ section! {
         delay_max: Duration = "1m", read::duration(WAIT);
     }
     check |retry, reader| {
-        refuse_low_ceiling(reader, ("delay", retry.delay), ("delay_max", retry.delay_max));
+        refuse_low_ceiling(reader, "delay", retry.delay, "delay_max", retry.delay_max);
     }
 }
 
@@ -236,8 +236,8 @@ section! {
         replace: Replace = "overlap", read::choice(&Replace::ALL);
     }
     check |launcher, reader| {
-        let delay = ("restart_delay", launcher.restart_delay);
-        refuse_low_ceiling(reader, delay, ("restart_delay_max", launcher.restart_delay_max));
+        let (first, ceiling) = (launcher.restart_delay, launcher.restart_delay_max);
+        refuse_low_ceiling(reader, "restart_delay", first, "restart_delay_max", ceiling);
     }
 }
 
@@ -531,8 +531,10 @@ fn refuse_half_a_certificate(tls: &Tls, reader: &mut Reader<'_>) {
 /// A delay that grows needs a ceiling above its beginning.
 fn refuse_low_ceiling(
     reader: &mut Reader<'_>,
-    (first_key, first): (&str, Duration),
-    (key, ceiling): (&str, Duration),
+    first_key: &str,
+    first: Duration,
+    key: &str,
+    ceiling: Duration,
 ) {
     if first > ceiling {
         let (path, origin) = (reader.path_of(first_key), reader.origin_of(first_key));

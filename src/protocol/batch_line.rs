@@ -107,7 +107,7 @@ pub fn parse(line: &[u8]) -> Result<BatchRequest, InvalidLine> {
         "an object" => Bytes::copy_from_slice(body.get().as_bytes()).into(),
         "a string" => {
             let url = string("body", Some(body)).map_err(named)?;
-            RequestBody::of_data_url(&url).map_err(|words| named(format!("body {words}")))?
+            RequestBody::of_data_url(&url).map_err(|message| named(format!("body {message}")))?
         }
         other => return Err(named(format!("body must be an object or a data URL, is {other}"))),
     };

@@ -6,7 +6,7 @@ use base64::engine::general_purpose::STANDARD;
 /// The media type, in small letters and without parameters, and the bytes of a data URL in base64.
 ///
 /// # Errors
-/// What it must be, or what is wrong with its base64, in words.
+/// What it must be, or what is wrong with its base64, as text.
 pub fn parse(url: &str) -> Result<(String, Vec<u8>), String> {
     let wanted = "must be a data URL (data:image/png;base64,…); nothing is fetched";
     let (head, data) =
@@ -25,12 +25,12 @@ mod tests {
     fn a_data_url_is_bytes_with_a_media_type() {
         let parsed = parse("data:Image/PNG;name=a;base64,ZmlsZQ==\n");
         assert_eq!(parsed, Ok(("image/png".to_owned(), b"file".to_vec())));
-        for (url, words) in [
+        for (url, message) in [
             ("http://host/a.png", "nothing is fetched"),
             ("data:image/png,abc", "in base64"),
             ("data:image/png;base64,!", "is not base64"),
         ] {
-            assert!(parse(url).unwrap_err().contains(words), "{url}");
+            assert!(parse(url).unwrap_err().contains(message), "{url}");
         }
     }
 }

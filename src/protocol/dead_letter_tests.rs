@@ -122,13 +122,13 @@ fn a_deadline_stays_unless_it_may_come_of_an_expiration() {
 #[test]
 fn a_control_message_is_put_back_only_by_its_id() {
     let kind = |kind: &str| Properties { kind: Some(kind.to_owned()), ..Properties::default() };
-    for (message, words) in [
+    for (message, reason) in [
         (dead(kind("control.reboot"), Reason::UnknownControl), "control.reboot"),
         (Message { properties: kind("control.shutdown"), body: "".into() }, "control.shutdown"),
         (Message { properties: Properties::default(), body: " null".into() }, "null"),
     ] {
         let read = DeadLetter::of(&message);
-        assert!(read.stays(false).is_some_and(|why| why.contains(words)), "{words}");
+        assert!(read.stays(false).is_some_and(|error| error.contains(reason)), "{reason}");
         assert_eq!(read.stays(true), None);
     }
 }

@@ -328,13 +328,13 @@ pub fn read<'a, T: Deserialize<'a>>(raw: &'a str, path: &str) -> Result<T, TaskE
 
 fn unreadable(path: &str, error: &serde_json::Error) -> TaskError {
     // The library's words for it are of escapes, and differ.
-    let words = match error.to_string() {
+    let message = match error.to_string() {
         it if it.contains("surrogate") || it.contains("hex escape") => {
             "it has one half of a surrogate pair (\\ud800 to \\udfff), which is no character".to_owned()
         }
         it => it,
     };
-    TaskError::bad_input(path, format!("{path} cannot be read: {words}"))
+    TaskError::bad_input(path, format!("{path} cannot be read: {message}"))
 }
 
 /// The error of a value of the wrong type or range.

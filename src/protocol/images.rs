@@ -150,8 +150,8 @@ fn of_url(raw: &RawValue, path: &str) -> Result<ImageFile, TaskError> {
         return of_url(fields.required("url")?, &format!("{path}.url"));
     }
     let url = string(raw.get(), path)?;
-    let (media_type, bytes) = data_url::parse(&url).map_err(|words| {
-        TaskError::bad_input(path, format!("{path} {words}, got {}", shortened(raw.get())))
+    let (media_type, bytes) = data_url::parse(&url).map_err(|message| {
+        TaskError::bad_input(path, format!("{path} {message}, got {}", shortened(raw.get())))
     })?;
     Ok(ImageFile { media_type: Some(media_type), bytes: bytes.into(), path: Some(path.to_owned()) })
 }
@@ -185,9 +185,9 @@ fn text_of(headers: &Headers, name: &str) -> Result<Option<String>, TaskError> {
 fn count_of(value: &Value) -> Result<usize, TaskError> {
     let number = value.as_i64().or_else(|| value.as_str()?.parse().ok());
     let number = number.and_then(|number| usize::try_from(number).ok()).filter(|number| *number > 0);
-    let words =
+    let message =
         || format!("top_k must be a positive integer, got {}", value.as_str().unwrap_or("another value"));
-    number.ok_or_else(|| TaskError::bad_input("top_k", words()))
+    number.ok_or_else(|| TaskError::bad_input("top_k", message()))
 }
 
 /// The body of the reply: for each image its best labels, highest first; a list of such lists if the images came
@@ -198,7 +198,8 @@ fn count_of(value: &Value) -> Result<usize, TaskError> {
 pub fn write_images(
     numbers: &[Vec<f32>],
     names: &[String],
-    (top_k, listed): (usize, bool),
+    top_k: usize,
+    listed: bool,
 ) -> Result<Vec<u8>, TaskError> {
     let all: Vec<_> = numbers.iter().map(|numbers| best(numbers, names, top_k)).collect();
     match all.as_slice() {
@@ -273,9 +274,9 @@ mod tests {
     #[test]
     fn the_reply_has_the_form_of_the_request() {
         let names: Vec<String> = ["cat", "dog"].map(Into::into).into();
-        let one = write_images(&[vec![0.25, 0.75]], &names, (1, false)).unwrap();
+        let one = write_images(&[vec![0.25, 0.75]], &names, 1, false).unwrap();
         assert_eq!(one, br#"[{"label":"dog","score":0.75}]"#);
-        let listed = write_images(&[vec![0.25, 0.75]], &names, (9, true)).unwrap();
+        let listed = write_images(&[vec![0.25, 0.75]], &names, 9, true).unwrap();
         assert_eq!(listed, br#"[[{"label":"dog","score":0.75},{"label":"cat","score":0.25}]]"#);
     }
 }

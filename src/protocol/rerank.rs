@@ -171,12 +171,13 @@ struct Score {
     score: f32,
 }
 
-/// The body of the reply.
+/// The body of the reply; `documents` are the texts that were scored.
 ///
 /// # Errors
 /// `Internal` if a score is not finite.
 pub fn write_scores(
-    request: (Form, &[String]),
+    form: Form,
+    documents: &[String],
     scores: &[f32],
     model: &str,
     usage: Usage,
@@ -187,7 +188,6 @@ pub fn write_scores(
             scores[index]
         )));
     }
-    let (form, documents) = request;
     match form {
         Form::Rerank { top_n, return_documents } => {
             let result = |index: usize| Ranked {
@@ -269,7 +269,7 @@ mod tests {
     fn results_are_sorted_and_equal_scores_keep_their_order() {
         let documents: Vec<String> = ["a", "b", "c", "d"].map(Into::into).into();
         let form = Form::Rerank { top_n: Some(3), return_documents: true };
-        let body = write_scores((form, &documents), &[0.5, 0.9, 0.5, 0.1], "m", Usage::of(7)).unwrap();
+        let body = write_scores(form, &documents, &[0.5, 0.9, 0.5, 0.1], "m", Usage::of(7)).unwrap();
         let body: Value = serde_json::from_slice(&body).unwrap();
         let order: Vec<_> =
             body["results"].as_array().unwrap().iter().map(|it| it["index"].as_u64()).collect();
@@ -277,6 +277,6 @@ mod tests {
         assert_eq!(body["results"][0]["document"]["text"], "b");
         assert_eq!(body["usage"], json!({"prompt_tokens": 7, "total_tokens": 7}));
         assert!(body["id"].as_str().unwrap().starts_with("rerank-"));
-        assert!(write_scores((Form::Score, &documents), &[f32::NAN], "m", Usage::of(1)).is_err());
+        assert!(write_scores(Form::Score, &documents, &[f32::NAN], "m", Usage::of(1)).is_err());
     }
 }

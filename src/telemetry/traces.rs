@@ -273,8 +273,8 @@ mod tests {
         let span = kept.take();
         assert_eq!((span.name.as_ref(), span.parent_span_id.to_string().as_str()), ("process q", PARENT));
         assert_eq!(span.span_context.trace_state().header(), "vendor=1");
-        let told: Vec<_> = span.attributes.iter().filter(|it| it.key.as_str() == "sconce.status").collect();
-        assert_eq!((told.len(), told[0].value.as_str().as_ref()), (1, "failed"));
+        let found: Vec<_> = span.attributes.iter().filter(|it| it.key.as_str() == "sconce.status").collect();
+        assert_eq!((found.len(), found[0].value.as_str().as_ref()), (1, "failed"));
         assert_eq!(span.status, Status::error("no"));
     }
 

@@ -266,7 +266,7 @@ mod tests {
     #[test]
     fn an_address_with_the_path_of_traces_is_refused_because_it_would_be_doubled() {
         for address in ["http://c:4318/v1/traces", "http://c/v1/traces/", "https://c/otlp/v1/traces"] {
-            assert!(endpoint(&Value::from(address)).is_err_and(|words| words.contains("/v1/traces is put")));
+            assert!(endpoint(&Value::from(address)).is_err_and(|error| error.contains("/v1/traces is put")));
         }
         assert!(endpoint(&Value::from("http://c:4318/v1")).is_ok());
     }

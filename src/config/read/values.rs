@@ -96,9 +96,11 @@ pub(crate) fn unless<T>(
     }
 }
 
-/// A value with its unit within the range; `parse` reads it, `show` writes a limit.
+/// A value with its unit within the range: `what` it is and the `form` it is written in, for errors; `parse` reads it,
+/// `show` writes a limit.
 fn with_unit<T: PartialOrd + Copy>(
-    (what, form): (&'static str, &'static str),
+    what: &'static str,
+    form: &'static str,
     range: RangeInclusive<T>,
     parse: fn(&str) -> Option<T>,
     show: fn(T) -> String,
@@ -112,7 +114,7 @@ fn with_unit<T: PartialOrd + Copy>(
 
 /// A duration within the range.
 pub(crate) fn duration(range: RangeInclusive<Duration>) -> impl Fn(&Value) -> Result<Duration, Expected> {
-    with_unit(("duration", A_DURATION), range, parse_duration, show_duration)
+    with_unit("duration", A_DURATION, range, parse_duration, show_duration)
 }
 
 /// A duration within the range, in whole seconds.
@@ -127,7 +129,7 @@ pub(crate) fn whole_seconds(
 
 /// A size in bytes within the range.
 pub(crate) fn size(range: RangeInclusive<u64>) -> impl Fn(&Value) -> Result<u64, Expected> {
-    with_unit(("size", A_SIZE), range, parse_size, show_size)
+    with_unit("size", A_SIZE, range, parse_size, show_size)
 }
 
 /// A share from 0 to 1, also as text.

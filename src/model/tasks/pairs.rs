@@ -103,12 +103,8 @@ impl Processor for PairProcessor {
         let (request, (counts, _)) = (&options.request, options.made.take());
         let score = |logit: f32| if request.raw_scores { logit } else { sigmoid(logit) };
         let scores: Vec<f32> = outputs.into_iter().flatten().map(score).collect();
-        let written = write_scores(
-            (request.form, &request.second),
-            &scores,
-            self.names.own(),
-            Usage::of(counts.tokens),
-        );
+        let written =
+            write_scores(request.form, &request.second, &scores, self.names.own(), Usage::of(counts.tokens));
         written.map(|body| counts.body(body))
     }
 }

@@ -22,7 +22,7 @@ pub struct TaskSpan {
 struct Open {
     span: Span,
     /// The noted attributes by name; the last value counts.
-    told: BTreeMap<&'static str, Value>,
+    attributes: BTreeMap<&'static str, Value>,
     error: Option<String>,
 }
 
@@ -39,7 +39,7 @@ impl From<TaskLink> for SpanContext {
 impl TaskSpan {
     pub(super) fn of(span: Span, continued: bool) -> Self {
         let context = span.span_context().clone();
-        let open = Open { span, told: BTreeMap::new(), error: None };
+        let open = Open { span, attributes: BTreeMap::new(), error: None };
         Self { context, continued, open: Mutex::new(open) }
     }
 
@@ -61,7 +61,7 @@ impl TaskSpan {
     /// Notes an attribute; replaces an earlier one of that name.
     pub fn tell(&self, name: &'static str, value: impl Into<Value>) {
         if self.context.is_sampled() {
-            self.lock().told.insert(name, value.into());
+            self.lock().attributes.insert(name, value.into());
         }
     }
 
@@ -78,8 +78,8 @@ impl TaskSpan {
 impl Drop for TaskSpan {
     fn drop(&mut self) {
         let open = self.open.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let told = std::mem::take(&mut open.told).into_iter();
-        open.span.set_attributes(told.map(|(name, value)| KeyValue::new(name, value)));
+        let attributes = std::mem::take(&mut open.attributes).into_iter();
+        open.span.set_attributes(attributes.map(|(name, value)| KeyValue::new(name, value)));
         if let Some(error) = open.error.take() {
             open.span.set_status(Status::error(error));
         }

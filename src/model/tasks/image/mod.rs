@@ -206,8 +206,7 @@ impl Processor for ImageProcessor {
         if !request.raw_scores {
             outputs.iter_mut().for_each(|numbers| self.labels.probabilities(numbers));
         }
-        let form = (request.top_k, request.listed);
-        write_images(&outputs, &self.labels.names, form).map(Body::json)
+        write_images(&outputs, &self.labels.names, request.top_k, request.listed).map(Body::json)
     }
 }
 
