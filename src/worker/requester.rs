@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep};
 use crate::broker::{Publisher, Seen};
 
 /// How often the broker is asked whether a requester's queue still exists, while its sequences wait or run.
-const LOOK_INTERVAL: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_secs(5);
 /// The same once the queue was missing.
 const DOUBT_INTERVAL: Duration = Duration::from_millis(2_500);
 /// How long a queue must be missing.
@@ -45,7 +45,7 @@ pub(super) async fn leaves(publisher: &dyn Publisher, queue: &str, mut unroutabl
     loop {
         let is_in_doubt = absence.since.is_some();
         tokio::select! {
-            () = sleep(if is_in_doubt { DOUBT_INTERVAL } else { LOOK_INTERVAL }) => {}
+            () = sleep(if is_in_doubt { DOUBT_INTERVAL } else { POLL_INTERVAL }) => {}
             Ok(()) = unroutable.changed(), if !is_in_doubt => {}
         }
         let is_missing = match publisher.look(queue).await {

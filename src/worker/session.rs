@@ -25,7 +25,7 @@ use crate::protocol::{self, WorkerInfo};
 use crate::shutdown::Stop;
 
 /// The longest wait for the broker to confirm that the connection closes.
-const FAREWELL: Duration = Duration::from_secs(5);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The parts of a worker that outlive a broker session.
 pub(super) struct Worker {
@@ -40,23 +40,24 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Consumes over `link` until a stop, a pause or a failure.
+    /// Consumes over `session` until a stop, a pause or a failure.
     ///
     /// # Errors
     /// [`WorkerError`]: this process cannot go on.
     pub(super) async fn consume(
         &self,
-        mut link: BrokerSession,
+        mut session: BrokerSession,
         stop: &Stop,
         fault: &mut mpsc::Receiver<WorkerError>,
     ) -> Result<SessionEnd, WorkerError> {
-        let connection = tokio::spawn(connection(link.acker.clone(), self.counters.clone()));
-        let shared = Arc::new(self.shared(&link, stop));
+        let connection = tokio::spawn(connection(session.acker.clone(), self.counters.clone()));
+        let shared = Arc::new(self.shared(&session, stop));
         let follower =
             tokio::spawn(follow(self.control.settings.batch(), shared.prefetch.clone(), self.limits()));
         let settings = self.control.settings.clone();
         let cancellations = self.control.cancellations.subscribe();
-        let consumers = PerSource { main: Some(&mut link.consumer), background: link.background.as_mut() };
+        let consumers =
+            PerSource { main: Some(&mut session.consumer), background: session.background.as_mut() };
         let intake = Intake::new(shared, consumers, (stop.clone(), settings), cancellations);
         let ended = intake.run(fault).await;
         for helper in [connection, follower] {
@@ -64,23 +65,23 @@ impl Worker {
         }
         if !matches!(ended, Ok(SessionEnd::Worker(Ended::Aborted))) {
             // After the close the broker has the unsettled tasks again; it reads the acks sent before.
-            let publisher = tokio::time::timeout(FAREWELL, link.publisher.close());
+            let publisher = tokio::time::timeout(CLOSE_TIMEOUT, session.publisher.close());
             let background = async {
-                if let Some(consumer) = &mut link.background {
+                if let Some(consumer) = &mut session.background {
                     consumer.close().await;
                 }
             };
-            let _ = tokio::join!(publisher, link.consumer.close(), background);
+            let _ = tokio::join!(publisher, session.consumer.close(), background);
         }
         self.counters.count(|stats| (stats.now.held, stats.now.connected) = (0, false));
         ended
     }
 
-    fn shared(&self, link: &BrokerSession, stop: &Stop) -> Shared {
+    fn shared(&self, session: &BrokerSession, stop: &Stop) -> Shared {
         let pool = &self.assignment.pool;
         let settlement = Settlement {
-            acker: link.acker.clone(),
-            publisher: link.publisher.clone(),
+            acker: session.acker.clone(),
+            publisher: session.publisher.clone(),
             worker_info: self.worker_info.clone(),
             queues: Queues {
                 task: pool.task_queue.clone(),

@@ -266,7 +266,7 @@ pub(super) async fn every(counters: Arc<Counters>, reporter: Reporter) {
 pub(super) async fn connection(acker: Arc<dyn Acker>, counters: Arc<Counters>) {
     loop {
         let connected = acker.is_connected();
-        let broker = acker.trouble().filter(|_| !connected).map(|words| format!("no broker: {words}"));
+        let broker = acker.trouble().filter(|_| !connected).map(|message| format!("no broker: {message}"));
         let problem = broker.or_else(|| counters.unparked());
         counters.count(|stats| (stats.now.connected, stats.now.problem) = (connected, problem));
         counters.reached.fetch_or(connected, Ordering::Relaxed);
@@ -336,9 +336,9 @@ impl Counters {
     }
 
     /// Counts a dead letter as waiting, with the reason. `before`: the guard that it has already.
-    pub(super) fn wait_to_park<'a>(&'a self, why: String, before: Option<Unparked<'a>>) -> Unparked<'a> {
+    pub(super) fn wait_to_park<'a>(&'a self, failure: String, before: Option<Unparked<'a>>) -> Unparked<'a> {
         let mut unparked = self.unparked.lock().unwrap_or_else(PoisonError::into_inner);
-        unparked.1 = why;
+        unparked.1 = failure;
         unparked.0 += usize::from(before.is_none());
         drop(unparked);
         before.unwrap_or_else(|| Unparked(self))
@@ -347,8 +347,8 @@ impl Counters {
     /// How many dead letters wait, and why, if any do.
     fn unparked(&self) -> Option<String> {
         let unparked = self.unparked.lock().unwrap_or_else(PoisonError::into_inner);
-        let (letters, why) = &*unparked;
-        (*letters > 0).then(|| format!("{letters} dead letters wait: {why}"))
+        let (letters, failure) = &*unparked;
+        (*letters > 0).then(|| format!("{letters} dead letters wait: {failure}"))
     }
 
     fn lock(&self) -> MutexGuard<'_, Span> {

@@ -21,7 +21,7 @@ pub(super) enum Sent {
 
 /// What was published.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Letter<'a> {
+pub(super) enum Publication<'a> {
     /// The task, for another attempt after this error.
     NextAttempt(&'a TaskError),
     /// The task, which has not been computed: its reply queue takes nothing, or too many tasks wait to be prepared.
@@ -72,26 +72,28 @@ pub(super) enum Next {
     DeadLetterAndReply(Reason, TaskError),
 }
 
-pub(super) fn follow(sent: Sent, letter: Letter<'_>) -> Next {
-    match letter {
-        Letter::NextAttempt(error) => match why(sent, "there is no queue to wait in for another attempt") {
-            None => Next::Ack,
-            Some(message) => {
-                let error = TaskError::new(error.kind, format!("{error}; {message}"));
-                Next::DeadLetterAndReply(Reason::Attempts, error)
+pub(super) fn follow(sent: Sent, publication: Publication<'_>) -> Next {
+    match publication {
+        Publication::NextAttempt(error) => {
+            match failure(sent, "there is no queue to wait in for another attempt") {
+                None => Next::Ack,
+                Some(message) => {
+                    let error = TaskError::new(error.kind, format!("{error}; {message}"));
+                    Next::DeadLetterAndReply(Reason::Attempts, error)
+                }
             }
-        },
-        Letter::PutOff => match sent {
+        }
+        Publication::PutOff => match sent {
             Sent::Confirmed => Next::Ack,
             // The broker may have it: computed beside that one, it would be answered twice.
             Sent::Unconfirmed(message) => unconfirmed(message),
             Sent::Unroutable | Sent::Refused(_) | Sent::Evicted(_) => Next::Compute,
         },
-        Letter::PutOffAgain(reason) => match why(sent, "there is no queue to wait in") {
+        Publication::PutOffAgain(reason) => match failure(sent, "there is no queue to wait in") {
             None => Next::Ack,
             Some(message) => unconfirmed(format!("{reason}; {message}")),
         },
-        Letter::Reply(reply) => after_reply(sent, reply),
+        Publication::Reply(reply) => after_reply(sent, reply),
     }
 }
 
@@ -128,7 +130,7 @@ fn unconfirmed(message: String) -> Next {
 }
 
 /// Why a message is not at the broker; none: it is.
-fn why(sent: Sent, no_queue: &str) -> Option<String> {
+fn failure(sent: Sent, no_queue: &str) -> Option<String> {
     match sent {
         Sent::Confirmed => None,
         Sent::Unroutable => Some(no_queue.to_owned()),
@@ -156,20 +158,20 @@ mod tests {
     #[test]
     fn what_is_confirmed_is_acked_whatever_it_is() {
         let error = TaskError::internal("x");
-        for letter in [
-            Letter::NextAttempt(&error),
-            Letter::PutOff,
-            Letter::PutOffAgain("full"),
-            Letter::Reply(reply(Parked::No)),
-            Letter::Reply(reply(Parked::UnlessUnroutable)),
+        for publication in [
+            Publication::NextAttempt(&error),
+            Publication::PutOff,
+            Publication::PutOffAgain("full"),
+            Publication::Reply(reply(Parked::No)),
+            Publication::Reply(reply(Parked::UnlessUnroutable)),
         ] {
-            assert_eq!(follow(Sent::Confirmed, letter), Next::Ack, "{letter:?}");
+            assert_eq!(follow(Sent::Confirmed, publication), Next::Ack, "{publication:?}");
         }
     }
 
     #[test]
     fn a_task_whose_reply_is_not_taken_is_never_acked_without_a_dead_letter_or_another_try() {
-        let next = every_failure().map(|sent| follow(sent, Letter::Reply(reply(Parked::No))));
+        let next = every_failure().map(|sent| follow(sent, Publication::Reply(reply(Parked::No))));
         assert!(
             matches!(&next[0], Next::DeadLetter(Reason::Unroutable, error) if error.message.contains("\"q\""))
         );
@@ -177,21 +179,22 @@ mod tests {
         assert!(matches!(&next[2], Next::DeadLetter(Reason::Unconfirmed, _)));
         assert!(matches!(&next[3], Next::PutOff(WAIT, _)));
         let late = Reply { wait: None, ..reply(Parked::No) };
-        let evicted = follow(Sent::Evicted("w".into()), Letter::Reply(late));
+        let evicted = follow(Sent::Evicted("w".into()), Publication::Reply(late));
         assert!(matches!(evicted, Next::DeadLetter(Reason::Unconfirmed, _)), "its time is over");
         let second = Reply { is_second: true, ..reply(Parked::No) };
-        let refused = follow(Sent::Refused("w".into()), Letter::Reply(second));
+        let refused = follow(Sent::Refused("w".into()), Publication::Reply(second));
         assert!(matches!(refused, Next::DeadLetter(Reason::Unroutable, _)));
     }
 
     #[test]
     fn a_cancelled_task_is_not_computed_again_and_one_that_is_parked_is_not_parked_twice() {
-        let never = every_failure().map(|sent| follow(sent, Letter::Reply(reply(Parked::UnlessUnroutable))));
+        let never =
+            every_failure().map(|sent| follow(sent, Publication::Reply(reply(Parked::UnlessUnroutable))));
         assert_eq!(never[0], Next::Ack, "nobody is left to ask for it");
         assert!(matches!(never[3], Next::DeadLetter(Reason::Unconfirmed, _)));
         let second = Reply { is_second: true, ..reply(Parked::Already) };
         for sent in every_failure() {
-            assert!(matches!(follow(sent, Letter::Reply(second)), Next::AckUnheard(_)));
+            assert!(matches!(follow(sent, Publication::Reply(second)), Next::AckUnheard(_)));
         }
     }
 
@@ -199,7 +202,7 @@ mod tests {
     fn what_would_be_refused_again_is_parked_as_refused() {
         let error = TaskError::bad_input("input", "is missing");
         let refused = Reply { error: Some(&error), ..reply(Parked::No) };
-        let Next::DeadLetter(reason, said) = follow(Sent::Unroutable, Letter::Reply(refused)) else {
+        let Next::DeadLetter(reason, said) = follow(Sent::Unroutable, Publication::Reply(refused)) else {
             panic!("it is not parked");
         };
         assert_eq!(reason, Reason::Refused);
@@ -208,19 +211,20 @@ mod tests {
 
     #[test]
     fn a_task_that_cannot_wait_is_computed_and_one_that_failed_has_made_its_last_attempt() {
-        assert_eq!(follow(Sent::Unroutable, Letter::PutOff), Next::Compute);
-        let unsure = follow(Sent::Unconfirmed("w".into()), Letter::PutOff);
+        assert_eq!(follow(Sent::Unroutable, Publication::PutOff), Next::Compute);
+        let unsure = follow(Sent::Unconfirmed("w".into()), Publication::PutOff);
         assert!(matches!(unsure, Next::DeadLetter(Reason::Unconfirmed, _)), "it may be in its queue");
         let error = TaskError::new(TaskErrorKind::Fault, "x");
         for sent in every_failure() {
-            let Next::DeadLetterAndReply(Reason::Attempts, said) = follow(sent, Letter::NextAttempt(&error))
+            let Next::DeadLetterAndReply(Reason::Attempts, said) =
+                follow(sent, Publication::NextAttempt(&error))
             else {
                 panic!("it is lost");
             };
             assert!(said.kind == TaskErrorKind::Fault && said.message.starts_with("x; "), "{said}");
         }
         for sent in every_failure() {
-            let next = follow(sent, Letter::PutOffAgain("full"));
+            let next = follow(sent, Publication::PutOffAgain("full"));
             assert!(matches!(next, Next::DeadLetter(Reason::Unconfirmed, _)));
         }
     }

@@ -28,7 +28,7 @@ use tokio::time::timeout;
 
 use self::breaker::Admission;
 use self::counting::Answered;
-use self::follow::{Letter, Next, Parked, Reply, Sent, follow};
+use self::follow::{Next, Parked, Publication, Reply, Sent, follow};
 use self::outcome::{Disposition, Tries, WaitsFor, disposition, wait};
 use self::publishing::{Owner, To};
 use super::WorkerError;
@@ -49,11 +49,11 @@ pub(super) use self::stalled::Stalled;
 /// After this time an unconfirmed reply counts as stalled; see [`Stalled`] and [`Breakers`].
 const STALLED: Duration = Duration::from_secs(2);
 /// The least time for publishing a reply, however close the task's deadline is.
-const LEAST: Duration = Duration::from_secs(1);
+const MIN_PUBLISH_TIME: Duration = Duration::from_secs(1);
 /// How long finished results are still published after the worker is told to hand tasks back.
-const PARTING: Duration = Duration::from_secs(4);
+const PUBLISH_GRACE: Duration = Duration::from_secs(4);
 /// How often a waiting publish checks whether the broker accepts messages.
-const TICK: Duration = Duration::from_millis(250);
+const POLL_INTERVAL: Duration = Duration::from_millis(250);
 
 /// What settling a task needs; shared by all tasks of a worker.
 pub(super) struct Settlement {
@@ -210,7 +210,7 @@ impl Settlement {
         };
         let mut carried_out = pin!(self.carry_out(accepted, disposition(outcome, tries), timings));
         // Nearly all finish within this time; waiting for several events at once costs more.
-        let soon = timeout(TICK, &mut carried_out).await;
+        let soon = timeout(POLL_INTERVAL, &mut carried_out).await;
         let settled = tokio::select! {
             biased;
             settled = async { match soon { Ok(settled) => settled, Err(_) => carried_out.await } } => settled,
@@ -231,16 +231,16 @@ impl Settlement {
         Ok(Settled::Yes)
     }
 
-    /// Returns when the task must be handed back although its result is not published: [`PARTING`] after the
+    /// Returns when the task must be handed back although its result is not published: [`PUBLISH_GRACE`] after the
     /// worker was told to hand back, or shortly before the broker takes back the delivery and all others.
     async fn leaving(&self) {
-        let told = async {
+        let grace_is_over = async {
             self.stop.reached(Phase::Returning).await;
-            tokio::time::sleep(PARTING).await;
+            tokio::time::sleep(PUBLISH_GRACE).await;
         };
         tokio::select! {
-            () = told => {}
-            () = tokio::time::sleep(self.waits.own.saturating_add(LEAST)) => {}
+            () = grace_is_over => {}
+            () = tokio::time::sleep(self.waits.own.saturating_add(MIN_PUBLISH_TIME)) => {}
         }
     }
 
@@ -252,24 +252,24 @@ impl Settlement {
         timings: &Timings,
     ) -> Result<Settled, WorkerError> {
         match disposition {
-            Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), (timings, Parked::No)).await?,
+            Disposition::ReplyAndAck(body) => self.answer(accepted, Ok(body), timings, Parked::No).await?,
             Disposition::ReplyErrorAndAck(error) => {
                 // Nobody may be left to receive the answer of a cancelled task.
                 let wanted = error.kind != TaskErrorKind::Cancelled;
                 let parked = if wanted { Parked::No } else { Parked::UnlessUnroutable };
-                self.answer(accepted, Err(&error), (timings, parked)).await?;
+                self.answer(accepted, Err(&error), timings, parked).await?;
             }
             Disposition::Retry(delay, error) => self.try_again(accepted, delay, &error, timings).await?,
             Disposition::PutOff(delay, waits_for) => {
                 let sent = self.put_off(accepted, delay, waits_for).await?;
-                match follow(sent, Letter::PutOff) {
+                match follow(sent, Publication::PutOff) {
                     Next::Compute => return Ok(Settled::MustCompute),
                     next => self.conclude(accepted, next).await?,
                 }
             }
             Disposition::DeadLetter(reason, error) => {
                 self.dead_letter(accepted, reason, &error).await?;
-                self.answer(accepted, Err(&error), (timings, Parked::Already)).await?;
+                self.answer(accepted, Err(&error), timings, Parked::Already).await?;
             }
             Disposition::Park(reason, error) => self.dead_letter(accepted, reason, &error).await?,
         }
@@ -296,10 +296,10 @@ impl Settlement {
         } else {
             tracing::warn!(task.id = task.id, queue = self.queues.task, ?sent, "cannot try again");
         }
-        match follow(sent, Letter::NextAttempt(error)) {
+        match follow(sent, Publication::NextAttempt(error)) {
             Next::DeadLetterAndReply(reason, error) => {
                 self.dead_letter(accepted, reason, &error).await?;
-                self.answer(accepted, Err(&error), (timings, Parked::Already)).await
+                self.answer(accepted, Err(&error), timings, Parked::Already).await
             }
             next => self.conclude(accepted, next).await,
         }
@@ -353,7 +353,8 @@ impl Settlement {
         &self,
         accepted: &Accepted,
         body: Result<Body, &TaskError>,
-        (timings, parked): (&Timings, Parked),
+        timings: &Timings,
+        parked: Parked,
     ) -> Result<(), WorkerError> {
         let answered = Answered::of(&body);
         let began = Instant::now();
@@ -369,7 +370,7 @@ impl Settlement {
             "answering"
         );
         let next = match self.queues.of_reply(task) {
-            Some(queue) => self.reply(accepted, (queue, body), (timings, parked)).await?,
+            Some(queue) => self.reply(accepted, queue, body, timings, parked).await?,
             None => {
                 accepted.traced.answered(body.as_ref().err().copied());
                 Next::Ack
@@ -388,23 +389,25 @@ impl Settlement {
     async fn reply(
         &self,
         accepted: &Accepted,
-        (queue, body): (&str, Result<Body, &TaskError>),
-        (timings, parked): (&Timings, Parked),
+        queue: &str,
+        body: Result<Body, &TaskError>,
+        timings: &Timings,
+        parked: Parked,
     ) -> Result<Next, WorkerError> {
         let (task, attempt) = (&accepted.task, accepted.attempt());
         let owner = if self.is_own(queue) { Owner::Pool } else { Owner::Requester };
         let error = body.as_ref().err().copied();
         accepted.traced.answered(error);
         let message = accepted.traced.reply(reply(task, body, timings, &self.worker_info, attempt));
-        let mut letter =
+        let mut publication =
             Reply { queue, bytes: message.body.len(), error, parked, is_second: false, wait: None };
-        let mut next = self.publish_reply(accepted, (letter, owner), message).await?;
+        let mut next = self.publish_reply(accepted, publication, owner, message).await?;
         if let Next::ReplyError(error) = &next {
             tracing::warn!(task.id = task.id, %error, "answering with an error instead");
             accepted.traced.answered(Some(error));
             let smaller = accepted.traced.reply(reply(task, Err(error), timings, &self.worker_info, attempt));
-            letter.is_second = true;
-            next = self.publish_reply(accepted, (letter, owner), smaller).await?;
+            publication.is_second = true;
+            next = self.publish_reply(accepted, publication, owner, smaller).await?;
         }
         Ok(next)
     }
@@ -412,18 +415,19 @@ impl Settlement {
     async fn publish_reply(
         &self,
         accepted: &Accepted,
-        (mut letter, owner): (Reply<'_>, Owner),
+        mut reply: Reply<'_>,
+        owner: Owner,
         message: Message,
     ) -> Result<Next, WorkerError> {
-        let to = To { queue: letter.queue, delay: None, owner };
+        let to = To { queue: reply.queue, delay: None, owner };
         let sent = self.within(accepted, to, &Arc::new(message)).await?;
         if owner == Owner::Requester && matches!(sent, Sent::Confirmed | Sent::Unroutable) {
-            self.breakers.took(letter.queue, tokio::time::Instant::now());
+            self.breakers.took(reply.queue, tokio::time::Instant::now());
         }
         if matches!(sent, Sent::Evicted(_)) && accepted.delivery.source == Source::Main {
-            letter.wait = wait(&self.retry, self.time_to_wait(accepted), rand::random());
+            reply.wait = wait(&self.retry, self.time_to_wait(accepted), rand::random());
         }
-        Ok(follow(sent, Letter::Reply(letter)))
+        Ok(follow(sent, Publication::Reply(reply)))
     }
 
     /// Does what follows from a publish, up to the ack.
@@ -432,7 +436,7 @@ impl Settlement {
             next = match next {
                 Next::PutOff(delay, reason) => {
                     let sent = self.put_off(accepted, delay, WaitsFor::ReplyQueue).await?;
-                    follow(sent, Letter::PutOffAgain(&reason))
+                    follow(sent, Publication::PutOffAgain(&reason))
                 }
                 Next::DeadLetter(reason, error) | Next::DeadLetterAndReply(reason, error) => {
                     return self.dead_letter(accepted, reason, &error).await;

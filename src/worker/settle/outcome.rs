@@ -100,28 +100,28 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
             TaskErrorKind::Fault | TaskErrorKind::OutOfMemory => try_again(error, tries),
         },
         Outcome::Poison => {
-            let words = "each worker that computed this task alone died of it; it is not tried again";
-            Disposition::DeadLetter(Reason::Poison, TaskError::new(TaskErrorKind::Internal, words))
+            let message = "each worker that computed this task alone died of it; it is not tried again";
+            Disposition::DeadLetter(Reason::Poison, TaskError::new(TaskErrorKind::Internal, message))
         }
         Outcome::Misaddressed(queue) => {
-            let words = format!(
+            let message = format!(
                 "reply_to is {queue:?}, a task, retry or dead-letter queue: a reply there would come back as a \
                  task, or be taken for a dead letter"
             );
-            Disposition::DeadLetter(Reason::Unroutable, TaskError::bad_input("reply_to", words))
+            Disposition::DeadLetter(Reason::Unroutable, TaskError::bad_input("reply_to", message))
         }
         Outcome::OutOfDeliveries(deliveries) => {
-            let words = format!("delivered {deliveries} times without an answer; it is not tried again");
-            Disposition::DeadLetter(Reason::Attempts, TaskError::new(TaskErrorKind::Internal, words))
+            let message = format!("delivered {deliveries} times without an answer; it is not tried again");
+            Disposition::DeadLetter(Reason::Attempts, TaskError::new(TaskErrorKind::Internal, message))
         }
         Outcome::UnknownControl(kind) => {
-            let mut words = format!("type {kind:?} is no control message that this version knows");
+            let mut message = format!("type {kind:?} is no control message that this version knows");
             if kind == CANCEL {
-                words = format!(
+                message = format!(
                     "{kind} is published to the exchange admin.control_exchange, not to a task queue"
                 );
             }
-            let error = TaskError::new(TaskErrorKind::Undecodable, words).at("type");
+            let error = TaskError::new(TaskErrorKind::Undecodable, message).at("type");
             Disposition::DeadLetter(Reason::UnknownControl, error)
         }
         Outcome::Held(held) => hold(held, tries),
@@ -131,10 +131,10 @@ pub(in crate::worker) fn disposition(outcome: Outcome, tries: Tries<'_>) -> Disp
             Disposition::PutOff(delay.unwrap_or_else(|| shortest(tries)), WaitsFor::Turn)
         }
         Outcome::RequesterLeft(queue) => {
-            let words = format!(
+            let message = format!(
                 "reply queue {queue:?} does not exist any more; the answer was not computed to its end"
             );
-            Disposition::Park(Reason::Unroutable, TaskError::new(TaskErrorKind::Internal, words))
+            Disposition::Park(Reason::Unroutable, TaskError::new(TaskErrorKind::Internal, message))
         }
     }
 }
@@ -147,10 +147,10 @@ fn hold(held: Held, tries: Tries<'_>) -> Disposition {
     match wait(tries.retry, left, tries.jitter) {
         Some(delay) => Disposition::PutOff(delay, WaitsFor::ReplyQueue),
         None if is_refused => {
-            let words = format!(
+            let message = format!(
                 "queue {queue:?} takes no message, and the time to wait for it is over; not computed"
             );
-            Disposition::Park(Reason::Unconfirmed, TaskError::new(TaskErrorKind::Internal, words))
+            Disposition::Park(Reason::Unconfirmed, TaskError::new(TaskErrorKind::Internal, message))
         }
         None => Disposition::PutOff(shortest(tries), WaitsFor::ReplyQueue),
     }
@@ -178,8 +178,8 @@ fn within(ceiling: Duration, jitter: f64) -> Delay {
 fn try_again(error: TaskError, tries: Tries<'_>) -> Disposition {
     let Tries { retry, attempt, .. } = tries;
     if attempt >= retry.max_attempts {
-        let words = format!("{} (attempt {attempt} of {})", error.message, retry.max_attempts);
-        return Disposition::DeadLetter(Reason::Attempts, TaskError::new(error.kind, words));
+        let message = format!("{} (attempt {attempt} of {})", error.message, retry.max_attempts);
+        return Disposition::DeadLetter(Reason::Attempts, TaskError::new(error.kind, message));
     }
     let backoff = retry.backoff();
     let delay = Delay { after: backoff.delay(attempt, tries.jitter), ceiling: backoff.ceiling(attempt) };

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
 use super::follow::Sent;
-use super::{Accepted, LEAST, STALLED, Settlement, TICK};
+use super::{Accepted, MIN_PUBLISH_TIME, POLL_INTERVAL, STALLED, Settlement};
 use crate::backoff::Backoff;
 use crate::broker::{Delay, Published};
 use crate::protocol::Message;
@@ -20,7 +20,7 @@ use crate::worker::WorkerError;
 /// The pause between attempts to publish into a queue that refuses a message.
 const NACKED: Backoff = Backoff { first: Duration::from_millis(200), most: Duration::from_secs(10) };
 /// How often it is looked whether the broker has answered the last attempt to publish into a queue that is given up.
-const LAST_LOOK: Duration = Duration::from_millis(50);
+const LAST_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Where a message goes.
 #[derive(Clone, Copy)]
@@ -58,9 +58,11 @@ impl Settlement {
         let limit = match to.owner {
             Owner::Pool => self.waits.own,
             // A task that has waited before is tried once more at least.
-            Owner::Requester => self.time_to_wait(accepted).max(STALLED + LEAST).min(self.waits.requesters),
+            Owner::Requester => {
+                self.time_to_wait(accepted).max(STALLED + MIN_PUBLISH_TIME).min(self.waits.requesters)
+            }
         };
-        let limit = accepted.time_left().map_or(limit, |left| limit.min(left.max(LEAST)));
+        let limit = accepted.time_left().map_or(limit, |left| limit.min(left.max(MIN_PUBLISH_TIME)));
         let attempts = Attempts::default();
         let parts = accepted.parts.clone().filter(|_| to.delay.is_none());
         let mut published = pin!(async {
@@ -69,7 +71,7 @@ impl Settlement {
             }
             self.publish(to, message, &attempts).await
         });
-        if let Ok(sent) = timeout(limit.min(TICK), &mut published).await {
+        if let Ok(sent) = timeout(limit.min(POLL_INTERVAL), &mut published).await {
             return sent;
         }
         let given_up = tokio::select! {
@@ -79,8 +81,8 @@ impl Settlement {
         };
         // A message that the broker has not answered may yet arrive.
         let asked = Instant::now();
-        while attempts.is_out.load(Ordering::Relaxed) && asked.elapsed() < LEAST {
-            if let Ok(sent) = timeout(LAST_LOOK, &mut published).await {
+        while attempts.is_out.load(Ordering::Relaxed) && asked.elapsed() < MIN_PUBLISH_TIME {
+            if let Ok(sent) = timeout(LAST_POLL_INTERVAL, &mut published).await {
                 return sent;
             }
         }
@@ -123,7 +125,7 @@ impl Settlement {
     async fn broker_takes_messages_for(&self, time: Duration) {
         let mut left = time;
         while !left.is_zero() {
-            let tick = left.min(TICK);
+            let tick = left.min(POLL_INTERVAL);
             tokio::time::sleep(tick).await;
             if self.publisher.takes_messages() {
                 left -= tick;
@@ -145,18 +147,18 @@ impl Settlement {
                 Some(delay) => self.publisher.publish_later(queue, delay, message.clone()),
             };
             attempts.is_out.store(true, Ordering::Relaxed);
-            let why = match publishing.await? {
+            let failure = match publishing.await? {
                 Published::Confirmed => return Ok(Sent::Confirmed),
                 Published::Unroutable => return Ok(Sent::Unroutable),
-                Published::Refused(words) => return Ok(Sent::Refused(words)),
+                Published::Refused(message) => return Ok(Sent::Refused(message)),
                 Published::Nacked => "is it full?".to_owned(),
-                Published::Forbidden(words) => words,
+                Published::Forbidden(message) => message,
             };
             attempts.is_out.store(false, Ordering::Relaxed);
             attempts.was_refused.store(true, Ordering::Relaxed);
             failures += 1;
             if failures == 1 {
-                tracing::warn!(queue, why, "the queue takes no message now; trying again");
+                tracing::warn!(queue, why = failure, "the queue takes no message now; trying again");
             }
             tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
         }
@@ -177,22 +179,22 @@ impl Settlement {
             let sent = tokio::select! {
                 sent = &mut publish => sent?,
                 () = self.broker_takes_messages_for(STALLED) => {
-                    let words = format!("dead-letter queue {queue:?} takes no message now");
-                    waits = Some(self.counters.wait_to_park(words, waits));
+                    let message = format!("dead-letter queue {queue:?} takes no message now");
+                    waits = Some(self.counters.wait_to_park(message, waits));
                     publish.await?
                 }
             };
-            let why = match sent {
+            let failure = match sent {
                 Sent::Confirmed => {
                     let dead = reason.as_str().to_owned();
                     self.counters
                         .count(|stats: &mut Stats| *stats.dead_lettered.entry(dead).or_default() += 1);
                     return Ok(());
                 }
-                Sent::Refused(words) if !is_bare => {
+                Sent::Refused(message) if !is_bare => {
                     tracing::warn!(
                         queue,
-                        error = words,
+                        error = message,
                         "dead letter refused; dropping its producer's headers"
                     );
                     (dead_letter, is_bare) = (without_producer_headers(dead_letter), true);
@@ -204,12 +206,12 @@ impl Settlement {
                     Ok(false) => "it does not exist; make it, or set broker.declare = true".to_owned(),
                     Err(error) => format!("it does not exist, and cannot be made: {error}"),
                 },
-                Sent::Unconfirmed(words) | Sent::Evicted(words) | Sent::Refused(words) => words,
+                Sent::Unconfirmed(message) | Sent::Evicted(message) | Sent::Refused(message) => message,
             };
             failures += 1;
-            let words = format!("dead-letter queue {queue:?}: {why}");
-            tracing::warn!(error = words, failures, "a dead letter waits");
-            waits = Some(self.counters.wait_to_park(words, waits));
+            let message = format!("dead-letter queue {queue:?}: {failure}");
+            tracing::warn!(error = message, failures, "a dead letter waits");
+            waits = Some(self.counters.wait_to_park(message, waits));
             tokio::time::sleep(NACKED.delay(failures, rand::random())).await;
         }
     }

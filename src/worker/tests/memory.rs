@@ -138,7 +138,7 @@ impl Memory {
     }
 
     /// Opens a session, with the deliveries that wait for it.
-    pub(super) fn link(&self) -> BrokerSession {
+    pub(super) fn open(&self) -> BrokerSession {
         let (deliveries, events) = mpsc::channel(1_000);
         let mut state = self.lock();
         state.sessions += 1;

@@ -92,8 +92,8 @@ impl Rig {
         let (broker, own, stopped) = (memory.clone(), control.clone(), stop.clone());
         let worker = tokio::task::spawn_local(async move {
             let open = opening(move |_| {
-                let link = broker.link();
-                Box::pin(async move { Ok(link) })
+                let session = broker.open();
+                Box::pin(async move { Ok(session) })
             });
             let own = Own { control: &own, counters, pools: Pools::start_here() };
             serve(&assignment, loaded, &open, stopped, own).await
