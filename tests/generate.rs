@@ -166,7 +166,7 @@ fn logits(path: &Path, ids: &[u32], chunk: usize) -> Vec<f32> {
     let mut last = Vec::new();
     for (index, part) in ids.chunks(chunk).enumerate() {
         let span = Span { blocks: &blocks, first: index * chunk, count: part.len() };
-        decoder.forward(&mut kv, (part, &[span]), &[part.len() - 1], &mut last);
+        decoder.forward(&mut kv, part, &[span], &[part.len() - 1], &mut last);
     }
     last
 }
@@ -400,7 +400,7 @@ fn the_perplexity_of_a_real_text_is_that_of_the_reference_library() {
         let span = Span { blocks: &blocks, first: 0, count: ids.len() };
         let wanted: Vec<usize> = (0..ids.len() - 1).collect();
         let mut logits = Vec::new();
-        decoder.forward(&mut kv, (&ids, &[span]), &wanted, &mut logits);
+        decoder.forward(&mut kv, &ids, &[span], &wanted, &mut logits);
         let nll = |(row, next): (&[f32], &u32)| {
             let most = f64::from(row.iter().copied().fold(f32::MIN, f32::max));
             let sum: f64 = row.iter().map(|x| (f64::from(*x) - most).exp()).sum();

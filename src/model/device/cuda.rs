@@ -32,8 +32,8 @@ pub(super) fn open(asked: &str) -> Result<(Device, String), String> {
     }
     // candle's own search for libraries panics, and it needs further libraries.
     let opened = catch_unwind(|| Device::new_cuda_with_stream(0)).map_err(|panic| {
-        let words = panic.downcast_ref::<String>().cloned().unwrap_or_default();
-        format!("CUDA cannot be started; are the libraries of CUDA 13 here? {words}")
+        let message = panic.downcast_ref::<String>().cloned().unwrap_or_default();
+        format!("CUDA cannot be started; are the libraries of CUDA 13 here? {message}")
     })?;
     let device = opened.map_err(|error| error.to_string())?;
     let cuda = device.as_cuda_device().map_err(|error| error.to_string())?;

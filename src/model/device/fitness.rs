@@ -43,9 +43,9 @@ pub fn prove(device: &str, dtype: Dtype, min_speed: f64) -> Result<Proven, LoadE
     let (opened, name) = open(device)?;
     let failed = |error: candle_core::Error| {
         let reason = match forward_error(&error) {
-            ForwardError::OutOfMemory(words) => format!("no room for a known product: {words}"),
-            ForwardError::Failed(words) | ForwardError::Device(words) => {
-                format!("a known product fails: {words}")
+            ForwardError::OutOfMemory(message) => format!("no room for a known product: {message}"),
+            ForwardError::Failed(message) | ForwardError::Device(message) => {
+                format!("a known product fails: {message}")
             }
         };
         LoadError::Device { device: name.clone(), reason }
@@ -297,11 +297,11 @@ mod tests {
         for bad in [right[at] + 1.0, flipped, right[at] + 0.5, f32::NAN, f32::INFINITY, 3e20] {
             let mut wrong = right.clone();
             wrong[at] = bad;
-            let words = known.judge(&wrong, DType::F32).unwrap_err();
-            assert!(words.contains("1 rows are") && words.contains("row 77 first"), "{bad}: {words}");
+            let message = known.judge(&wrong, DType::F32).unwrap_err();
+            assert!(message.contains("1 rows are") && message.contains("row 77 first"), "{bad}: {message}");
         }
-        let words = known.judge(&right[..at], DType::F32).unwrap_err();
-        assert!(words.contains("row 77 first"), "cut off: {words}");
+        let message = known.judge(&right[..at], DType::F32).unwrap_err();
+        assert!(message.contains("row 77 first"), "cut off: {message}");
         let zeros = vec![0.0; right.len()];
         assert!(known.judge(&zeros, DType::F32).unwrap_err().contains("128 rows"), "no result at all");
     }
@@ -317,9 +317,9 @@ mod tests {
         assert_eq!(rate(&[1, 500, 500, 500, 1]), 1e12, "its clock rose, or who was beside it was done");
         assert_eq!(rate(&[1, 2_000, 4_000, 1]), 5e8, "it took too long");
         assert_eq!(judge_rate(2e11, 1e12, 0.2), Ok(()));
-        let words = judge_rate(1e11, 1e12, 0.2).unwrap_err();
+        let message = judge_rate(1e11, 1e12, 0.2).unwrap_err();
         for part in ["100 GFLOP/s", "10.0 %", "1000 that", "20.0 % is asked for", "pool.min_speed"] {
-            assert!(words.contains(part), "{part:?} is not in {words}");
+            assert!(message.contains(part), "{part:?} is not in {message}");
         }
     }
 }

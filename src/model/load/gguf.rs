@@ -379,7 +379,7 @@ mod tests {
 
     #[test]
     fn sizes_that_the_file_has_not_are_an_error_before_memory_is_asked_for() {
-        for (dimensions, words) in [
+        for (dimensions, message) in [
             ([1 << 33, 1 << 31], "is too large"),
             ([1 << 32, 1 << 32], "is too large"),
             ([u64::MAX, 1], "is too large"),
@@ -389,9 +389,9 @@ mod tests {
             let gguf = lie(dimensions, &[]).unwrap();
             let [depth, width] = dimensions.map(|length| length as usize);
             let error = gguf.check("w", [depth, width]).unwrap_err().to_string();
-            assert!(error.contains(words), "{error}");
+            assert!(error.contains(message), "{error}");
             let error = gguf.matrix("w", [depth, width], |row| row).err().unwrap().to_string();
-            assert!(error.contains(words), "{error}");
+            assert!(error.contains(message), "{error}");
         }
         let error = lie([4, 4], &[("general.alignment", 0)]).err().unwrap().to_string();
         assert!(error.contains("general.alignment is 0"), "{error}");

@@ -75,8 +75,10 @@ impl TextTokenizer {
         // Otherwise the network would be asked for rows of its table that it does not have.
         let largest = tokenizer.get_vocab(false).into_values().chain(two.get_ids().iter().copied()).max();
         if let Some(largest) = largest.filter(|largest| *largest as usize >= vocabulary) {
-            let words = "it is of another model: its tokens go up to";
-            return Err(fault(format!("{words} {largest}, and the network knows {vocabulary} (vocab_size)")));
+            let message = "it is of another model: its tokens go up to";
+            return Err(fault(format!(
+                "{message} {largest}, and the network knows {vocabulary} (vocab_size)"
+            )));
         }
         let max_tokens = limits.max_tokens.unwrap_or(max_tokens).min(max_tokens);
         let special = (before.len() + after.len()).max(before_pair.len() + between.len() + after_pair.len());
@@ -253,10 +255,10 @@ mod tests {
         assert!(TextTokenizer::read(path.clone(), limits(), 8, 3).is_ok());
         let error = TextTokenizer::read(path, limits(), 8, 2).err().unwrap();
         assert!(matches!(error, LoadError::File { .. }));
-        let words = error.to_string();
+        let message = error.to_string();
         assert!(
-            words.contains("tokenizer.json") && words.contains("up to 2") && words.contains("knows 2"),
-            "{words}"
+            message.contains("tokenizer.json") && message.contains("up to 2") && message.contains("knows 2"),
+            "{message}"
         );
     }
 }

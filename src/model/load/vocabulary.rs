@@ -101,7 +101,7 @@ impl Vocabulary {
     ///
     /// # Errors
     /// [`LoadError::File`] for a file that is missing, broken or of a kind that is not read.
-    pub fn of_files(files: &ModelFiles, words: usize) -> Result<Self, LoadError> {
+    pub fn of_files(files: &ModelFiles, vocab_size: usize) -> Result<Self, LoadError> {
         let path = files.required("tokenizer.json")?;
         let fault = |reason: String| LoadError::File { path: path.clone(), reason };
         let mut tokenizer =
@@ -134,7 +134,7 @@ impl Vocabulary {
         };
         let chat =
             template.map(|text| ChatTemplate::new(text, names(begin, end))).transpose().map_err(fault)?;
-        let texts = TokenTexts::read(&tokenizer, words);
+        let texts = TokenTexts::read(&tokenizer, vocab_size);
         // The tokenizer adds the first token itself, where it is to be added.
         Ok(Self { tokenizer, begin: None, ends, chat, texts })
     }
@@ -143,7 +143,7 @@ impl Vocabulary {
     ///
     /// # Errors
     /// [`LoadError::File`] naming a value that is missing, or a kind that is not read.
-    pub fn of_gguf(gguf: &Gguf, words: usize) -> Result<Self, LoadError> {
+    pub fn of_gguf(gguf: &Gguf, vocab_size: usize) -> Result<Self, LoadError> {
         let missing = |name: &str| gguf.fault(format!("the metadata has no {name}"));
         let texts = |name: &str| -> Option<Vec<String>> {
             gguf.value(name)?.to_vec().ok()?.iter().map(|text| text.to_string().ok().cloned()).collect()
@@ -191,7 +191,7 @@ impl Vocabulary {
                 .map_err(|reason| gguf.fault(reason))
         });
         let adds = gguf.value("tokenizer.ggml.add_bos_token").and_then(|adds| adds.to_bool().ok());
-        let texts = TokenTexts::read(&tokenizer, words);
+        let texts = TokenTexts::read(&tokenizer, vocab_size);
         let ends = end.into_iter().chain(id("tokenizer.ggml.eot_token_id")).collect();
         let begin = begin.filter(|_| adds == Some(true));
         Ok(Self { tokenizer, begin, ends, chat: chat.transpose()?, texts })
@@ -259,7 +259,7 @@ fn pre_tokenizer(name: &str) -> Option<PreTokenizerWrapper> {
 }
 
 impl TokenTexts {
-    fn read(tokenizer: &Tokenizer, words: usize) -> Self {
+    fn read(tokenizer: &Tokenizer, vocab_size: usize) -> Self {
         let special: BTreeSet<u32> = tokenizer
             .get_added_tokens_decoder()
             .iter()
@@ -267,7 +267,7 @@ impl TokenTexts {
             .map(|(id, _)| *id)
             .collect();
         let (added, letters) = (tokenizer.get_added_tokens_decoder(), bytes_of_letters());
-        let bytes = (0..u32::try_from(words).unwrap_or(u32::MAX)).map(|id| -> Box<[u8]> {
+        let bytes = (0..u32::try_from(vocab_size).unwrap_or(u32::MAX)).map(|id| -> Box<[u8]> {
             match tokenizer.id_to_token(id) {
                 _ if special.contains(&id) => Box::default(),
                 None => Box::default(),

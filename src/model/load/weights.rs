@@ -43,20 +43,21 @@ pub struct Weights {
 
 impl Weights {
     /// Reads safetensors files, for tensors on `device` in this precision. Names may begin with `{base}.` if the files
-    /// were saved from a model with a head; `words` is the name of a tensor that shows it.
+    /// were saved from a model with a head; `shown_by` is the name of a tensor that shows it.
     ///
     /// # Errors
     /// [`LoadError::File`] if a file is truncated, corrupt or holds no such model.
     pub fn read(
         paths: &[PathBuf],
-        (base, words): (&str, &str),
+        base: &str,
+        shown_by: &str,
         device: &Device,
         Precision { tensors: dtype, matrices: numbers }: Precision,
     ) -> Result<Self, LoadError> {
         let shards = paths.iter().map(|path| Shard::read(path)).collect::<Result<Vec<_>, _>>()?;
         let prefix = format!("{base}.");
-        let words = format!("{prefix}{words}");
-        let prefixed = shards.iter().any(|shard| shard.metadata.info(&words).is_some());
+        let shown_by = format!("{prefix}{shown_by}");
+        let prefixed = shards.iter().any(|shard| shard.metadata.info(&shown_by).is_some());
         let prefix = if prefixed { prefix } else { String::new() };
         Ok(Self { shards, prefix, device: device.clone(), dtype, numbers })
     }

@@ -56,7 +56,7 @@ fn text_model(
 ) -> Result<(TextTokenizer, TextNetwork), LoadError> {
     let path = files.required("tokenizer.json")?;
     let tokenizer = TextTokenizer::read(path, limits, config.max_tokens(), config.vocabulary)?;
-    let network = TextNetwork::load((spec, device), files, config, &tokenizer, output)?;
+    let network = TextNetwork::load(spec, device, files, config, &tokenizer, output)?;
     Ok((tokenizer, network))
 }
 

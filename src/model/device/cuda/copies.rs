@@ -56,7 +56,7 @@ impl Copies {
     ///
     /// # Errors
     /// The driver's error.
-    pub fn bring(&mut self, words: &[u32]) -> Result<HostToDevice> {
+    pub fn upload(&mut self, words: &[u32]) -> Result<HostToDevice> {
         let mut room = room(&mut self.words, words.len(), &self.inward).w()?;
         let there = &mut room.as_mut_slice().w()?[..words.len()];
         there.copy_from_slice(words);
@@ -68,18 +68,18 @@ impl Copies {
         Ok(HostToDevice { tensor, room })
     }
 
-    /// Copies `computed`, a whole f32 tensor that was computed from `brought`, to the host once the device has
+    /// Copies `computed`, a whole f32 tensor that was computed from `uploaded`, to the host once the device has
     /// computed it.
     ///
     /// # Errors
     /// The error of the computation's submission, or the driver's. Then nothing is running any more.
-    pub fn fetch(&mut self, brought: HostToDevice, computed: Result<Tensor>) -> Result<DeviceToHost> {
+    pub fn fetch(&mut self, uploaded: HostToDevice, computed: Result<Tensor>) -> Result<DeviceToHost> {
         let copied = computed.and_then(|computed| {
             let (room, done) = self.copy_out(&computed)?;
             Ok((computed, room, done))
         });
         match copied {
-            Ok((computed, room, done)) => Ok(DeviceToHost { parts: Some((brought, computed, room)), done }),
+            Ok((computed, room, done)) => Ok(DeviceToHost { parts: Some((uploaded, computed, room)), done }),
             Err(error) => {
                 // The device may still read memory that is freed now. A fault shows in the next call.
                 let _ = self.device.cuda_stream().synchronize();
@@ -115,9 +115,9 @@ impl Copies {
     /// The driver's error, which may come from earlier work.
     pub fn wait(&mut self, mut fetched: DeviceToHost) -> Result<Vec<f32>> {
         fetched.done.synchronize().w()?;
-        let Some((brought, computed, room)) = fetched.parts.take() else { return Ok(Vec::new()) };
+        let Some((uploaded, computed, room)) = fetched.parts.take() else { return Ok(Vec::new()) };
         let numbers = room.as_slice().w()?[..computed.elem_count()].to_vec();
-        self.words.push(brought.room);
+        self.words.push(uploaded.room);
         self.numbers.push(room);
         Ok(numbers)
     }

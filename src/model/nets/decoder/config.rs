@@ -58,7 +58,7 @@ pub struct DecoderConfig {
     pub eps: f32,
     /// The turn of each pair of a head's numbers from one place to the next.
     pub frequencies: Vec<f32>,
-    /// Whether the words' vectors are the last layer too.
+    /// Whether the tokens' embeddings are the last layer too.
     pub is_tied: bool,
 }
 
@@ -186,7 +186,8 @@ impl DecoderConfig {
             let factors = gguf.vector("rope_freqs.weight", head_width / 2)?;
             frequencies.iter_mut().zip(factors).for_each(|(frequency, factor)| *frequency /= factor);
         }
-        let words = gguf.value("tokenizer.ggml.tokens").and_then(|tokens| tokens.to_vec().ok()).map(Vec::len);
+        let tokens =
+            gguf.value("tokenizer.ggml.tokens").and_then(|tokens| tokens.to_vec().ok()).map(Vec::len);
         let config = Self {
             family,
             layers: number("block_count")?,
@@ -195,7 +196,7 @@ impl DecoderConfig {
             heads,
             kv_heads: optional("attention.head_count_kv").unwrap_or(heads),
             head_width,
-            vocabulary: optional("vocab_size").or(words).unwrap_or(0),
+            vocabulary: optional("vocab_size").or(tokens).unwrap_or(0),
             context: number("context_length")?,
             eps: float("attention.layer_norm_rms_epsilon").unwrap_or(1e-5),
             frequencies,
@@ -287,7 +288,7 @@ mod tests {
     #[test]
     fn a_size_that_no_model_has_is_refused_before_memory_is_asked_for() {
         assert_eq!(read(&[]).unwrap().frequencies.len(), 8);
-        for (name, words) in [
+        for (name, message) in [
             ("hidden_size", "head_dim is"),
             ("intermediate_size", "the width of the feed-forward half is"),
             ("num_hidden_layers", "the number of layers is"),
@@ -299,7 +300,7 @@ mod tests {
         ] {
             for size in [1_u64 << 32, u64::MAX] {
                 let error = read(&[(name, size.into())]).unwrap_err();
-                assert!(error.starts_with(words) && error.ends_with("is read"), "{name}: {error}");
+                assert!(error.starts_with(message) && error.ends_with("is read"), "{name}: {error}");
             }
         }
     }

@@ -12,10 +12,10 @@ use crate::model::ops::{Matrix, Rotary, gate, multiply_together, norm_by_squares
 /// The weights of a decoder.
 pub struct Decoder {
     config: DecoderConfig,
-    words: Matrix,
+    token_embeddings: Matrix,
     layers: Vec<Layer>,
     norm: Vec<f32>,
-    /// None: the words' vectors.
+    /// None: the tokens' embeddings.
     head: Option<Matrix>,
     rotary: Rotary,
     /// Reused by the next step.
@@ -96,7 +96,7 @@ impl Decoder {
         let DecoderConfig { hidden, vocabulary, .. } = *config;
         let layer = |index| Layer::load(weights, config, index);
         Ok(Self {
-            words: weights.words([hidden, vocabulary])?,
+            token_embeddings: weights.token_embeddings([hidden, vocabulary])?,
             layers: (0..config.layers).map(layer).collect::<Result<_, _>>()?,
             norm: weights.last_norm(hidden)?,
             head: if config.is_tied { None } else { Some(weights.head([hidden, vocabulary])?) },
@@ -110,7 +110,7 @@ impl Decoder {
     pub fn matrices(&self, weights: &Weights) -> Vec<(String, &Matrix)> {
         let parts = weights.parts();
         let [q, k, v] = parts.qkv;
-        let mut all = vec![(weights.words_name().to_owned(), &self.words)];
+        let mut all = vec![(weights.token_embeddings_name().to_owned(), &self.token_embeddings)];
         all.extend(self.head.as_ref().map(|head| (weights.head_name().to_owned(), head)));
         for (index, Layer { qkv: [queries, keys, values], out, gate, up, down, .. }) in
             self.layers.iter().enumerate()
@@ -127,22 +127,24 @@ impl Decoder {
     pub fn forward(
         &mut self,
         kv: &mut KvBlocks,
-        (ids, spans): (&[u32], &[Span<'_>]),
+        ids: &[u32],
+        spans: &[Span<'_>],
         wanted: &[usize],
         logits: &mut Vec<f32>,
     ) {
         if rayon::current_num_threads() == 1 {
-            return self.step(kv, (ids, spans), wanted, logits);
+            return self.step(kv, ids, spans, wanted, logits);
         }
         // On one of the threads that share the products: handing each product over to them, and waiting asleep for its
         // end, would take longer than most products.
-        rayon::scope(|_| self.step(kv, (ids, spans), wanted, logits));
+        rayon::scope(|_| self.step(kv, ids, spans, wanted, logits));
     }
 
     fn step(
         &mut self,
         kv: &mut KvBlocks,
-        (ids, spans): (&[u32], &[Span<'_>]),
+        ids: &[u32],
+        spans: &[Span<'_>],
         wanted: &[usize],
         logits: &mut Vec<f32>,
     ) {
@@ -154,17 +156,17 @@ impl Decoder {
         let mut buffers = std::mem::take(&mut self.buffers);
         buffers.x.resize(ids.len() * hidden, 0.0);
         for (id, row) in ids.iter().zip(buffers.x.chunks_exact_mut(hidden)) {
-            self.words.column(*id as usize, row);
+            self.token_embeddings.column(*id as usize, row);
         }
         for (index, layer) in self.layers.iter().enumerate() {
-            self.attention(layer, (kv, index), spans, &mut buffers);
+            self.attention(layer, kv, index, spans, &mut buffers);
             self.feed_forward(layer, &mut buffers);
         }
         let mut last = Vec::with_capacity(wanted.len() * hidden);
         wanted.iter().for_each(|row| last.extend_from_slice(&buffers.x[row * hidden..][..hidden]));
         let mut normed = vec![0.0; last.len()];
         norm_by_squares(&last, &self.norm, self.config.eps, &mut normed);
-        self.head.as_ref().unwrap_or(&self.words).multiply(&normed, logits);
+        self.head.as_ref().unwrap_or(&self.token_embeddings).multiply(&normed, logits);
         self.buffers = buffers;
     }
 
@@ -172,7 +174,8 @@ impl Decoder {
     fn attention(
         &self,
         layer: &Layer,
-        (kv, index): (&mut KvBlocks, usize),
+        kv: &mut KvBlocks,
+        index: usize,
         spans: &[Span<'_>],
         buffers: &mut Buffers,
     ) {

@@ -36,16 +36,17 @@ impl WithBlocks {
     /// As the latter; the former has none.
     pub fn forward(
         &mut self,
-        step: (&[u32], &[Span<'_>]),
+        ids: &[u32],
+        spans: &[Span<'_>],
         wanted: &[usize],
         logits: &mut Vec<f32>,
     ) -> candle_core::Result<()> {
         match self {
             Self::Host(decoder, kv) => {
-                decoder.forward(kv, step, wanted, logits);
+                decoder.forward(kv, ids, spans, wanted, logits);
                 Ok(())
             }
-            Self::Device(decoder) => decoder.forward(step, wanted, logits),
+            Self::Device(decoder) => decoder.forward(ids, spans, wanted, logits),
         }
     }
 
@@ -97,7 +98,7 @@ pub struct Parts {
 /// The last layer in safetensors files; its name has no prefix.
 const HEAD: &str = "lm_head.weight";
 
-/// The words' vectors in GGUF files.
+/// The tokens' embeddings in GGUF files.
 pub const GGUF_WORDS: &str = "token_embd.weight";
 
 const SAFETENSORS: Parts = Parts {
@@ -131,7 +132,7 @@ impl Weights {
     /// [`LoadError::File`] for a file that is missing or broken.
     pub fn of_files(files: &ModelFiles, config: &DecoderConfig) -> Result<Self, LoadError> {
         let paths: Vec<PathBuf> = files.weights()?;
-        let tensors = Tensors::read(&paths, ("model", "embed_tokens.weight"), &Device::Cpu, Precision::F32)?;
+        let tensors = Tensors::read(&paths, "model", "embed_tokens.weight", &Device::Cpu, Precision::F32)?;
         Ok(Self {
             files: Files::Safetensors(tensors),
             family: config.family,
@@ -225,9 +226,9 @@ impl Weights {
         Ok(matrix.with_rows_as(self.rows))
     }
 
-    /// The words' vectors `[hidden, vocabulary]`.
-    fn words(&self, shape: [usize; 2]) -> Result<Matrix, LoadError> {
-        self.whole_matrix(self.words_name(), shape, |column| column)
+    /// The tokens' embeddings `[hidden, vocabulary]`.
+    fn token_embeddings(&self, shape: [usize; 2]) -> Result<Matrix, LoadError> {
+        self.whole_matrix(self.token_embeddings_name(), shape, |column| column)
     }
 
     /// The last layer.
@@ -235,7 +236,7 @@ impl Weights {
         self.whole_matrix(self.head_name(), shape, |column| column)
     }
 
-    fn words_name(&self) -> &'static str {
+    fn token_embeddings_name(&self) -> &'static str {
         match self.files {
             Files::Safetensors(_) => "embed_tokens.weight",
             Files::Gguf(_) => GGUF_WORDS,

@@ -48,10 +48,10 @@ pub struct DeviceDecoder {
     config: DecoderConfig,
     device: Device,
     /// `[vocabulary, hidden]`.
-    words: Tensor,
+    token_embeddings: Tensor,
     layers: Vec<Layer>,
     norm: Tensor,
-    /// `[vocabulary, hidden]`; the words' vectors where these are the last layer too.
+    /// `[vocabulary, hidden]`; the tokens' embeddings where these are the last layer too.
     head: Tensor,
     rotary: Rotary,
     /// The place that no token is written to, whose keys and values are zeros: what shorter sequences are padded with.
@@ -104,7 +104,8 @@ impl DeviceDecoder {
     /// that were asked for if the device has no memory for them, [`LoadError::Unsupported`] for more blocks than can be
     /// counted.
     pub fn load(
-        (spec, device): (&LoadSpec, &Device),
+        spec: &LoadSpec,
+        device: &Device,
         weights: &Weights,
         config: &DecoderConfig,
         held: Held,
@@ -121,17 +122,17 @@ impl DeviceDecoder {
             });
         }
         let put = Put { spec, device, dtype: uniform(spec)?.tensors };
-        let words = put.matrix(&weights.words([hidden, vocabulary])?)?;
+        let token_embeddings = put.matrix(&weights.token_embeddings([hidden, vocabulary])?)?;
         let head = match config.is_tied {
-            true => words.clone(),
+            true => token_embeddings.clone(),
             false => put.matrix(&weights.head([hidden, vocabulary])?)?,
         };
         let layer =
-            |index| put.layer(host::Layer::load(weights, config, index)?, config, (places, held.numbers));
+            |index| put.layer(host::Layer::load(weights, config, index)?, config, places, held.numbers);
         Ok(Self {
             layers: (0..config.layers).map(layer).collect::<Loaded<_>>()?,
             norm: put.vector(weights.last_norm(hidden)?)?,
-            words,
+            token_embeddings,
             head,
             rotary: Rotary::of(&config.frequencies, held.context.max(KNOWN)),
             // Counted in 32 bits, by the check above.
@@ -149,11 +150,12 @@ impl DeviceDecoder {
     /// The device has no memory for the step, or fails.
     pub fn forward(
         &mut self,
-        (ids, spans): (&[u32], &[Span<'_>]),
+        ids: &[u32],
+        spans: &[Span<'_>],
         wanted: &[usize],
         logits: &mut Vec<f32>,
     ) -> Result<()> {
-        *logits = self.computed((ids, spans), wanted, &self.layers)?;
+        *logits = self.computed(ids, spans, wanted, &self.layers)?;
         Ok(())
     }
 
@@ -170,7 +172,7 @@ impl DeviceDecoder {
         let config = DecoderConfig { layers: self.layers.len().min(PROVEN), ..self.config.clone() };
         let held = Held { context: KNOWN, blocks: KNOWN.div_ceil(BLOCK), numbers };
         let of_cpu = LoadSpec { dtype: Dtype::F32, ..spec.clone() };
-        let reference = Self::load((&of_cpu, &Device::Cpu), weights, &config, held)?;
+        let reference = Self::load(&of_cpu, &Device::Cpu, weights, &config, held)?;
         let (found, expected) = (self.known().map_err(candle)?, reference.known().map_err(candle)?);
         let finite = |logits: &[f32]| logits.iter().all(|x| x.is_finite());
         let expected = Some(&*expected).filter(|logits| finite(logits));
@@ -185,13 +187,14 @@ impl DeviceDecoder {
         let layers = &self.layers[..self.layers.len().min(PROVEN)];
         let (first, last) = ids.split_at(KNOWN - 1);
         let span = |first, count| Span { blocks: &blocks, first, count };
-        self.computed((first, &[span(0, KNOWN - 1)]), &[], layers)?;
-        self.computed((last, &[span(KNOWN - 1, 1)]), &[0], layers)
+        self.computed(first, &[span(0, KNOWN - 1)], &[], layers)?;
+        self.computed(last, &[span(KNOWN - 1, 1)], &[0], layers)
     }
 
     fn computed(
         &self,
-        (ids, spans): (&[u32], &[Span<'_>]),
+        ids: &[u32],
+        spans: &[Span<'_>],
         wanted: &[usize],
         layers: &[Layer],
     ) -> Result<Vec<f32>> {
@@ -199,10 +202,10 @@ impl DeviceDecoder {
             return Ok(Vec::new());
         }
         let DecoderConfig { eps, .. } = self.config;
-        let packed = Packed::new(spans, (self.config.heads, self.config.kv_heads * self.config.head_width));
+        let packed = Packed::new(spans, self.config.heads, self.config.kv_heads * self.config.head_width);
         let step = self.step(&packed)?;
         let ids: Vec<u32> = packed.order.iter().map(|row| ids[*row]).collect();
-        let mut x = self.words.index_select(&self.indices(ids)?, 0)?.to_dtype(DType::F32)?;
+        let mut x = self.token_embeddings.index_select(&self.indices(ids)?, 0)?.to_dtype(DType::F32)?;
         for layer in layers {
             x = (&x + self.attention(layer, &x, &step)?)?;
             let normed = rms_norm(&x, &layer.inner_norm, eps)?;
@@ -337,14 +340,14 @@ struct Packed<'a> {
 impl<'a> Packed<'a> {
     /// First the spans of one token, the shortest sequences first: those of similar lengths are padded to the longest
     /// of them. Then the longer spans, in parts. `heads` are those of queries, and `narrow` the numbers of a key.
-    fn new(spans: &'a [Span<'a>], (heads, narrow): (usize, usize)) -> Self {
+    fn new(spans: &'a [Span<'a>], heads: usize, narrow: usize) -> Self {
         let starts = spans.iter().scan(0, |next, span| Some(std::mem::replace(next, *next + span.count)));
         let (mut singles, longer): (Vec<_>, Vec<_>) =
             spans.iter().zip(starts).partition(|(span, _)| span.count == 1);
         singles.sort_by_key(|(span, _)| span.first);
         let mut packed = Self { order: Vec::new(), rows: Vec::new(), groups: Vec::new() };
         for (span, start) in singles {
-            let at = packed.take((span, start), 0..1);
+            let at = packed.take(span, start, 0..1);
             let fits = |(rows, _): &&mut (Range<usize>, usize)| {
                 (rows.len() + 1) * (span.first + 1) * narrow.max(heads) <= MOST_AT_ONCE
             };
@@ -356,7 +359,7 @@ impl<'a> Packed<'a> {
         for (span, start) in longer {
             let most = (MOST_AT_ONCE / ((span.first + span.count) * heads)).max(1);
             for first in (0..span.count).step_by(most) {
-                let at = packed.take((span, start), first..span.count.min(first + most));
+                let at = packed.take(span, start, first..span.count.min(first + most));
                 packed.groups.push((at, 1));
             }
         }
@@ -364,7 +367,7 @@ impl<'a> Packed<'a> {
     }
 
     /// Appends some tokens of a span whose first row is `start`.
-    fn take(&mut self, (span, start): (&'a Span<'a>, usize), tokens: Range<usize>) -> Range<usize> {
+    fn take(&mut self, span: &'a Span<'a>, start: usize, tokens: Range<usize>) -> Range<usize> {
         let begin = self.rows.len();
         self.order.extend(tokens.clone().map(|token| start + token));
         self.rows.extend(tokens.map(|token| (span, span.first + token)));
@@ -412,7 +415,8 @@ impl Put<'_> {
         &self,
         layer: host::Layer,
         DecoderConfig { layers, kv_heads, head_width, .. }: &DecoderConfig,
-        (places, numbers): (usize, KvNumbers),
+        places: usize,
+        numbers: KvNumbers,
     ) -> Loaded<Layer> {
         let dtype = match numbers {
             KvNumbers::F32 => DType::F32,
@@ -484,7 +488,7 @@ mod tests {
         fn on_device(&self, dtype: Dtype, numbers: KvNumbers) -> DeviceDecoder {
             let spec = LoadSpec { dtype, ..self.spec.clone() };
             let held = Held { context: 256, blocks: BLOCKS, numbers };
-            DeviceDecoder::load((&spec, &Device::Cpu), &self.weights, &self.config, held).unwrap()
+            DeviceDecoder::load(&spec, &Device::Cpu, &self.weights, &self.config, held).unwrap()
         }
 
         /// What the host gives after each prompt.
@@ -496,7 +500,7 @@ mod tests {
             let of = |ids: &Vec<u32>| {
                 let mut kv = KvBlocks::new(shape, BLOCKS).unwrap();
                 let (span, mut logits) = (Span { blocks: &blocks, first: 0, count: ids.len() }, Vec::new());
-                decoder.forward(&mut kv, (ids, &[span]), &[ids.len() - 1], &mut logits);
+                decoder.forward(&mut kv, ids, &[span], &[ids.len() - 1], &mut logits);
                 logits
             };
             self.prompts.iter().map(of).collect()
@@ -538,7 +542,7 @@ mod tests {
                     }
                 }
                 let mut logits = Vec::new();
-                decoder.forward((&ids, &spans), &wanted, &mut logits).unwrap();
+                decoder.forward(&ids, &spans, &wanted, &mut logits).unwrap();
                 for (at, logits) in ends.into_iter().zip(logits.chunks_exact(self.config.vocabulary)) {
                     found[at] = logits.to_vec();
                 }
@@ -613,7 +617,7 @@ mod tests {
     fn more_places_than_can_be_counted_are_refused_by_their_number() {
         let case = case("generate-llama");
         let held = Held { context: 256, blocks: 1 << 23, numbers: KvNumbers::F32 };
-        let refused = DeviceDecoder::load((&case.spec, &Device::Cpu), &case.weights, &case.config, held);
+        let refused = DeviceDecoder::load(&case.spec, &Device::Cpu, &case.weights, &case.config, held);
         let error = refused.err().unwrap().to_string();
         assert!(error.contains("kv_tokens") && error.contains("268435457 places"), "{error}");
     }

@@ -68,7 +68,8 @@ impl ImageNetwork {
     /// [`LoadError`] for a file that is missing or invalid, for a size the network cannot have, and for a device
     /// that computes wrongly.
     pub fn load(
-        (spec, device): (&LoadSpec, &Device),
+        spec: &LoadSpec,
+        device: &Device,
         files: &ModelFiles,
         side: Sides,
         labels: usize,
@@ -77,10 +78,10 @@ impl ImageNetwork {
         // Of ViT, the linear layers take nearly all the time and memory; of the others, convolutions.
         let precision =
             if model_type == VIT { super::precision(spec, device)? } else { super::uniform(spec)? };
-        let mut network = Self::on((device, precision), (files, spec), &model_type, side, labels)?;
+        let mut network = Self::on(device, precision, files, spec, &model_type, side, labels)?;
         if fitness::is_to_be_compared(device, spec.dtype) {
-            let on = (&Device::Cpu, Precision::F32);
-            let mut reference = Self::on(on, (files, spec), &model_type, side, labels)?;
+            let mut reference =
+                Self::on(&Device::Cpu, Precision::F32, files, spec, &model_type, side, labels)?;
             let known = side.known();
             let numbers = |network: &mut Self| {
                 let output = network.forward(&[&known]).map_err(|error| fitness::failed(spec, &error))?;
@@ -93,14 +94,16 @@ impl ImageNetwork {
     }
 
     fn on(
-        (device, precision): (&Device, Precision),
-        (files, spec): (&ModelFiles, &LoadSpec),
+        device: &Device,
+        precision: Precision,
+        files: &ModelFiles,
+        spec: &LoadSpec,
         model_type: &str,
         side: Sides,
         labels: usize,
     ) -> Loaded<Self> {
         let paths = files.weights()?;
-        let read = |base, shown| Weights::read(&paths, (base, shown), device, precision);
+        let read = |base, shown_by| Weights::read(&paths, base, shown_by, device, precision);
         let refused = |reason: String| LoadError::Unsupported { model: spec.source.clone(), reason };
         let (body, weights, [name, bias], width): (Box<dyn Body>, _, _, _) = match model_type {
             "efficientnet_lite" => {

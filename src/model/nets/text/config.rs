@@ -53,7 +53,7 @@ impl Family {
     }
 
     /// The name of the table of word vectors.
-    pub fn words(self) -> &'static str {
+    pub fn token_embeddings(self) -> &'static str {
         match self {
             Self::ModernBert => "embeddings.tok_embeddings.weight",
             _ => "embeddings.word_embeddings.weight",

@@ -28,7 +28,7 @@ const TYPES: usize = 2;
 /// The network's weights on one device.
 pub struct Encoder {
     /// `[vocabulary, hidden]`.
-    words: Table,
+    token_embeddings: Table,
     /// The sums of the vectors of a position and a token type: `[types·positions, hidden]`, where the positions
     /// of type 0 come first. The second text of a pair has type 1. Without positions, one row for each type.
     positions: Tensor,
@@ -286,7 +286,7 @@ impl Encoder {
     /// [`LoadError::File`] naming a tensor that is missing or has another shape.
     pub fn load(weights: &Weights, config: &NetworkConfig) -> Loaded<Self> {
         let NetworkConfig { hidden, family, positions: places, .. } = *config;
-        let words = weights.table(family.words(), [config.vocabulary, hidden])?;
+        let token_embeddings = weights.table(family.token_embeddings(), [config.vocabulary, hidden])?;
         let mut positions = match family.has_positions() {
             true => weights.get("embeddings.position_embeddings.weight", &[places, hidden])?,
             false => weights.checked("embeddings", weights.zeros(&[1, hidden]))?,
@@ -306,7 +306,7 @@ impl Encoder {
             #[cfg(feature = "cuda")]
             smallest_tile: attends(positions.dtype(), config.heads, hidden / config.heads)
                 .map_or(u32::MAX, |heads| heads.queries()),
-            words,
+            token_embeddings,
             counting: match config.padding {
                 Some(id) => Counting::AfterPadding(id),
                 None if family.has_positions() => Counting::FromZero,
@@ -346,12 +346,14 @@ impl Encoder {
     /// The error of candle or the device.
     #[cfg(feature = "cuda")]
     pub fn forward_planned(&self, planned: &Planned) -> Result<Tensor> {
-        let Table::Tensor(words) = &self.words else { candle_core::bail!("the words are not on the GPU") };
-        let x = match embed([words, &self.positions], planned, self.norm.constants())? {
+        let Table::Tensor(token_embeddings) = &self.token_embeddings else {
+            candle_core::bail!("the embeddings are not on the GPU")
+        };
+        let x = match embed([token_embeddings, &self.positions], planned, self.norm.constants())? {
             Some(x) => x,
             None => {
-                let words = words.index_select(&planned.ids()?, 0)?;
-                add_norm(words, &self.positions.index_select(&planned.places()?, 0)?, &self.norm)?
+                let token_embeddings = token_embeddings.index_select(&planned.ids()?, 0)?;
+                add_norm(token_embeddings, &self.positions.index_select(&planned.places()?, 0)?, &self.norm)?
             }
         };
         self.blocks.forward(x, |attention, x| attention.forward_planned(x, planned))
@@ -366,8 +368,8 @@ impl Encoder {
         let device: &Device = self.positions.device();
         let places = self.places(texts);
         let places = Tensor::from_slice(&places, places.len(), device)?;
-        let words = self.words.select(ids(texts), device)?;
-        let x = add_norm(words, &self.positions.index_select(&places, 0)?, &self.norm)?;
+        let token_embeddings = self.token_embeddings.select(ids(texts), device)?;
+        let x = add_norm(token_embeddings, &self.positions.index_select(&places, 0)?, &self.norm)?;
         self.blocks.forward(x, |attention, x| attention.forward(x, lengths))
     }
 }

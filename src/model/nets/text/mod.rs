@@ -47,7 +47,8 @@ impl TextNetwork {
     /// # Errors
     /// [`LoadError`] for a file that is missing or invalid, and for a device that computes wrongly.
     pub fn load(
-        (spec, device): (&LoadSpec, &Device),
+        spec: &LoadSpec,
+        device: &Device,
         files: &ModelFiles,
         config: &NetworkConfig,
         tokenizer: &TextTokenizer,
@@ -61,8 +62,8 @@ impl TextNetwork {
                 (Pooling { modes: vec![mode], normalize: false }, Some(*labels))
             }
         };
-        let names = (config.family.base(), config.family.words());
-        let read = |device: &Device, precision| Weights::read(&paths, names, device, precision);
+        let (base, shown_by) = (config.family.base(), config.family.token_embeddings());
+        let read = |device: &Device, precision| Weights::read(&paths, base, shown_by, device, precision);
         let on = |weights: &Weights| {
             Ok(Self {
                 encoder: Encoder::load(weights, config)?,
@@ -114,7 +115,7 @@ impl Forward for TextNetwork {
         let lengths: Vec<usize> = inputs.iter().map(|input| input.ids.len()).collect();
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &mut self.gpu {
-            let begun = gpu.begin((&self.encoder, &self.pooling), inputs, lengths.clone());
+            let begun = gpu.begin(&self.encoder, &self.pooling, inputs, lengths.clone());
             let begun = begun.map_err(|error| device::forward_error(&error))?;
             return Ok(Pending::OnGpu(begun, lengths));
         }

@@ -35,16 +35,17 @@ impl OnGpu {
     /// The error of candle or the device.
     pub fn begin(
         &mut self,
-        (encoder, pooling): (&Encoder, &Pooling),
+        encoder: &Encoder,
+        pooling: &Pooling,
         texts: &[&Tokens],
         lengths: Vec<usize>,
     ) -> Result<Begun> {
         let plan = encoder.plan(texts, &lengths);
-        let brought = self.0.bring(&plan.words)?;
-        let planned = Planned { plan, lengths, words: brought.tensor.clone() };
+        let uploaded = self.0.upload(&plan.words)?;
+        let planned = Planned { plan, lengths, words: uploaded.tensor.clone() };
         let rows = encoder.forward_planned(&planned);
         let computed = rows.and_then(|rows| pool(&rows, &planned, &pooling.modes));
-        let fetched = self.0.fetch(brought, computed)?;
+        let fetched = self.0.fetch(uploaded, computed)?;
         Ok(Begun { fetched, width: pooling.width(encoder.width()) })
     }
 

@@ -25,8 +25,8 @@ pub fn add_norm(x: Matrix, residual: Pointer, norm: Norm) -> Launch {
 
 /// x ← LayerNorm(word vectors of the ids + position vectors + bias). `plan` begins with the ids and then the
 /// positions, one number for each row of `x`.
-pub fn embed(x: Matrix, [words, positions]: [Pointer; 2], plan: Pointer, norm: Norm) -> Launch {
-    launch("embed", x, &[words, positions, plan], norm)
+pub fn embed(x: Matrix, [tokens, positions]: [Pointer; 2], plan: Pointer, norm: Norm) -> Launch {
+    launch("embed", x, &[tokens, positions, plan], norm)
 }
 
 fn launch(name: &str, x: Matrix, others: &[Pointer], norm: Norm) -> Launch {

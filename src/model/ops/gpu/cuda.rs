@@ -51,10 +51,10 @@ pub fn add_norm(x: &Tensor, residual: &Tensor, constants: Constants<'_>) -> Resu
 /// # Errors
 /// The driver's error.
 pub fn embed(tables: [&Tensor; 2], planned: &Planned, constants: Constants<'_>) -> Result<Option<Tensor>> {
-    let [words, positions] = tables;
-    let x = uninitialised((planned.plan.tokens, words.dim(1)?), words.dtype(), words.device())?;
+    let [tokens, positions] = tables;
+    let x = uninitialised((planned.plan.tokens, tokens.dim(1)?), tokens.dtype(), tokens.device())?;
     let Some(rows) = rows(&x, MOST_WIDTH)? else { return Ok(None) };
-    let tables = [pointer(words)?, pointer(positions)?];
+    let tables = [pointer(tokens)?, pointer(positions)?];
     run(&x, &super::embed(rows, tables, pointer(&planned.words)?, norm(constants)?))?;
     Ok(Some(x))
 }
@@ -104,7 +104,7 @@ pub fn pool(x: &Tensor, planned: &Planned, modes: &[Mode]) -> Result<Tensor> {
     let Some(number) = Number::of(x.dtype()) else { bail!("no kernel pools {:?}", x.dtype()) };
     let x = Matrix { at: pointer(x)?, number, rows: rows as u32, width: width as u32 };
     let starts = pointer(&planned.words)? + (planned.plan.starts() * size_of::<u32>()) as Pointer;
-    run(&out, &super::pool(pointer(&out)?, x, (starts, texts as u32), modes))?;
+    run(&out, &super::pool(pointer(&out)?, x, starts, texts as u32, modes))?;
     Ok(out)
 }
 

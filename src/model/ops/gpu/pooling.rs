@@ -9,7 +9,7 @@ const THREADS: u32 = 128;
 /// `out` `[texts, modes·width]` in f32 ← the texts' vectors by each mode, from the tokens' vectors `x`.
 /// `starts` are the texts' first rows, then the number of all rows. Each mode takes four bits of an argument,
 /// which has room for eight; there are only four modes.
-pub fn pool(out: Pointer, x: Matrix, (starts, texts): (Pointer, u32), modes: &[Mode]) -> Launch {
+pub fn pool(out: Pointer, x: Matrix, starts: Pointer, texts: u32, modes: &[Mode]) -> Launch {
     let code = |mode: &Mode| match mode {
         Mode::Cls => 0,
         Mode::Max => 1,

@@ -133,7 +133,7 @@ pub fn load_onto(spec: &LoadSpec, device: &Device) -> Result<(GenerateProcessor,
         blocks: TextGenerator::blocks(options.capacity()),
         numbers: options.kv_numbers,
     };
-    let decoder = DeviceDecoder::load((spec, device), &weights, &config, held)?;
+    let decoder = DeviceDecoder::load(spec, device, &weights, &config, held)?;
     decoder.prove(spec, &weights, options.kv_numbers)?;
     Ok(served((spec, options), &config, vocabulary, WithBlocks::Device(decoder)))
 }

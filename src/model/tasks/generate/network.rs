@@ -281,7 +281,7 @@ impl Generate for TextGenerator {
             }
         }
         let mut all = std::mem::take(&mut self.logits);
-        let computed = self.decoder.forward((&ids, &spans), &wanted, &mut all);
+        let computed = self.decoder.forward(&ids, &spans, &wanted, &mut all);
         computed.map_err(|error| ForwardError::from(&error))?;
         let width = all.len() / wanted.len().max(1);
         let mut logits = all.chunks_exact_mut(width.max(1));

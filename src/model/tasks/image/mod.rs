@@ -110,7 +110,7 @@ pub fn load(spec: &LoadSpec, device: &Device) -> Result<(ImageProcessor, ImageNe
     let preprocessing = preprocessing(&files, spec)?;
     let limits = PixelLimits::read(spec)?;
     let sides = Sides { height: preprocessing.height, width: preprocessing.width };
-    let network = ImageNetwork::load((spec, device), &files, sides, labels.names.len())?;
+    let network = ImageNetwork::load(spec, device, &files, sides, labels.names.len())?;
     let tokens = (sides.height * sides.width).div_ceil(PATCH * PATCH);
     let processor = ImageProcessor {
         decoder: Arc::new(Decoder { preprocessing, limits, tokens }),
