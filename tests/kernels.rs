@@ -264,8 +264,7 @@ fn pooling_on_the_device_is_pooling_on_the_host() {
         let (on_device, planned) = (Memory::of(number, &x), Memory::of_words(&plan.words));
         let out = Memory::of(Number::F32, &vec![0.0; lengths.len() * modes.len() * width]);
         let starts = planned.at() + 4 * plan.starts() as Pointer;
-        let texts = (starts, plan.texts as u32);
-        run(&gpu::pool(out.at(), matrix(&on_device, number, rows, width), texts, &modes));
+        run(&gpu::pool(out.at(), matrix(&on_device, number, rows, width), starts, plan.texts as u32, &modes));
         for (at, (ours, right)) in out.read(Number::F32).iter().zip(&right).enumerate() {
             let same = (ours - right).abs() <= 1e-5 || ours.is_nan() && right.is_nan();
             assert!(same, "{number:?}: number {at} is {ours}, and should be {right}");
