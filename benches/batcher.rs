@@ -17,7 +17,7 @@ fn batches(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("batcher");
     group.throughput(Throughput::Elements(INPUTS as u64));
     for max_tokens in [1_024, 32_768] {
-        let policy = Policy { max_tokens, max_requests: 512, max_delay: Duration::from_millis(2) };
+        let policy = Policy::new(max_tokens, 512, Duration::from_millis(2));
         group.bench_function(BenchmarkId::new("all_at_once", max_tokens), |bencher| {
             bencher.iter(|| {
                 let mut batcher = Batcher::new(policy, size);

@@ -67,6 +67,8 @@ fn default_pool() -> Pool {
             max_requests: 512,
             max_delay: Duration::from_millis(2),
             timeout: Duration::from_secs(300),
+            encode_interval: None,
+            encode_batch: None,
         },
         task: None,
         sentinels: Default::default(),

@@ -90,11 +90,7 @@ fn policy() -> anyhow::Result<Policy> {
         reserved_queues: Vec::new(),
         broker_reached: false,
     };
-    Ok(Policy {
-        max_tokens: assignment.max_tokens(),
-        max_requests: batch.max_requests,
-        max_delay: batch.max_delay,
-    })
+    Ok(Policy::new(assignment.max_tokens(), batch.max_requests, batch.max_delay))
 }
 
 /// What was embedded in how long.

@@ -22,12 +22,18 @@
 //! - **Steps.** A step first has a row (1 token) for each sequence whose whole prompt has been fed, then chunks of prompts in
 //!   the tokens left, divided by `prompts`. No more sequences are admitted than a step has tokens, so that every prompt
 //!   makes progress. If a smaller step leaves more running, they take turns.
+//! - **Windows.** A sequence with an encoder has its window encoded first, by a step that has no other rows than windows:
+//!   so the others have their tokens before, and a window that fails or kills the worker is not taken for one of them.
+//!   While sequences are fed tokens of their answers, such a step has one window, and [`Encoding::interval`] steps of
+//!   tokens lie between two. Otherwise it has up to [`Encoding::batch`] windows, and takes turns with chunks of prompts.
+//!   `windows` says whose windows they are. They count no tokens. A sequence that gave way encodes its window again.
 
 use std::cell::LazyCell;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::prompts::{self, Prompt};
+use super::windows::{self, Encoding, Window};
 
 /// The waiting time that one level of priority is worth.
 pub const AGEING: Duration = Duration::from_secs(5);
@@ -43,12 +49,16 @@ pub struct Limits {
     pub reserved_tokens: usize,
     /// Tokens in one step.
     pub step_tokens: usize,
+    /// How windows are spread among steps.
+    pub encoding: Encoding,
 }
 
 /// A sequence that is to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// Tokens of its prompt, 1 at least.
+    /// It has a window, which is encoded before its first token.
+    pub encodes: bool,
+    /// Tokens of its prompt, 1 at least; 0 at least behind a window.
     pub prompt: usize,
     /// The most tokens that its answer may have.
     pub answer: usize,
@@ -156,12 +166,21 @@ struct Sequence<K> {
 #[derive(Clone, Copy)]
 struct Running<K> {
     sequence: Sequence<K>,
+    /// Its window is not encoded yet.
+    encodes: bool,
     /// Tokens of its prompt that are not fed yet.
     prompt_left: usize,
     /// The last step that had this sequence.
     step: u64,
     /// It was admitted before another whose turn it was.
     overtook: bool,
+}
+
+impl<K> Running<K> {
+    /// It is fed the tokens of its answer.
+    fn decodes(&self) -> bool {
+        !self.encodes && self.prompt_left == 0
+    }
 }
 
 /// The sequences of one party, at least one.
@@ -171,6 +190,8 @@ struct Queue<K> {
     held: Held,
     /// When a sequence was last admitted, or ended after it had run.
     served: Option<Instant>,
+    /// When a step last had a window of it.
+    encoded: Option<Instant>,
 }
 
 /// Slots and reserved tokens.
@@ -271,6 +292,8 @@ pub struct Scheduler<K> {
     /// Counts arrivals, admissions, and sequences that gave way.
     count: u64,
     steps: u64,
+    /// Steps of tokens since the last step of windows.
+    steps_since_window: usize,
 }
 
 impl<K: Copy + Ord> Scheduler<K> {
@@ -285,6 +308,7 @@ impl<K: Copy + Ord> Scheduler<K> {
             held: Held::default(),
             count: 0,
             steps: 0,
+            steps_since_window: usize::MAX,
         };
         scheduler.set_limits(limits);
         scheduler
@@ -304,6 +328,11 @@ impl<K: Copy + Ord> Scheduler<K> {
     pub fn limit_step(&mut self, tokens: usize) {
         self.limits.step_tokens = tokens.clamp(1, self.asked.step_tokens);
         self.limits.sequences = self.asked.sequences.min(self.limits.step_tokens);
+    }
+
+    /// Limits the windows that are encoded together.
+    pub fn limit_windows(&mut self, most: usize) {
+        self.limits.encoding.batch = most.clamp(1, self.asked.encoding.batch);
     }
 
     /// Tokens that are reserved for running sequences.
@@ -328,7 +357,7 @@ impl<K: Copy + Ord> Scheduler<K> {
     fn wait(&mut self, sequence: Sequence<K>) {
         let Sequence { key, request, order, .. } = sequence;
         let party = request.party();
-        let empty = || Queue { waiting: BTreeMap::new(), held: Held::default(), served: None };
+        let empty = || Queue { waiting: BTreeMap::new(), held: Held::default(), served: None, encoded: None };
         self.queues.entry(party).or_insert_with(empty).waiting.insert(order, sequence);
         self.places.insert(key, Place::Waiting(party, order));
     }
@@ -499,7 +528,8 @@ impl<K: Copy + Ord> Scheduler<K> {
         self.held = self.held.with(&request);
         self.count += 1;
         let sequence = Sequence { turn: Some(turn), number: self.count, ..sequence };
-        self.running[slot] = Some(Running { sequence, prompt_left: request.prompt, step: 0, overtook });
+        let (encodes, prompt_left) = (request.encodes, request.prompt);
+        self.running[slot] = Some(Running { sequence, encodes, prompt_left, step: 0, overtook });
         self.places.insert(key, Place::Running(slot));
         Some(Change::Admitted { key, slot })
     }
@@ -527,19 +557,59 @@ impl<K: Copy + Ord> Scheduler<K> {
 
     /// Whether sequences are fed tokens of their answers; only isolated ones count if `isolated`.
     pub fn is_decoding(&self, isolated: bool) -> bool {
-        let decodes = |it: &Running<K>| it.prompt_left == 0 && (it.sequence.request.isolated || !isolated);
-        self.running.iter().flatten().any(decodes)
+        self.running.iter().flatten().any(|it| it.decodes() && (it.sequence.request.isolated || !isolated))
     }
 
-    /// The rows of the next step; only of isolated sequences if `isolated`. Chunks of prompts have `prompt_tokens` tokens
-    /// at most, or one for each prompt.
-    pub fn rows(&self, isolated: bool, prompt_tokens: usize) -> Vec<Row<K>> {
-        let (answering, prompts): (Vec<_>, Vec<_>) =
-            self.in_order(isolated).into_iter().partition(|(_, it)| it.prompt_left == 0);
+    /// The rows of the next step, which the caller computes now; only of isolated sequences if `isolated`. They are all
+    /// windows, or none is. Chunks of prompts have `prompt_tokens` tokens at most, or one for each prompt.
+    pub fn rows(&mut self, isolated: bool, prompt_tokens: usize, now: Instant) -> Vec<Row<K>> {
+        let (windows, fed): (Vec<_>, Vec<_>) =
+            self.in_order(isolated).into_iter().partition(|(_, it)| it.encodes);
+        let (answering, prompts): (Vec<_>, Vec<_>) = fed.into_iter().partition(|(_, it)| it.decodes());
+        let Encoding { interval, batch } = self.limits.encoding;
+        let (steps_between, most) = match (&answering[..], &prompts[..]) {
+            ([], []) => (0, batch),
+            ([], _) => (1, batch),
+            _ => (interval, 1),
+        };
+        if !windows.is_empty() && self.steps_since_window >= steps_between {
+            let rows = self.encoded(&windows, most);
+            self.steps_since_window = 0;
+            for row in &rows {
+                self.note_window(row.slot, now);
+            }
+            return rows;
+        }
         let mut rows = self.answers(answering);
         let left = self.limits.step_tokens.saturating_sub(rows.len());
         rows.extend(chunks(&prompts, left.min(prompt_tokens.max(prompts.len()))));
+        if !rows.is_empty() {
+            self.steps_since_window = self.steps_since_window.saturating_add(1);
+        }
         rows
+    }
+
+    /// Rows for some of these windows, `most` at most. The sequences are in the order of their admission.
+    fn encoded(&self, waiting: &[(usize, &Running<K>)], most: usize) -> Vec<Row<K>> {
+        let window = |(_, it): &(usize, &Running<K>)| {
+            let Sequence { request, came, .. } = it.sequence;
+            let requester = request.party();
+            let encoded = self.queues.get(&requester).and_then(|queue| queue.encoded);
+            Window { requester, since: encoded.map_or(came, |encoded| encoded.max(came)) }
+        };
+        let windows: Vec<Window<Party>> = waiting.iter().map(window).collect();
+        let chosen = windows::choose(&windows, most).into_iter().filter_map(|index| waiting.get(index));
+        chosen.map(|(slot, it)| Row { key: it.sequence.key, slot: *slot, feed: Feed::Encode }).collect()
+    }
+
+    /// A step has the window of the sequence in this slot. Noted before it is known whether that fails, so that failing
+    /// windows of one requester give way to others, too.
+    fn note_window(&mut self, slot: usize, now: Instant) {
+        let running = self.running.get(slot).and_then(Option::as_ref);
+        let party = running.map(|it| it.sequence.request.party());
+        if let Some(queue) = party.and_then(|party| self.queues.get_mut(&party)) {
+            queue.encoded = Some(now);
+        }
     }
 
     /// A row for each sequence whose prompt is fed. If they are too many for a step, they take turns.
@@ -559,7 +629,10 @@ impl<K: Copy + Ord> Scheduler<K> {
         self.steps += 1;
         if let Some(running) = self.running.get_mut(row.slot).and_then(Option::as_mut) {
             running.step = self.steps;
-            running.prompt_left = running.prompt_left.saturating_sub(row.feed.tokens());
+            match row.feed {
+                Feed::Encode => running.encodes = false,
+                Feed::Tokens(tokens) => running.prompt_left = running.prompt_left.saturating_sub(tokens),
+            }
         }
     }
 }
@@ -587,10 +660,16 @@ mod tests {
 
     use super::*;
 
-    const LIMITS: Limits = Limits { sequences: 4, reserved_tokens: 100, step_tokens: 16 };
+    const ENCODING: Encoding = Encoding { interval: 8, batch: 4 };
+    const LIMITS: Limits = Limits { sequences: 4, reserved_tokens: 100, step_tokens: 16, encoding: ENCODING };
 
     fn request(prompt: usize, answer: usize) -> Request {
-        Request { prompt, answer, priority: 0, requester: 0, background: false, isolated: false }
+        let (priority, requester) = (0, 0);
+        Request { encodes: false, prompt, answer, priority, requester, background: false, isolated: false }
+    }
+
+    fn window(prompt: usize, answer: usize) -> Request {
+        Request { encodes: true, ..request(prompt, answer) }
     }
 
     fn of(requester: u64, prompt: usize, answer: usize) -> Request {
@@ -618,12 +697,15 @@ mod tests {
         /// Those that have ended.
         ended: BTreeMap<u32, usize>,
         preempted: usize,
+        /// Those that run and wait for their windows: how many steps of tokens, and of windows, each has waited for.
+        waited: BTreeMap<u32, (usize, usize)>,
     }
 
     impl Run {
         fn new(limits: Limits) -> Self {
             let (scheduler, now) = (Scheduler::new(limits), Instant::now());
-            Self { scheduler, now, given: BTreeMap::new(), ended: BTreeMap::new(), preempted: 0 }
+            let (given, ended, waited) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+            Self { scheduler, now, given, ended, preempted: 0, waited }
         }
 
         fn enqueue(&mut self, key: u32, request: Request) {
@@ -645,15 +727,18 @@ mod tests {
         fn step(&mut self, isolated: bool) -> Vec<Row<u32>> {
             self.admit(isolated);
             self.check_shares(isolated);
-            let rows = self.scheduler.rows(isolated, usize::MAX);
+            let steps_since_window = self.scheduler.steps_since_window;
+            let rows = self.scheduler.rows(isolated, usize::MAX, self.now);
+            self.check_windows(isolated, steps_since_window, &rows);
             let left = |row: &Row<u32>| self.scheduler.running[row.slot].unwrap().prompt_left;
             let prompts = rows.iter().position(|row| left(row) > 0).unwrap_or(rows.len());
-            assert!(rows[prompts..].iter().all(|row| left(row) > 0), "answers first");
+            let is_encoding = rows.first().is_some_and(|row| row.feed == Feed::Encode);
+            assert!(is_encoding || rows[prompts..].iter().all(|row| left(row) > 0), "answers first");
             self.now += Duration::from_millis(10);
             for row in &rows {
                 self.scheduler.advance(row);
                 let running = self.scheduler.running[row.slot].unwrap();
-                if running.prompt_left == 0 {
+                if row.feed != Feed::Encode && running.prompt_left == 0 {
                     let given = self.given.entry(row.key).or_default();
                     *given += 1;
                     if *given >= running.sequence.request.answer.max(1) {
@@ -663,6 +748,42 @@ mod tests {
                 }
             }
             rows
+        }
+
+        /// Called with the rows of a step before it is computed: neither side starves the other.
+        fn check_windows(&mut self, isolated: bool, steps_since_window: usize, rows: &[Row<u32>]) {
+            let Limits { step_tokens, encoding: Encoding { interval, batch }, .. } = self.scheduler.limits;
+            // Before one of r windows of a requester, each other requester has r of its own; all of these hold slots, or
+            // one follows another of the same requester.
+            let most = self.scheduler.running.len().pow(2);
+            let running = self.scheduler.in_order(isolated);
+            let keys = |of: fn(&Running<u32>) -> bool| -> Vec<u32> {
+                running.iter().filter(|(_, it)| of(it)).map(|(_, it)| it.sequence.key).collect()
+            };
+            let (waiting, decoding) = (keys(|it| it.encodes), keys(Running::decodes));
+            let prompts = running.len() - waiting.len() - decoding.len();
+            let rows_of = |key: &u32| rows.iter().filter(|row| row.key == *key).count();
+            self.waited.retain(|key, _| waiting.contains(key));
+            let windows = rows.iter().filter(|row| row.feed == Feed::Encode).count();
+            if windows > 0 {
+                assert_eq!(windows, rows.len(), "there are no other rows beside windows");
+                assert!(rows.iter().all(|row| waiting.contains(&row.key) && rows_of(&row.key) == 1));
+                assert!(windows <= if decoding.is_empty() { batch } else { 1 });
+                let least = if decoding.is_empty() { prompts.min(1) } else { interval };
+                assert!(steps_since_window >= least, "{steps_since_window}");
+            } else {
+                assert!(rows.iter().all(|row| !waiting.contains(&row.key)), "its window is first");
+                assert!(waiting.is_empty() || !rows.is_empty(), "a window waits for nothing");
+                let fed = decoding.iter().filter(|key| rows_of(key) == 1).count();
+                assert_eq!(fed, decoding.len().min(step_tokens), "each that decodes goes on");
+            }
+            let waits = |it: &Running<u32>| it.encodes && rows_of(&it.sequence.key) == 0;
+            for (_, it) in running.iter().filter(|(_, it)| waits(it) && !it.sequence.request.background) {
+                let (tokens, others) = self.waited.entry(it.sequence.key).or_default();
+                assert!(*others <= most, "{others} steps had other windows");
+                assert!(*tokens <= interval * (most + 1), "{tokens} steps had none");
+                *(if windows > 0 { others } else { tokens }) += 1;
+            }
         }
 
         /// What waits beside sequences that are all within their shares does so because one of these alone is larger than
@@ -718,7 +839,8 @@ mod tests {
     #[test]
     fn a_prompt_of_one_token_does_not_wait_for_three_of_four_thousand() {
         for requester in [1, 2] {
-            let mut run = Run::new(Limits { sequences: 16, reserved_tokens: 16_384, step_tokens: 512 });
+            let mut run =
+                Run::new(Limits { sequences: 16, reserved_tokens: 16_384, step_tokens: 512, ..LIMITS });
             for key in 0..3 {
                 run.enqueue(key, of(1, 4_000, 100));
             }
@@ -730,7 +852,8 @@ mod tests {
 
     #[test]
     fn reservations_of_one_requester_do_not_hold_up_another() {
-        let mut run = Run::new(Limits { sequences: 16, reserved_tokens: 16_384, step_tokens: 1_024 });
+        let mut run =
+            Run::new(Limits { sequences: 16, reserved_tokens: 16_384, step_tokens: 1_024, ..LIMITS });
         for key in 0..8 {
             run.enqueue(key, of(1, 40, 4_000));
         }
@@ -960,10 +1083,89 @@ mod tests {
         assert_eq!(run.step(false).len(), 3);
         run.enqueue(9, Request { isolated: true, ..request(4, 30) });
         assert_eq!(run.admit(true), [preempted(2, 2), admitted(9, 2)]);
-        assert!(run.scheduler.rows(true, usize::MAX).iter().all(|row| row.key == 9));
+        assert!(run.scheduler.rows(true, usize::MAX, run.now).iter().all(|row| row.key == 9));
         assert_eq!(run.scheduler.leave(9, run.now), Some(2));
         assert_eq!(run.admit(true), []);
         assert_eq!(run.admit(false), [admitted(2, 2)], "it begins anew, where it was");
+    }
+
+    /// The keys whose windows a step has, or how many tokens it has.
+    fn made(rows: &[Row<u32>]) -> Result<Vec<u32>, usize> {
+        let windows: Vec<u32> =
+            rows.iter().filter(|row| row.feed == Feed::Encode).map(|row| row.key).collect();
+        if windows.is_empty() { Err(rows.iter().map(|row| row.feed.tokens()).sum()) } else { Ok(windows) }
+    }
+
+    #[test]
+    fn while_sequences_decode_there_are_eight_steps_between_two_windows() {
+        let mut run = Run::new(Limits { sequences: 6, ..LIMITS });
+        run.enqueue(1, request(4, 30));
+        assert_eq!(made(&run.step(false)), Err(4));
+        run.enqueue(2, window(3, 10));
+        run.enqueue(3, window(0, 10));
+        assert_eq!(made(&run.step(false)), Ok(vec![2]), "none was encoded for long");
+        let steps: Vec<_> = (0..8).map(|_| made(&run.step(false))).collect();
+        assert_eq!(steps, [4, 2, 2, 2, 2, 2, 2, 2].map(Err));
+        assert_eq!(made(&run.step(false)), Ok(vec![3]));
+        assert_eq!(made(&run.step(false)), Err(3), "it has no prompt, and decodes at once");
+    }
+
+    #[test]
+    fn where_none_decodes_windows_are_encoded_together_and_take_turns_with_prompts() {
+        let mut run = Run::new(Limits { sequences: 8, reserved_tokens: 1_000, ..LIMITS });
+        for key in 0..6 {
+            run.enqueue(key, window(40, 10));
+        }
+        let steps: Vec<_> = (0..4).map(|_| made(&run.step(false))).collect();
+        assert_eq!(steps, [Ok(vec![0, 1, 2, 3]), Err(16), Ok(vec![4, 5]), Err(16)]);
+        let mut run = Run::new(LIMITS);
+        run.scheduler.limit_windows(1);
+        (0..3).for_each(|key| run.enqueue(key, window(0, 10)));
+        assert_eq!(made(&run.step(false)), Ok(vec![0]), "the device's memory takes no more");
+    }
+
+    #[test]
+    fn a_thousand_windows_of_one_requester_do_not_hold_up_the_first_of_another() {
+        let mut run = Run::new(Limits { sequences: 8, reserved_tokens: 1_000, ..LIMITS });
+        for key in 0..1_000 {
+            run.enqueue(key, Request { requester: 1, ..window(1, 20) });
+        }
+        (0..100).for_each(|_| drop(run.step(false)));
+        run.enqueue(1_000, Request { requester: 2, ..window(1, 1) });
+        assert!(run.steps_until(1_000, 100) <= 20, "two windows, with eight steps each before");
+    }
+
+    #[test]
+    fn a_requester_whose_windows_fail_does_not_hold_up_another() {
+        let mut run = Run::new(LIMITS);
+        (0..100).for_each(|key| run.enqueue(key, Request { requester: 1, ..window(1, 1) }));
+        run.scheduler.limit_windows(1);
+        run.enqueue(100, Request { requester: 2, ..window(1, 1) });
+        run.now += Duration::from_millis(10);
+        let order = [(); 3].map(|()| {
+            run.admit(false);
+            let row = run.scheduler.rows(false, usize::MAX, run.now)[0];
+            run.now += Duration::from_millis(10);
+            run.scheduler.leave(row.key, run.now);
+            row.key
+        });
+        assert_eq!(order, [0, 100, 1]);
+    }
+
+    #[test]
+    fn a_sequence_that_gave_way_encodes_its_window_again() {
+        let mut run = Run::new(LIMITS);
+        for key in 0..4 {
+            run.enqueue(key, of(1, 1, 20));
+        }
+        run.scheduler.leave(3, run.now);
+        run.enqueue(3, Request { requester: 1, ..window(1, 20) });
+        assert_eq!(run.admit(false).len(), 4);
+        while made(&run.step(false)) != Ok(vec![3]) {}
+        run.enqueue(9, of(2, 1, 1));
+        assert_eq!(run.admit(false), [preempted(3, 3), admitted(9, 3)]);
+        let again = (0..30).filter(|_| made(&run.step(false)) == Ok(vec![3])).count();
+        assert_eq!(again, 1);
     }
 
     #[derive(Clone, Copy, Debug)]
@@ -978,16 +1180,20 @@ mod tests {
         fn arrival()(
             (step, prompt, answer) in (0_u64..30, 1_usize..60, 0_usize..40),
             (requester, priority, fate) in (0_u64..6, 0_u8..10, 0_usize..9),
-            background in prop::bool::weighted(0.2),
+            (background, encodes) in (prop::bool::weighted(0.2), prop::bool::weighted(0.5)),
         ) -> Arrival {
-            let request = Request { prompt, answer, priority, requester, background, isolated: false };
+            let prompt = if encodes { prompt - 1 } else { prompt };
+            let request = Request { encodes, prompt, answer, priority, requester, background, isolated: false };
             Arrival { step, request, is_cancelled: fate == 0 }
         }
     }
 
     prop_compose! {
-        fn limits()(sequences in 1_usize..6, reserved_tokens in 20_usize..200, step_tokens in 1_usize..40) -> Limits {
-            Limits { sequences, reserved_tokens, step_tokens }
+        fn limits()(
+            (sequences, reserved_tokens, step_tokens) in (1_usize..6, 20_usize..200, 1_usize..40),
+            (interval, batch) in (1_usize..10, 1_usize..6),
+        ) -> Limits {
+            Limits { sequences, reserved_tokens, step_tokens, encoding: Encoding { interval, batch } }
         }
     }
 
@@ -999,7 +1205,7 @@ mod tests {
             shrinks in 0_u64..60,
             arrivals in prop::collection::vec(arrival(), 1..60),
         ) {
-            let Limits { sequences, reserved_tokens, step_tokens } = limits;
+            let Limits { sequences, reserved_tokens, step_tokens, .. } = limits;
             let mut run = Run::new(limits);
             let (mut expected, mut cancelled) = (Vec::new(), Vec::new());
             let last = arrivals.iter().map(|it| it.step).max().unwrap();
@@ -1025,7 +1231,7 @@ mod tests {
                 let idle = run.is_idle();
                 if idle && steps >= last { break; }
                 prop_assert!(idle || !rows.is_empty(), "something can always go on");
-                prop_assert!(steps < 60 * 100 * 4, "it comes to an end");
+                prop_assert!(steps < 60 * 100 * 8, "it comes to an end");
             }
             for (key, answer) in expected {
                 prop_assert_eq!(run.ended.get(&key), Some(&answer), "{} has its whole answer", key);
@@ -1043,7 +1249,7 @@ mod tests {
             priority in 0_u8..3,
         ) {
             // Of six other requesters, each with a background queue: no sequence is larger than a share.
-            let mut run = Run::new(Limits { sequences: 13, reserved_tokens: 13 * 100, step_tokens: 40 });
+            let mut run = Run::new(Limits { sequences: 13, reserved_tokens: 13 * 100, step_tokens: 40, ..LIMITS });
             for steps in 0..came + 2 {
                 for (key, it) in (0_u32..).zip(&arrivals) {
                     if it.step == steps { run.enqueue(key, it.request) }
@@ -1052,6 +1258,28 @@ mod tests {
                 run.step(false);
             }
             prop_assert!(run.ended.contains_key(&1_000));
+        }
+
+        /// Whatever others do: a requester's first window waits for at most one of each other requester.
+        #[test]
+        fn a_window_waits_for_one_of_each_other_requester(
+            arrivals in prop::collection::vec(arrival(), 1..60),
+            came in 0_u64..60,
+        ) {
+            let mut run = Run::new(Limits { sequences: 13, reserved_tokens: 13 * 100, step_tokens: 40, ..LIMITS });
+            let mut waited = 0;
+            for steps in 0.. {
+                for (key, it) in (0_u32..).zip(&arrivals) {
+                    if it.step == steps { run.enqueue(key, it.request) }
+                }
+                if steps == came { run.enqueue(1_000, Request { requester: 9, ..window(0, 1) }) }
+                run.step(false);
+                waited = run.waited.get(&1_000).map_or(waited, |(_, others)| *others);
+                if run.ended.contains_key(&1_000) { break; }
+                prop_assert!(steps < came + 12 * 9, "it has ended");
+            }
+            // Of six requesters, whose background windows count as come later; and the one of the step in which it came.
+            prop_assert!(waited <= 7, "{} steps had other windows", waited);
         }
     }
 }

@@ -22,6 +22,17 @@ pub struct Policy {
     pub max_requests: usize,
     /// The longest time that the oldest input waits for others that are on their way.
     pub max_delay: Duration,
+    /// For sequences with an encoder: [`Encoding::interval`](super::Encoding); none: as the model says.
+    pub encode_interval: Option<usize>,
+    /// [`Encoding::batch`](super::Encoding); none: as the model says.
+    pub encode_batch: Option<usize>,
+}
+
+impl Policy {
+    /// A policy that leaves it to the model how windows are encoded.
+    pub fn new(max_tokens: usize, max_requests: usize, max_delay: Duration) -> Self {
+        Self { max_tokens, max_requests, max_delay, encode_interval: None, encode_batch: None }
+    }
 }
 
 /// Whether the device can use a batch now.
@@ -228,7 +239,7 @@ mod tests {
     type Input = (usize, usize);
 
     fn batcher(max_tokens: usize, max_requests: usize) -> Batcher<Input> {
-        Batcher::new(Policy { max_tokens, max_requests, max_delay: DELAY }, |input| input.1)
+        Batcher::new(Policy::new(max_tokens, max_requests, DELAY), |input| input.1)
     }
 
     fn all(batcher: &mut Batcher<Input>, now: Instant) -> Vec<Batch<Input>> {

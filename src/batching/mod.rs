@@ -6,9 +6,12 @@
 //! | `fill` | when a batch of one-pass inputs is full or due |
 //! | `admit` | which sequences run, and which rows a step computes |
 //! | `prompts` | how the tokens of a step are divided among prompts |
+//! | `windows` | how often windows are encoded, and whose |
 
 pub mod admit;
 mod fill;
 mod prompts;
+mod windows;
 
 pub use fill::{Batch, Batcher, Device, Policy};
+pub use windows::Encoding;

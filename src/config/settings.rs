@@ -178,6 +178,13 @@ section! {
         /// Longest wait of an idle device, from the batch's first input, for tasks that are just being
         /// prepared. A task that comes alone never waits. "0ms": no task waits.
         max_delay: Duration = "2ms", read::duration(BATCH_DELAY);
+        /// For models that encode a window (30 s of sound, an image) before its first token: while sequences
+        /// decode, at most one window is encoded in so many steps. Each of these sequences waits meanwhile. "auto":
+        /// as the model says, usually 8.
+        encode_interval: Option<usize> = "auto", read::unless("auto", read::whole(COUNT));
+        /// While no sequence decodes, so many windows are encoded together at most. They are outside max_tokens.
+        /// "auto": as the model says, usually 4.
+        encode_batch: Option<usize> = "auto", read::unless("auto", read::whole(COUNT));
         /// Longest forward pass. A worker that computes for longer is stuck: /livez reports it, and ten seconds
         /// later it is killed and started again; its tasks are tried again, in halves, separately from all
         /// others.

@@ -6,6 +6,7 @@
 //! blamed, the probe must pass, as in `batch`. A device fault ends the loop.
 
 use std::collections::BTreeMap;
+use std::iter;
 use std::mem;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,11 +16,11 @@ use super::job::{Item, Queue};
 use super::pace::PromptPace;
 use super::panics::guarded;
 use super::probe::ProbeError;
-use super::sizing::Sizing;
+use super::sizing::{Sizing, Unit};
 use super::turns::{Idle, Loop, Next, Waker};
 use super::{Expect, Notice, Notices, Observer, Pass, Passed, TaskState, now};
-use crate::batching::Policy;
 use crate::batching::admit::{Change, Limits, Request, Row, Scheduler};
+use crate::batching::{Encoding, Policy};
 use crate::model::{
     self, Advance, Capacity, Feed, ForwardError, Generate, Processor, SizedInput, Slot, TaskError,
     TaskErrorKind,
@@ -106,8 +107,8 @@ impl<R: Processor> Queue<R> for Sequences<R> {
     fn check(&self, inputs: &[SizedInput<R::Input>]) -> Result<(), TaskError> {
         let Capacity { tokens, context, .. } = self.capacity;
         let most = context.min(tokens);
-        for SizedInput { tokens: prompt, answer_tokens: answer, .. } in inputs {
-            if prompt.max(&1).saturating_add(*answer) > most {
+        for SizedInput { encode_tokens, tokens: prompt, answer_tokens: answer, .. } in inputs {
+            if prompt_tokens(*encode_tokens, *prompt).saturating_add(*answer) > most {
                 let message = format!(
                     "the prompt has {prompt} tokens and the answer may have {answer}; this model holds {most} of \
                      both together"
@@ -121,7 +122,9 @@ impl<R: Processor> Queue<R> for Sequences<R> {
     /// As if its sequences ran in rounds of as many as run at once, beside others that fill the step.
     fn estimate(&self, inputs: &[SizedInput<R::Input>]) -> Option<Duration> {
         let rounds = inputs.len().div_ceil(self.capacity.sequences.max(1));
-        let longest = inputs.iter().map(|input| input.answer_tokens + 1).max()?;
+        let steps =
+            |input: &SizedInput<R::Input>| usize::from(input.encode_tokens > 0) + 1 + input.answer_tokens;
+        let longest = inputs.iter().map(steps).max()?;
         let steps = u64::try_from(rounds * longest).ok()?;
         Some(Duration::from_micros(self.step_us.load(Ordering::Relaxed).saturating_mul(steps)))
     }
@@ -137,6 +140,11 @@ impl<R: Processor> Queue<R> for Sequences<R> {
     fn close(&self) {
         self.change(|state| state.is_closed = true);
     }
+}
+
+/// Tokens of a prompt as the scheduler counts them: a sequence that has neither an encoding nor a prompt is fed one.
+fn prompt_tokens(encode_tokens: usize, tokens: usize) -> usize {
+    if encode_tokens > 0 { tokens } else { tokens.max(1) }
 }
 
 /// The probe: a task that the model must be able to answer, preprocessed.
@@ -170,17 +178,22 @@ impl<R: Processor> Probe<R> {
     }
 }
 
-/// Feeds an open sequence `prompt` tokens, then makes steps until the sequence is done.
-fn run_to_end<G: Generate>(network: &mut G, slot: Slot, prompt: usize) -> Result<G::Output, ProbeError> {
-    let mut take = prompt;
-    for _ in 0..PROBE_STEPS {
-        let rows = [model::Row { slot, feed: Feed::Tokens(take) }];
+/// Has the open sequence of this input encoded, feeds its prompt, and makes steps until the sequence is done.
+fn run_to_end<G: Generate>(
+    network: &mut G,
+    slot: Slot,
+    input: &SizedInput<G::Prompt>,
+) -> Result<G::Output, ProbeError> {
+    let encode = (input.encode_tokens > 0).then_some(Feed::Encode);
+    let prompt = (input.tokens > 0).then_some(Feed::Tokens(input.tokens));
+    let feeds = encode.into_iter().chain(prompt).chain(iter::repeat(Feed::Tokens(1)));
+    for feed in feeds.take(PROBE_STEPS) {
+        let rows = [model::Row { slot, feed }];
         let mut results = guarded(|| network.step(&rows)).map_err(ProbeError::failed)?;
         let result = results.pop().ok_or_else(|| ProbeError::failed("no result"))?;
         if let Advance::Done(_, output) = result? {
             return Ok(output);
         }
-        take = 1;
     }
     Err(ProbeError::failed("it does not end"))
 }
@@ -213,8 +226,12 @@ type Results<G> =
 pub(super) struct Continuous<R: Processor, G: Generate> {
     network: G,
     queue: Arc<Sequences<R>>,
+    /// What the model says of its windows.
+    encoding: Encoding,
     scheduler: Scheduler<Key>,
     sizing: Sizing,
+    /// The same for steps of windows.
+    encode_sizing: Sizing,
     pace: PromptPace,
     sequences: BTreeMap<Key, Sequence<R>>,
     last: Key,
@@ -236,6 +253,11 @@ pub(super) struct Continuous<R: Processor, G: Generate> {
     observer: Box<dyn Observer>,
 }
 
+/// Whether these are the rows of a step of windows. The scheduler mixes windows with no other rows.
+fn is_encoding(rows: &[Row<Key>]) -> bool {
+    rows.first().is_some_and(|row| row.feed == Feed::Encode)
+}
+
 struct Made<G: Generate> {
     rows: Vec<Row<Key>>,
     outcome: Result<model::Advances<G>, ForwardError>,
@@ -254,12 +276,15 @@ where
         observer: Box<dyn Observer>,
         notices: Notices,
     ) -> Self {
+        let encoding = network.encoding();
         Self {
             network,
             queue,
+            encoding,
             // Placeholders until the first turn reads the policy.
-            scheduler: Scheduler::new(Limits { sequences: 1, reserved_tokens: 0, step_tokens: 1 }),
-            sizing: Sizing::new(1),
+            scheduler: Scheduler::new(Limits { sequences: 1, reserved_tokens: 0, step_tokens: 1, encoding }),
+            sizing: Sizing::new(1, Unit::Tokens),
+            encode_sizing: Sizing::new(1, Unit::Windows),
             pace: PromptPace::new(),
             sequences: BTreeMap::new(),
             last: 0,
@@ -294,7 +319,7 @@ where
         let output = guarded(|| Ok(network.open(slot, &probe.input)))
             .map_err(ProbeError::failed)
             .and_then(|opened| Ok(opened?))
-            .and_then(|()| run_to_end(network, slot, probe.tokens));
+            .and_then(|()| run_to_end(network, slot, probe));
         network.close(slot);
         output
     }
@@ -309,11 +334,17 @@ where
 
     fn follow(&mut self, policy: Policy) {
         let Capacity { sequences, tokens, .. } = self.queue.capacity;
-        self.sizing = Sizing::new(policy.max_tokens);
+        let encoding = Encoding {
+            interval: policy.encode_interval.unwrap_or(self.encoding.interval).max(1),
+            batch: policy.encode_batch.unwrap_or(self.encoding.batch).max(1),
+        };
+        self.sizing = Sizing::new(policy.max_tokens, Unit::Tokens);
+        self.encode_sizing = Sizing::new(encoding.batch, Unit::Windows);
         self.scheduler.set_limits(Limits {
             sequences: sequences.min(policy.max_requests),
             reserved_tokens: tokens,
             step_tokens: policy.max_tokens,
+            encoding,
         });
     }
 
@@ -332,7 +363,8 @@ where
         let time = now();
         for (item, isolated) in arrived {
             let request = Request {
-                prompt: item.tokens.max(1),
+                encodes: item.encode_tokens > 0,
+                prompt: prompt_tokens(item.encode_tokens, item.tokens),
                 answer: item.answer_tokens,
                 priority: item.task().priority,
                 requester: item.task().requester,
@@ -449,7 +481,7 @@ where
     /// Computes a step. False: there is no row to compute.
     fn step(&mut self, isolated: bool) -> bool {
         let prompt_tokens = self.pace.prompt_tokens(self.scheduler.is_decoding(isolated));
-        let rows = self.scheduler.rows(isolated, prompt_tokens);
+        let rows = self.scheduler.rows(isolated, prompt_tokens, now());
         if rows.is_empty() {
             return false;
         }
@@ -494,7 +526,8 @@ where
     fn settle(&mut self, made: Made<G>) -> Result<(), String> {
         let Made { rows, outcome, began, wall } = made;
         self.number += 1;
-        let tokens = rows.iter().map(|row| row.feed.tokens()).sum();
+        let is_encoding = is_encoding(&rows);
+        let tokens = rows.iter().map(|row| self.tokens(row)).sum();
         let pass = Pass { number: self.number, size: rows.len(), tokens };
         let prompt_tokens = rows.iter().map(|row| row.feed.tokens()).filter(|take| *take > 1).sum();
         let is_decoding = rows.iter().any(|row| row.feed.tokens() == 1);
@@ -506,11 +539,26 @@ where
         let reserved = Some((self.scheduler.reserved(), self.queue.capacity.tokens));
         self.observer.passed(&Passed { began: wall, took, pass, tasks: &tasks, reserved, fault });
         self.learn_pace(took);
-        self.pace.learn(is_decoding, prompt_tokens, took);
-        if let Some(most) = self.sizing.learn(too_large) {
-            self.scheduler.limit_step(most);
+        if is_encoding {
+            self.pace.encoded(took);
+            if let Some(most) = self.encode_sizing.learn(too_large) {
+                self.scheduler.limit_windows(most);
+            }
+        } else {
+            self.pace.learn(is_decoding, prompt_tokens, took);
+            if let Some(most) = self.sizing.learn(too_large) {
+                self.scheduler.limit_step(most);
+            }
         }
         settled
+    }
+
+    /// Tokens that a row computes.
+    fn tokens(&self, row: &Row<Key>) -> usize {
+        match row.feed {
+            Feed::Tokens(tokens) => tokens,
+            Feed::Encode => self.sequences.get(&row.key).map_or(0, |it| it.item.encode_tokens),
+        }
     }
 
     /// The average rises from 0, so that the first steps, often of long prompts, count little.
@@ -533,9 +581,12 @@ where
             Err(ForwardError::Failed(error)) => (TaskErrorKind::Fault, error),
         };
         let no_memory = kind == TaskErrorKind::OutOfMemory;
-        if no_memory && (rows.len() > 1 || rows.iter().any(|row| row.feed.tokens() > 1)) {
-            let tokens = rows.iter().map(|row| row.feed.tokens()).sum();
-            *too_large = Some(too_large.map_or(tokens, |smallest| smallest.min(tokens)));
+        let size = match is_encoding(&rows) {
+            true => rows.len(),
+            false => rows.iter().map(|row| row.feed.tokens()).sum(),
+        };
+        if no_memory && size > 1 {
+            *too_large = Some(too_large.map_or(size, |smallest| smallest.min(size)));
         }
         if let [alone] = rows[..] {
             let tokens = alone.feed.tokens();

@@ -19,6 +19,7 @@ use crate::model::{Body, Effort, Inputs, Later, Message, Processor, Route, Sized
 /// One input of a task, on its way through the device.
 pub(super) struct Item<R: Processor> {
     pub(super) input: R::Input,
+    pub(super) encode_tokens: usize,
     pub(super) tokens: usize,
     pub(super) answer_tokens: usize,
     /// Index of the input within its task.
@@ -134,9 +135,9 @@ impl<R: Processor> Model<R> {
         let Slice { inputs, held, rest } = slice;
         let first = outputs.grow(sizes, rest.is_some());
         let item = |(index, sized): (usize, SizedInput<R::Input>)| {
-            let SizedInput { input, tokens, answer_tokens, .. } = sized;
+            let SizedInput { input, encode_tokens, tokens, answer_tokens } = sized;
             let (outputs, _held) = (outputs.clone(), held.clone());
-            Item { input, tokens, answer_tokens, index, outputs, _held }
+            Item { input, encode_tokens, tokens, answer_tokens, index, outputs, _held }
         };
         if !inputs.is_empty() {
             self.queue.enqueue((first..).zip(inputs).map(item).collect(), isolated);

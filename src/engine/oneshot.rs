@@ -7,7 +7,7 @@ use std::time::{Instant, SystemTime};
 
 use super::batch::{Network, Outcome};
 use super::job::{Ahead, Item, Queue};
-use super::sizing::Sizing;
+use super::sizing::{Sizing, Unit};
 use super::turns::{Idle, Loop, Next, Waker};
 use super::{Expect, Notice, Pass, Passed, TaskState, now};
 use crate::batching::{Batch, Batcher, Device, Policy};
@@ -56,7 +56,7 @@ impl<R: Processor> Waiting<R> {
             ordinary: Batcher::new(policy, |item| item.tokens),
             isolated: Batcher::new(policy, |item| item.tokens),
             is_isolated: false,
-            sizing: Sizing::new(policy.max_tokens),
+            sizing: Sizing::new(policy.max_tokens, Unit::Tokens),
             expected: 0,
             asleep: None,
             is_closed: false,
@@ -177,11 +177,11 @@ impl<R: Processor> Queue<R> for Waiting<R> {
     }
 
     fn set_policy(&self, policy: Policy) {
-        let Policy { max_tokens, max_requests, max_delay } = policy;
+        let Policy { max_tokens, max_requests, max_delay, .. } = policy;
         let max_delay_ms = max_delay.as_secs_f64() * 1e3;
         tracing::info!(max_tokens, max_requests, max_delay_ms, "batches have other bounds from now on");
         self.change(|state| {
-            state.sizing = Sizing::new(max_tokens);
+            state.sizing = Sizing::new(max_tokens, Unit::Tokens);
             state.ordinary.set_policy(policy);
             state.isolated.set_policy(policy);
         });

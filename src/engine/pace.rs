@@ -1,5 +1,7 @@
 //! Decides how many tokens of prompts a step may have so that it does not take long, by how long recent steps took:
-//! a task that comes, and each sequence that waits for its next token, waits for the whole step. Pure.
+//! a task that comes, and each sequence that waits for its next token, waits for the whole step. A sequence that waits for
+//! its next token waits also for the windows that were encoded before the step. A window cannot be cut, so the prompts have
+//! what it leaves of the time. Pure.
 
 use std::time::Duration;
 
@@ -21,6 +23,8 @@ const GROWTH: f64 = 1.1;
 pub(super) struct PromptPace {
     beside_answers: Bound,
     alone: Bound,
+    /// The time of the windows that were encoded since the last step of tokens.
+    encoding: Duration,
 }
 
 /// The most tokens of prompts in a step that should take a certain time.
@@ -31,16 +35,31 @@ struct Bound {
 
 impl PromptPace {
     pub(super) fn new() -> Self {
-        Self { beside_answers: Bound::new(STEP_OF_ANSWERS), alone: Bound::new(STEP) }
+        Self {
+            beside_answers: Bound::new(STEP_OF_ANSWERS),
+            alone: Bound::new(STEP),
+            encoding: Duration::ZERO,
+        }
     }
 
     /// The most tokens of prompts in the next step. `is_decoding`: sequences are fed tokens of their answers in it.
     pub(super) fn prompt_tokens(&self, is_decoding: bool) -> usize {
-        if is_decoding { self.beside_answers.tokens } else { self.alone.tokens }
+        if !is_decoding {
+            return self.alone.tokens;
+        }
+        let left =
+            STEP_OF_ANSWERS.saturating_sub(self.encoding).as_secs_f64() / STEP_OF_ANSWERS.as_secs_f64();
+        ((self.beside_answers.tokens as f64 * left) as usize).max(FEWEST)
     }
 
-    /// Called after each step: it had so many tokens of prompts, and took so long. `is_decoding` as for the step.
+    /// Called after each step of windows, which took so long.
+    pub(super) fn encoded(&mut self, took: Duration) {
+        self.encoding += took;
+    }
+
+    /// Called after each step of tokens: it had so many tokens of prompts, and took so long. `is_decoding` as for the step.
     pub(super) fn learn(&mut self, is_decoding: bool, prompt_tokens: usize, took: Duration) {
+        self.encoding = Duration::ZERO;
         let bound = if is_decoding { &mut self.beside_answers } else { &mut self.alone };
         bound.learn(prompt_tokens, took);
     }
@@ -92,6 +111,17 @@ mod tests {
     fn while_sequences_decode_a_step_takes_a_tenth_of_a_second() {
         let usual = bounds(20, true, Duration::from_millis(20), Duration::from_millis(2));
         assert!(usual[19] <= 41 && usual[19] >= 36, "{usual:?}");
+    }
+
+    #[test]
+    fn behind_a_window_prompts_have_the_rest_of_the_time_if_others_decode() {
+        let mut pace = PromptPace::new();
+        for (window, left) in [(50, 25), (400, FEWEST)] {
+            pace.encoded(Duration::from_millis(window));
+            assert_eq!((pace.prompt_tokens(true), pace.prompt_tokens(false)), (left, 256));
+            pace.learn(true, 0, Duration::from_millis(100));
+            assert_eq!(pace.prompt_tokens(true), 51, "the step after that is as usual");
+        }
     }
 
     #[test]

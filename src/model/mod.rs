@@ -43,6 +43,7 @@ use std::path::{Path, PathBuf};
 pub use candle_core::Device;
 pub use serde_json::Value;
 
+pub use crate::batching::Encoding;
 pub use crate::batching::admit::Feed;
 pub use crate::config::{CpuFeatures, Dtype, OptionProblem};
 pub use crate::protocol::control::Unfit;
@@ -318,6 +319,12 @@ pub trait Generate: 'static {
     /// Its capacity. Asked once, after loading.
     fn capacity(&self) -> Capacity;
 
+    /// How its encode rows are spread among steps where the pool's settings (`batch.encode_interval`,
+    /// `batch.encode_batch`) say nothing. Asked once, after loading. For a model without an encoder it means nothing.
+    fn encoding(&self) -> Encoding {
+        Encoding::default()
+    }
+
     /// Begins a sequence in a free slot, without feeding it.
     ///
     /// # Errors
@@ -326,8 +333,9 @@ pub trait Generate: 'static {
 
     /// Feeds each row's sequence what the row says. A sequence whose [`SizedInput::encode_tokens`] are not 0 has one
     /// [`Feed::Encode`] first, whose result is [`Advance::Fed`] unless it ends the sequence. Then come the tokens of its
-    /// prompt, in chunks, and then one token of its answer in each step. Repeatable: an error for the step or for one
-    /// row leaves the sequences concerned unchanged, and the step may be computed again with fewer rows.
+    /// prompt, in chunks, and then one token of its answer in each step. The rows of a step are all [`Feed::Encode`], or
+    /// none is. Repeatable: an error for the step or for one row leaves the sequences concerned unchanged, and the step
+    /// may be computed again with fewer rows.
     ///
     /// # Errors
     /// [`ForwardError`] for what concerns the step or the device rather than one sequence.

@@ -1,12 +1,16 @@
 //! A generator that computes nothing: each task says how its sequence goes. To try out a deployment that
 //! streams, and to test continuous batching. The `model` setting is `script`, or `script?` with options joined
-//! by `&`: `sequences=16`, `tokens=4096`, `context=1024` (the capacity), `faults` (for tests).
+//! by `&`: `sequences=16`, `tokens=4096`, `context=1024` (the capacity), `encode_interval=8`, `encode_batch=4` (what the
+//! model says of its windows), `faults` (for tests).
 //!
 //! A body is `{"prompt": 12, "max_tokens": 20}`: tokens of the prompt and of the answer. The answer is `0 1 2
-//! …`. Further fields: `stream`; `step_ms`, the least duration of a step with this sequence; `content_type`, the
-//! media type of the parts and of the reply, which then are the numbers alone, and not JSON. Only with `faults`: `fail` makes the step fail in which the sequence has given `at` pieces (default 0): `error` (the
-//! step fails), `row` (the sequence fails), `panic`, `oom` (if the step has more than `fits` tokens), `device`,
-//! `exit` (the process aborts), `stall` (the step takes `stall_ms`).
+//! …`. Further fields: `stream`; `step_ms`, the least duration of a step with this sequence; `encode_ms`, how long its
+//! window is encoded, before its prompt, which then may be 0 (windows that are encoded together take the sum);
+//! `content_type`, the media type of the parts and of the reply, which then are the numbers alone, and not JSON. Only with
+//! `faults`: `fail` makes the step fail in which the sequence has given `at` pieces (default 0): `error` (the step
+//! fails), `row` (the sequence fails), `panic`, `oom` (if the step has more than `fits` tokens), `device`, `exit` (the
+//! process aborts), `stall` (the step takes `stall_ms`). `fail_encode` makes the step fail that encodes the window: the
+//! same words, and `oom` if it has more than `fits` windows.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,8 +20,9 @@ use serde_json::json;
 
 use super::family::{Example, Family, Sample, Serves};
 use super::{
-    Advance, Advances, Body, Capacity, Device, Effort, ForwardError, Generate, LoadError, LoadSpec, Message,
-    Preprocessed, Processor, Route, Row, SizedInput, Slot, TaskError, TaskErrorKind, clock, echo,
+    Advance, Advances, Body, Capacity, Device, Effort, Encoding, Feed, ForwardError, Generate, LoadError,
+    LoadSpec, Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, TaskError, TaskErrorKind,
+    clock, echo,
 };
 
 /// The `model` setting of a script pool.
@@ -41,6 +46,8 @@ pub static FAMILY: Family = Family {
 const SAMPLE_TOKENS: usize = 32;
 /// The most tokens of a prompt or an answer.
 const MOST: usize = 1_000_000;
+/// The largest `encode_ms`.
+const MOST_ENCODE_MS: u64 = 600_000;
 
 /// Decodes scripts, and writes replies.
 #[derive(Debug)]
@@ -52,12 +59,14 @@ pub struct ScriptProcessor {
 #[derive(Debug)]
 pub struct ScriptNetwork {
     capacity: Capacity,
+    encoding: Encoding,
     open: BTreeMap<Slot, Sequence>,
 }
 
 #[derive(Debug)]
 struct Sequence {
     script: Script,
+    is_encoded: bool,
     fed: usize,
     given: usize,
 }
@@ -72,8 +81,10 @@ pub struct Script {
     max_tokens: usize,
     stream: bool,
     step_ms: u64,
+    encode_ms: u64,
     content_type: Option<String>,
     fail: Option<Fault>,
+    fail_encode: Option<Fault>,
     at: usize,
     fits: usize,
     stall_ms: u64,
@@ -102,7 +113,10 @@ enum Fault {
 pub fn load(spec: &LoadSpec, _: &Device) -> Result<(ScriptProcessor, ScriptNetwork), LoadError> {
     let unsupported = |option: &str| LoadError::Unsupported {
         model: spec.source.clone(),
-        reason: format!("{option:?} is no option; there are sequences=N, tokens=N, context=N and faults"),
+        reason: format!(
+            "{option:?} is no option; there are sequences=N, tokens=N, context=N, encode_interval=N, encode_batch=N \
+             and faults"
+        ),
     };
     let options = match spec.source.strip_prefix(SCRIPT) {
         Some("") => "",
@@ -110,7 +124,7 @@ pub fn load(spec: &LoadSpec, _: &Device) -> Result<(ScriptProcessor, ScriptNetwo
         None => return Err(unsupported(&spec.source)),
     };
     let mut capacity = Capacity { sequences: 16, tokens: 16 * 1_024, context: 1_024 };
-    let mut faults = false;
+    let (mut encoding, mut faults) = (Encoding::default(), false);
     for option in options.split('&').filter(|option| !option.is_empty()) {
         let (name, value) = option.split_once('=').unwrap_or((option, ""));
         let number = || value.parse().map_err(|_| unsupported(option));
@@ -118,11 +132,13 @@ pub fn load(spec: &LoadSpec, _: &Device) -> Result<(ScriptProcessor, ScriptNetwo
             "sequences" => capacity.sequences = number()?,
             "tokens" => capacity.tokens = number()?,
             "context" => capacity.context = number()?,
+            "encode_interval" => encoding.interval = number()?,
+            "encode_batch" => encoding.batch = number()?,
             "faults" => faults = true,
             _ => return Err(unsupported(option)),
         }
     }
-    Ok((ScriptProcessor { faults }, ScriptNetwork { capacity, open: BTreeMap::new() }))
+    Ok((ScriptProcessor { faults }, ScriptNetwork { capacity, encoding, open: BTreeMap::new() }))
 }
 
 impl Processor for ScriptProcessor {
@@ -143,20 +159,23 @@ impl Processor for ScriptProcessor {
         let body: serde_json::Map<String, serde_json::Value> =
             serde_json::from_slice(&message.body).map_err(|error| bad(&error))?;
         let mut script: Script = serde_json::from_value(body.into()).map_err(|error| bad(&error))?;
-        for (name, count) in [("prompt", script.prompt), ("max_tokens", script.max_tokens)] {
-            if !(1..=MOST).contains(&count) {
-                let message = format!("{name} must be 1 to {MOST}, got {count}");
+        let encodes = script.encode_ms > 0;
+        let least = usize::from(!encodes);
+        for (name, count, least) in [("prompt", script.prompt, least), ("max_tokens", script.max_tokens, 1)] {
+            if !(least..=MOST).contains(&count) {
+                let message = format!("{name} must be {least} to {MOST}, got {count}");
                 return Err(TaskError::bad_input(name, message));
             }
         }
-        if !self.faults {
-            script.fail = None;
+        if script.encode_ms > MOST_ENCODE_MS {
+            let message = format!("encode_ms must be at most {MOST_ENCODE_MS}, got {}", script.encode_ms);
+            return Err(TaskError::bad_input("encode_ms", message));
         }
-        let (tokens, answer_tokens) = (script.prompt, script.max_tokens);
-        Ok((
-            script.clone(),
-            vec![SizedInput { input: script, encode_tokens: 0, tokens, answer_tokens }].into(),
-        ))
+        if !self.faults {
+            (script.fail, script.fail_encode) = (None, None);
+        }
+        let (encode_tokens, tokens, answer_tokens) = (usize::from(encodes), script.prompt, script.max_tokens);
+        Ok((script.clone(), vec![SizedInput { input: script, encode_tokens, tokens, answer_tokens }].into()))
     }
 
     fn effort(&self, message: &Message) -> Effort {
@@ -199,15 +218,34 @@ fn text(pieces: &[usize]) -> String {
 }
 
 impl Sequence {
-    /// The fault of the next step.
-    fn fault(&self) -> Option<Fault> {
-        self.script.fail.filter(|_| self.given == self.script.at)
+    /// The fault of a step that feeds this.
+    fn fault(&self, feed: Feed) -> Option<Fault> {
+        match feed {
+            Feed::Encode => self.script.fail_encode,
+            Feed::Tokens(_) => self.script.fail.filter(|_| self.given == self.script.at),
+        }
     }
 
-    fn advance(&mut self, take: usize) -> Result<Advance<usize, usize>, TaskError> {
-        if self.fault() == Some(Fault::Row) {
+    /// The least duration of a step that feeds this.
+    fn time(&self, feed: Feed) -> Duration {
+        Duration::from_millis(if feed == Feed::Encode { self.script.encode_ms } else { self.script.step_ms })
+    }
+
+    fn advance(&mut self, feed: Feed) -> Result<Advance<usize, usize>, TaskError> {
+        if self.fault(feed) == Some(Fault::Row) {
             return Err(TaskError::new(TaskErrorKind::Fault, "as the task asked for"));
         }
+        let encodes = self.script.encode_ms > 0 && !self.is_encoded;
+        let take = match feed {
+            Feed::Encode if encodes => {
+                self.is_encoded = true;
+                return Ok(Advance::Fed);
+            }
+            Feed::Tokens(take) if !encodes => take,
+            wrong => {
+                return Err(TaskError::new(TaskErrorKind::Internal, format!("{wrong:?} is out of turn")));
+            }
+        };
         if self.fed < self.script.prompt {
             self.fed += take;
             if self.fed < self.script.prompt {
@@ -230,28 +268,38 @@ impl Generate for ScriptNetwork {
         self.capacity
     }
 
+    fn encoding(&self) -> Encoding {
+        self.encoding
+    }
+
     fn open(&mut self, slot: Slot, script: &Script) -> Result<(), TaskError> {
         let is_free = slot.0 < self.capacity.sequences && !self.open.contains_key(&slot);
         if !is_free {
             return Err(TaskError::new(TaskErrorKind::Internal, format!("slot {} is not free", slot.0)));
         }
-        self.open.insert(slot, Sequence { script: script.clone(), fed: 0, given: 0 });
+        self.open.insert(slot, Sequence { script: script.clone(), is_encoded: false, fed: 0, given: 0 });
         Ok(())
     }
 
     fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError> {
         let said = || "as the task asked for".to_owned();
         let tokens: usize = rows.iter().map(|row| row.feed.tokens()).sum();
+        let windows = rows.iter().filter(|row| row.feed == Feed::Encode).count();
+        if windows != 0 && windows != rows.len() {
+            return Err(ForwardError::Failed("windows beside other rows".into()));
+        }
         let mut time = Duration::ZERO;
         for row in rows {
             let sequence = self.open.get(&row.slot);
             let sequence = sequence.ok_or_else(|| ForwardError::Failed("a row of a closed slot".into()))?;
-            let script = &sequence.script;
-            time = time.max(Duration::from_millis(script.step_ms));
-            match sequence.fault() {
+            let (script, own) = (&sequence.script, sequence.time(row.feed));
+            time = if windows > 0 { time + own } else { time.max(own) };
+            match sequence.fault(row.feed) {
                 None | Some(Fault::Row) => {}
                 Some(Fault::Error) => return Err(ForwardError::Failed(said())),
-                Some(Fault::Oom) if tokens > script.fits => return Err(ForwardError::OutOfMemory(said())),
+                Some(Fault::Oom) if tokens.max(windows) > script.fits => {
+                    return Err(ForwardError::OutOfMemory(said()));
+                }
                 Some(Fault::Oom) => {}
                 Some(Fault::Device) => return Err(ForwardError::Device(said())),
                 Some(Fault::Panic) => panic!("{}", said()),
@@ -269,7 +317,7 @@ impl Generate for ScriptNetwork {
             )));
         }
         let advance = |row: &Row| match self.open.get_mut(&row.slot) {
-            Some(sequence) => sequence.advance(row.feed.tokens()),
+            Some(sequence) => sequence.advance(row.feed),
             None => Err(TaskError::new(TaskErrorKind::Internal, "a row of a closed slot")),
         };
         Ok(rows.iter().map(advance).collect())
@@ -283,7 +331,22 @@ impl Generate for ScriptNetwork {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::Feed;
+
+    #[test]
+    fn a_window_comes_first_and_once_and_a_prompt_may_be_empty_behind_it() {
+        let (processor, mut network) = load(&LoadSpec::new(SCRIPT), &Device::Cpu).unwrap();
+        let message =
+            Message { body: r#"{"prompt":0,"max_tokens":1,"encode_ms":1}"#.into(), ..Message::default() };
+        let (_, inputs) = processor.preprocess(&message).unwrap();
+        let sized = inputs.all().unwrap().remove(0);
+        assert_eq!((sized.encode_tokens, sized.tokens, sized.answer_tokens), (1, 0, 1));
+        network.open(Slot(0), &sized.input).unwrap();
+        let mut step = |feed| network.step(&[Row { slot: Slot(0), feed }]).unwrap().remove(0);
+        assert!(step(Feed::Tokens(1)).is_err());
+        assert_eq!(step(Feed::Encode), Ok(Advance::Fed));
+        assert!(step(Feed::Encode).is_err());
+        assert_eq!(step(Feed::Tokens(1)), Ok(Advance::Done(Some(0), 1)));
+    }
 
     #[test]
     fn options_are_read_and_others_named() {
@@ -312,7 +375,7 @@ mod tests {
         let body = processor.finish(context, vec![2]).unwrap();
         let body: serde_json::Value = serde_json::from_slice(&body.bytes).unwrap();
         assert_eq!(body["text"], "0 1 ");
-        for bad in [r#"{"prompt":0}"#, r#"{"max_tokens":2000000}"#, "[]"] {
+        for bad in [r#"{"prompt":0}"#, r#"{"max_tokens":2000000}"#, r#"{"encode_ms":600001}"#, "[]"] {
             let message = Message { body: bad.into(), ..Message::default() };
             assert!(processor.preprocess(&message).is_err(), "{bad}");
         }

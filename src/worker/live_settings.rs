@@ -66,6 +66,7 @@ pub(super) fn changed(policy: Policy, overrides: BatchChange) -> Policy {
         max_tokens: overrides.max_tokens.unwrap_or(policy.max_tokens),
         max_requests: overrides.max_requests.unwrap_or(policy.max_requests),
         max_delay: overrides.max_delay_ms.and_then(seconds).unwrap_or(policy.max_delay),
+        ..policy
     }
 }
 
@@ -82,7 +83,7 @@ mod tests {
         let settings = LiveSettings::default();
         settings.set_batch(BatchChange { max_tokens: Some(9), ..BatchChange::default() });
         settings.set_batch(BatchChange { max_requests: Some(3), ..BatchChange::default() });
-        let policy = Policy { max_tokens: 1, max_requests: 1, max_delay: Duration::from_millis(2) };
+        let policy = Policy::new(1, 1, Duration::from_millis(2));
         let changed_policy = changed(policy, *settings.batch().borrow());
         assert_eq!((changed_policy.max_tokens, changed_policy.max_requests), (9, 3));
         assert_eq!(changed_policy.max_delay, policy.max_delay);

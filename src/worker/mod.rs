@@ -261,6 +261,8 @@ pub fn policy(assignment: &Assignment) -> Policy {
         // If fewer messages are in hand, a batch of tasks with one input each can never be full.
         max_requests: pool.prefetch.map_or(usize::MAX, usize::from).min(pool.batch.max_requests),
         max_delay: pool.batch.max_delay,
+        encode_interval: pool.batch.encode_interval,
+        encode_batch: pool.batch.encode_batch,
     }
 }
 

@@ -160,10 +160,19 @@ async fn a_worker_killed_with_sixteen_sequences_running_brings_all_sixteen_again
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_sequence_that_kills_its_worker_is_found_among_sixteen_and_the_others_are_answered() {
+    found_among_sixteen(json!({"fail": "exit", "at": 3})).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_window_that_kills_its_worker_is_found_among_sixteen_and_the_others_are_answered() {
+    found_among_sixteen(json!({"encode_ms": 20, "fail_encode": "exit"})).await;
+}
+
+async fn found_among_sixteen(killer: Value) {
     let settings = settings().set("launcher.restart_delay", "50ms");
     let (_sconce, client, mut inbox) = serve(&settings).await;
     let task = |n: usize| {
-        let more = if n == 11 { json!({"fail": "exit", "at": 3}) } else { json!({}) };
+        let more = if n == 11 { killer.clone() } else { json!({}) };
         Task::new(sequence(20, more)).id(n.to_string())
     };
     client.publish_all(&settings.tasks, (0..16).map(task)).await;

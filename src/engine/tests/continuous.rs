@@ -9,34 +9,34 @@ use tokio::time::Instant;
 use super::*;
 use crate::model::{TaskErrorKind, script};
 
-struct Rig {
-    loaded_engine: Arc<dyn Engine>,
-    log: Log,
-    fault: Arc<Mutex<Option<String>>>,
+pub(super) struct Rig {
+    pub(super) engine: Arc<dyn Engine>,
+    pub(super) log: Log,
+    pub(super) fault: Arc<Mutex<Option<String>>>,
     begun: Instant,
 }
 
 /// The outcome of a task, and when it came, in milliseconds.
 #[derive(Debug)]
-struct Ended {
+pub(super) struct Ended {
     result: Result<Value, TaskError>,
-    parts: Vec<(u64, String)>,
-    at: u64,
-    computed: Computed,
+    pub(super) parts: Vec<(u64, String)>,
+    pub(super) at: u64,
+    pub(super) computed: Computed,
 }
 
 impl Ended {
-    fn text(&self) -> &str {
+    pub(super) fn text(&self) -> &str {
         self.result.as_ref().unwrap()["text"].as_str().unwrap()
     }
 
-    fn error(&self) -> TaskErrorKind {
+    pub(super) fn error(&self) -> TaskErrorKind {
         self.result.as_ref().unwrap_err().kind
     }
 }
 
 impl Rig {
-    fn new(source: &str, max_tokens: usize) -> Self {
+    pub(super) fn new(source: &str, max_tokens: usize) -> Self {
         let (log, fault) = (Log::default(), Arc::new(Mutex::new(None)));
         let starter = crate::engine::continuous(script::load);
         let Loaded { engine, mut notices, .. } =
@@ -50,21 +50,21 @@ impl Rig {
                 }
             }
         });
-        Self { loaded_engine: engine, log, fault, begun: Instant::now() }
+        Self { engine, log, fault, begun: Instant::now() }
     }
 
-    fn ms(&self) -> u64 {
+    pub(super) fn ms(&self) -> u64 {
         self.begun.elapsed().as_millis() as u64
     }
 
-    async fn run(&self, id: &str, script: Value) -> Ended {
+    pub(super) async fn run(&self, id: &str, script: Value) -> Ended {
         self.run_as(state(id, None), script, false).await
     }
 
     /// Runs a task, and takes a part every 50 ms, as a worker does.
-    async fn run_as(&self, task: Arc<TaskState>, script: Value, isolated: bool) -> Ended {
+    pub(super) async fn run_as(&self, task: Arc<TaskState>, script: Value, isolated: bool) -> Ended {
         let message = Message { body: script.to_string().into(), ..Message::default() };
-        let mut job = match self.loaded_engine.preprocess(&message) {
+        let mut job = match self.engine.preprocess(&message) {
             Ok(job) => job,
             Err(error) => return self.ended(Err(error), Vec::new(), Computed::default()),
         };
@@ -106,11 +106,11 @@ impl Rig {
 }
 
 /// A sequence with these tokens, whose steps take 10 ms.
-fn sequence(prompt: usize, max_tokens: usize) -> Value {
+pub(super) fn sequence(prompt: usize, max_tokens: usize) -> Value {
     json!({"prompt": prompt, "max_tokens": max_tokens, "step_ms": 10})
 }
 
-fn with(mut script: Value, more: Value) -> Value {
+pub(super) fn with(mut script: Value, more: Value) -> Value {
     let (Some(script_fields), Value::Object(more)) = (script.as_object_mut(), more) else {
         panic!("objects")
     };
@@ -118,11 +118,11 @@ fn with(mut script: Value, more: Value) -> Value {
     script
 }
 
-fn words(count: usize) -> String {
+pub(super) fn words(count: usize) -> String {
     (0..count).map(|word| format!("{word} ")).collect()
 }
 
-async fn here<T>(test: impl Future<Output = T>) -> T {
+pub(super) async fn here<T>(test: impl Future<Output = T>) -> T {
     LocalSet::new().run_until(test).await
 }
 
@@ -283,9 +283,9 @@ async fn isolated_sequences_run_alone_and_the_others_go_on_where_they_were_or_sa
         let ordinary = |id: &'static str| rig.run(id, with(sequence(4, 10), json!({"stream": true})));
         let isolated = async {
             rig.log.passes(3).await;
-            rig.loaded_engine.isolate(true);
+            rig.engine.isolate(true);
             let ended = rig.run_as(state("suspect", None), sequence(4, 5), true).await;
-            rig.loaded_engine.isolate(false);
+            rig.engine.isolate(false);
             ended
         };
         let (a, b, suspect) = tokio::join!(ordinary("a"), ordinary("b"), isolated);
@@ -337,7 +337,7 @@ async fn the_highest_priority_is_next() {
     .await;
 }
 
-fn of(id: &str, requester: u64) -> Arc<TaskState> {
+pub(super) fn of(id: &str, requester: u64) -> Arc<TaskState> {
     let name = TaskName { id: id.into(), fingerprint: id.into() };
     let mut state = TaskState::new(name, None);
     state.requester = requester;

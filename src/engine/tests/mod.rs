@@ -1,6 +1,7 @@
 //! Tests of both loops with models that compute nothing, run turn by turn or in paused time.
 
 mod continuous;
+mod encoding;
 mod oneshot;
 mod probe;
 
@@ -13,7 +14,7 @@ use super::*;
 use crate::model::LoadSpec;
 
 pub(super) fn policy(max_tokens: usize) -> Policy {
-    Policy { max_tokens, max_requests: 64, max_delay: Duration::from_millis(2) }
+    Policy::new(max_tokens, 64, Duration::from_millis(2))
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

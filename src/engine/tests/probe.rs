@@ -3,11 +3,11 @@
 use super::*;
 use crate::engine::{continuous, oneshot};
 use crate::model::{
-    Advance, Advances, Capacity, Forward, ForwardError, Generate, LoadError, Preprocessed, Row, SizedInput,
-    Slot,
+    Advance, Advances, Capacity, Feed, Forward, ForwardError, Generate, LoadError, Preprocessed, Row,
+    SizedInput, Slot,
 };
 
-/// A model whose inputs are the bytes of a body. `r` is an input that it refuses, `f` one on which its computation
+/// A model whose inputs are the bytes of a body. `e` has a window before its only step. `r` is an input that it refuses, `f` one on which its computation
 /// fails, and `i` one on which it reports a fault of its own.
 #[derive(Clone, Copy)]
 struct Fussy {
@@ -40,7 +40,12 @@ impl Processor for Fussy {
         if message.body.starts_with(b"?") {
             return Err(TaskError::bad_input("body", "it begins with ?"));
         }
-        let input = |byte: &u8| SizedInput { input: *byte, encode_tokens: 0, tokens: 1, answer_tokens: 1 };
+        let input = |byte: &u8| SizedInput {
+            input: *byte,
+            encode_tokens: usize::from(*byte == b'e'),
+            tokens: usize::from(*byte != b'e'),
+            answer_tokens: 1,
+        };
         Ok(((), message.body.iter().map(input).collect::<Vec<_>>().into()))
     }
 
@@ -83,8 +88,13 @@ impl Generate for Sequences {
         if *prompt == b'r' { judged(*prompt).map(drop) } else { Ok(()) }
     }
 
-    fn step(&mut self, _: &[Row]) -> Result<Advances<Self>, ForwardError> {
+    fn step(&mut self, rows: &[Row]) -> Result<Advances<Self>, ForwardError> {
+        if rows[0].feed == Feed::Encode {
+            assert_eq!(std::mem::replace(&mut self.0, b'E'), b'e');
+            return Ok(vec![Ok(Advance::Fed)]);
+        }
         match self.0 {
+            b'e' => Err(ForwardError::Failed("its window is not encoded".into())),
             b'f' => Err(ForwardError::Failed("no".into())),
             prompt => Ok(vec![judged(prompt).map(|output| Advance::Done(None, output))]),
         }
@@ -105,7 +115,7 @@ fn loads(probe: &'static str) -> [Option<LoadError>; 2] {
 async fn a_probe_that_the_model_refuses_is_its_authors_mistake_and_no_fault_of_the_device() {
     tokio::task::LocalSet::new()
         .run_until(async {
-            assert!(loads("a").iter().all(Option::is_none));
+            assert!(["a", "e"].iter().all(|probe| loads(probe).iter().all(Option::is_none)));
             for (probe, words) in [("?", "it begins with ?"), ("r", "r is refused")] {
                 for error in loads(probe) {
                     let Some(LoadError::Probe { model, reason }) = error else {

@@ -250,17 +250,22 @@ async fn a_slow_reader_gets_fewer_parts_with_more_in_each() {
 #[tokio::test(start_paused = true)]
 async fn a_drain_hands_running_sequences_back_and_a_stop_that_may_finish_finishes_them() {
     here(async {
-        for (phase, settled) in
-            [(Phase::Returning, Settled::Requeued(1)), (Phase::Finishing, Settled::Acked(1))]
-        {
-            let rig = Rig::start("script", |_| ());
-            rig.memory.deliver([generate("a", "mine", 100, false)]);
-            rig.computes("a").await;
-            rig.stop.advance(phase, "test");
-            let memory = rig.memory.clone();
-            assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
-            assert_eq!(memory.settled(), [settled], "{phase:?}");
-            assert_eq!(memory.published("mine").len(), usize::from(phase == Phase::Finishing));
+        // It decodes; its window is being encoded.
+        let decodes = generate("a", "mine", 100, false);
+        let encodes = task("a", "mine", &json!({"max_tokens": 100, "step_ms": 10, "encode_ms": 400}));
+        for a in [decodes, encodes] {
+            for (phase, settled) in
+                [(Phase::Returning, Settled::Requeued(1)), (Phase::Finishing, Settled::Acked(1))]
+            {
+                let rig = Rig::start("script", |_| ());
+                rig.memory.deliver([a.clone()]);
+                rig.computes("a").await;
+                rig.stop.advance(phase, "test");
+                let memory = rig.memory.clone();
+                assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
+                assert_eq!(memory.settled(), [settled], "{phase:?}");
+                assert_eq!(memory.published("mine").len(), usize::from(phase == Phase::Finishing));
+            }
         }
     })
     .await;
