@@ -35,6 +35,8 @@ pub mod script;
 #[doc(hidden)]
 pub mod sequences;
 #[doc(hidden)]
+pub mod sound;
+#[doc(hidden)]
 pub mod tasks;
 
 use std::collections::BTreeMap;

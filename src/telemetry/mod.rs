@@ -26,8 +26,9 @@ pub const QUIET: &str = "warn";
 
 /// Libraries whose events are never shown, whatever the filter says. At WARN lapin prints every returned
 /// message as a list of bytes, and at TRACE every frame, including the one with our password. What it logs as
-/// an error (a closed channel, a lost connection) is handled and logged once by `broker::amqp`.
-const NOT_SHOWN: [&str; 2] = ["amq_protocol", "lapin"];
+/// an error (a closed channel, a lost connection) is handled and logged once by `broker::amqp`. symphonia warns of each
+/// broken packet of a recording, of which a requester may send as many as they like; the task's error says what matters.
+const NOT_SHOWN: [&str; 3] = ["amq_protocol", "lapin", "symphonia"];
 
 /// Libraries of which only warnings and errors are shown, whatever the filter says. Below that they print what
 /// they carry: tokenizers each character of a text, ureq addresses and headers (a collector's key, a signed

@@ -1,0 +1,200 @@
+//! What kind of file a recording is, by its first bytes, and which length its header states. Skips tags before the
+//! sound. Decodes nothing.
+
+use std::fmt;
+use std::io::{self, Read, SeekFrom};
+
+use super::source::Source;
+use super::{refused, unreadable};
+use crate::model::TaskError;
+
+/// The list in errors and documents.
+pub const SUPPORTED: &str = "WAV, FLAC, MP3 and Ogg Vorbis";
+
+/// Bytes that say what a file is.
+const MAGIC_BYTES: usize = 64;
+/// Tags of 10 bytes and more, one behind the other, before the sound of an MP3 file. Usually there is one.
+const MOST_TAGS: usize = 16;
+/// Chunks before the sound of a WAV file. Usually there are two or three.
+const MOST_CHUNKS: usize = 256;
+/// From this number of bytes on, a WAV header states no length: programs that write to a pipe put the largest number
+/// that they can think of (ffmpeg 2^32 - 1, sox 2^31 - 4096).
+const UNKNOWN_LENGTH: u32 = 0x7fff_0000;
+/// The last page of an Ogg file begins within so many bytes of its end: a page has 65,307 bytes at most.
+const OGG_TAIL: u64 = 2 * 65_307;
+
+/// A file format that can be decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// Uncompressed samples: 8, 16, 24 or 32 bits, floating point, A-law, µ-law.
+    Wav,
+    /// FLAC.
+    Flac,
+    /// MPEG audio, layer 3.
+    Mp3,
+    /// Vorbis or FLAC in Ogg.
+    Ogg,
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Self::Wav => "WAV",
+            Self::Flac => "FLAC",
+            Self::Mp3 => "MP3",
+            Self::Ogg => "Ogg",
+        })
+    }
+}
+
+/// A file whose format is known. Its source stands at the first byte of that format.
+pub(super) struct Opened {
+    pub(super) format: Format,
+    /// Whether its header may be asked for the recording's length. False for a WAV file that was written to a pipe.
+    pub(super) states_length: bool,
+    /// Of an Ogg file, the time at which its last page ends, in samples per channel.
+    pub(super) ogg_end: Option<u64>,
+}
+
+/// Finds out what a file is.
+///
+/// # Errors
+/// The file is of no format that can be decoded, or a WAV header states more bytes than there are.
+pub(super) fn open(source: &mut dyn Source) -> Result<Opened, TaskError> {
+    let length = source.seek(SeekFrom::End(0)).map_err(unreadable)?;
+    let mut start = 0;
+    let mut magic = first_bytes(source, start)?;
+    for _ in 0..MOST_TAGS {
+        let Some(tag) = tag_bytes(&magic) else { break };
+        start += tag;
+        magic = first_bytes(source, start)?;
+    }
+    let format = format(&magic).ok_or_else(|| unknown(&magic, length))?;
+    let mut opened = Opened { format, states_length: true, ogg_end: None };
+    match format {
+        Format::Wav => opened.states_length = states_wav_length(source, start, length)?,
+        Format::Ogg => {
+            check_ogg_codec(&magic)?;
+            opened.ogg_end = ogg_end(source, &magic, length).map_err(unreadable)?;
+        }
+        Format::Flac | Format::Mp3 => {}
+    }
+    source.seek(SeekFrom::Start(start)).map_err(unreadable)?;
+    Ok(opened)
+}
+
+/// The bytes from `start` on; fewer at the file's end.
+fn first_bytes(source: &mut dyn Source, start: u64) -> Result<Vec<u8>, TaskError> {
+    source.seek(SeekFrom::Start(start)).map_err(unreadable)?;
+    read_up_to(source, MAGIC_BYTES as u64).map_err(unreadable)
+}
+
+fn read_up_to(source: &mut dyn Source, bytes: u64) -> io::Result<Vec<u8>> {
+    let mut read = Vec::new();
+    source.take(bytes).read_to_end(&mut read)?;
+    Ok(read)
+}
+
+/// The length of the ID3v2 tag that begins here.
+fn tag_bytes(magic: &[u8]) -> Option<u64> {
+    let [b'I', b'D', b'3', _, _, flags, size @ ..] = magic else { return None };
+    let size = size.first_chunk::<4>()?;
+    let size = size.iter().fold(0, |size, byte| size << 7 | u64::from(byte & 0x7f));
+    let has_footer = flags & 0x10 != 0;
+    Some(10 + size + if has_footer { 10 } else { 0 })
+}
+
+fn format(magic: &[u8]) -> Option<Format> {
+    match magic {
+        [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'A', b'V', b'E', ..] => Some(Format::Wav),
+        [b'f', b'L', b'a', b'C', ..] => Some(Format::Flac),
+        [b'O', b'g', b'g', b'S', ..] => Some(Format::Ogg),
+        // The version is not the reserved one, and the layer is 3.
+        [0xff, second, ..] if second & 0xe0 == 0xe0 && second & 0x18 != 0x08 && second & 0x06 == 0x02 => {
+            Some(Format::Mp3)
+        }
+        _ => None,
+    }
+}
+
+/// The error for a file of none of our formats. It names the file's own format where that is a common one.
+fn unknown(magic: &[u8], length: u64) -> TaskError {
+    let name = match magic {
+        [] => return refused("the recording is empty"),
+        [_, _, _, _, b'f', b't', b'y', b'p', ..] => "MP4 (M4A, AAC or ALAC)",
+        [0x1a, 0x45, 0xdf, 0xa3, ..] => "WebM or Matroska (often Opus)",
+        [b'F', b'O', b'R', b'M', ..] => "AIFF",
+        [b'c', b'a', b'f', b'f', ..] => "CAF",
+        [b'#', b'!', b'A', b'M', b'R', ..] => "AMR",
+        [b'R', b'F', b'6', b'4', ..] | [b'B', b'W', b'6', b'4', ..] => "RF64 (a WAV file of more than 4 GiB)",
+        [0x30, 0x26, 0xb2, 0x75, ..] => "WMA",
+        [0xff, second, ..] if second & 0xf6 == 0xf0 => "AAC",
+        [0xff, second, ..] if second & 0xe0 == 0xe0 && second & 0x06 == 0x04 => "MPEG audio, layer 2",
+        [b'{', ..] => "JSON",
+        _ => {
+            let text = format!("the {length} bytes are of no known sound format; supported are {SUPPORTED}");
+            return refused(text);
+        }
+    };
+    refused(format!("the recording is {name}, which is not supported; supported are {SUPPORTED}"))
+}
+
+/// Refuses Ogg files by the name of what is in them.
+fn check_ogg_codec(magic: &[u8]) -> Result<(), TaskError> {
+    // A page has a header of 27 bytes and one for each segment. The first page holds one short packet.
+    let packet = magic.get(26).and_then(|segments| magic.get(27 + usize::from(*segments)..)).unwrap_or(&[]);
+    let name = match packet {
+        [b'O', b'p', b'u', b's', b'H', ..] => "Opus",
+        [b'S', b'p', b'e', b'e', b'x', ..] => "Speex",
+        [0x80, b't', b'h', b'e', b'o', ..] => "Theora",
+        _ => return Ok(()),
+    };
+    Err(refused(format!("the Ogg file holds {name}, which is not supported; supported are {SUPPORTED}")))
+}
+
+/// Whether a WAV header says how many bytes of samples follow.
+///
+/// # Errors
+/// It says so, and they are not there; or there are no samples.
+fn states_wav_length(source: &mut dyn Source, start: u64, length: u64) -> Result<bool, TaskError> {
+    // Behind "RIFF", its length and "WAVE".
+    let mut at = start + 12;
+    for _ in 0..MOST_CHUNKS {
+        source.seek(SeekFrom::Start(at)).map_err(unreadable)?;
+        let header = read_up_to(source, 8).map_err(unreadable)?;
+        let [name @ .., a, b, c, d] = &*header else { break };
+        let stated = u32::from_le_bytes([*a, *b, *c, *d]);
+        at += 8;
+        if name == b"data" {
+            let present = length.saturating_sub(at);
+            let is_false = if stated == 0 { present > 0 } else { u64::from(stated) > present };
+            if is_false && stated < UNKNOWN_LENGTH {
+                return Err(refused(format!(
+                    "the WAV header declares {stated} bytes of sound, and {present} bytes follow"
+                )));
+            }
+            return Ok(stated < UNKNOWN_LENGTH);
+        }
+        // Chunks begin at even places.
+        at += u64::from(stated) + u64::from(stated % 2);
+        if at >= length {
+            break;
+        }
+    }
+    Err(refused("the WAV file has no sound in it (no chunk named data)"))
+}
+
+/// The time in samples that the last page states, if that page belongs to the stream of the first.
+fn ogg_end(source: &mut dyn Source, magic: &[u8], length: u64) -> io::Result<Option<u64>> {
+    source.seek(SeekFrom::Start(length.saturating_sub(OGG_TAIL)))?;
+    let tail = read_up_to(source, OGG_TAIL)?;
+    let Some(at) = tail.windows(4).rposition(|bytes| bytes == b"OggS") else { return Ok(None) };
+    let page = &tail[at..];
+    if page.get(14..18).is_none_or(|serial| magic.get(14..18) != Some(serial)) {
+        return Ok(None);
+    }
+    let granule =
+        page.get(6..14).and_then(|bytes| bytes.first_chunk()).map(|bytes| i64::from_le_bytes(*bytes));
+    // -1 says that no packet ends on the page.
+    Ok(granule.and_then(|granule| u64::try_from(granule).ok()))
+}

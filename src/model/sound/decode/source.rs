@@ -1,0 +1,66 @@
+//! Where a sound file's bytes come from: memory or a file. Decides how many of them one call of a library may read,
+//! so that a file without any sound in it ends the call early. Never seeks while a library reads.
+
+use std::io::{self, Read, Seek, SeekFrom};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use symphonia::core::io::MediaSource;
+
+/// A sound file: a cursor over bytes, or an open file.
+pub trait Source: Read + Seek + Send + Sync + 'static {}
+
+impl<T: Read + Seek + Send + Sync + 'static> Source for T {}
+
+/// How many bytes may still be read until the next [`Allowance::renew`]. Shared with the source, which lies within the
+/// library's reader; both are used by one thread at a time.
+#[derive(Clone, Default)]
+pub(super) struct Allowance(Arc<AtomicU64>);
+
+impl Allowance {
+    /// Lets the next call of the library read so many bytes.
+    pub(super) fn renew(&self, bytes: u64) {
+        self.0.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Whether all bytes that were allowed have been read.
+    pub(super) fn is_spent(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == 0
+    }
+}
+
+/// A source that a library reads from its place on, in order.
+pub(super) struct Metered {
+    pub(super) source: Box<dyn Source>,
+    pub(super) allowance: Allowance,
+}
+
+impl Read for Metered {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let left = self.allowance.0.load(Ordering::Relaxed);
+        let most = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
+        if most == 0 && !buffer.is_empty() {
+            return Err(io::Error::other("too many bytes without sound"));
+        }
+        let read = self.source.read(&mut buffer[..most])?;
+        self.allowance.0.store(left - read as u64, Ordering::Relaxed);
+        Ok(read)
+    }
+}
+
+impl Seek for Metered {
+    fn seek(&mut self, _: SeekFrom) -> io::Result<u64> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+/// Not seekable: libraries then take a file as it comes, instead of guessing its length from a few of its bytes.
+impl MediaSource for Metered {
+    fn is_seekable(&self) -> bool {
+        false
+    }
+
+    fn byte_len(&self) -> Option<u64> {
+        None
+    }
+}
