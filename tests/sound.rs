@@ -1,11 +1,13 @@
-//! Sound through the public interface: files of every format, and hostile ones
-//! (`scripts/make-sound-fixtures.py`).
+//! Sound through the public interface: files of every format, hostile ones, Whisper's features, held
+//! against what other programs make of the same recording (`scripts/make-sound-fixtures.py`).
 
 use std::io::Cursor;
 use std::path::Path;
 
+use safetensors::SafeTensors;
 use sconce::model::sound::RATE;
 use sconce::model::sound::decode::{Channels, Format, Limits, Recording};
+use sconce::model::sound::features::{FRAMES, LogMel, WINDOW};
 use sconce::protocol::{TaskError, TaskErrorKind};
 
 fn fixture(name: &str) -> Vec<u8> {
@@ -440,5 +442,44 @@ fn files_with_changed_bytes_end_in_sound_or_an_error() {
                 assert!(samples.iter().all(|sample| sample.abs() <= 2.0), "{name}, round {round}");
             }
         }
+    }
+}
+
+fn numbers(tensors: &SafeTensors<'_>, name: &str) -> Vec<f32> {
+    let data = tensors.tensor(name).unwrap().data().to_vec();
+    data.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+}
+
+#[test]
+fn features_are_those_of_transformers() {
+    let data = fixture("features.safetensors");
+    let tensors = SafeTensors::deserialize(&data).unwrap();
+    let frames: Vec<usize> =
+        numbers(&tensors, "frames").iter().map(|frame| frame.to_bits() as usize).collect();
+    let reading = mono(fixture("reading.flac")).unwrap();
+    let whole: Vec<f32> = reading.iter().copied().cycle().take(WINDOW).collect();
+    for mels in [80, 128] {
+        let features = LogMel::new(mels);
+        for (name, samples) in [("mels", &reading), ("whole", &whole)] {
+            let found = features.features(samples);
+            assert_eq!(found.len(), mels * FRAMES);
+            let expected = numbers(&tensors, &format!("{name}{mels}"));
+            let mut worst = 0.0f32;
+            for (mel, expected) in expected.chunks_exact(frames.len()).enumerate() {
+                for (frame, expected) in frames.iter().zip(expected) {
+                    worst = worst.max((found[mel * FRAMES + frame] - expected).abs());
+                }
+            }
+            assert!(worst < 1e-4, "{name}{mels}: {worst}");
+        }
+    }
+}
+
+#[test]
+fn features_of_silence_and_of_nothing_are_numbers() {
+    for samples in [vec![], vec![0.0; 1], vec![0.0; WINDOW], vec![1.0; WINDOW + 1]] {
+        let found = LogMel::new(80).features(&samples);
+        assert_eq!(found.len(), 80 * FRAMES);
+        assert!(found.iter().all(|value| value.is_finite()), "{} samples", samples.len());
     }
 }

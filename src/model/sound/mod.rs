@@ -3,6 +3,7 @@
 //! memory than minutes. Knows no requests, and never opens a device.
 
 pub mod decode;
+pub mod features;
 
 /// Samples in a second of all sound here. Whisper and silero-vad were trained on this rate.
 pub const RATE: u32 = 16_000;

@@ -1,0 +1,133 @@
+//! Log-mel features as OpenAI's Whisper computes them: frames of 25 ms each 10 ms, centred, the sound mirrored at both
+//! ends; mel filters by Slaney's formula, computed here; the logarithm held within 8 of its largest value. Pure: one
+//! piece of sound at a time, on the caller's thread.
+
+use std::f64::consts::TAU;
+use std::sync::Arc;
+
+use realfft::num_complex::Complex;
+use realfft::{RealFftPlanner, RealToComplex};
+
+use super::RATE;
+
+/// Samples of a window: 30 s. A shorter piece has silence behind it.
+pub const WINDOW: usize = 30 * RATE as usize;
+/// Frames of a window.
+pub const FRAMES: usize = WINDOW / HOP;
+
+/// Samples of a frame, and of its Fourier transform: 25 ms.
+const FRAME: usize = 400;
+/// Samples from one frame's middle to the next: 10 ms.
+const HOP: usize = 160;
+/// Numbers of a frame's spectrum.
+const BINS: usize = FRAME / 2 + 1;
+/// The least power that a logarithm is taken of.
+const LEAST: f32 = 1e-10;
+
+/// What computes the features of pieces. Shared by threads.
+pub struct LogMel {
+    fft: Arc<dyn RealToComplex<f32>>,
+    /// The Hann window.
+    window: Vec<f32>,
+    filters: Vec<Filter>,
+}
+
+/// A triangle over the spectrum.
+struct Filter {
+    /// Its first bin.
+    first: usize,
+    weights: Vec<f32>,
+}
+
+impl LogMel {
+    /// For models of so many mel bins: 80, or 128 from large-v3 on.
+    pub fn new(mels: usize) -> Self {
+        let window = (0..FRAME).map(|at| (0.5 - 0.5 * (TAU * at as f64 / FRAME as f64).cos()) as f32);
+        Self {
+            fft: RealFftPlanner::new().plan_fft_forward(FRAME),
+            window: window.collect(),
+            filters: filters(mels),
+        }
+    }
+
+    /// Mel bins of a frame.
+    pub fn mels(&self) -> usize {
+        self.filters.len()
+    }
+
+    /// The features of a piece of 30 s at most, `[mels, FRAMES]`. Samples beyond [`WINDOW`] are left out.
+    pub fn features(&self, samples: &[f32]) -> Vec<f32> {
+        let samples = &samples[..samples.len().min(WINDOW)];
+        // Frames that begin behind the sound are silent. In a full window the mirrored sound is in the last frames.
+        let frames = ((samples.len() + FRAME / 2).div_ceil(HOP)).min(FRAMES);
+        let mut features = vec![LEAST.log10(); self.mels() * FRAMES];
+        let mut frame = vec![0.0; FRAME];
+        let mut spectrum = vec![Complex::default(); BINS];
+        let mut scratch = self.fft.make_scratch_vec();
+        let mut power = [0.0; BINS];
+        for at in 0..frames {
+            for (offset, (value, window)) in frame.iter_mut().zip(&self.window).enumerate() {
+                *value = window * mirrored(samples, (at * HOP + offset) as isize - (FRAME / 2) as isize);
+            }
+            // Only lengths that differ from the plan's fail.
+            if self.fft.process_with_scratch(&mut frame, &mut spectrum, &mut scratch).is_err() {
+                break;
+            }
+            power.iter_mut().zip(&spectrum).for_each(|(power, bin)| *power = bin.norm_sqr());
+            for (filter, row) in self.filters.iter().zip(features.chunks_exact_mut(FRAMES)) {
+                let bins = power[filter.first..].iter().zip(&filter.weights);
+                let energy: f32 = bins.map(|(power, weight)| power * weight).sum();
+                row[at] = energy.max(LEAST).log10();
+            }
+        }
+        let largest = features.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        features.iter_mut().for_each(|value| *value = (value.max(largest - 8.0) + 4.0) / 4.0);
+        features
+    }
+}
+
+/// The sample `at` of a window, which is mirrored at its ends without repeating the sample there.
+fn mirrored(samples: &[f32], at: isize) -> f32 {
+    let last = WINDOW as isize - 1;
+    let at = if at < 0 { -at } else { at };
+    let at = if at > last { 2 * last - at } else { at };
+    samples.get(at as usize).copied().unwrap_or(0.0)
+}
+
+/// Triangles whose corners lie at equal distances on the mel scale, each of area 2 over its width in Hz.
+fn filters(mels: usize) -> Vec<Filter> {
+    let highest = mel(f64::from(RATE) / 2.0);
+    let corner = |at: usize| hertz(highest * at as f64 / (mels + 1) as f64);
+    let bin_hertz = f64::from(RATE) / FRAME as f64;
+    let filter = |at: usize| {
+        let (low, middle, high) = (corner(at), corner(at + 1), corner(at + 2));
+        let weight = |bin: usize| {
+            let hertz = bin as f64 * bin_hertz;
+            let height = ((hertz - low) / (middle - low)).min((high - hertz) / (high - middle));
+            (height.max(0.0) * 2.0 / (high - low)) as f32
+        };
+        let first = (0..BINS).find(|bin| weight(*bin) > 0.0).unwrap_or(BINS);
+        let weights = (first..BINS).map(weight).take_while(|weight| *weight > 0.0).collect();
+        Filter { first, weights }
+    };
+    (0..mels).map(filter).collect()
+}
+
+/// Slaney's mel scale is linear below 1,000 Hz (15 mels), and logarithmic above: 27 mels for a factor of 6.4.
+const LINEAR_HERTZ: f64 = 200.0 / 3.0;
+const BREAK_HERTZ: f64 = 1_000.0;
+const BREAK_MEL: f64 = BREAK_HERTZ / LINEAR_HERTZ;
+
+fn mel(hertz: f64) -> f64 {
+    if hertz < BREAK_HERTZ {
+        return hertz / LINEAR_HERTZ;
+    }
+    BREAK_MEL + (hertz / BREAK_HERTZ).ln() * 27.0 / 6.4f64.ln()
+}
+
+fn hertz(mel: f64) -> f64 {
+    if mel < BREAK_MEL {
+        return mel * LINEAR_HERTZ;
+    }
+    BREAK_HERTZ * ((mel - BREAK_MEL) * 6.4f64.ln() / 27.0).exp()
+}
