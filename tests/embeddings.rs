@@ -154,7 +154,7 @@ fn a_prompt_is_put_before_each_text_by_request_or_by_the_pools_setting() {
         ..LoadSpec::new(fixture("tiny-prompts").to_str().expect("UTF-8"))
     };
     let error = embed::load(&spec, &Device::Cpu).err().expect("an unknown option").to_string();
-    assert!(error.contains("prompt = \"query\"; prompt_name"), "{error}");
+    assert!(error.contains("pool.options.prompt: unknown key; this model takes `prompt_name`"), "{error}");
 }
 
 #[test]

@@ -10,8 +10,8 @@ use rubato::{
 
 use crate::model::sound::RATE;
 
-/// Input frames that are resampled together.
-const CHUNK: usize = 1_024;
+/// Frames that are resampled together, counted at the lower of both rates. The filter is as long.
+const CHUNK: usize = 512;
 /// Up to this many input frames in a period of both rates, samples are resampled by Fourier transforms, which are the
 /// fastest. All usual rates have 441 at most. Odd rates (47,999 Hz) would need transforms of a whole second, which take
 /// long and much memory; they are interpolated between windowed sincs.
@@ -117,7 +117,7 @@ fn resampler(
     let period = from / greatest_common_divisor(from, to);
     if period <= LONGEST_PERIOD {
         // The filter's delay is half of a chunk. Where that is half a sample, the library leaves it out.
-        let chunk = period * CHUNK.div_ceil(period).next_multiple_of(2);
+        let chunk = period * (CHUNK * from.max(to)).div_ceil(to * period).next_multiple_of(2);
         return Ok(Box::new(Fft::new_custom(
             from,
             to,
