@@ -161,15 +161,15 @@ async fn errors_end_with_87_are_told_with_their_counts_and_a_second_run_knows_th
     let settings = Settings::echo(Rabbit::shared().url());
     let sconce = Sconce::launched(&settings).await;
     let mut asked = rows(50);
-    asked.iter_mut().take(40).for_each(|row| row["url"] = "/v1/rerank".into());
+    asked.iter_mut().take(40).for_each(|row| row["body"]["reply"] = "no data URL".into());
     asked[45] = json!({"custom_id": "row-45"});
     let files = Files::new(&asked);
     let told = files.ends_with(87, &settings, &[]).await;
     assert!(told.contains("50 of 50 rows answered now, 0 before; 41 with an error"), "{told}");
-    assert!(told.contains("40 × 404: ") && told.contains("1 × invalid_line: method is missing"), "{told}");
+    assert!(told.contains("40 × 400: ") && told.contains("1 × invalid_line: method is missing"), "{told}");
     let again = files.ends_with(87, &settings, &["--json"]).await;
     assert!(again.contains("0 of 50 rows answered now, 50 before; 41 with an error"), "{again}");
-    assert!(again.contains("40 × 404: "), "{again}");
+    assert!(again.contains("40 × 400: "), "{again}");
 
     let tasks = files.input.with_file_name("tasks.jsonl");
     fs::write(&tasks, format!("{}\n{}\n", asked[0], asked[49])).expect("tasks");

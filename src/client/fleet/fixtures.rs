@@ -19,8 +19,8 @@ pub(crate) fn slot(worker: &str, device: &str, tasks: u64) -> SlotReport {
         stats.batch(1, 500, 0.02);
     }
     stats.now = Standing { connected: true, held: 3, resident: 3 << 29, ..Standing::default() };
-    let (_, slot) = worker.split_once('/').unwrap();
-    let (pool, _) = slot.rsplit_once('/').unwrap();
+    let (_, slot) = worker.split_once('/').expect("launcher/pool/index");
+    let (pool, _) = slot.rsplit_once('/').expect("pool/index");
     SlotReport {
         slot: slot.into(),
         worker: worker.into(),
@@ -67,7 +67,7 @@ pub(crate) fn pool() -> PoolQueues {
 /// Two launchers at work for a minute: three pools, one slot in need of a person.
 pub(crate) fn two_hosts(start: Instant, at: u64) -> Look {
     let mut failing = slot("gpu1/embed/1", "GPU-66660000", 2 * at);
-    failing.stats.as_mut().unwrap().answered("failed", "invalid_request", at);
+    failing.stats.as_mut().expect("counts").answered("failed", "invalid_request", at);
     failing.restarts = [("crashed".to_owned(), 2)].into();
     failing.last_failure = Some("CUDA_ERROR_ILLEGAL_ADDRESS in a forward pass of 12 tasks. ".repeat(4));
     failing.active = vec!["7f3e".into(), "91b0".into()];
