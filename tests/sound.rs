@@ -376,7 +376,7 @@ struct Bits {
 impl Bits {
     fn push(&mut self, value: u64, bits: u32) {
         for bit in 0..bits {
-            if self.count % 8 == 0 {
+            if self.count.is_multiple_of(8) {
                 self.bytes.push(0);
             }
             let last = self.bytes.last_mut().expect("a byte was pushed");
@@ -446,8 +446,8 @@ fn files_with_changed_bytes_end_in_sound_or_an_error() {
 }
 
 fn numbers(tensors: &SafeTensors<'_>, name: &str) -> Vec<f32> {
-    let data = tensors.tensor(name).unwrap().data().to_vec();
-    data.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+    let data = tensors.tensor(name).expect("a tensor").data().to_vec();
+    data.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().expect("four bytes"))).collect()
 }
 
 #[test]
