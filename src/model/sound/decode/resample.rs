@@ -1,29 +1,25 @@
-//! From any sample rate to 16 kHz, block by block, by `rubato`: it is maintained, has both methods that are needed
-//! here, and takes 0.1 % of the sound's time. Owns the samples that wait for a whole chunk. The delay of the filter
-//! is taken off, so that times stay as they are in the recording.
+//! From any sample rate to 16 kHz, block by block, by the Fourier transforms of `rubato`, which is maintained, filters
+//! steeply, and costs a small part of what decoding costs. Owns the samples that wait for a whole chunk. The delay of
+//! the filter is taken off, so that times stay as they are in the recording.
 
 use rubato::audioadapter_buffers::direct::SequentialSliceOfVecs;
 use rubato::{
-    Async, Fft, FixedAsync, FixedSync, Indexing, ResampleError, ResamplerConstructionError,
-    SincInterpolationParameters, WindowFunction,
+    Fft, FixedSync, Indexing, ResampleError, Resampler, ResamplerConstructionError, WindowFunction,
 };
 
 use crate::model::sound::RATE;
 
 /// Frames that are resampled together, counted at the lower of both rates. The filter is as long.
 const CHUNK: usize = 512;
-/// Up to this many input frames in a period of both rates, samples are resampled by Fourier transforms, which are the
-/// fastest. All usual rates have 441 at most. Odd rates (47,999 Hz) would need transforms of a whole second, which take
-/// long and much memory; they are interpolated between windowed sincs.
-const LONGEST_PERIOD: usize = 4_096;
-/// Length of the sinc filter for rates up to 16 kHz, in input frames. Higher rates need as many more as they have
-/// frames, for the same steepness in Hz.
-const SINC_FRAMES: usize = 128;
+/// Frames in a period of both rates at most: transforms are at least two periods long. All usual rates have 441. The
+/// ratio of an odd rate (47,999 Hz) is rounded to one of such a period, by 61 in a million at most: clocks of sound
+/// cards are no better.
+const LONGEST_PERIOD: usize = 8_192;
 
 /// One or more streams of one rate, resampled together.
 pub(super) struct Resample {
     /// None: the rate is right already.
-    resampler: Option<Box<dyn rubato::Resampler<f32>>>,
+    resampler: Option<Fft<f32>>,
     rate: u32,
     /// Frames that do not fill a chunk yet, for each stream.
     waiting: Vec<Vec<f32>>,
@@ -109,33 +105,26 @@ impl Resample {
     }
 }
 
-fn resampler(
-    rate: u32,
-    streams: usize,
-) -> Result<Box<dyn rubato::Resampler<f32>>, ResamplerConstructionError> {
-    let (from, to) = (rate as usize, RATE as usize);
-    let period = from / greatest_common_divisor(from, to);
-    if period <= LONGEST_PERIOD {
-        // The filter's delay is half of a chunk. Where that is half a sample, the library leaves it out.
-        let chunk = period * (CHUNK * from.max(to)).div_ceil(to * period).next_multiple_of(2);
-        return Ok(Box::new(Fft::new_custom(
-            from,
-            to,
-            chunk,
-            1,
-            streams,
-            WindowFunction::BlackmanHarris2,
-            FixedSync::Both,
-        )?));
-    }
-    let length = SINC_FRAMES * from.div_ceil(to);
-    let sinc = SincInterpolationParameters::new(length, WindowFunction::BlackmanHarris2);
-    let ratio = to as f64 / from as f64;
-    Ok(Box::new(Async::new_sinc(ratio, 1.0, &sinc, CHUNK, streams, FixedAsync::Input)?))
+fn resampler(rate: u32, streams: usize) -> Result<Fft<f32>, ResamplerConstructionError> {
+    let (from, to) = ratio(rate);
+    // The filter's delay is half of a chunk. Where that is half a sample, the library leaves it out.
+    let periods = (CHUNK * from.max(to)).div_ceil(to * from).next_multiple_of(2);
+    let window = WindowFunction::BlackmanHarris2;
+    Fft::new_custom(from, to, periods * from, 1, streams, window, FixedSync::Both)
 }
 
-fn greatest_common_divisor(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
+/// The ratio of a rate and ours in the smallest numbers, or the nearest in numbers up to [`LONGEST_PERIOD`].
+fn ratio(rate: u32) -> (usize, usize) {
+    let exact = f64::from(rate) / f64::from(RATE);
+    let mut best = (f64::INFINITY, (1, 1));
+    for to in 1..=LONGEST_PERIOD {
+        let from = (exact * to as f64).round() as usize;
+        let error = (from as f64 / to as f64 - exact).abs();
+        if error < best.0 && (1..=LONGEST_PERIOD).contains(&from) {
+            best = (error, (from, to));
+        }
+    }
+    best.1
 }
 
 #[cfg(test)]
@@ -177,19 +166,34 @@ mod tests {
     #[test]
     fn tones_of_every_rate_keep_their_length_place_and_form() {
         let rates = [8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000, 192_000];
-        for rate in rates.into_iter().chain([1_000, 4_001, 15_999, 44_056, 47_999, 191_999]) {
-            let highest = f64::from(rate.min(RATE)) * 0.4;
-            for hertz in [100.0, highest / 2.0, highest] {
-                let streams = [tone(rate, hertz, 1.003), tone(rate, hertz / 2.0, 1.003)];
-                let found = resampled(rate, &streams);
-                for (found, hertz) in found.iter().zip([hertz, hertz / 2.0]) {
-                    let frames = (streams[0].len() as u64 * u64::from(RATE)).div_ceil(u64::from(rate));
-                    assert_eq!(found.len() as u64, frames, "{rate} Hz");
-                    let expected = tone(RATE, hertz, 1.01);
-                    let noise = noise(found, &expected[..found.len()]);
-                    assert!(noise < -60.0, "{rate} Hz, {hertz} Hz: {noise} dB");
-                }
+        // Of odd rates a tone that is low enough for the rounded ratio.
+        let tones = [1_000, 4_001, 15_999, 44_056, 47_999, 191_999].map(|rate| (rate, 100.0, -20.0));
+        let highest = |rate: u32| f64::from(rate.min(RATE)) * 0.4;
+        let exact = rates
+            .into_iter()
+            .flat_map(|rate| [100.0, highest(rate) / 2.0, highest(rate)].map(|hertz| (rate, hertz, -60.0)));
+        for (rate, hertz, most) in exact.chain(tones) {
+            let streams = [tone(rate, hertz, 1.003), tone(rate, hertz / 2.0, 1.003)];
+            let found = resampled(rate, &streams);
+            for (found, hertz) in found.iter().zip([hertz, hertz / 2.0]) {
+                let frames = (streams[0].len() as u64 * u64::from(RATE)).div_ceil(u64::from(rate));
+                assert_eq!(found.len() as u64, frames, "{rate} Hz");
+                let expected = tone(RATE, hertz, 1.01);
+                let noise = noise(found, &expected[..found.len()]);
+                assert!(noise < most, "{rate} Hz, {hertz} Hz: {noise} dB");
             }
+        }
+    }
+
+    #[test]
+    fn ratios_are_exact_or_within_61_millionths() {
+        assert_eq!(ratio(8_000), (1, 2));
+        assert_eq!(ratio(44_100), (441, 160));
+        assert_eq!(ratio(192_000), (12, 1));
+        for rate in (1_000..=192_000).step_by(331) {
+            let (from, to) = ratio(rate);
+            let error = from as f64 / to as f64 / (f64::from(rate) / f64::from(RATE)) - 1.0;
+            assert!(error.abs() < 61e-6, "{rate} Hz: {error}");
         }
     }
 
