@@ -107,6 +107,8 @@ fn with_exit(error: JobError) -> anyhow::Error {
 /// Returns when the run is not to wait any longer for what is under way.
 async fn left(stop: &Stop, grace: Duration) {
     stop.reached(Phase::Returning).await;
+    let seconds = grace.as_secs();
+    let _ = writeln!(io::stderr(), "waiting {seconds} s at most for the tasks under way; Ctrl-C again ends the wait");
     tokio::select! {
         () = tokio::time::sleep(grace) => {}
         () = stop.reached(Phase::Aborting) => {}

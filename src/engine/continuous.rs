@@ -260,6 +260,8 @@ fn is_encoding(rows: &[Row<Key>]) -> bool {
 
 struct Made<G: Generate> {
     rows: Vec<Row<Key>>,
+    /// Whether sequences are fed tokens of their answers in it.
+    is_decoding: bool,
     outcome: Result<model::Advances<G>, ForwardError>,
     began: Instant,
     wall: SystemTime,
@@ -480,7 +482,8 @@ where
 
     /// Computes a step. False: there is no row to compute.
     fn step(&mut self, isolated: bool) -> bool {
-        let prompt_tokens = self.pace.prompt_tokens(self.scheduler.is_decoding(isolated));
+        let is_decoding = self.scheduler.is_decoding(isolated);
+        let prompt_tokens = self.pace.prompt_tokens(is_decoding);
         let rows = self.scheduler.rows(isolated, prompt_tokens, now());
         if rows.is_empty() {
             return false;
@@ -492,7 +495,7 @@ where
             self.announce(&keys);
         }
         let outcome = self.compute(&rows);
-        self.made = Some(Made { rows, outcome, began, wall });
+        self.made = Some(Made { rows, is_decoding, outcome, began, wall });
         true
     }
 
@@ -524,13 +527,12 @@ where
     /// # Errors
     /// The device has failed.
     fn settle(&mut self, made: Made<G>) -> Result<(), String> {
-        let Made { rows, outcome, began, wall } = made;
+        let Made { rows, is_decoding, outcome, began, wall } = made;
         self.number += 1;
         let is_encoding = is_encoding(&rows);
         let tokens = rows.iter().map(|row| self.tokens(row)).sum();
         let pass = Pass { number: self.number, size: rows.len(), tokens };
         let prompt_tokens = rows.iter().map(|row| row.feed.tokens()).filter(|take| *take > 1).sum();
-        let is_decoding = rows.iter().any(|row| row.feed.tokens() == 1);
         let tasks = self.tasks(&rows);
         let mut too_large = None;
         let settled = self.settle_rows(rows, outcome, (began, pass), &mut too_large);

@@ -9,8 +9,11 @@ use std::time::Duration;
 /// step reads all weights.
 const STEP: Duration = Duration::from_millis(500);
 /// The same while sequences are fed tokens of their answers. An answer takes a step for each of its tokens, so that each
-/// of them is delayed by the prompts of others.
+/// of them is delayed by the prompts of others. Where a step of answers alone takes more than half of this, prompts may
+/// double it.
 const STEP_OF_ANSWERS: Duration = Duration::from_millis(100);
+/// The weight of the latest step in the average time of steps of answers alone.
+const LATEST: f64 = 0.1;
 /// Tokens of prompts in the first step of each kind, whose pace is not known: as many as 512 tokens/s allow.
 const FIRST: f64 = 512.0;
 /// The fewest tokens, however slow the device is: so many take hardly longer than one.
@@ -23,6 +26,8 @@ const GROWTH: f64 = 1.1;
 pub(super) struct PromptPace {
     beside_answers: Bound,
     alone: Bound,
+    /// How long steps of answers alone take, on average.
+    answers: Duration,
     /// The time of the windows that were encoded since the last step of tokens.
     encoding: Duration,
 }
@@ -35,11 +40,8 @@ struct Bound {
 
 impl PromptPace {
     pub(super) fn new() -> Self {
-        Self {
-            beside_answers: Bound::new(STEP_OF_ANSWERS),
-            alone: Bound::new(STEP),
-            encoding: Duration::ZERO,
-        }
+        let (answers, encoding) = (Duration::ZERO, Duration::ZERO);
+        Self { beside_answers: Bound::new(STEP_OF_ANSWERS), alone: Bound::new(STEP), answers, encoding }
     }
 
     /// The most tokens of prompts in the next step. `is_decoding`: sequences are fed tokens of their answers in it.
@@ -47,8 +49,8 @@ impl PromptPace {
         if !is_decoding {
             return self.alone.tokens;
         }
-        let left =
-            STEP_OF_ANSWERS.saturating_sub(self.encoding).as_secs_f64() / STEP_OF_ANSWERS.as_secs_f64();
+        let time = self.beside_answers.time;
+        let left = time.saturating_sub(self.encoding).as_secs_f64() / time.as_secs_f64();
         ((self.beside_answers.tokens as f64 * left) as usize).max(FEWEST)
     }
 
@@ -60,8 +62,13 @@ impl PromptPace {
     /// Called after each step of tokens: it had so many tokens of prompts, and took so long. `is_decoding` as for the step.
     pub(super) fn learn(&mut self, is_decoding: bool, prompt_tokens: usize, took: Duration) {
         self.encoding = Duration::ZERO;
-        let bound = if is_decoding { &mut self.beside_answers } else { &mut self.alone };
-        bound.learn(prompt_tokens, took);
+        if prompt_tokens > 0 {
+            let bound = if is_decoding { &mut self.beside_answers } else { &mut self.alone };
+            bound.learn(prompt_tokens, took);
+        } else {
+            self.answers = self.answers.mul_f64(1.0 - LATEST) + took.mul_f64(LATEST);
+            self.beside_answers.time = STEP_OF_ANSWERS.max(2 * self.answers);
+        }
     }
 }
 
@@ -73,7 +80,7 @@ impl Bound {
     fn learn(&mut self, prompt_tokens: usize, took: Duration) {
         // A shorter step with few tokens says nothing about many.
         let is_known = took > self.time || 2 * prompt_tokens >= self.tokens;
-        if prompt_tokens == 0 || !is_known {
+        if !is_known {
             return;
         }
         let fitting = prompt_tokens as f64 * self.time.as_secs_f64() / took.as_secs_f64().max(1e-6);
@@ -114,12 +121,23 @@ mod tests {
     }
 
     #[test]
+    fn where_steps_of_answers_take_long_prompts_double_them() {
+        let mut pace = PromptPace::new();
+        (0..100).for_each(|_| pace.learn(true, 0, Duration::from_millis(400)));
+        for _ in 0..20 {
+            let tokens = pace.prompt_tokens(true);
+            pace.learn(true, tokens, Duration::from_millis(400 + 10 * tokens as u64));
+        }
+        assert!((35..=40).contains(&pace.prompt_tokens(true)), "{}", pace.prompt_tokens(true));
+    }
+
+    #[test]
     fn behind_a_window_prompts_have_the_rest_of_the_time_if_others_decode() {
         let mut pace = PromptPace::new();
         for (window, left) in [(50, 25), (400, FEWEST)] {
             pace.encoded(Duration::from_millis(window));
             assert_eq!((pace.prompt_tokens(true), pace.prompt_tokens(false)), (left, 256));
-            pace.learn(true, 0, Duration::from_millis(100));
+            pace.learn(true, 1, Duration::from_millis(20));
             assert_eq!(pace.prompt_tokens(true), 51, "the step after that is as usual");
         }
     }
@@ -128,7 +146,6 @@ mod tests {
     fn few_tokens_and_reused_ones_change_little() {
         let mut pace = PromptPace::new();
         pace.learn(false, 3, Duration::from_millis(20));
-        pace.learn(false, 0, Duration::from_millis(900));
         pace.learn(true, 50, Duration::from_millis(900));
         assert_eq!(pace.prompt_tokens(false), 256);
         pace.learn(false, 256, Duration::from_micros(1));

@@ -196,7 +196,7 @@ async fn ctrl_c_after_the_last_row_was_published_exits_with_0_when_all_are_answe
     let client = Client::connect(&Rabbit::shared().url()).await;
     client.ready_becomes(&settings.tasks, 255).await;
     job.signal(Signal::SIGINT);
-    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    job.wait_for_log("for the tasks under way").await;
     gate.open();
     assert_eq!(job.exit_code().await, 0, "{}", job.log());
     assert_eq!(inputs(files.answers()), echoed(256));
