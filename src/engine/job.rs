@@ -2,6 +2,7 @@
 //! holds the [`Item`]s: the inputs. Both share an [`Outputs`], which the loop writes and the job reads. A [`Feed`]
 //! makes further items of a task whose inputs are made on demand.
 
+use std::collections::VecDeque;
 use std::mem;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,10 +12,12 @@ use std::time::{Duration, Instant};
 use futures_util::task::AtomicWaker;
 
 use super::memory::Held;
-use super::reply::{BRIEF_PIECES, PIECES_AT_ONCE, Reply};
+use super::reply::{BRIEF_PARTS, PIECES_AT_ONCE, Reply};
 use super::{Computed, Expect, InputSource, Job, JobEvent, Memory, Pass, TaskState, Told, Unwritten, now};
 use crate::batching::Policy;
-use crate::model::{Body, Effort, Inputs, Later, Message, Processor, Route, SizedInput, Slices, TaskError};
+use crate::model::{
+    Body, Effort, Inputs, Later, Message, Processor, Route, SizedInput, Slices, Streaming, TaskError,
+};
 
 /// One input of a task, on its way through the device.
 pub(super) struct Item<R: Processor> {
@@ -170,10 +173,10 @@ impl<R: Processor> super::Engine for Handle<R> {
         let model = self.0.clone();
         let (context, inputs) = model.processor.preprocess(message)?;
         let first = model.first(inputs)?;
-        let is_streamed = model.processor.is_streamed(&context);
-        let are_parts_brief = is_streamed && model.processor.are_parts_brief(&context);
+        let streaming = model.processor.streaming(&context);
+        let are_parts_brief = streaming != Streaming::Off && model.processor.are_parts_brief(&context);
         let reply = Arc::new(Mutex::new(Reply::new(context)));
-        Ok(Box::new(Task { model, reply, is_streamed, are_parts_brief, first, outputs: None, feed: None }))
+        Ok(Box::new(Task { model, reply, streaming, are_parts_brief, first, outputs: None, feed: None }))
     }
 
     fn effort(&self, message: &Message) -> Effort {
@@ -225,7 +228,7 @@ struct Task<R: Processor> {
     /// two of them: never at the same time, since the worker waits for parts to be written. Never locked by the model
     /// thread.
     reply: Arc<Mutex<Reply<R>>>,
-    is_streamed: bool,
+    streaming: Streaming,
     are_parts_brief: bool,
     first: First<R>,
     /// None until the job is enqueued.
@@ -285,7 +288,7 @@ impl<R: Processor> Job for Task<R> {
     }
 
     fn is_streamed(&self) -> bool {
-        self.is_streamed
+        self.streaming != Streaming::Off
     }
 
     fn estimate(&self) -> Option<Duration> {
@@ -311,7 +314,7 @@ impl<R: Processor> Job for Task<R> {
 
     fn enqueue(&mut self, task: Arc<TaskState>, isolated: bool) {
         let First::Made(first) = mem::replace(&mut self.first, First::Enqueued) else { return };
-        let outputs = Arc::new(Outputs::new(task, self.is_streamed));
+        let outputs = Arc::new(Outputs::new(task, self.streaming));
         self.outputs = Some(Waiting(outputs.clone()));
         if let Some(rest) = self.model.enqueue(first, &outputs, isolated) {
             let (model, rest) = (self.model.clone(), Mutex::new(Some(rest)));
@@ -335,8 +338,8 @@ impl<R: Processor> Job for Task<R> {
         }
         let gathered = outputs.lock();
         outputs.part_wanted.store(parts, Ordering::Release);
-        // A piece that arrived before `part_wanted` was set has woken nobody.
-        if parts && !gathered.pieces.is_empty() {
+        // What arrived before `part_wanted` was set has woken nobody.
+        if parts && (!gathered.pieces.is_empty() || outputs.has_next(&gathered)) {
             context.waker().wake_by_ref();
         }
         Poll::Pending
@@ -344,14 +347,19 @@ impl<R: Processor> Job for Task<R> {
 
     fn unwritten(&self) -> Option<Unwritten> {
         let Waiting(outputs) = self.outputs.as_ref()?;
-        // The lock is released at once: the model thread takes it for each piece.
-        let pieces = mem::take(&mut outputs.lock().pieces);
+        let mut gathered = outputs.lock();
+        if self.streaming == Streaming::Outputs && gathered.error.is_some() {
+            return None;
+        }
+        let (pieces, next) = (mem::take(&mut gathered.pieces), outputs.take_next(&mut gathered));
+        // Released first: the model thread takes the lock for each piece.
+        drop(gathered);
         let mut reply = locked(&self.reply);
-        reply.add(pieces);
+        reply.add(pieces, next);
         if !reply.has_parts() {
             return None;
         }
-        let is_brief = self.are_parts_brief && reply.has_at_most(BRIEF_PIECES);
+        let is_brief = self.are_parts_brief && reply.has_at_most(BRIEF_PARTS);
         drop(reply);
         let (model, reply, task) = (self.model.clone(), self.reply.clone(), outputs.task.clone());
         let write = Box::new(move || locked(&reply).write_parts(&model.processor, &task.name.id));
@@ -388,12 +396,12 @@ impl<R: Processor> Task<R> {
 /// What the loop gives a task: pieces and outputs. Written by the model thread, read by the job.
 pub(super) struct Outputs<R: Processor> {
     pub(super) task: Arc<TaskState>,
-    is_streamed: bool,
+    streaming: Streaming,
     /// The job may report that it is done. Written by the worker once a whole batch is done.
     told: AtomicBool,
-    /// The job waits for a piece. Set by the job, cleared by the model thread when a piece arrives.
+    /// The job waits for what a part can be written from. Set by the job, cleared by the model thread when that arrives.
     part_wanted: AtomicBool,
-    /// Wakes the job when it is told, or when it waits for a piece and one arrives.
+    /// Wakes the job when it is told, or when it waits for a part and can write one.
     waker: AtomicWaker,
     /// Wakes the worker when it waits to prepare more inputs, and few are left.
     feed_waker: AtomicWaker,
@@ -402,8 +410,10 @@ pub(super) struct Outputs<R: Processor> {
 }
 
 struct Gathered<R: Processor> {
-    /// One for each input that was enqueued.
-    outputs: Vec<Option<R::Output>>,
+    /// One for each input that was enqueued, from the input `first` on.
+    outputs: VecDeque<Option<R::Output>>,
+    /// Outputs of inputs before this one were taken for parts of the reply.
+    first: usize,
     /// Inputs that were enqueued and are not computed.
     left: usize,
     /// All inputs that were enqueued.
@@ -421,9 +431,10 @@ struct Gathered<R: Processor> {
 }
 
 impl<R: Processor> Outputs<R> {
-    fn new(task: Arc<TaskState>, is_streamed: bool) -> Self {
+    fn new(task: Arc<TaskState>, streaming: Streaming) -> Self {
         let gathered = Gathered {
-            outputs: Vec::new(),
+            outputs: VecDeque::new(),
+            first: 0,
             left: 0,
             sizes: Sizes::default(),
             is_open: true,
@@ -435,15 +446,16 @@ impl<R: Processor> Outputs<R> {
         };
         let (told, part_wanted) = (AtomicBool::new(false), AtomicBool::new(false));
         let (waker, feed_waker) = (AtomicWaker::new(), AtomicWaker::new());
-        Self { task, is_streamed, told, part_wanted, waker, feed_waker, gathered: Mutex::new(gathered) }
+        Self { task, streaming, told, part_wanted, waker, feed_waker, gathered: Mutex::new(gathered) }
     }
 
     /// Makes places for the outputs of further inputs, and returns the index of the first. `is_open`: more may
     /// follow. If none do and none are left, the task is done.
     fn grow(&self, more: Sizes, is_open: bool) -> usize {
         let mut gathered = self.lock();
-        let first = gathered.outputs.len();
-        gathered.outputs.resize_with(first + more.inputs, || None);
+        let first = gathered.sizes.inputs;
+        let waiting = gathered.outputs.len();
+        gathered.outputs.resize_with(waiting + more.inputs, || None);
         gathered.left += more.inputs;
         gathered.sizes.inputs += more.inputs;
         gathered.sizes.tokens += more.tokens;
@@ -488,7 +500,7 @@ impl<R: Processor> Outputs<R> {
     pub(super) fn piece(&self, input: usize, piece: R::Piece, now: Instant) {
         let mut gathered = self.lock();
         gathered.computed.first_piece.get_or_insert(now);
-        if !self.is_streamed {
+        if self.streaming != Streaming::Pieces {
             return;
         }
         // Of many sequences, those that run gave pieces last.
@@ -496,10 +508,33 @@ impl<R: Processor> Outputs<R> {
             Some((_, pieces)) if pieces.len() < PIECES_AT_ONCE => pieces.push(piece),
             _ => gathered.pieces.push((input, vec![piece])),
         }
-        // Swapped under the lock, as the job sets it under the lock.
+        self.wake_for_part();
+    }
+
+    /// Wakes the job if it waits for a part. Called under the lock, as the job sets `part_wanted` under the lock.
+    fn wake_for_part(&self) {
         if self.part_wanted.swap(false, Ordering::AcqRel) {
             self.waker.wake();
         }
+    }
+
+    /// Whether the next input of which there is no part yet is finished.
+    fn has_next(&self, gathered: &Gathered<R>) -> bool {
+        self.streaming == Streaming::Outputs
+            && gathered.error.is_none()
+            && gathered.outputs.front().is_some_and(Option::is_some)
+    }
+
+    /// The outputs that parts can be written from, in the order of their inputs.
+    fn take_next(&self, gathered: &mut Gathered<R>) -> Vec<R::Output> {
+        let mut next = Vec::new();
+        while self.has_next(gathered)
+            && let Some(output) = gathered.outputs.pop_front().flatten()
+        {
+            gathered.first += 1;
+            next.push(output);
+        }
+        next
     }
 
     /// Stores the output of one input, or fails the task. True: the task is done now.
@@ -509,7 +544,8 @@ impl<R: Processor> Outputs<R> {
         let gathered = &mut *guard;
         match output {
             Ok(output) => {
-                if let Some(place) = gathered.outputs.get_mut(index) {
+                let place = index.checked_sub(gathered.first);
+                if let Some(place) = place.and_then(|place| gathered.outputs.get_mut(place)) {
                     gathered.left -= usize::from(place.is_none());
                     *place = Some(output);
                 }
@@ -522,6 +558,9 @@ impl<R: Processor> Outputs<R> {
         }
         gathered.computed.failed = gathered.error.is_some();
         let is_complete = gathered.computed.failed || gathered.left == 0 && !gathered.is_open;
+        if !is_complete && self.has_next(gathered) {
+            self.wake_for_part();
+        }
         is_complete && !mem::replace(&mut gathered.is_complete, true)
     }
 
@@ -565,7 +604,7 @@ mod tests {
     use crate::model::{Preprocessed, TaskErrorKind};
     use crate::protocol::control::TaskName;
 
-    /// Inputs are numbers; a part lists its pieces.
+    /// Inputs are numbers; a part lists its pieces, or is an output.
     struct Numbers;
 
     /// A piece whose part takes long.
@@ -574,7 +613,7 @@ mod tests {
     const BAD: u32 = 1_001;
 
     impl Processor for Numbers {
-        type Context = ();
+        type Context = Streaming;
         type Input = u32;
         type Piece = u32;
         type Output = u32;
@@ -591,23 +630,25 @@ mod tests {
                 0 => Err(TaskError::bad_input("input", "zero")),
                 _ => Ok(vec![sized]),
             });
-            Ok(match message.properties.kind.as_deref() {
-                Some("counted") => ((), Inputs::Slices(Box::new(slices))),
+            let inputs = match message.properties.kind.as_deref() {
+                Some("counted") => Inputs::Slices(Box::new(slices)),
                 // These do not say how many they are.
-                Some(_) => ((), Inputs::Slices(Box::new(std::iter::from_fn(move || slices.next())))),
-                None => ((), Inputs::All(slices.flatten().flatten().collect())),
-            })
+                Some("open") => Inputs::Slices(Box::new(std::iter::from_fn(move || slices.next()))),
+                _ => Inputs::All(slices.flatten().flatten().collect()),
+            };
+            let is_of_outputs = message.properties.user_id.as_deref() == Some("outputs");
+            Ok((if is_of_outputs { Streaming::Outputs } else { Streaming::Pieces }, inputs))
         }
 
-        fn is_streamed(&self, (): &()) -> bool {
+        fn streaming(&self, context: &Streaming) -> Streaming {
+            *context
+        }
+
+        fn are_parts_brief(&self, _: &Streaming) -> bool {
             true
         }
 
-        fn are_parts_brief(&self, (): &()) -> bool {
-            true
-        }
-
-        fn parts(&self, (): &mut (), input: usize, pieces: Vec<u32>) -> Vec<Body> {
+        fn parts(&self, _: &mut Streaming, input: usize, pieces: Vec<u32>) -> Vec<Body> {
             assert_ne!(pieces[0], BAD);
             if pieces[0] == SLOW {
                 std::thread::sleep(SLICE);
@@ -615,7 +656,12 @@ mod tests {
             vec![Body::json(format!("{input}: {pieces:?}"))]
         }
 
-        fn finish(&self, (): (), outputs: Vec<u32>) -> Result<Body, TaskError> {
+        fn output_parts(&self, _: &mut Streaming, input: usize, output: &u32) -> Vec<Body> {
+            assert_ne!(*output, BAD);
+            vec![Body::json(format!("{input}: {output}"))]
+        }
+
+        fn finish(&self, _: Streaming, outputs: Vec<u32>) -> Result<Body, TaskError> {
             Ok(Body::json(format!("{outputs:?}")))
         }
     }
@@ -660,6 +706,14 @@ mod tests {
         let (job, queue) = job(&Message { body: body.into(), ..Message::default() });
         let outputs = queue.0.lock().unwrap()[0].outputs.clone();
         (job, outputs)
+    }
+
+    /// A task whose parts are made of outputs.
+    fn of_outputs(kind: &str, body: &'static [u8]) -> (Box<dyn Job>, Arc<Kept>) {
+        let mut message = Message { body: body.into(), ..Message::default() };
+        (message.properties.kind, message.properties.user_id) =
+            (Some(kind.to_owned()), Some("outputs".into()));
+        job(&message)
     }
 
     /// A task whose inputs are made one by one, `counted` or not.
@@ -754,7 +808,7 @@ mod tests {
         let give =
             |input, count: u32| (0..count).for_each(|piece| outputs.piece(input, piece, Instant::now()));
         let is_brief = || job.unwritten().unwrap().is_brief();
-        let most = BRIEF_PIECES as u32;
+        let most = BRIEF_PARTS as u32;
         give(0, most - 1);
         give(1, 1);
         assert!(is_brief(), "what was not written is there still");
@@ -787,6 +841,85 @@ mod tests {
         assert_eq!(written, ["1: [1]"]);
         assert!(!outputs.deliver(0, Ok(5)) && outputs.deliver(1, Ok(6)));
         assert_eq!(job.finish().unwrap().bytes, "[5, 6]");
+    }
+
+    #[test]
+    fn outputs_are_in_parts_in_the_order_of_the_inputs_each_once_and_the_reply_has_all() {
+        let (mut job, queue) = of_outputs("all", &[5, 6, 7, 8]);
+        let outputs = queue.0.lock().unwrap()[0].outputs.clone();
+        let deliver = |index: u32| outputs.deliver(index as usize, Ok(10 + index));
+        outputs.piece(0, 1, Instant::now());
+        assert!(!deliver(1) && !deliver(2));
+        assert!(poll(&mut job, true).is_none(), "they wait for the first");
+        assert!(!deliver(0));
+        assert!(poll(&mut job, false).is_none(), "no part is asked for");
+        assert_eq!(parts(poll(&mut job, true)), ["0: 10", "1: 11", "2: 12"]);
+        assert!(poll(&mut job, true).is_none());
+        assert!(deliver(3));
+        outputs.tell();
+        assert!(matches!(poll(&mut job, true), Some(JobEvent::Done(_))));
+        assert_eq!(texts(job.unwritten()), ["3: 13"]);
+        assert!(job.unwritten().is_none());
+        assert_eq!(job.finish().unwrap().bytes, "[10, 11, 12, 13]");
+    }
+
+    #[test]
+    fn the_next_output_wakes_the_job_and_one_that_waits_for_it_does_not() {
+        use futures_util::task::{ArcWake, waker};
+        struct Woken(AtomicBool);
+        impl ArcWake for Woken {
+            fn wake_by_ref(own: &Arc<Self>) {
+                own.0.store(true, Ordering::SeqCst);
+            }
+        }
+        let (mut job, queue) = of_outputs("all", &[5, 6, 7]);
+        let outputs = queue.0.lock().unwrap()[0].outputs.clone();
+        let woken = Arc::new(Woken(AtomicBool::new(false)));
+        let waker = waker(woken.clone());
+        assert!(job.poll_event(&mut Context::from_waker(&waker), true).is_pending());
+        assert!(!outputs.deliver(1, Ok(6)) && !woken.0.swap(false, Ordering::SeqCst));
+        assert!(!outputs.deliver(0, Ok(5)) && woken.0.swap(false, Ordering::SeqCst));
+        assert_eq!(parts(poll(&mut job, true)).len(), 2);
+    }
+
+    #[test]
+    fn outputs_on_demand_are_in_parts_before_all_inputs_are_known() {
+        let (mut job, queue) = of_outputs("open", &[5, 6]);
+        let source = job.source().unwrap();
+        assert!(!compute(&queue));
+        assert_eq!(parts(poll(&mut job, true)), ["0: 5"]);
+        source.pull().unwrap();
+        assert!(!compute(&queue));
+        assert_eq!(parts(poll(&mut job, true)), ["1: 6"]);
+        source.pull().unwrap();
+        assert!(matches!(poll(&mut job, true), Some(JobEvent::Done(_))));
+        assert_eq!(job.finish().unwrap().bytes, "[5, 6]");
+    }
+
+    #[test]
+    fn after_an_error_outputs_are_in_no_more_parts() {
+        let (mut job, queue) = of_outputs("all", &[5, 6, 7]);
+        let outputs = queue.0.lock().unwrap()[0].outputs.clone();
+        assert!(!outputs.deliver(0, Ok(5)));
+        assert!(job.unwritten().is_some(), "it is not written");
+        assert!(outputs.deliver(1, Err(TaskError::internal("no"))));
+        assert!(job.unwritten().is_none());
+        outputs.tell();
+        assert!(matches!(poll(&mut job, true), Some(JobEvent::Done(computed)) if computed.failed));
+        assert_eq!(job.finish().unwrap_err().message, "no");
+    }
+
+    #[test]
+    fn many_outputs_are_no_brief_work_and_one_that_cannot_be_written_is_left_out() {
+        let (job, queue) = of_outputs("all", &[5; BRIEF_PARTS + 2]);
+        let outputs = queue.0.lock().unwrap()[0].outputs.clone();
+        (0..BRIEF_PARTS)
+            .for_each(|index| assert!(!outputs.deliver(index, Ok(if index == 0 { BAD } else { 5 }))));
+        assert!(job.unwritten().unwrap().is_brief());
+        assert!(!outputs.deliver(BRIEF_PARTS, Ok(5)));
+        assert!(!job.unwritten().unwrap().is_brief());
+        let written: Vec<_> = std::iter::from_fn(|| job.unwritten()).flat_map(|it| texts(Some(it))).collect();
+        assert_eq!((written.len(), &*written[0]), (BRIEF_PARTS, "1: 5"));
     }
 
     #[test]

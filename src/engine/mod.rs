@@ -127,7 +127,8 @@ pub trait Job: Send {
     /// done.
     fn poll_event(&mut self, context: &mut Context<'_>, parts: bool) -> Poll<JobEvent>;
 
-    /// The parts of the reply that can be written now, or the first of them; none: there are none. They are written before
+    /// The parts of the reply that can be written now, or the first of them; none: there are none. After an error, outputs
+    /// are in no more parts. They are written before
     /// the next are asked for, and before `finish`.
     fn unwritten(&self) -> Option<Unwritten>;
 

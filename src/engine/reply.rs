@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use super::panics::caught;
 use crate::model::{Body, Processor, TaskError};
 
-/// The most pieces that may count as brief work: as many tokens as 16 sequences give in some 10 ms.
-pub(super) const BRIEF_PIECES: usize = 32;
+/// The most pieces and outputs whose parts may count as brief work.
+pub(super) const BRIEF_PARTS: usize = 32;
 /// The most pieces of one part. With 20 probabilities for each token, its body has about half a megabyte.
 pub(super) const PIECES_AT_ONCE: usize = 256;
 /// How long parts are written without a pause. It is looked at between two parts.
@@ -20,26 +20,34 @@ pub(super) struct Reply<R: Processor> {
     context: R::Context,
     /// Pieces that are in no part yet: each entry of one input, and at most [`PIECES_AT_ONCE`].
     pieces: VecDeque<(usize, Vec<R::Piece>)>,
+    /// Outputs of the first inputs, where parts are made of them. The others are with the loop.
+    outputs: Vec<R::Output>,
+    /// As many of these are in parts.
+    written: usize,
 }
 
 impl<R: Processor> Reply<R> {
     pub(super) fn new(context: R::Context) -> Self {
-        Self { context, pieces: VecDeque::new() }
+        Self { context, pieces: VecDeque::new(), outputs: Vec::new(), written: 0 }
     }
 
-    pub(super) fn add(&mut self, pieces: Vec<(usize, Vec<R::Piece>)>) {
+    /// Adds what parts can be written from: pieces, and the outputs of the next inputs.
+    pub(super) fn add(&mut self, pieces: Vec<(usize, Vec<R::Piece>)>, outputs: Vec<R::Output>) {
         self.pieces.extend(pieces);
+        self.outputs.extend(outputs);
     }
 
     /// Whether a part can be written.
     pub(super) fn has_parts(&self) -> bool {
-        !self.pieces.is_empty()
+        !self.pieces.is_empty() || self.written < self.outputs.len()
     }
 
-    /// Whether the parts that can be written have at most so many pieces together.
+    /// Whether the parts that can be written are of at most so many pieces and outputs together.
     pub(super) fn has_at_most(&self, most: usize) -> bool {
+        let outputs = self.outputs.len() - self.written;
         // Each entry has a piece, so that no more of them need be counted.
-        self.pieces.len() <= most && self.pieces.iter().map(|(_, pieces)| pieces.len()).sum::<usize>() <= most
+        let pieces = || self.pieces.iter().map(|(_, pieces)| pieces.len()).sum::<usize>();
+        outputs + self.pieces.len() <= most && outputs + pieces() <= most
     }
 
     /// Writes parts until none is left, or until [`SLICE`] is over. A part whose writing fails is left out: the reply
@@ -47,8 +55,8 @@ impl<R: Processor> Reply<R> {
     pub(super) fn write_parts(&mut self, processor: &R, task: &str) -> Vec<Body> {
         let began = Instant::now();
         let mut parts = Vec::new();
-        while let Some((input, pieces)) = self.pieces.pop_front() {
-            match caught(|| processor.parts(&mut self.context, input, pieces)) {
+        while let Some(written) = self.next(processor) {
+            match written {
                 Ok(written) => parts.extend(written),
                 Err(panic) => tracing::error!(task.id = task, panic, "a part of a reply is left out"),
             }
@@ -59,11 +67,24 @@ impl<R: Processor> Reply<R> {
         parts
     }
 
-    /// Writes the reply.
+    /// Writes the next part. None: there is none. An error: the message of a panic.
+    fn next(&mut self, processor: &R) -> Option<Result<Vec<Body>, String>> {
+        let Self { context, pieces, outputs, written } = self;
+        if let Some((input, pieces)) = pieces.pop_front() {
+            return Some(caught(|| processor.parts(context, input, pieces)));
+        }
+        let (input, output) = (*written, outputs.get(*written)?);
+        *written += 1;
+        Some(caught(|| processor.output_parts(context, input, output)))
+    }
+
+    /// Writes the reply. `rest`: the outputs that were not added.
     ///
     /// # Errors
     /// As [`Processor::finish`].
-    pub(super) fn finish(self, processor: &R, outputs: Vec<R::Output>) -> Result<Body, TaskError> {
-        processor.finish(self.context, outputs)
+    pub(super) fn finish(self, processor: &R, rest: Vec<R::Output>) -> Result<Body, TaskError> {
+        let Self { context, mut outputs, .. } = self;
+        outputs.extend(rest);
+        processor.finish(context, outputs)
     }
 }

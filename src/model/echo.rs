@@ -3,7 +3,7 @@
 //!
 //! Each item of a body's `input` list is an input of one token; any other body is one input. The integer
 //! `sleep_ms` in a body is the least duration of the forward pass with this task. `reply`, a data URL, is what the
-//! task is answered with instead of JSON: its bytes, with its media type.
+//! task is answered with instead of JSON: its bytes, with its media type. With `stream`, each input is a part of the reply.
 //!
 //! Only with the setting `echo?faults`, the field `fail` makes the forward pass fail: `error`
 //! ([`ForwardError::Failed`]), `once` (the same, at a task's first attempt), `oom`, `device`, `panic`, `exit`
@@ -25,7 +25,7 @@ use serde_json::value::RawValue;
 use super::family::{Example, Family, OptionDefault, OptionSpec, Sample, Serves, Takes};
 use super::{
     Body, Device, Effort, Forward, ForwardError, Inputs, LoadError, LoadSpec, Message, Preprocessed,
-    Processor, Route, SizedInput, TaskError, TaskErrorKind, Unfit, clock,
+    Processor, Route, SizedInput, Streaming, TaskError, TaskErrorKind, Unfit, clock,
 };
 use crate::protocol::task::ATTEMPT;
 use crate::protocol::{JSON, data_url, shorten};
@@ -89,6 +89,7 @@ pub struct EchoInput {
 pub struct EchoContext {
     /// The input is a list.
     listed: bool,
+    stream: bool,
     /// The reply that the task asks for in the place of its input.
     reply: Option<Body>,
 }
@@ -111,6 +112,7 @@ struct Fields {
     input: Option<Box<RawValue>>,
     sleep_ms: Option<u64>,
     reply: Option<String>,
+    stream: Option<bool>,
     hold: Option<String>,
     fail: Option<Box<RawValue>>,
     fits: Option<usize>,
@@ -221,15 +223,24 @@ impl Processor for EchoProcessor {
         let inputs = values.into_iter();
         let inputs = inputs
             .map(|value| SizedInput::new(EchoInput { value, sleep, hold: hold.clone(), fault, fits }, 1));
-        Ok((EchoContext { listed, reply }, Inputs::All(inputs.collect())))
+        let stream = body.stream == Some(true);
+        Ok((EchoContext { listed, stream, reply }, Inputs::All(inputs.collect())))
     }
 
     fn effort(&self, message: &Message) -> Effort {
         Effort::brief_if(message.body.len() <= BRIEF_BODY)
     }
 
+    fn streaming(&self, context: &EchoContext) -> Streaming {
+        Streaming::Outputs.of(context.stream)
+    }
+
+    fn output_parts(&self, _: &mut EchoContext, index: usize, input: &Box<RawValue>) -> Vec<Body> {
+        vec![Body::json(format!("{{\"object\":\"echo.part\",\"index\":{index},\"input\":{input}}}"))]
+    }
+
     fn finish(&self, context: EchoContext, outputs: Vec<Box<RawValue>>) -> Result<Body, TaskError> {
-        let EchoContext { listed, reply } = context;
+        let EchoContext { listed, reply, .. } = context;
         if let Some(reply) = reply {
             return Ok(reply);
         }

@@ -158,13 +158,34 @@ impl Effort {
     }
 }
 
+/// Whether a reply comes in parts before it comes whole, and what they are made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Streaming {
+    /// There are no parts.
+    Off,
+    /// Of the pieces that sequences give, as they come: [`Processor::parts`].
+    Pieces,
+    /// Of the outputs of finished inputs, in the order of the inputs: [`Processor::output_parts`]. An input that is
+    /// finished early waits for those before it. For models of one pass, and for sequences whose pieces are of no use by
+    /// themselves (speech recognition).
+    Outputs,
+}
+
+impl Streaming {
+    /// These parts if the task asked for parts.
+    pub fn of(self, is_wanted: bool) -> Self {
+        if is_wanted { self } else { Self::Off }
+    }
+}
+
 /// The CPU part of a model: messages ↔ inputs and outputs. Shared by threads.
 pub trait Processor: Send + Sync + 'static {
-    /// What `parts` and `finish` need of a task beside its outputs, such as its encoding.
+    /// What `finish` and the parts of a reply need of a task beside its outputs, such as its encoding.
     type Context: Send + 'static;
     /// One row of a batch, or the prompt of one sequence.
     type Input: Send + 'static;
-    /// What a sequence gives before its end, for replies in parts. `()` for a one-pass model.
+    /// What a sequence gives before its end, for replies in parts. `()` for a one-pass model, and where parts are made of
+    /// outputs.
     type Piece: Send + 'static;
     /// The result of one input.
     type Output: Send + 'static;
@@ -192,13 +213,13 @@ pub trait Processor: Send + Sync + 'static {
         0
     }
 
-    /// Whether the task asked for its reply in parts.
-    fn is_streamed(&self, context: &Self::Context) -> bool {
+    /// Whether the task asked for its reply in parts, and what these are made of.
+    fn streaming(&self, context: &Self::Context) -> Streaming {
         let _ = context;
-        false
+        Streaming::Off
     }
 
-    /// Whether `parts` takes some ten microseconds at most for 32 pieces, whatever they hold. Then few pieces are
+    /// Whether the parts of 32 pieces or outputs take some ten microseconds at most, whatever they hold. Then as few are
     /// written on the thread that speaks with the broker, since waking another thread would take as long. All others are
     /// written on the reply threads.
     fn are_parts_brief(&self, context: &Self::Context) -> bool {
@@ -207,9 +228,16 @@ pub trait Processor: Send + Sync + 'static {
     }
 
     /// Writes parts of the reply, from pieces that the sequence `input` has given since the last ones, 256 at most.
-    /// Usually one; none where there is nothing to send yet.
+    /// Usually one; none where there is nothing to send yet. Called with [`Streaming::Pieces`].
     fn parts(&self, context: &mut Self::Context, input: usize, pieces: Vec<Self::Piece>) -> Vec<Body> {
         let _ = (context, input, pieces);
+        Vec::new()
+    }
+
+    /// Writes parts of the reply, usually one, from the output of an input. Called with [`Streaming::Outputs`], once for
+    /// each input and in their order. Inputs that finish last may be left out: the reply has them.
+    fn output_parts(&self, context: &mut Self::Context, input: usize, output: &Self::Output) -> Vec<Body> {
+        let _ = (context, input, output);
         Vec::new()
     }
 

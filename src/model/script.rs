@@ -6,13 +6,15 @@
 //! A body is `{"prompt": 12, "max_tokens": 20}`: tokens of the prompt and of the answer. The answer is `0 1 2
 //! …`. Further fields: `stream`; `step_ms`, the least duration of a step with this sequence; `encode_ms`, how long its
 //! window is encoded, before its prompt, which then may be 0 (windows that are encoded together take the sum);
-//! `content_type`, the media type of the parts and of the reply, which then are the numbers alone, and not JSON. Only with
-//! `faults`: `fail` makes the step fail in which the sequence has given `at` pieces (default 0): `error` (the step
+//! `content_type`, the media type of the parts and of the reply, which then are the numbers alone, and not JSON;
+//! `sequences`, a list in the place of `max_tokens`: as many sequences with these tokens, whose answers are joined, and each
+//! of which is one part of the reply. Only with `faults`: `fail` makes the step fail in which the sequence has given `at` pieces (default 0): `error` (the step
 //! fails), `row` (the sequence fails), `panic`, `oom` (if the step has more than `fits` tokens), `device`, `exit` (the
 //! process aborts), `stall` (the step takes `stall_ms`). `fail_encode` makes the step fail that encodes the window: the
 //! same words, and `oom` if it has more than `fits` windows.
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::time::Duration;
 
 use serde::Deserialize;
@@ -21,8 +23,8 @@ use serde_json::json;
 use super::family::{Example, Family, Sample, Serves};
 use super::{
     Advance, Advances, Body, Capacity, Device, Effort, Encoding, Feed, ForwardError, Generate, LoadError,
-    LoadSpec, Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, TaskError, TaskErrorKind,
-    clock, echo,
+    LoadSpec, Message, Preprocessed, Processor, Route, Row, SizedInput, Slot, Streaming, TaskError,
+    TaskErrorKind, clock, echo,
 };
 
 /// The `model` setting of a script pool.
@@ -53,6 +55,7 @@ const MOST_ENCODE_MS: u64 = 600_000;
 #[derive(Debug)]
 pub struct ScriptProcessor {
     faults: bool,
+    max_inputs: usize,
 }
 
 /// Runs scripts.
@@ -79,6 +82,7 @@ pub struct Script {
     prompt: usize,
     #[serde(default = "one")]
     max_tokens: usize,
+    sequences: Vec<usize>,
     stream: bool,
     step_ms: u64,
     encode_ms: u64,
@@ -138,7 +142,8 @@ pub fn load(spec: &LoadSpec, _: &Device) -> Result<(ScriptProcessor, ScriptNetwo
             _ => return Err(unsupported(option)),
         }
     }
-    Ok((ScriptProcessor { faults }, ScriptNetwork { capacity, encoding, open: BTreeMap::new() }))
+    let max_inputs = spec.max_inputs;
+    Ok((ScriptProcessor { faults, max_inputs }, ScriptNetwork { capacity, encoding, open: BTreeMap::new() }))
 }
 
 impl Processor for ScriptProcessor {
@@ -159,9 +164,15 @@ impl Processor for ScriptProcessor {
         let body: serde_json::Map<String, serde_json::Value> =
             serde_json::from_slice(&message.body).map_err(|error| bad(&error))?;
         let mut script: Script = serde_json::from_value(body.into()).map_err(|error| bad(&error))?;
+        if script.sequences.len() > self.max_inputs {
+            let (count, most) = (script.sequences.len(), self.max_inputs);
+            let message = format!("there are {count} sequences; this pool takes at most {most} in a task");
+            return Err(TaskError::new(TaskErrorKind::TooLarge, message).at("sequences"));
+        }
         let encodes = script.encode_ms > 0;
-        let least = usize::from(!encodes);
-        for (name, count, least) in [("prompt", script.prompt, least), ("max_tokens", script.max_tokens, 1)] {
+        let answers = script.sequences.iter().map(|count| ("sequences", *count, 1));
+        let counts = [("prompt", script.prompt, usize::from(!encodes)), ("max_tokens", script.max_tokens, 1)];
+        for (name, count, least) in counts.into_iter().chain(answers) {
             if !(least..=MOST).contains(&count) {
                 let message = format!("{name} must be {least} to {MOST}, got {count}");
                 return Err(TaskError::bad_input(name, message));
@@ -174,38 +185,62 @@ impl Processor for ScriptProcessor {
         if !self.faults {
             (script.fail, script.fail_encode) = (None, None);
         }
-        let (encode_tokens, tokens, answer_tokens) = (usize::from(encodes), script.prompt, script.max_tokens);
-        Ok((script.clone(), vec![SizedInput { input: script, encode_tokens, tokens, answer_tokens }].into()))
+        let context = script.clone();
+        // Each input is a copy, without what may be long.
+        script.content_type = None;
+        let mut lengths = mem::take(&mut script.sequences);
+        if lengths.is_empty() {
+            lengths.push(script.max_tokens);
+        }
+        let input = |max_tokens: usize| {
+            let input = Script { max_tokens, ..script.clone() };
+            SizedInput {
+                input,
+                encode_tokens: usize::from(encodes),
+                tokens: script.prompt,
+                answer_tokens: max_tokens,
+            }
+        };
+        Ok((context, lengths.into_iter().map(input).collect::<Vec<_>>().into()))
     }
 
     fn effort(&self, message: &Message) -> Effort {
         Effort::brief_if(message.body.len() <= echo::BRIEF_BODY)
     }
 
-    fn is_streamed(&self, script: &Script) -> bool {
-        script.stream
+    fn streaming(&self, script: &Script) -> Streaming {
+        let parts = if script.sequences.is_empty() { Streaming::Pieces } else { Streaming::Outputs };
+        parts.of(script.stream)
     }
 
-    fn are_parts_brief(&self, _: &Script) -> bool {
-        true
+    fn are_parts_brief(&self, script: &Script) -> bool {
+        script.sequences.is_empty()
     }
 
     fn parts(&self, script: &mut Script, _: usize, pieces: Vec<usize>) -> Vec<Body> {
-        let text = text(&pieces);
-        vec![match &script.content_type {
-            Some(content_type) => Body::new(content_type.clone(), text),
-            None => Body::json(json!({"object": "script.chunk", "text": text}).to_string()),
-        }]
+        vec![body(script, json!({"object": "script.chunk", "text": text(&pieces)}))]
+    }
+
+    fn output_parts(&self, script: &mut Script, index: usize, tokens: &usize) -> Vec<Body> {
+        let text = text(&(0..*tokens).collect::<Vec<_>>());
+        vec![body(script, json!({"object": "script.chunk", "index": index, "text": text}))]
     }
 
     fn finish(&self, script: Script, outputs: Vec<usize>) -> Result<Body, TaskError> {
-        let pieces: Vec<usize> = (0..outputs.into_iter().sum()).collect();
-        if let Some(content_type) = script.content_type {
-            return Ok(Body::new(content_type, text(&pieces)));
+        let prompts = outputs.len() * script.prompt;
+        let pieces: Vec<usize> = outputs.into_iter().flat_map(|tokens| 0..tokens).collect();
+        let usage = json!({"prompt_tokens": prompts, "completion_tokens": pieces.len()});
+        Ok(body(&script, json!({"object": "script", "text": text(&pieces), "usage": usage})))
+    }
+}
+
+/// The body with these `fields`, of the media type that the script asks for.
+fn body(script: &Script, fields: serde_json::Value) -> Body {
+    match &script.content_type {
+        Some(content_type) => {
+            Body::new(content_type.clone(), fields["text"].as_str().unwrap_or_default().to_owned())
         }
-        let usage = json!({"prompt_tokens": script.prompt, "completion_tokens": pieces.len()});
-        let body = json!({"object": "script", "text": text(&pieces), "usage": usage});
-        Ok(Body::json(body.to_string()))
+        None => Body::json(fields.to_string()),
     }
 }
 

@@ -523,12 +523,11 @@ impl Run<'_> {
     /// that a queue that takes them slowly costs no work for nothing.
     async fn write_last_parts(&self, job: &mut dyn Job, parts: &mut Parts) {
         let mut next = job.unwritten();
-        while let Some(unwritten) = next {
+        while let Some(unwritten) = next
+            && parts.send_last().await
+        {
             parts.send(self.written(unwritten).await);
             next = job.unwritten();
-            if next.is_some() && !parts.send_last().await {
-                break;
-            }
         }
     }
 

@@ -11,7 +11,7 @@ use candle_core::{Device, Result as CandleResult, Tensor};
 use sconce::app::{self, Registry};
 use sconce::model::{
     Advance, Advances, Body, Capacity, ForwardError, Generate, LoadError, LoadSpec, Message, Preprocessed,
-    Processor, Route, Row, SizedInput, Slot, TaskError, TaskErrorKind,
+    Processor, Route, Row, SizedInput, Slot, Streaming, TaskError, TaskErrorKind,
 };
 use serde_json::{Value, json};
 
@@ -52,8 +52,8 @@ impl Processor for Texts {
         Ok((stream, vec![prompt].into()))
     }
 
-    fn is_streamed(&self, stream: &bool) -> bool {
-        *stream
+    fn streaming(&self, stream: &bool) -> Streaming {
+        Streaming::Pieces.of(*stream)
     }
 
     fn parts(&self, _: &mut bool, index: usize, pieces: Vec<char>) -> Vec<Body> {

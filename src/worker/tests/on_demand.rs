@@ -5,9 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::*;
 use crate::model::{
     Body, Device, Forward, ForwardError, Inputs, LoadSpec, Preprocessed, Processor, Route, SizedInput,
-    TaskError, clock,
+    Streaming, TaskError, clock,
 };
 use crate::protocol::control::Cancellation;
+use crate::protocol::reply::is_part;
+use crate::worker::tests::memory::Does;
 
 /// What is on record of a model.
 #[derive(Clone, Default)]
@@ -48,7 +50,8 @@ impl Drop for Window {
 struct Windows(Record);
 
 impl Processor for Windows {
-    type Context = ();
+    /// Whether each window is a part of the reply.
+    type Context = bool;
     type Input = Window;
     type Piece = ();
     type Output = usize;
@@ -73,14 +76,24 @@ impl Processor for Windows {
             let window = Window { task: task.clone(), number, bytes, record: record.clone() };
             Ok(vec![SizedInput::new(window, 1)])
         };
-        Ok(((), Inputs::Slices(Box::new((0..number("windows").unwrap_or(1)).map(window)))))
+        let stream = fields["stream"] == true;
+        Ok((stream, Inputs::Slices(Box::new((0..number("windows").unwrap_or(1)).map(window)))))
     }
 
     fn bytes(&self, window: &Window) -> usize {
         window.bytes
     }
 
-    fn finish(&self, (): (), outputs: Vec<usize>) -> Result<Body, TaskError> {
+    fn streaming(&self, stream: &bool) -> Streaming {
+        Streaming::Outputs.of(*stream)
+    }
+
+    fn output_parts(&self, _: &mut bool, _: usize, number: &usize) -> Vec<Body> {
+        self.0.push("wrote a part".to_owned());
+        vec![Body::json(number.to_string())]
+    }
+
+    fn finish(&self, _: bool, outputs: Vec<usize>) -> Result<Body, TaskError> {
         Ok(Body::json(json!(outputs).to_string()))
     }
 }
@@ -252,6 +265,126 @@ async fn the_bytes_of_all_inputs_that_wait_are_bounded_also_while_a_suspect_task
         // The suspect task's own come on top: what it waits for is computed only after it.
         assert!((300..=700).contains(&most), "{most}");
         assert_eq!(record.bytes.load(Ordering::SeqCst), 0);
+    })
+    .await;
+}
+
+fn streamed(id: &str, to: &str, count: usize) -> Message {
+    task(id, to, &json!({"windows": count, "stream": true}))
+}
+
+/// What came to a requester's queue: the numbers of the windows in its parts, and the replies.
+fn received(rig: &Rig, queue: &str) -> (Vec<Value>, Vec<Message>) {
+    let (parts, replies): (Vec<_>, Vec<_>) = rig.memory.published(queue).into_iter().partition(is_part);
+    (parts.iter().map(body).collect(), replies)
+}
+
+fn numbers(count: usize) -> Vec<Value> {
+    (0..count).map(Value::from).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_window_is_a_part_in_time_order_while_later_ones_are_not_made_yet() {
+    here(async {
+        let (rig, record) = start(|_| ());
+        rig.memory.deliver([streamed("a", "mine", 100), streamed("none", "other", 0)]);
+        rig.memory.publishes("mine", 10).await;
+        assert!(record.made().len() < 30, "{}", record.made().len());
+        rig.memory.settles(2).await;
+        let (parts, replies) = received(&rig, "mine");
+        assert_eq!((parts, replies.len(), body(&replies[0])), (numbers(100), 1, json!(numbers(100))));
+        let (parts, replies) = received(&rig, "other");
+        assert_eq!((parts, replies.len(), body(&replies[0])), (Vec::new(), 1, json!([])));
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn windows_that_are_finished_are_parts_before_the_error_of_a_later_one() {
+    here(async {
+        let (rig, _) = start(|_| ());
+        let bad = json!({"windows": 100, "bad": 40, "stream": true});
+        rig.memory.deliver([task("bad", "mine", &bad), streamed("good", "other", 50)]);
+        rig.memory.settles(2).await;
+        let (parts, replies) = received(&rig, "mine");
+        assert_eq!(statuses(&replies), [("bad", 400)]);
+        assert!((10..40).contains(&parts.len()) && parts == numbers(parts.len()), "{parts:?}");
+        assert_eq!(received(&rig, "other").0, numbers(50));
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_streamed_task_that_is_cancelled_or_late_is_answered_behind_its_last_part() {
+    here(async {
+        let (rig, _) = start(|_| ());
+        let slow = Duration::from_secs(2);
+        for queue in ["mine", "other"] {
+            rig.memory.queue(queue, Does::Wait(slow));
+        }
+        let begun = tokio::time::Instant::now();
+        let mut late = streamed("late", "other", 1_000);
+        late.properties.expiration = Some("200".into());
+        rig.memory.deliver([streamed("cancelled", "mine", 1_000), late]);
+        rig.memory.publishes("other", 1).await;
+        let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
+        rig.control.cancellations.send(cancellation).unwrap();
+        for (queue, answered) in [("mine", [("cancelled", 499)]), ("other", [("late", 408)])] {
+            rig.memory.publishes(queue, 2).await;
+            assert!(begun.elapsed() >= slow, "{queue}: {:?}", begun.elapsed());
+            let (parts, replies) = received(&rig, queue);
+            assert_eq!((parts, statuses(&replies)), (numbers(1), answered.to_vec()));
+        }
+        tokio::time::sleep(slow * 2).await;
+        assert_eq!(rig.memory.published("mine").len() + rig.memory.published("other").len(), 4);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_streamed_task_that_is_handed_back_gets_its_parts_again_in_another_stream() {
+    here(async {
+        let (rig, _) = start(|_| ());
+        rig.memory.deliver([streamed("a", "mine", 200)]);
+        rig.memory.publishes("mine", 5).await;
+        rig.stop.advance(Phase::Returning, "test");
+        let memory = rig.memory.clone();
+        assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
+        assert_eq!(memory.settled(), [Settled::Requeued(1)]);
+        assert!(memory.published("mine").iter().all(is_part), "no reply");
+
+        let (rig, _) = start(|_| ());
+        rig.memory.deliver([streamed("a", "mine", 200)]);
+        let first = rig.memory.publishes("mine", 5).await;
+        rig.memory.lose();
+        rig.memory.deliver_again(streamed("a", "mine", 20), 1);
+        rig.memory.settles(1).await;
+        let stream = |part: &Message| part.properties.headers["stream_id"].clone();
+        let (parts, replies): (Vec<_>, Vec<_>) = rig.memory.published("mine").into_iter().partition(is_part);
+        let again: Vec<_> = parts.iter().filter(|part| stream(part) != stream(&first[0])).collect();
+        assert_eq!(again.iter().map(|part| body(part)).collect::<Vec<_>>(), numbers(20));
+        let seqs = again.iter().map(|part| part.properties.headers["seq"].as_i64());
+        assert!(seqs.eq((0..20).map(Some)));
+        assert_eq!(replies.len(), 1);
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reader_that_stops_reading_costs_no_part_that_is_written_for_nothing() {
+    here(async {
+        let (rig, record) = start(|_| ());
+        rig.memory.queue("stuck", Does::Nothing);
+        rig.memory.deliver([streamed("stuck", "stuck", 100), streamed("a", "mine", 100)]);
+        assert_eq!(rig.memory.settles(1).await, [Settled::Acked(2)]);
+        assert_eq!(received(&rig, "mine").0, numbers(100));
+        let letter = rig.memory.publishes(DEAD, 1).await.remove(0);
+        assert_eq!(letter.properties.headers["reason"].as_str(), Some("unconfirmed"));
+        let (parts, replies) = received(&rig, "stuck");
+        assert_eq!((parts.len(), replies.len()), (1, 0));
+        let log = record.log.lock().unwrap();
+        let written = log.iter().filter(|line| *line == "wrote a part").count();
+        assert_eq!(written, 101);
     })
     .await;
 }

@@ -1,8 +1,13 @@
-//! Parts of replies: where they are written.
+//! Parts of replies: where they are written, and those that are made of outputs. (`sequences` has those of pieces, and
+//! `on_demand` those of inputs on demand.)
 
 use super::*;
 use crate::model::script::{Script, ScriptNetwork, ScriptProcessor};
-use crate::model::{Body, Device, Effort, LoadError, LoadSpec, Preprocessed, Processor, Route, TaskError};
+use crate::model::{
+    Body, Device, Effort, LoadError, LoadSpec, Preprocessed, Processor, Route, Streaming, TaskError,
+};
+use crate::protocol::control::Cancellation;
+use crate::protocol::reply::is_part;
 use crate::worker::tests::memory::Does;
 
 /// A script that notes where its parts and its replies are written.
@@ -39,8 +44,8 @@ impl Processor for Watched {
         Effort::Usual
     }
 
-    fn is_streamed(&self, script: &Script) -> bool {
-        self.script.is_streamed(script)
+    fn streaming(&self, script: &Script) -> Streaming {
+        self.script.streaming(script)
     }
 
     fn are_parts_brief(&self, _: &Script) -> bool {
@@ -97,6 +102,199 @@ async fn a_few_brief_pieces_are_written_at_once_and_all_other_parts_on_a_reply_t
         assert_eq!(piled, [(false, 1), (true, 40), (true, 40), (false, 19)]);
         let slow = written(false, Duration::ZERO).await;
         assert!(slow.len() > 10 && slow.iter().all(|(leaves, _)| *leaves), "{slow:?}");
+    })
+    .await;
+}
+
+/// A one-pass task with so many inputs, each of which takes 100 ms where batches have one.
+fn listed(id: &str, count: usize) -> Message {
+    let input: Vec<String> = (0..count).map(|number| format!("{id}{number}")).collect();
+    task(id, "mine", &json!({"input": input, "sleep_ms": 100, "stream": true}))
+}
+
+/// A worker of `echo` whose batches have one input.
+fn echo() -> Rig {
+    Rig::start("echo", |assignment| assignment.pool.batch.max_requests = 1)
+}
+
+/// The parts of a task's replies, and the replies.
+fn received(messages: Vec<Message>, id: &str) -> (Vec<Message>, Vec<Message>) {
+    let of_task = messages.into_iter().filter(|it| it.properties.correlation_id.as_deref() == Some(id));
+    of_task.partition(is_part)
+}
+
+/// The parts' texts or inputs, which must be those of inputs in order and of one stream.
+fn in_order(parts: &[Message], field: &str) -> Vec<Value> {
+    for (number, part) in parts.iter().enumerate() {
+        let headers = &part.properties.headers;
+        assert_eq!((headers["seq"].as_i64(), &body(part)["index"]), (Some(number as i64), &json!(number)));
+        assert_eq!(headers["stream_id"], parts[0].properties.headers["stream_id"]);
+    }
+    parts.iter().map(|part| body(part)[field].clone()).collect()
+}
+
+fn words(count: usize) -> String {
+    (0..count).map(|word| format!("{word} ")).collect()
+}
+
+/// A task of `script` with sequences of as many tokens, whose steps take 10 ms.
+fn sequences(id: &str, counts: &[usize], more: Value) -> Message {
+    let mut fields = json!({"prompt": 4, "sequences": counts, "step_ms": 10, "stream": true});
+    fields.as_object_mut().unwrap().extend(more.as_object().cloned().unwrap());
+    task(id, "mine", &fields)
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_input_of_a_one_pass_task_is_a_part_once_it_is_finished_and_the_reply_has_all() {
+    here(async {
+        let rig = echo();
+        let begun = tokio::time::Instant::now();
+        let alone = task("alone", "mine", &json!({"input": {"x": 1}, "stream": true}));
+        let whole = task("whole", "mine", &json!({"input": ["w"], "stream": false}));
+        rig.memory.deliver([listed("a", 5), alone, whole]);
+        rig.memory.publishes("mine", 1).await;
+        assert!(begun.elapsed() < Duration::from_millis(150), "{:?}", begun.elapsed());
+        rig.memory.settles(3).await;
+        let (parts, replies) = received(rig.memory.published("mine"), "a");
+        let inputs = ["a0", "a1", "a2", "a3", "a4"];
+        assert_eq!(in_order(&parts, "input"), inputs);
+        assert_eq!(
+            (replies.len(), status(&replies[0]), &body(&replies[0])["input"]),
+            (1, 200, &json!(inputs))
+        );
+        let (parts, replies) = received(rig.memory.published("mine"), "alone");
+        assert_eq!((in_order(&parts, "input"), replies.len()), (vec![json!({"x": 1})], 1));
+        let (parts, replies) = received(rig.memory.published("mine"), "whole");
+        assert_eq!((parts.len(), replies.len()), (0, 1));
+        let messages = rig.memory.published("mine");
+        let last = |id: &str| messages.iter().rfind(|it| it.properties.correlation_id.as_deref() == Some(id));
+        assert!(
+            ["a", "alone", "whole"].into_iter().all(|id| !is_part(last(id).unwrap())),
+            "replies come last"
+        );
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_sequence_that_ends_early_waits_for_those_before_it_and_gives_no_part_before_its_end() {
+    here(async {
+        let rig = Rig::start("script", |_| ());
+        let begun = tokio::time::Instant::now();
+        rig.memory.deliver([sequences("a", &[30, 10, 50, 20], json!({}))]);
+        rig.memory.publishes("mine", 2).await;
+        assert!((300..400).contains(&begun.elapsed().as_millis()), "{:?}", begun.elapsed());
+        rig.memory.settles(1).await;
+        let (parts, replies) = received(rig.memory.published("mine"), "a");
+        let texts = [30, 10, 50, 20].map(words);
+        assert_eq!(in_order(&parts, "text"), texts);
+        assert_eq!((replies.len(), body_text(&replies[0])), (1, texts.concat()));
+        assert_eq!(body(&replies[0])["usage"], json!({"prompt_tokens": 16, "completion_tokens": 110}));
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_input_that_fails_ends_the_parts_and_each_attempt_has_a_stream_of_its_own() {
+    here(async {
+        let rig = Rig::start("script?faults", |_| ());
+        let mut task = sequences("a", &[10, 30, 10], json!({"fail": "row", "at": 15}));
+        let mut streams = Vec::new();
+        for attempt in 1.. {
+            rig.memory.deliver([task]);
+            rig.memory.settles(attempt).await;
+            let (parts, replies) = received(rig.memory.published("mine"), "a");
+            assert_eq!(
+                parts.len(),
+                attempt,
+                "one sequence ended before the error, and the third waits for the second"
+            );
+            streams.push(parts[attempt - 1].properties.headers["stream_id"].clone());
+            let again = rig.memory.published("tasks, later");
+            if again.len() < attempt {
+                assert_eq!((replies.len(), status(&replies[0])), (1, 500));
+                break;
+            }
+            assert_eq!(replies.len(), 0, "it is tried again");
+            task = again[attempt - 1].clone();
+        }
+        assert!(streams.len() > 1 && streams.windows(2).all(|two| two[0] != two[1]), "{streams:?}");
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_streamed_one_pass_task_can_be_cancelled_and_ends_at_its_deadline() {
+    here(async {
+        let rig = echo();
+        let mut late = listed("late", 50);
+        late.properties.expiration = Some("1000".into());
+        rig.memory.deliver([listed("cancelled", 50), late]);
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let cancellation = Cancellation { task: Some("cancelled".into()), ..Cancellation::default() };
+        rig.control.cancellations.send(cancellation).unwrap();
+        rig.memory.settles(2).await;
+        let messages = rig.memory.published("mine");
+        for (id, right) in [("cancelled", 499), ("late", 408)] {
+            let (parts, replies) = received(messages.clone(), id);
+            assert_eq!((replies.len(), status(&replies[0])), (1, right), "{id}");
+            assert!((2..10).contains(&parts.len()), "{id}: {}", parts.len());
+            in_order(&parts, "input");
+        }
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        assert_eq!(rig.memory.published("mine").len(), messages.len());
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_drain_finishes_a_streamed_task_that_has_begun_and_hands_back_sequences() {
+    here(async {
+        for phase in [Phase::Returning, Phase::Finishing] {
+            let rig = echo();
+            rig.memory.deliver([listed("a", 10)]);
+            rig.memory.publishes("mine", 2).await;
+            rig.stop.advance(phase, "test");
+            let memory = rig.memory.clone();
+            assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
+            assert_eq!(memory.settled(), [Settled::Acked(1)]);
+            let (parts, replies) = received(memory.published("mine"), "a");
+            assert_eq!((parts.len(), replies.len()), (10, 1));
+
+            let rig = Rig::start("script", |_| ());
+            rig.memory.deliver([sequences("a", &[10, 30, 50], json!({}))]);
+            rig.memory.publishes("mine", 1).await;
+            rig.stop.advance(phase, "test");
+            let memory = rig.memory.clone();
+            assert_eq!(rig.end().await.0.unwrap(), Ended::Drained);
+            let (parts, replies) = received(memory.published("mine"), "a");
+            let (settled, count) = match phase {
+                Phase::Finishing => (Settled::Acked(1), (3, 1)),
+                _ => (Settled::Requeued(1), (1, 0)),
+            };
+            assert_eq!((memory.settled(), (parts.len(), replies.len())), (vec![settled], count));
+        }
+    })
+    .await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_thousand_inputs_that_end_together_are_parts_as_far_as_their_queue_takes_them_in_time() {
+    here(async {
+        let rig = Rig::start("echo", |_| ());
+        rig.memory.queue("slow", Does::Wait(Duration::from_millis(10)));
+        let body = json!({"input": (0..1_000).collect::<Vec<_>>(), "stream": true});
+        rig.memory.deliver([task("a", "slow", &body), task("b", "quick", &body)]);
+        let begun = tokio::time::Instant::now();
+        rig.memory.settles(2).await;
+        assert!(begun.elapsed() < Duration::from_millis(800), "{:?}", begun.elapsed());
+        for (queue, most) in [("slow", 60), ("quick", 1_000)] {
+            let (parts, replies): (Vec<_>, Vec<_>) =
+                rig.memory.published(queue).into_iter().partition(is_part);
+            let inputs = in_order(&parts, "input");
+            assert_eq!((replies.len(), inputs), (1, (0..parts.len()).map(Value::from).collect()));
+            assert!((most / 4..=most).contains(&parts.len()), "{queue}: {}", parts.len());
+        }
     })
     .await;
 }

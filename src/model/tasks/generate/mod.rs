@@ -28,7 +28,7 @@ use crate::model::sequences::grammar::{Found, Grammars};
 use crate::model::sequences::sampler::Seed;
 use crate::model::{
     Body, Capacity, Device, Dtype, Inputs, LoadError, LoadSpec, Message, Preprocessed, Processor, Properties,
-    Route, SizedInput, TaskError, TaskErrorKind,
+    Route, SizedInput, Streaming, TaskError, TaskErrorKind,
 };
 use crate::protocol::generate::{
     Api, CHAT_URL, COMPLETIONS_URL, Choice, Chunk, Format, GenerateRequest, Prompts, Reply, Usage, new_id,
@@ -330,8 +330,8 @@ impl Processor for GenerateProcessor {
         Ok((context, self.inputs(found, inputs)))
     }
 
-    fn is_streamed(&self, context: &GenerateContext) -> bool {
-        context.stream
+    fn streaming(&self, context: &GenerateContext) -> Streaming {
+        Streaming::Pieces.of(context.stream)
     }
 
     fn are_parts_brief(&self, context: &GenerateContext) -> bool {
