@@ -207,9 +207,25 @@ fn three_mistakes_are_reported_together_with_path_value_expectation_and_origin()
 fn two_pools_may_share_neither_name_nor_task_queue() {
     let said = problems("[[pool]]\nname = 'a'\n[[pool]]\nname = 'a'");
     assert_eq!(said.len(), 2, "{said:?}");
-    assert!(said[0].starts_with("pool[1].name = \"a\": expected a name of its own: pool[0].name"));
-    assert!(said[1].starts_with("pool[1].task_queue = \"sconce.tasks\": expected a task_queue"));
-    assert!(said[1].contains("(built-in default)"));
+    assert!(said[0].starts_with("pool[1].name = \"a\": expected a name of its own"), "{}", said[0]);
+    let said = problems("[[pool]]\nname = 'a'\n[[pool]]\nname = 'b'\ntask_queue = 'sconce.tasks'");
+    let [said] = &said[..] else { panic!("{said:?}") };
+    let start = "pool[1].task_queue = \"sconce.tasks\": expected a task_queue of its own for each pool: \
+                 pool[0].task_queue of the pool \"a\" (built-in default) and pool[1].task_queue of the pool \"b\" (file ";
+    assert!(said.starts_with(start) && said.ends_with("a.toml) are the same"), "{said}");
+}
+
+#[test]
+fn a_background_queue_that_is_another_pools_queue_names_both_pools() {
+    let said =
+        problems("[[pool]]\nname = 'a'\ntask_queue = 'q'\n[[pool]]\nname = 'b'\nbackground_queue = 'q'");
+    let [said] = &said[..] else { panic!("{said:?}") };
+    assert!(
+        said.starts_with("pool[1].background_queue = \"q\": expected a background_queue of its own"),
+        "{said}"
+    );
+    assert!(said.contains("pool[0].task_queue of the pool \"a\" (file "), "{said}");
+    assert!(said.contains("pool[1].background_queue of the pool \"b\" (file "), "{said}");
 }
 
 #[test]

@@ -51,7 +51,12 @@ pub(super) fn from_environment(
             Ok(Ok(path)) => {
                 strong.insert(path, Value::new(Some(&origin), text));
             }
-            Ok(Err(problem)) => problems.push(problem.with_origin(origin)),
+            Ok(Err(mut problem)) => {
+                if let Some(meant) = spelled_alike(rest, tree) {
+                    problem.expected = format!("unknown key; did you mean `{PREFIX}{meant}`?");
+                }
+                problems.push(problem.with_origin(origin));
+            }
             Err(()) => problems.push(Problem::new(
                 name.as_str(),
                 "expected SCONCE_ and a setting, with `__` between levels: SCONCE_BROKER__URL",
@@ -115,6 +120,31 @@ fn locate(path: SettingPath, tree: &Value) -> Result<String, Problem> {
         }
         _ => Ok(path.to_string()),
     }
+}
+
+/// The variable, without the prefix, of the setting that `written` names but for the number of underscores between
+/// levels.
+fn spelled_alike(written: &str, tree: &Value) -> Option<String> {
+    fn collect(name: String, value: &Value, all: &mut Vec<String>) {
+        let below = |level: &str| {
+            if name.is_empty() { level.to_uppercase() } else { format!("{name}__{}", level.to_uppercase()) }
+        };
+        match &value.kind {
+            ValueKind::Table(table) => table.iter().for_each(|(key, value)| collect(below(key), value, all)),
+            ValueKind::Array(items) if holds_sections(items) => {
+                items
+                    .iter()
+                    .enumerate()
+                    .for_each(|(index, value)| collect(below(&index.to_string()), value, all));
+            }
+            _ => all.push(name),
+        }
+    }
+    let single = |name: &str| name.split('_').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("_");
+    let mut all = Vec::new();
+    collect(String::new(), tree, &mut all);
+    let written = single(&written.to_uppercase());
+    all.into_iter().filter(|name| single(name) == written).min()
 }
 
 /// Whether the path is an option of a pool's model; only the model knows these names.
@@ -204,6 +234,23 @@ mod tests {
             assert_eq!(problems.len(), 1, "{name}");
             assert!(problems[0].starts_with(complaint), "{}", problems[0]);
             assert!(problems[0].contains(name) && !problems[0].contains("hunter2"));
+        }
+    }
+
+    #[test]
+    fn a_variable_with_one_underscore_too_few_is_told_the_right_spelling() {
+        for (written, meant) in [
+            ("SCONCE_BROKER_URL", "SCONCE_BROKER__URL"),
+            ("SCONCE_BROKER___URL", "SCONCE_BROKER__URL"),
+            ("SCONCE_BROKER_CONNECT_TIMEOUT", "SCONCE_BROKER__CONNECT_TIMEOUT"),
+            ("SCONCE_POOL_0_BATCH_MAX_TOKENS", "SCONCE_POOL__0__BATCH__MAX_TOKENS"),
+            ("SCONCE_POOL__0_TASK_QUEUE", "SCONCE_POOL__0__TASK_QUEUE"),
+        ] {
+            let (_, set, problems) = environment(&[(written, "hunter2")]);
+            assert!(set.is_empty());
+            let said = problems.join("\n");
+            assert!(said.contains(&format!("did you mean `{meant}`?")), "{said}");
+            assert!(said.contains(written) && !said.contains("hunter2"), "{said}");
         }
     }
 

@@ -459,14 +459,11 @@ fn pools(root: &mut Reader<'_>) -> Option<Vec<Pool>> {
     Some(pools)
 }
 
-fn refuse_repeats(report: &mut Report, pools: &[Pool], key: &str, of: impl Fn(&Pool) -> &String) {
+fn refuse_repeats(report: &mut Report, pools: &[Pool], key: &'static str, of: impl Fn(&Pool) -> &String) {
     let mut seen = BTreeMap::new();
     for (index, pool) in pools.iter().enumerate() {
         if let Some(first) = seen.get(of(pool)) {
-            let other = format!("pool[{first}].{key}");
-            let origin = report.origin_of(&other);
-            let expected = format!("a {key} of its own: {other} is the same ({origin})");
-            report.refuse(format!("pool[{index}].{key}"), of(pool).as_str(), expected);
+            refuse_shared(report, pools, (index, key), (*first, key), of(pool));
         } else {
             seen.insert(of(pool), index);
         }
@@ -481,14 +478,36 @@ fn refuse_shared_background(report: &mut Report, pools: &[Pool]) {
             pools.iter().enumerate().filter(|(other, _)| *other != index).find_map(|(other, pool)| {
                 let is_background = other < index && pool.background_queue.as_ref() == Some(queue);
                 let key = if is_background { "background_queue" } else { "task_queue" };
-                (is_background || pool.task_queue == *queue).then(|| format!("pool[{other}].{key}"))
+                (is_background || pool.task_queue == *queue).then_some((other, key))
             });
         if let Some(other) = others {
-            let origin = report.origin_of(&other);
-            let expected = format!("a queue of its own: {other} is the same ({origin})");
-            report.refuse(format!("pool[{index}].background_queue"), queue.as_str(), expected);
+            refuse_shared(report, pools, (index, "background_queue"), other, queue);
         }
     }
+}
+
+/// Refuses a value that two pools have, in the settings `own` and `other`, each a pool's number and a key. Names both
+/// pools, and where each has the value from.
+fn refuse_shared(
+    report: &mut Report,
+    pools: &[Pool],
+    own: (usize, &'static str),
+    other: (usize, &'static str),
+    value: &str,
+) {
+    let setting = |(pool, key): (usize, &str)| {
+        let path = format!("pool[{pool}].{key}");
+        let name = pools.get(pool).map_or("", |pool| &pool.name);
+        format!("{path} of the pool {name:?} ({})", report.origin_of(&path))
+    };
+    let expected = format!(
+        "expected a {} of its own for each pool: {} and {} are the same",
+        own.1,
+        setting(other),
+        setting(own)
+    );
+    let problem = Problem::new(format!("pool[{}].{}", own.0, own.1), expected);
+    report.problems.push(problem.with_value(&value.into()));
 }
 
 fn check_pool(pool: &Pool, reader: &mut Reader<'_>) {

@@ -19,6 +19,27 @@ pub type RawLines = fn(&str);
 /// How long a line that several workers write at once is not repeated.
 const ONCE: Duration = Duration::from_secs(10);
 
+/// How often the same reason for which models cannot be loaded is logged: its slots fail together, and again.
+const REASON_INTERVAL: Duration = Duration::from_secs(60);
+
+/// The reasons for which models could not be loaded, and when each was logged. Written and read when a worker has ended
+/// so. Bound: those of the last [`REASON_INTERVAL`].
+#[derive(Default)]
+pub(super) struct LoggedReasons(Mutex<HashMap<String, Instant>>);
+
+impl LoggedReasons {
+    /// Whether a reason is to be logged now. Remembers it.
+    pub(super) fn is_news(&self, reason: &str, now: Instant) -> bool {
+        let mut logged = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        logged.retain(|_, at| now.saturating_duration_since(*at) < REASON_INTERVAL);
+        if logged.contains_key(reason) {
+            return false;
+        }
+        logged.insert(reason.to_owned(), now);
+        true
+    }
+}
+
 /// The lines of queues that were made, and when: workers that start together make the same ones at the same moment, and
 /// AMQP tells none of them who was first. Written and read for each such line.
 #[derive(Default)]
@@ -149,6 +170,14 @@ mod tests {
             [made("a"), made("b"), made("a"), "ready".into(), "ready".into()].map(|it| logged.has(&it, now));
         assert_eq!(has, [false, false, true, false, false]);
         assert!(!logged.has(&made("a"), now + ONCE), "it was deleted, and made again");
+    }
+
+    #[test]
+    fn why_a_model_cannot_be_loaded_is_news_once_a_minute_whatever_slot_says_it() {
+        let (reasons, now) = (LoggedReasons::default(), Instant::now());
+        let news = ["no folder a", "no folder a", "no folder b"].map(|it| reasons.is_news(it, now));
+        assert_eq!(news, [true, false, true]);
+        assert!(reasons.is_news("no folder a", now + REASON_INTERVAL));
     }
 
     #[test]

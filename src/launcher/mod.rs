@@ -113,6 +113,8 @@ struct Launch {
     raw_lines: Option<RawLines>,
     /// Lines that are not to be repeated.
     recently_logged: logs::RecentlyLogged,
+    /// Of models that cannot be loaded.
+    logged_reasons: logs::LoggedReasons,
     /// Is told of every worker.
     guard: Arc<Guard>,
     /// The broker that has accepted a worker. Written by worker monitors, read when a worker ends or starts.
@@ -169,6 +171,7 @@ impl Launching {
             turn,
             raw_lines,
             recently_logged: logs::RecentlyLogged::default(),
+            logged_reasons: logs::LoggedReasons::default(),
             guard,
             reached: Mutex::default(),
         };

@@ -2,7 +2,7 @@
 //! it with the launcher. Owns the current worker, its successor, those that are leaving, and the count of quick
 //! failures.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 
@@ -63,6 +63,10 @@ impl Slot {
         } else {
             self.quick_failures += 1;
         }
+        // The slots of a pool fail to load their model together, and most of them several times, for one reason.
+        let is_unloaded = matches!(death.exit, Some(Exit::ModelFailed | Exit::ModelUnavailable));
+        let is_known =
+            is_unloaded && !self.launch.logged_reasons.is_news(&worker_exit.message, Instant::now());
         match judge(&death, self.quick_failures, &policy, rand::random()) {
             Verdict::StoppedOnRequest => {
                 tracing::info!(slot, cause = worker_exit.message, "stopped on request");
@@ -70,15 +74,28 @@ impl Slot {
             }
             Verdict::GiveUp(exit) => {
                 let quick_failures = self.quick_failures;
-                let error = &worker_exit.message;
-                tracing::error!(slot, exit = exit.code(), quick_failures, error, "slot given up");
+                let (exit_code, error) = (exit.code(), &worker_exit.message);
+                if is_known {
+                    tracing::info!(
+                        slot,
+                        exit = exit_code,
+                        quick_failures,
+                        "slot given up for the reason above"
+                    );
+                } else {
+                    tracing::error!(slot, exit = exit_code, quick_failures, error, "slot given up");
+                }
                 self.show_failure(State::Quarantined, &worker_exit.message);
                 NextAction::End(SlotEnd::GivenUp(exit))
             }
             Verdict::Restart(delay) => {
                 let (delay_ms, error) = (delay.as_millis() as u64, &worker_exit.message);
                 let exit = death.exit.map(Exit::code);
-                tracing::warn!(slot, delay_ms, exit, error, "starting the worker again");
+                if is_known {
+                    tracing::debug!(slot, delay_ms, exit, error, "starting the worker again");
+                } else {
+                    tracing::warn!(slot, delay_ms, exit, error, "starting the worker again");
+                }
                 self.show_failure(State::Failed, &worker_exit.message);
                 self.count_restart(worker_exit.reason);
                 self.rest(Some(delay)).await

@@ -284,12 +284,28 @@ impl ReconnectPolicy {
         match refusal {
             _ if is_logged => tracing::debug!(broker, reason, delay_ms, "trying again"),
             Refusal::None => tracing::warn!(broker, reason, delay_ms, "no broker; trying again"),
-            _ => tracing::warn!(broker, reason, delay_ms, "the broker refuses; trying again"),
+            _ => {
+                let tried_for = self.tried_for(refusal, connector);
+                tracing::warn!(broker, reason, delay_ms, "the broker refuses; trying again, {tried_for}");
+            }
         }
         if !is_logged {
             self.last_logged = Some((reason, Instant::now()));
         }
         Ok(delay)
+    }
+
+    /// For how long a refusal is tried in all, in words.
+    fn tried_for(&self, refusal: Refusal, connector: &Connector) -> String {
+        let give_up_after = connector.settings.give_up_after;
+        match connector.refusals {
+            RefusalPolicy::Reached => format!("for {give_up_after:?}"),
+            _ if self.was_connected => format!("for {give_up_after:?}"),
+            RefusalPolicy::Service if refusal == Refusal::Uncertain => {
+                format!("for {:?}", UNCERTAIN.min(give_up_after))
+            }
+            RefusalPolicy::Service | RefusalPolicy::Command => format!("{REFUSALS} times"),
+        }
     }
 
     /// Whether the settings are now taken to be wrong.
@@ -379,6 +395,20 @@ mod tests {
         reconnect.refused_since = Instant::now().checked_sub(UNCERTAIN);
         let end = reconnect.failed(failure(Refusal::Uncertain), &connector);
         assert!(matches!(end, Err(BrokerError::Refused { .. })), "{end:?}");
+    }
+
+    #[test]
+    fn a_refusal_says_for_how_long_it_is_tried() {
+        let said = |reconnect: &ReconnectPolicy, refusal, refusals| {
+            reconnect.tried_for(refusal, &connector(refusals, "10m"))
+        };
+        let new = ReconnectPolicy::default();
+        assert_eq!(said(&new, Refusal::Uncertain, RefusalPolicy::Service), "for 15s");
+        assert_eq!(said(&new, Refusal::Settings, RefusalPolicy::Service), "3 times");
+        assert_eq!(said(&new, Refusal::Uncertain, RefusalPolicy::Command), "3 times");
+        assert_eq!(said(&new, Refusal::Uncertain, RefusalPolicy::Reached), "for 600s");
+        let connected = ReconnectPolicy { was_connected: true, ..new };
+        assert_eq!(said(&connected, Refusal::Uncertain, RefusalPolicy::Service), "for 600s");
     }
 
     #[test]
