@@ -54,6 +54,69 @@ fn an_option_that_the_model_does_not_take_is_refused_before_anything_starts() {
     assert!(said.contains("llama for generate (/v1/chat/completions, /v1/completions)"), "{said}");
 }
 
+/// Runs `sconce check-config` in a folder, with a settings file.
+fn check_in(folder: &Path, file: &str) -> (i32, String) {
+    let mut process = Command::new(env!("CARGO_BIN_EXE_sconce"));
+    for (name, _) in std::env::vars_os() {
+        let name = name.to_string_lossy();
+        if name.starts_with("SCONCE_") || name == "AMQP_URL" {
+            process.env_remove(&*name);
+        }
+    }
+    let cache = folder.join("no-cache");
+    let output =
+        process.arg("check-config").arg(file).current_dir(folder).env("HF_HUB_CACHE", cache).output();
+    let output = output.unwrap();
+    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+    (output.status.code().unwrap(), format!("{out}\n{err}"))
+}
+
+#[test]
+fn a_models_folder_is_relative_to_the_file_that_names_it_and_a_hub_id_comes_after_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().canonicalize().unwrap();
+    for name in ["config", "models", "elsewhere"] {
+        fs::create_dir(root.join(name)).unwrap();
+    }
+    symlink(fixture("score-bert"), root.join("models/a")).unwrap();
+    fs::create_dir(root.join("config/org")).unwrap();
+    symlink(fixture("score-bert"), root.join("config/org/b")).unwrap();
+    // A folder beside the file that has the name of a registered model.
+    fs::create_dir(root.join("config/echo")).unwrap();
+    let here = root.display();
+    for (model, words) in [
+        ("../models/a", format!("will load \"{here}/models/a\": bert for rerank")),
+        ("org/b", format!("will load \"{here}/config/org/b\": bert for rerank")),
+        ("echo", "will load \"echo\": registered".to_owned()),
+        ("models/a", format!("there is no folder {here}/config/models/a, and the hub's cache")),
+        ("./models/a", format!("will load \"{here}/config/models/a\": it is not on this host")),
+    ] {
+        let file = root.join("config/a.toml");
+        fs::write(&file, format!("[[pool]]\nmodel = \"{model}\"\ndevices = [\"cpu\"]")).unwrap();
+        for written in [file.to_str().unwrap(), "../config/a.toml"] {
+            let (exit, said) = check_in(&root.join("elsewhere"), written);
+            assert!(exit == 0 && said.contains(&words), "{model}, {exit}: {said}");
+        }
+    }
+}
+
+#[test]
+fn the_default_model_is_found_where_fetch_model_puts_it() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::create_dir(folder.path().join("models")).unwrap();
+    let fetched = folder.path().join("models/all-MiniLM-L6-v2");
+    fs::write(folder.path().join("a.toml"), "").unwrap();
+    let (_, said) = check_in(folder.path(), "a.toml");
+    assert!(said.contains("/models/all-MiniLM-L6-v2, and the hub's cache on this host lacks it"), "{said}");
+    symlink(fixture("score-bert"), &fetched).unwrap();
+    let (exit, said) = check_in(folder.path(), "a.toml");
+    let words = format!(
+        "will load \"{}\"",
+        fetched.parent().unwrap().canonicalize().unwrap().join("all-MiniLM-L6-v2").display()
+    );
+    assert!(exit == 0 && said.contains(&words), "{exit}: {said}");
+}
+
 #[test]
 fn a_model_whose_weights_are_cut_off_will_not_load() {
     let folder = tempfile::tempdir().unwrap();

@@ -32,7 +32,12 @@ pub(super) fn run(arguments: &CheckConfig, registry: &Registry) -> anyhow::Resul
             .check(pool)
             .with_context(|| format!("pool {:?}", pool.name))
             .exits_with(Exit::ModelFailed)?;
-        let served = served.as_deref().unwrap_or("its files are not on this host yet");
+        let served = served.unwrap_or_else(|| match &pool.missing_folder {
+            Some(folder) => {
+                format!("there is no folder {}, and the hub's cache on this host lacks it", folder.display())
+            }
+            None => "it is not on this host".to_owned(),
+        });
         let line = format!("# pool {:?} will load {:?}: {served}", pool.name, pool.model);
         is_read(writeln!(std::io::stdout(), "{line}"))?;
     }

@@ -12,7 +12,7 @@ use crate::config::{Assignment, ConfigError, Loaded, OptionProblem, Pool, Settin
 use crate::engine::{Starter, chosen, continuous, oneshot};
 use crate::launcher::{Host, fit, plan};
 use crate::model::family::{Family, Sample, Serves};
-use crate::model::load::weights_size;
+use crate::model::load::{ModelFiles, weights_size};
 use crate::model::registry::{self, Load, Register, Served, served, served_here};
 use crate::model::tasks::embed;
 use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor};
@@ -147,13 +147,32 @@ impl Registry {
         settings: &cli::Settings,
         flags: &[(String, String)],
     ) -> Result<Loaded, ConfigError> {
-        let loaded = super::load(settings, flags)?;
+        let mut loaded = super::load(settings, flags)?;
+        self.locate(&mut loaded);
         let pools = loaded.settings.pools.iter().enumerate();
         let problems = pools.flat_map(|(index, pool)| {
             self.option_problems(pool).into_iter().map(move |problem| (index, problem))
         });
         loaded.refuse_options(problems)?;
         Ok(loaded)
+    }
+
+    /// Writes the folders that the pools' models name in their place. A name that a model was registered under, and an id of
+    /// the hub, stay.
+    pub(super) fn locate(&self, loaded: &mut Loaded) {
+        for index in 0..loaded.settings.pools.len() {
+            let Some(folder) = loaded.model_folder(index) else { continue };
+            let pool = &mut loaded.settings.pools[index];
+            // The home folder is found by who loads the model.
+            if self.named(&pool.model).is_some() || pool.model.starts_with('~') {
+                continue;
+            }
+            if ModelFiles::is_path(&pool.model) || folder.is_dir() {
+                pool.model = folder.display().to_string();
+            } else {
+                pool.missing_folder = Some(folder);
+            }
+        }
     }
 
     /// What is wrong with the options of a pool, as far as that can be known here.
@@ -238,7 +257,10 @@ impl Registry {
     pub(super) fn weights(&self, pool: &Pool) -> Result<Option<String>, LoadError> {
         match self.named(&pool.model) {
             Some(_) => Ok(None),
-            None => registry::digest(&pool.model, pool.task.as_deref()).map(Some),
+            None => {
+                let digest = registry::digest(&pool.model, pool.task.as_deref());
+                digest.map(Some).map_err(|error| error.without_folder(pool.missing_folder.as_deref()))
+            }
         }
     }
 

@@ -33,7 +33,8 @@ pub(super) trait Section: Sized {
 
 /// Defines a section: a struct with a public field for each setting, and its [`Section`].
 ///
-/// `key: Type = default, reader;` is a setting, `nested key: Type;` a section within this one. `check` gets the
+/// `key: Type = default, reader;` is a setting, `nested key: Type;` a section within this one. `derived key: Type, help;`
+/// is a field that nobody can set: it follows from settings, and is its type's default here. `check` gets the
 /// section when each of its settings is valid, and reports combinations that are not.
 macro_rules! section {
     (
@@ -41,6 +42,7 @@ macro_rules! section {
         $name:ident {
             $($(#[doc = $help:literal])+ $key:ident: $type:ty = $default:tt, $read:expr;)*
             $(nested $nested:ident: $section:ty;)*
+            $(derived $derived:ident: $derived_type:ty, $note:literal;)*
         }
         $(check $check:expr)?
     ) => {
@@ -49,6 +51,7 @@ macro_rules! section {
         pub struct $name {
             $($(#[doc = $help])+ pub $key: $type,)*
             $(#[doc = concat!("Its section `", stringify!($nested), "`.")] pub $nested: $section,)*
+            $(#[doc = $note] pub $derived: $derived_type,)*
         }
 
         impl $crate::config::define::Section for $name {
@@ -70,7 +73,11 @@ macro_rules! section {
                 $(let $nested = reader
                     .section(stringify!($nested))
                     .and_then(<$section as $crate::config::define::Section>::read);)*
-                let read = || Some(Self { $($key: $key?,)* $($nested: $nested?,)* });
+                let read = || Some(Self {
+                    $($key: $key?,)*
+                    $($nested: $nested?,)*
+                    $($derived: Default::default(),)*
+                });
                 let read = read();
                 $(if let Some(read) = &read {
                     let check: fn(&Self, &mut $crate::config::read::Reader<'_>) = $check;

@@ -16,6 +16,9 @@ const LARGEST: u64 = 1 << 20;
 /// The origin of the built-in defaults.
 pub(super) const BUILT_IN: &str = "built-in default";
 
+/// The beginning of the origin of a file's values; the file's path follows.
+pub(super) const OF_FILE: &str = "file ";
+
 /// One layer of settings, which overrides those before it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Layer(Map<String, Value>);
@@ -47,7 +50,7 @@ pub(super) fn read(files: &[PathBuf]) -> Result<Vec<Layer>, Vec<Problem>> {
     let mut layers = Vec::new();
     let mut problems = Vec::new();
     for file in files {
-        let name = format!("file {}", file.display());
+        let name = format!("{OF_FILE}{}", file.display());
         let layer = text_of(file).and_then(|text| parse(&text, &name));
         match layer {
             Ok(layer) => layers.push(layer),

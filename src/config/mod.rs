@@ -13,6 +13,7 @@
 //! | `files` | the built-in defaults and files → layers |
 //! | `overrides`, `path` | environment variables and flags → layers |
 //! | `text` | values as TOML, durations, sizes |
+//! | `model_folder` | which folder a pool's `model` may name |
 //! | `problem` | what a mistake looks like; "did you mean" |
 //! | `effective` | the page that `sconce check-config` prints; what differs between two loads |
 //! | `redact` | what of a broker address may be shown |
@@ -22,6 +23,7 @@ mod define;
 mod effective;
 mod files;
 mod layers;
+mod model_folder;
 mod options;
 mod overrides;
 mod path;
@@ -62,6 +64,12 @@ impl Loaded {
     /// The settings in which `later` differs, each with its new value; secrets masked.
     pub fn changes(&self, later: &Self) -> Vec<String> {
         self.values.changes(&later.values)
+    }
+
+    /// The folder that the `model` of a pool names, if it names one.
+    pub fn model_folder(&self, pool: usize) -> Option<PathBuf> {
+        let origin = self.origins.get(&format!("pool[{pool}].model")).map_or(read::BUILT_IN, String::as_str);
+        Some(model_folder::of(&self.settings.pools.get(pool)?.model, origin))
     }
 
     /// Refuses options of pools, each with the pool's number. What models take is not known here; who knows says what is

@@ -109,7 +109,10 @@ section! {
         large_reply: u64 = "1MiB", read::size(BODY);
         /// A folder, a Hugging Face id ("org/name", "org/name@revision"), a model of your own
         /// (docs/models.md), or, to try a deployment, "echo" (answers with the task) or "script" (streams;
-        /// docs/messages.md).
+        /// docs/messages.md). What begins with "./", "../" or "/" is a folder or a GGUF file; anything else too, if it
+        /// is there. A folder is relative to the settings file that names it; from a flag or a variable, to the
+        /// current folder. Of this default, models/all-MiniLM-L6-v2 in the current folder is taken first
+        /// (scripts/fetch-model).
         model: String = "sentence-transformers/all-MiniLM-L6-v2", read::name;
         /// The kind of requests that the model answers, where its weights serve several, such as "embed" or "rerank"
         /// (docs/models.md). "auto": what its weights are for.
@@ -163,6 +166,8 @@ section! {
         nested batch: Batch;
         nested retry: Retry;
         nested options: Options;
+        derived missing_folder: Option<PathBuf>,
+            "The folder that `model` would name, where there is none: then it is the id of a model of the hub.";
     }
     check check_pool
 }

@@ -499,13 +499,28 @@ pub enum LoadError {
         reason: String,
     },
     /// The hub could not deliver the model.
-    #[error("model {model:?} from the Hugging Face hub: {reason}")]
+    #[error("model {model:?}: there is no folder {}; from the Hugging Face hub: {reason}", folder.display())]
     Hub {
         /// The id.
         model: String,
+        /// The folder that the setting names, if the hub is asked because it is not there.
+        folder: PathBuf,
         /// The message of the hub or the network.
         reason: String,
     },
+}
+
+impl LoadError {
+    /// The same, where `folder` was looked for before the hub was asked.
+    #[must_use]
+    pub fn without_folder(self, folder: Option<&Path>) -> Self {
+        match (self, folder) {
+            (Self::Hub { model, reason, .. }, Some(folder)) => {
+                Self::Hub { model, folder: folder.into(), reason }
+            }
+            (other, _) => other,
+        }
+    }
 }
 
 /// Why a forward pass has no results.

@@ -170,7 +170,7 @@ pub async fn run(
     if let Err(LoadError::Unfit { why, reason, .. }) = &loaded {
         control.reporter.send(&Event::Unfit { why: *why, words: reason.clone() }).await;
     }
-    let loaded = loaded?;
+    let loaded = loaded.map_err(|error| error.without_folder(assignment.pool.missing_folder.as_deref()))?;
     let load_ms = begun.elapsed().as_millis() as u64;
     tracing::debug!(device = loaded.device, model = assignment.pool.model, load_ms, "model loaded");
     control.reporter.send(&Event::Ready { device: loaded.device.clone(), load_ms }).await;

@@ -180,6 +180,27 @@ async fn a_model_that_cannot_be_loaded_exits_with_82_and_names_the_file() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn why_a_model_cannot_be_loaded_is_logged_once_for_all_slots_and_at_the_end() {
+    let two = || settings().set("pool[0].devices", r#"["cpu", "cpu"]"#);
+    let folder = two().set("pool[0].model", "/no/such/folder");
+    let hub = two()
+        .set("pool[0].model", "no-such/model")
+        .set("launcher.restart_delay", "10ms")
+        .environment("HF_HUB_OFFLINE", "1");
+    for (settings, exit, cause) in [
+        (folder, 82, "/no/such/folder: no such folder"),
+        (hub, 86, "no-such/model; from the Hugging Face hub: is not in the cache, and HF_HUB_OFFLINE is set"),
+    ] {
+        let mut sconce = Sconce::launch(&settings);
+        assert_eq!(sconce.exit_code().await, exit, "{}", sconce.log());
+        let log = sconce.log();
+        assert_eq!(log.lines().filter(|line| line.contains(cause)).count(), 2, "{log}");
+        let last = log.lines().last().unwrap_or_default();
+        assert!(last.contains("all workers have ended") && last.contains(cause), "{log}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn settings_with_three_mistakes_are_refused_with_all_three_named() {
     let wrong = settings()
         .set("pool[0].batch.max_delay", "\"soon\"")

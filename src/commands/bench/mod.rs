@@ -34,7 +34,9 @@ const WARMUP: usize = 200;
 const PREFETCH: u16 = 2_048;
 
 pub(super) fn run(arguments: &Bench, registry: &Registry) -> anyhow::Result<Exit> {
-    let settings = super::load(&arguments.settings, &[])?.settings;
+    let mut loaded = super::load(&arguments.settings, &[])?;
+    registry.locate(&mut loaded);
+    let settings = loaded.settings;
     start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
     let bodies = bodies(&arguments.texts, registry.sample(pool)).exits_with(Exit::Usage)?;

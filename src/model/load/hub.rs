@@ -138,8 +138,8 @@ impl Hub {
     }
 
     fn failed(&self, reason: &str) -> LoadError {
-        let hint = "a folder that holds the model's files can be given instead";
-        LoadError::Hub { model: self.id.clone(), reason: format!("{reason}; {hint}") }
+        let (model, folder) = (self.id.clone(), PathBuf::from(&self.id));
+        LoadError::Hub { model, folder, reason: reason.to_owned() }
     }
 }
 
@@ -160,6 +160,8 @@ fn download(repo: Repo, cache: Cache, file: &str, watched: Watched) -> Result<Op
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -178,8 +180,13 @@ mod tests {
             offline: true,
             ..Hub::open("org/name@abc123").unwrap()
         };
-        let error = hub.file("config.json").unwrap_err().to_string();
-        assert!(error.contains("HF_HUB_OFFLINE") && error.contains("folder"), "{error}");
+        let cause = "from the Hugging Face hub: is not in the cache, and HF_HUB_OFFLINE is set";
+        for (folder, named) in
+            [(None, "org/name@abc123"), (Some(Path::new("/srv/org/name")), "/srv/org/name")]
+        {
+            let error = hub.file("config.json").unwrap_err().without_folder(folder).to_string();
+            assert_eq!(error, format!("model \"org/name@abc123\": there is no folder {named}; {cause}"));
+        }
         let snapshot = home.path().join("models--org--name/snapshots/abc123");
         std::fs::create_dir_all(&snapshot).unwrap();
         std::fs::write(snapshot.join(WEIGHTS), "").unwrap();

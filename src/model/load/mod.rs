@@ -67,11 +67,16 @@ impl ModelFiles {
         if folder.is_dir() {
             return Ok(Self::of(Place::Folder(folder)));
         }
-        if source.starts_with(['.', '/', '~']) {
+        if Self::is_path(source) {
             let reason = if folder.exists() { "is not a folder" } else { "no such folder" };
             return Err(LoadError::File { path: folder, reason: reason.to_owned() });
         }
         Ok(Self::of(Place::Hub(Hub::open(source)?)))
+    }
+
+    /// Whether a `model` setting can only be a folder or a GGUF file, and no id of the hub.
+    pub fn is_path(source: &str) -> bool {
+        source.starts_with(['.', '/', '~']) || is_gguf(source)
     }
 
     /// The same without using the network. None: the files are not all on this host.
