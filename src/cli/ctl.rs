@@ -20,7 +20,7 @@ pub(super) const CTL_EXAMPLES: &str = "Examples:
   sconce ctl cancel 7f3e…                         a task that a worker holds, by its id
 
 Requests go through the exchange admin.control_exchange of the broker, to every launcher that listens
-there; answers are gathered until the time is over. Who may publish to that exchange may control: see
+there; answers are gathered until no more come. Who may publish to that exchange may control: see
 docs/operating.md for how to restrict it. The exit code is 1 where nobody answered, or a slot refused.";
 
 /// Examples for the help of `healthcheck`.
@@ -53,9 +53,10 @@ pub struct Ctl {
     /// One slot: launcher/pool/index, as in replies
     #[arg(long, global = true, value_name = "LAUNCHER/POOL/INDEX")]
     pub slot: Option<String>,
-    /// How long to wait for answers
-    #[arg(long, global = true, value_name = "DURATION", default_value = "1s", value_parser = duration)]
-    pub timeout: Duration,
+    /// Gather answers for this whole time. Without it, ctl waits up to a second for the first answer, and then until
+    /// no further one comes for a moment
+    #[arg(long, global = true, value_name = "DURATION", value_parser = duration)]
+    pub timeout: Option<Duration>,
     /// Stop waiting after answers of N launchers, and fail with fewer
     #[arg(long, global = true, value_name = "N")]
     pub expect: Option<usize>,

@@ -60,10 +60,14 @@ Events go to stdout as JSON lines, logs to stderr.")]
     /// Publish tasks; with --wait, print their replies as JSON lines
     #[command(after_help = "Examples:
   sconce publish --wait \"what is a sconce?\" \"a holder for candles\"
+  sconce publish --pool text --stream \"What is a sconce?\"      a chat, printed as it is generated
+  sconce publish --pool images --wait cat.jpg      the file
+  sconce publish --pool rerank --wait \"a query\" \"a document\" \"another\"
   sconce publish --input requests.jsonl            replies go to the pool's reply queue
   cat requests.jsonl | sconce publish --input - --wait > replies.jsonl
 
-Each line of a file is a request body ({\"input\": …}), a batch line ({\"custom_id\", \"body\"}), or a
+What a text becomes follows from what serves the pool's model, if the model's files are on this host; else from
+--url, or it is a text to embed. Each line of a file is a request body ({\"input\": …}), a batch line ({\"custom_id\", \"body\"}), or a
 JSON string: a text to embed. Replies are printed in the order of the tasks.")]
     Publish(Publish),
     /// Measure a running pool: publish a load, report rates, latencies and how busy the devices are
@@ -162,15 +166,22 @@ pub struct Publish {
     /// Where settings come from.
     #[command(flatten)]
     pub settings: Settings,
-    /// Texts to embed, one task each
+    /// Texts, one task each: to embed, to classify, a chat, whatever the pool answers. For a pool of images: files. For a
+    /// pool that reranks: a query, and the documents
     #[arg(value_name = "TEXT", required_unless_present = "input", conflicts_with = "input")]
     pub texts: Vec<String>,
     /// A file of tasks, one JSON value per line; `-` is stdin
     #[arg(long, short, value_name = "FILE")]
     pub input: Option<PathBuf>,
+    /// The URL that the tasks ask for, such as /v1/completions; by default the first that the pool answers
+    #[arg(long)]
+    pub url: Option<String>,
     /// Wait for the replies and print them
     #[arg(long)]
     pub wait: bool,
+    /// Wait for the replies, and print their texts while they are generated, in the order of the tasks
+    #[arg(long)]
+    pub stream: bool,
     /// Longest wait for the next reply
     #[arg(long, value_name = "DURATION", default_value = "10m", value_parser = duration)]
     pub timeout: Duration,

@@ -1,5 +1,5 @@
-//! `sconce ctl`: sends a request to running launchers over the control exchange, collects answers until the
-//! time-out, and prints them.
+//! `sconce ctl`: sends a request to running launchers over the control exchange, collects answers until no
+//! more come, and prints them.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -19,6 +19,8 @@ use crate::protocol::stats::{Histogram, INPUTS, SECONDS, Stage, TOKENS};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
+/// How long to wait for the first answer, where the user does not say.
+const FIRST_ANSWER: Duration = Duration::from_secs(1);
 /// How often `--wait` asks.
 const PING_INTERVAL: Duration = Duration::from_millis(300);
 
@@ -37,13 +39,17 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     let gathered = runtime.block_on(async {
         let mut control = Control::open(&settings).await.map_err(with_exit)?;
-        let until = Instant::now() + arguments.timeout;
+        let until = Instant::now() + arguments.timeout.unwrap_or(FIRST_ANSWER);
         // Probably one launcher answers for a host or a slot, but two may have the same name.
         let expected = arguments.expect.or(match target {
             Target::Slot(_) => Some(1),
             _ => None,
         });
-        let answers = control.ask(&target, &request, until, expected).await.map_err(with_exit)?;
+        let answers = match (arguments.timeout, expected) {
+            (None, None) => control.ask_until_quiet(&target, &request, until).await,
+            _ => control.ask(&target, &request, until, expected).await,
+        };
+        let answers = answers.map_err(with_exit)?;
         print(&answers, arguments)?;
         if let Some(limit) = arguments.wait {
             wait_for(&mut control, &target, &request, &answers, limit).await?;
@@ -54,7 +60,7 @@ pub(super) fn run(arguments: &Ctl) -> anyhow::Result<Exit> {
     let answers = gathered?;
     let refused =
         answers.iter().any(|it| it.error.is_some() || it.slots.iter().any(|slot| slot.refused.is_some()));
-    let (key, timeout) = (target.routing_key(), arguments.timeout);
+    let (key, timeout) = (target.routing_key(), arguments.timeout.unwrap_or(FIRST_ANSWER));
     let expected = arguments.expect.unwrap_or(1);
     if answers.len() < expected {
         let words = match answers.len() {

@@ -16,6 +16,7 @@ mod publish;
 mod registry;
 mod requests;
 mod run_batch;
+mod show;
 mod stop;
 mod submit;
 #[cfg(feature = "top")]
@@ -59,7 +60,7 @@ pub fn run(command: Command, registry: &Registry) -> anyhow::Result<Exit> {
             grammar::serve(worker.into()).context("serving grammars")?;
             Ok(Exit::Done)
         }
-        Command::Publish(arguments) => publish::run(&arguments),
+        Command::Publish(arguments) => publish::run(&arguments, registry),
         Command::Bench(arguments) => bench::run(&arguments, registry),
         Command::BenchDevice(arguments) => bench_device::run(&arguments, registry),
         Command::Dead(command) => dead::run(&command),

@@ -12,16 +12,19 @@ use serde_json::{Map, Value as Json, json};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::requests::{self, Requests, embed, requests_in};
-use super::{broker_session, load, pool_named, progress, start_logging};
+use super::requests::{self, Requests, of_file, requests_in};
+use super::show::Show;
+use super::{Registry, broker_session, load, pool_named, progress, start_logging};
 use crate::broker::BrokerError;
 use crate::broker::amqp::{Connector, consumers_of};
 use crate::cli::Publish;
 use crate::client::{Bounds, Client, Request, Sink, Task};
 use crate::commands::exits::ExitsWith as _;
-use crate::config::Broker;
+use crate::config::{Broker, Pool};
+use crate::model::Route;
 use crate::protocol::batch_line::body_value;
-use crate::protocol::{Message, Value};
+use crate::protocol::requests::bodies_of_texts;
+use crate::protocol::{JSON, Message, Value};
 use crate::shutdown::Exit;
 use crate::telemetry::QUIET;
 
@@ -32,23 +35,32 @@ const PREFETCH: u16 = 256;
 /// Lines read ahead of publishing.
 const READ_AHEAD: usize = 256;
 
-pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
-    let settings = load(&arguments.settings, &[])?.settings;
+pub(super) fn run(arguments: &Publish, registry: &Registry) -> anyhow::Result<Exit> {
+    let mut loaded = load(&arguments.settings, &[])?;
+    registry.locate(&mut loaded);
+    let settings = loaded.settings;
+    let waits = arguments.wait || arguments.stream;
     start_logging(Some(QUIET))?;
     let (_, pool) = pool_named(&settings.pools, arguments.pool.as_deref())?;
-    let mut lines = read_ahead(requests(arguments).exits_with(Exit::Usage)?)?;
-    let total = match &arguments.input {
-        None => Some(arguments.texts.len() as u64),
-        Some(path) if path == Path::new("-") => None,
-        Some(path) => Some(tasks_in(path)?),
+    let (requests, total): (Requests, _) = match &arguments.input {
+        None => {
+            let tasks = of_arguments(arguments, pool, registry).exits_with(Exit::Usage)?;
+            let total = tasks.len() as u64;
+            (Box::new(tasks.into_iter().map(Ok)), Some(total))
+        }
+        Some(path) => {
+            let total = if path == Path::new("-") { None } else { Some(tasks_in(path)?) };
+            (requests_in(path).exits_with(Exit::Usage)?, total)
+        }
     };
+    let mut lines = read_ahead(requests)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {
         let topology = broker_session::topology(&settings.broker, pool).filter(|_| arguments.declare);
         if topology.is_none() {
-            look_at(&settings.broker, &pool.task_queue, arguments.wait).await?;
+            look_at(&settings.broker, &pool.task_queue, waits).await?;
         }
-        let prefetch = arguments.wait.then_some(PREFETCH);
+        let prefetch = waits.then_some(PREFETCH);
         let mut client = Client::connect(
             &settings.broker,
             "sconce publish",
@@ -57,12 +69,15 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
             prefetch,
         )
         .await?;
-        let mut output = Output { bar: progress::bar(total, 0, "tasks"), published: 0, errors: 0 };
+        let show = arguments.stream.then(|| Show::new(io::stdout()));
+        // A bar would stand between the texts.
+        let bar = if show.is_some() { ProgressBar::hidden() } else { progress::bar(total, 0, "tasks") };
+        let mut output = Output { bar, show, published: 0, errors: 0 };
         // An invalid line ends the input; the tasks before it are published and answered.
         let mut bad = None;
         let tasks = stream::poll_fn(|context| {
             lines.poll_recv(context).map(|line| match line? {
-                Ok(request) => Some(Ok(task(request))),
+                Ok(request) => Some(Ok(task(request, arguments.url.as_deref()))),
                 Err(error) => {
                     bad = Some(error);
                     None
@@ -75,7 +90,7 @@ pub(super) fn run(arguments: &Publish) -> anyhow::Result<Exit> {
         output.bar.finish_and_clear();
         client.close().await;
         ended?;
-        if !arguments.wait {
+        if !waits {
             writeln!(io::stdout(), "published {} tasks to {}", output.published, pool.task_queue)?;
         }
         match bad {
@@ -109,21 +124,33 @@ async fn look_at(broker: &Broker, queue: &str, waits: bool) -> anyhow::Result<()
 }
 
 /// The task, with the user's id for its reply.
-fn task(request: requests::Request) -> Task<Option<String>> {
+fn task(request: requests::Request, url: Option<&str>) -> Task<Option<String>> {
     let message_id = request.custom_id.clone().unwrap_or_else(|| uuid::Uuid::new_v4().to_string());
-    let task = Request::new(message_id, request.url.as_deref(), request.body);
+    let task = Request::new(message_id, url.or(request.url.as_deref()), request.body);
     Task { meta: request.custom_id, request: Some(task) }
 }
 
 /// Prints replies, or counts published tasks.
 struct Output {
     bar: ProgressBar,
+    /// With `--stream`: prints texts in the place of replies.
+    show: Option<Show<io::Stdout>>,
     published: u64,
     /// Replies that are errors.
     errors: u64,
 }
 
 impl Sink<Option<String>, anyhow::Error> for Output {
+    fn begun(&mut self, number: u64, custom_id: &Option<String>) {
+        if let Some(show) = &mut self.show {
+            show.begun(number, custom_id.as_deref().unwrap_or_default());
+        }
+    }
+
+    fn part(&mut self, number: u64, part: &Message) -> anyhow::Result<()> {
+        Ok(self.show.as_mut().map_or(Ok(()), |show| show.part(number, part))?)
+    }
+
     fn answered(
         &mut self,
         number: u64,
@@ -134,10 +161,21 @@ impl Sink<Option<String>, anyhow::Error> for Output {
         self.published += 1;
         if let Some(reply) = reply {
             let status = reply.properties.headers.get("status_code").and_then(Value::as_i64);
-            self.errors += u64::from(status.is_some_and(|status| status != 200));
+            let is_error = status.is_some_and(|status| status != 200);
+            self.errors += u64::from(is_error);
+            if let Some(show) = &mut self.show {
+                show.answered(number, &reply)?;
+                if !is_error {
+                    self.bar.inc(1);
+                    return Ok(());
+                }
+            }
             let mut line = reply_line(number, custom_id, &reply)?;
             line.push(b'\n');
-            self.bar.suspend(|| io::stdout().write_all(&line))?;
+            match self.show {
+                Some(_) => io::stderr().write_all(&line)?,
+                None => self.bar.suspend(|| io::stdout().write_all(&line))?,
+            }
         }
         self.bar.inc(1);
         Ok(())
@@ -183,11 +221,26 @@ fn read_ahead(mut requests: Requests) -> io::Result<mpsc::Receiver<anyhow::Resul
     Ok(requested)
 }
 
-/// The tasks of the command line or of a file.
-fn requests(arguments: &Publish) -> anyhow::Result<Requests> {
-    let texts = arguments.texts.clone();
-    match &arguments.input {
-        Some(path) => requests_in(path),
-        None => Ok(Box::new(texts.into_iter().map(|text| Ok(embed(&text))))),
+/// The tasks of the command line.
+///
+/// # Errors
+/// A file cannot be read, or is none of those that the pool takes.
+fn of_arguments(
+    arguments: &Publish,
+    pool: &Pool,
+    registry: &Registry,
+) -> anyhow::Result<Vec<requests::Request>> {
+    let Publish { texts, url, stream, .. } = arguments;
+    let route = registry.route(pool);
+    let media_types = route.map_or(&[][..], |route| route.media_types);
+    let files: Vec<&str> = media_types.iter().copied().filter(|media_type| *media_type != JSON).collect();
+    if !files.is_empty() {
+        return texts.iter().map(|file| of_file(file, &files)).collect();
     }
+    let known = route.map(|route| route.url).filter(|url| *url != Route::ANY);
+    let url = url.as_deref().or(known);
+    let bodies = bodies_of_texts(url.unwrap_or_default(), texts, *stream);
+    let request =
+        |body: String| requests::Request { custom_id: None, url: url.map(str::to_owned), body: body.into() };
+    Ok(bodies.into_iter().map(request).collect())
 }

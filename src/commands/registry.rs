@@ -15,7 +15,7 @@ use crate::model::family::{Family, Sample, Serves};
 use crate::model::load::{ModelFiles, weights_size};
 use crate::model::registry::{self, Load, Register, Served, served, served_here};
 use crate::model::tasks::embed;
-use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor};
+use crate::model::{Device, Forward, Generate, LoadError, LoadSpec, Processor, Route};
 use crate::shutdown::Exit;
 use crate::worker::{load_spec, pool_spec};
 
@@ -200,6 +200,12 @@ impl Registry {
     /// What makes tasks for a pool. Of a model that is not known here it is texts in the form of `/v1/embeddings`.
     pub(super) fn sample(&self, pool: &Pool) -> fn(&[String]) -> Sample {
         self.family(pool).unwrap_or(&embed::FAMILY).sample
+    }
+
+    /// What a pool answers first, if that is known here: by code of one's own it is not, nor where the model's files are not
+    /// on this host.
+    pub(super) fn route(&self, pool: &Pool) -> Option<&'static Route> {
+        self.family(pool)?.routes.first()
     }
 
     /// The name of what serves a pool's model; none where its files are not on this host.

@@ -29,6 +29,24 @@ pub(super) fn embed(text: &str) -> Request {
     Request { custom_id: None, url: None, body: body_of_text(text).into() }
 }
 
+/// The task of a file whose media type is one of `media_types`, or of a data URL.
+pub(super) fn of_file(file: &str, media_types: &[&str]) -> anyhow::Result<Request> {
+    let body = if file.starts_with("data:") {
+        RequestBody::of_data_url(file).map_err(|words| anyhow!("the argument {words}"))?
+    } else {
+        let path = Path::new(file);
+        let end = path.extension().and_then(|end| end.to_str()).unwrap_or_default().to_ascii_lowercase();
+        let subtype = if end == "jpg" { "jpeg" } else { &*end };
+        let is_meant = |media_type: &&&str| media_type.split_once('/').is_some_and(|(_, it)| it == subtype);
+        let media_type = media_types.iter().find(is_meant).with_context(|| {
+            format!("{file}: this pool takes files, of the types {}", media_types.join(", "))
+        })?;
+        let bytes = std::fs::read(path).with_context(|| file.to_owned())?;
+        RequestBody { bytes: bytes.into(), media_type: Some((*media_type).to_owned()) }
+    };
+    Ok(Request { custom_id: None, url: None, body })
+}
+
 /// The tasks of a file; of stdin when its name is `-`. Errors name the line.
 pub(super) fn requests_in(path: &Path) -> anyhow::Result<Requests> {
     let read: Box<dyn BufRead + Send> = if path == Path::new("-") {
@@ -105,6 +123,27 @@ mod tests {
         assert!(read(r#"{"custom_id":"x","body":1}"#).unwrap_err().contains("\"x\""));
         let words = read(r#"{"custom_id":"x","body":"data:image/png,abc"}"#).unwrap_err();
         assert!(words.contains("\"x\"") && words.contains("in base64"), "{words}");
+    }
+
+    #[test]
+    fn a_file_is_a_body_of_the_media_type_that_its_name_ends_with() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, "file").unwrap();
+            path.to_str().unwrap().to_owned()
+        };
+        let taken = ["image/jpeg", "image/png"];
+        for (name, media_type) in
+            [("cat.JPG", "image/jpeg"), ("cat.jpeg", "image/jpeg"), ("cat.png", "image/png")]
+        {
+            let body = of_file(&write(name), &taken).unwrap().body;
+            assert_eq!((body.media_type.as_deref(), &body.bytes[..]), (Some(media_type), &b"file"[..]));
+        }
+        let refused = of_file("what is a sconce?", &taken).err().unwrap().to_string();
+        assert!(refused.contains("takes files, of the types image/jpeg, image/png"), "{refused}");
+        let missing = of_file("/no/such/cat.png", &taken).err().unwrap().to_string();
+        assert!(missing.contains("/no/such/cat.png"), "{missing}");
     }
 
     #[test]

@@ -5,8 +5,8 @@
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
-use serde_json::Value;
 use serde_json::value::{RawValue, to_raw_value};
+use serde_json::{Value, json};
 
 use super::{Message, embeddings, generate, images, labels, rerank};
 
@@ -31,6 +31,25 @@ pub fn count_inputs(body: &[u8]) -> usize {
         Some(Value::Array(items)) if !items.first().is_some_and(Value::is_number) => items.len().max(1),
         _ => 1,
     }
+}
+
+/// The bodies of requests to `url` that a person writes as texts: one for each text; of `/v1/rerank` and `/v1/score` one,
+/// in which the first text is compared with the others. Of an unknown URL it is `input`, as of embeddings.
+pub fn bodies_of_texts(url: &str, texts: &[String], is_streamed: bool) -> Vec<String> {
+    let of = |text: &String| match url {
+        generate::CHAT_URL => json!({"messages": [{"role": "user", "content": text}]}),
+        generate::COMPLETIONS_URL => json!({ "prompt": text }),
+        _ => json!({ "input": text }),
+    };
+    let mut bodies: Vec<Value> = match (url, texts) {
+        (rerank::RERANK_URL, [first, others @ ..]) => vec![json!({"query": first, "documents": others})],
+        (rerank::SCORE_URL, [first, others @ ..]) => vec![json!({"text_1": first, "text_2": others})],
+        _ => texts.iter().map(of).collect(),
+    };
+    if is_streamed {
+        bodies.iter_mut().for_each(|body| body["stream"] = true.into());
+    }
+    bodies.iter().map(Value::to_string).collect()
 }
 
 /// The model that a request asks for, if its body is JSON and names one.
@@ -163,6 +182,25 @@ pub fn usage_of(reply: &Message) -> ReplyUsage {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn texts_become_what_their_url_takes() {
+        let texts = ["a".to_owned(), "b".to_owned()];
+        for (url, expected) in [
+            (embeddings::URL, vec![json!({"input": "a"}), json!({"input": "b"})]),
+            (labels::URL, vec![json!({"input": "a"}), json!({"input": "b"})]),
+            (generate::COMPLETIONS_URL, vec![json!({"prompt": "a"}), json!({"prompt": "b"})]),
+            (rerank::RERANK_URL, vec![json!({"query": "a", "documents": ["b"]})]),
+            (rerank::SCORE_URL, vec![json!({"text_1": "a", "text_2": ["b"]})]),
+        ] {
+            let bodies = bodies_of_texts(url, &texts, false);
+            let bodies: Vec<Value> = bodies.iter().map(|body| serde_json::from_str(body).unwrap()).collect();
+            assert_eq!(bodies, expected, "{url}");
+        }
+        let chat = &bodies_of_texts(generate::CHAT_URL, &texts, true)[1];
+        let expected = json!({"messages": [{"role": "user", "content": "b"}], "stream": true});
+        assert_eq!(serde_json::from_str::<Value>(chat).unwrap(), expected);
+    }
 
     #[test]
     fn inputs_are_counted_as_the_pool_counts_them() {

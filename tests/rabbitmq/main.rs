@@ -32,6 +32,7 @@ mod own_models;
 mod plumbing;
 mod pressure;
 mod processes;
+mod publish;
 mod queues;
 mod replies;
 mod retries;

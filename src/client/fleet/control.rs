@@ -10,6 +10,14 @@ use crate::broker::amqp::{Connector, ControlClient};
 use crate::config::Settings;
 use crate::protocol::admin::{Answer, Request, Target};
 
+/// Without an answer for so long, no further one is expected: three times what the first took, and at least this.
+const LEAST_QUIET: Duration = Duration::from_millis(150);
+
+/// How long to wait for the next answer, if the first took so long.
+fn quiet(first_took: Duration) -> Duration {
+    (3 * first_took).max(LEAST_QUIET)
+}
+
 /// Why launchers cannot be asked.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FleetError {
@@ -43,6 +51,20 @@ impl Control {
         Ok(Self { client: ControlClient::connect(&connector, exchange).await? })
     }
 
+    /// The answers that come until nobody has answered for a while, at least one; none if there is none until this time.
+    /// How long it waits for the next answer follows from how long the first one took. Sorted by launcher.
+    ///
+    /// # Errors
+    /// As [`Control::ask`].
+    pub(crate) async fn ask_until_quiet(
+        &mut self,
+        target: &Target,
+        request: &Request,
+        until: Instant,
+    ) -> Result<Vec<Answer>, FleetError> {
+        self.gather(target, request, until, None, true).await
+    }
+
     /// The answers that come until this time, sorted by launcher; at most `expected`.
     ///
     /// # Errors
@@ -54,6 +76,19 @@ impl Control {
         until: Instant,
         expected: Option<usize>,
     ) -> Result<Vec<Answer>, FleetError> {
+        self.gather(target, request, until, expected, false).await
+    }
+
+    async fn gather(
+        &mut self,
+        target: &Target,
+        request: &Request,
+        until: Instant,
+        expected: Option<usize>,
+        until_quiet: bool,
+    ) -> Result<Vec<Answer>, FleetError> {
+        let asked_at = Instant::now();
+        let (mut first_took, mut quiet_at) = (None, until);
         let id = uuid::Uuid::new_v4().to_string();
         let patience = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         // Strings and numbers alone, so writing cannot fail.
@@ -69,10 +104,14 @@ impl Control {
             Err(error) => return Err(error.into()),
         }
         while answers.len() < expected.unwrap_or(usize::MAX) {
-            let Ok(next) = tokio::time::timeout_at(until, self.client.next()).await else { break };
+            let Ok(next) = tokio::time::timeout_at(quiet_at, self.client.next()).await else { break };
             let message = next.ok_or(FleetError::Lost)?;
             // Late answers to earlier requests are ignored.
             if message.properties.correlation_id.as_ref() == Some(&id) {
+                if until_quiet {
+                    let took = *first_took.get_or_insert_with(|| asked_at.elapsed());
+                    quiet_at = until.min(Instant::now() + quiet(took));
+                }
                 // An unreadable answer, from a launcher of another version, must not hide the others.
                 let answer = serde_json::from_slice(&message.body);
                 answers.push(answer.unwrap_or_else(|error| unreadable(&error)));
@@ -99,4 +138,15 @@ impl Control {
 fn unreadable(error: &serde_json::Error) -> Answer {
     let words = format!("an answer that this version cannot read: {error}");
     Answer { host: "unknown".to_owned(), error: Some(words), ..Answer::default() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn far_launchers_have_more_time_between_answers_than_near_ones() {
+        assert_eq!(quiet(Duration::from_millis(4)), LEAST_QUIET);
+        assert_eq!(quiet(Duration::from_millis(200)), Duration::from_millis(600));
+    }
 }

@@ -5,7 +5,6 @@
 //! and both files use the other.
 
 mod made_by;
-mod show;
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -24,7 +23,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use self::made_by::MadeBy;
-use self::show::Show;
+use super::show::Show;
 use super::{Registry, batch_errors, is_read, load, pool_named, progress, start_logging};
 use crate::broker::embedded::{self, EmbeddedBroker, QueueSpec};
 use crate::cli::RunBatch;

@@ -1,4 +1,4 @@
-//! `run-batch --show`: writes the text of each answer while it is generated, in the order of the lines. Owns the
+//! `run-batch --show` and `publish --stream`: writes the text of each answer while it is generated, in the order of the lines. Owns the
 //! text that came before its turn.
 
 use std::collections::BTreeMap;
@@ -8,7 +8,7 @@ use crate::protocol::Message;
 use crate::protocol::requests::text_of;
 
 /// Texts on their way to `out`.
-pub(super) struct Show<W> {
+pub(in crate::commands) struct Show<W> {
     out: W,
     /// The line whose turn it is.
     turn: Option<u64>,
@@ -26,17 +26,17 @@ struct Waiting {
 }
 
 impl<W: Write> Show<W> {
-    pub(super) fn new(out: W) -> Self {
+    pub(in crate::commands) fn new(out: W) -> Self {
         Self { out, turn: None, written: String::new(), waiting: BTreeMap::new() }
     }
 
     /// A line is about to be published.
-    pub(super) fn begun(&mut self, number: u64, custom_id: &str) {
+    pub(in crate::commands) fn begun(&mut self, number: u64, custom_id: &str) {
         self.waiting.insert(number, Waiting { custom_id: custom_id.to_owned(), text: String::new() });
     }
 
     /// A part of an answer came.
-    pub(super) fn part(&mut self, number: u64, part: &Message) -> io::Result<()> {
+    pub(in crate::commands) fn part(&mut self, number: u64, part: &Message) -> io::Result<()> {
         if let (Some(text), Some(waiting)) = (text_of(part), self.waiting.get_mut(&number)) {
             waiting.text.push_str(&text);
         }
@@ -44,7 +44,7 @@ impl<W: Write> Show<W> {
     }
 
     /// Lines are answered in their order, so it is this one's turn.
-    pub(super) fn answered(&mut self, number: u64, reply: &Message) -> io::Result<()> {
+    pub(in crate::commands) fn answered(&mut self, number: u64, reply: &Message) -> io::Result<()> {
         self.write_on()?;
         if self.waiting.remove(&number).is_some() {
             let whole = text_of(reply).unwrap_or_default();
@@ -62,7 +62,9 @@ impl<W: Write> Show<W> {
         if self.turn != Some(*first.key()) {
             self.turn = Some(*first.key());
             self.written.clear();
-            writeln!(self.out, "> {}", first.get().custom_id)?;
+            if !first.get().custom_id.is_empty() {
+                writeln!(self.out, "> {}", first.get().custom_id)?;
+            }
         }
         let text = std::mem::take(&mut first.get_mut().text);
         self.written.push_str(&text);
@@ -99,6 +101,15 @@ mod tests {
         show.part(1, &of("audio/wav", "RIFF")).unwrap();
         show.answered(1, &of("audio/wav", "RIFFRIFF")).unwrap();
         assert_eq!(String::from_utf8(show.out).unwrap(), "> a\none two\n\n> b\n\n\n");
+    }
+
+    #[test]
+    fn a_text_without_an_id_has_no_heading() {
+        let mut show = Show::new(Vec::new());
+        show.begun(0, "");
+        show.part(0, &part("one ")).unwrap();
+        show.answered(0, &message(json!({"choices": [{"index": 0, "text": "one two"}]}))).unwrap();
+        assert_eq!(show.out, b"one two\n\n");
     }
 
     #[test]

@@ -1,0 +1,75 @@
+//! `sconce publish` for pools of each kind, and what `sconce ctl` waits for.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::support::rabbit::Rabbit;
+use crate::support::sconce::{Sconce, Settings};
+
+fn fixture(name: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name).display().to_string()
+}
+
+/// What a command that ends well prints.
+async fn printed(settings: &Settings, arguments: &[&str]) -> String {
+    let mut command = Sconce::run(settings, arguments);
+    assert_eq!(command.exit_code().await, 0, "{arguments:?}: {}", command.log());
+    command.log()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_text_for_a_pool_that_generates_is_a_chat_streamed_where_that_is_asked_for() {
+    let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].model", fixture("generate-llama"));
+    let sconce = Sconce::launched(&settings).await;
+    let object = async |flags: &[&str]| {
+        let said = printed(&settings, &[&["publish", "--wait", "What is a sconce?"], flags].concat()).await;
+        let reply = said.lines().find_map(|line| serde_json::from_str::<Value>(line).ok()).expect("a reply");
+        (reply["body"]["object"].clone(), reply["body"].to_string())
+    };
+    let (chat, body) = object(&[]).await;
+    assert_eq!(chat, "chat.completion", "{body}");
+    let (text, body) = object(&["--url", "/v1/completions"]).await;
+    assert_eq!(text, "text_completion", "{body}");
+    let streamed = printed(&settings, &["publish", "--stream", "What is a sconce?"]).await;
+    assert!(!streamed.contains("\"choices\"") && !streamed.trim().is_empty(), "{streamed}");
+    // An error is printed whole, and is the command's exit code.
+    let mut refused = Sconce::run(&settings, &["publish", "--stream", "--url", "/v1/embeddings", "a"]);
+    assert_eq!(refused.exit_code().await, 87, "{}", refused.log());
+    assert!(refused.log().contains("\"status_code\":404"), "{}", refused.log());
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_argument_for_a_pool_of_images_is_a_file() {
+    let settings = Settings::echo(Rabbit::shared().url()).set("pool[0].model", fixture("tiny-vit"));
+    let sconce = Sconce::launched(&settings).await;
+    let said = printed(&settings, &["publish", "--wait", &fixture("images/exif-2.jpg")]).await;
+    let reply = said.lines().find_map(|line| serde_json::from_str::<Value>(line).ok()).expect("a reply");
+    assert_eq!(reply["status_code"], json!(200), "{said}");
+    let mut text = Sconce::run(&settings, &["publish", "--wait", "no-such-cat.jpg"]);
+    assert_eq!(text.exit_code().await, 64, "{}", text.log());
+    assert!(text.log().contains("no-such-cat.jpg"), "{}", text.log());
+    assert_eq!(sconce.stop().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ctl_ends_soon_after_the_answers_and_gathers_for_as_long_as_it_is_told() {
+    let settings = Settings::echo(Rabbit::shared().url()).controlled();
+    let sconce = Sconce::launched(&settings).await;
+    sconce.wait_for_log("listening").await;
+    let took = async |flags: &[&str]| {
+        let begun = Instant::now();
+        printed(&settings, &[&["ctl", "ping"], flags].concat()).await;
+        begun.elapsed()
+    };
+    let mut times = Vec::new();
+    for _ in 0..5 {
+        times.push(took(&[]).await);
+    }
+    // The quickest, because the machine may be busy with other tests.
+    assert!(times.iter().min() < Some(&Duration::from_secs(1)), "{times:?}");
+    assert!(took(&["--timeout", "2s"]).await >= Duration::from_secs(2));
+    assert_eq!(sconce.stop().await, 0);
+}
