@@ -66,9 +66,10 @@ Events go to stdout as JSON lines, logs to stderr.")]
   sconce publish --input requests.jsonl            replies go to the pool's reply queue
   cat requests.jsonl | sconce publish --input - --wait > replies.jsonl
 
-What a text becomes follows from what serves the pool's model, if the model's files are on this host; else from
---url, or it is a text to embed. Each line of a file is a request body ({\"input\": …}), a batch line ({\"custom_id\", \"body\"}), or a
-JSON string: a text to embed. Replies are printed in the order of the tasks.")]
+A text becomes what the pool answers, if its model's files are on this host; else what --url takes, or
+a text to embed. Each line of a file is a request body ({\"input\": …}), a batch line
+({\"custom_id\", \"body\"}), or a JSON string: a text to embed. Replies are printed in the order of the
+tasks.")]
     Publish(Publish),
     /// Measure a running pool: publish a load, report rates, latencies and how busy the devices are
     #[command(after_help = bench::EXAMPLES)]
