@@ -64,7 +64,7 @@ impl Slot {
             self.quick_failures += 1;
         }
         // The slots of a pool fail to load their model together, and most of them several times, for one reason.
-        let is_unloaded = matches!(death.exit, Some(Exit::ModelFailed | Exit::ModelUnavailable));
+        let is_unloaded = death.exit.is_some_and(Exit::is_of_loading);
         let is_known =
             is_unloaded && !self.launch.logged_reasons.is_news(&worker_exit.message, Instant::now());
         match judge(&death, self.quick_failures, &policy, rand::random()) {

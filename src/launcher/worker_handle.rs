@@ -18,7 +18,7 @@ use super::order::{Done, Outcome};
 use super::worker_monitor::{WorkerExit, WorkerMonitor};
 use crate::config::Assignment;
 use crate::protocol::control::{BatchChange, Cancellation, Command, CrashRecord, Event, decode};
-use crate::shutdown::Phase;
+use crate::shutdown::{Exit, Phase};
 
 /// What a new worker is told in addition to its assignment.
 #[derive(Clone, Debug, Default)]
@@ -231,6 +231,12 @@ fn note(slot: &str, line: &str) -> Option<Event> {
         }
         Ok(Event::Paused) => tracing::info!(slot, "worker paused"),
         Ok(Event::Draining { cause }) => tracing::info!(slot, cause, "worker draining"),
+        // The line that says what follows has the cause too.
+        Ok(Event::Stopped { cause, exit: Some(exit) })
+            if Exit::from_code(*exit).is_some_and(Exit::is_of_loading) =>
+        {
+            tracing::debug!(slot, cause, "worker stopped");
+        }
         Ok(Event::Stopped { cause, .. }) => tracing::info!(slot, cause, "worker stopped"),
         // A device's fault is in the worker's own log, and in the reason for its end.
         Ok(

@@ -58,6 +58,11 @@ impl Exit {
         self as u8
     }
 
+    /// Whether the worker could not load its model.
+    pub fn is_of_loading(self) -> bool {
+        matches!(self, Exit::ModelFailed | Exit::ModelUnavailable)
+    }
+
     /// The exit that a worker's status means; none for an unknown status, and for 1, which any library may exit
     /// with.
     pub fn from_code(code: i32) -> Option<Self> {
