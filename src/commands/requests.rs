@@ -1,4 +1,5 @@
-//! Reads tasks as users write them: one JSON value per line, or a text. Reads each only when it is asked for.
+//! Reads tasks as users write them: one JSON value per line, or a text. Reads a line only when the iterator is
+//! advanced.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -14,48 +15,48 @@ use crate::protocol::shorten;
 
 /// A task to publish.
 pub(super) struct Request {
-    /// The user's id of a batch line.
+    /// The user's id, if this is a batch line.
     pub(super) custom_id: Option<String>,
-    /// The URL of a batch line.
+    /// The URL, if this is a batch line that has one.
     pub(super) url: Option<String>,
     pub(super) body: RequestBody,
 }
 
-/// Tasks, or the error that one cannot be read.
+/// The tasks of a file, or an error in the place of one that cannot be read.
 pub(super) type Requests = Box<dyn Iterator<Item = anyhow::Result<Request>> + Send>;
 
-/// A text to embed.
+/// The task of embedding a text.
 pub(super) fn embed(text: &str) -> Request {
     Request { custom_id: None, url: None, body: body_of_text(text).into() }
 }
 
-/// The tasks of a file; of stdin when its name is `-`. Errors name the line.
+/// The tasks of a file, or of stdin if its name is `-`. Errors name the line.
 pub(super) fn requests_in(path: &Path) -> anyhow::Result<Requests> {
-    let read: Box<dyn BufRead + Send> = if path == Path::new("-") {
+    let reader: Box<dyn BufRead + Send> = if path == Path::new("-") {
         Box::new(BufReader::new(io::stdin()))
     } else {
         Box::new(BufReader::new(File::open(path).with_context(|| path.display().to_string())?))
     };
-    let numbered = read.split(b'\n').enumerate();
+    let numbered = reader.split(b'\n').enumerate();
     Ok(Box::new(numbered.filter_map(|(index, line)| {
         let parsed = line.map_err(anyhow::Error::from).and_then(|line| request(&line));
         parsed.with_context(|| format!("line {}", index + 1)).transpose()
     })))
 }
 
-/// One line of a file; none for a blank one.
+/// Parses a line of a file; none for a blank line.
 fn request(line: &[u8]) -> anyhow::Result<Option<Request>> {
     let line = line.trim_ascii();
     if line.is_empty() {
         return Ok(None);
     }
-    let wanted = || {
+    let unexpected = || {
         let shown = shorten(&String::from_utf8_lossy(line), 80);
         format!("expected a JSON object or a JSON string, got {shown:?}")
     };
-    Ok(Some(match serde_json::from_slice::<Json>(line).with_context(wanted)? {
+    Ok(Some(match serde_json::from_slice::<Json>(line).with_context(unexpected)? {
         Json::String(text) if text.starts_with("data:") => {
-            let body = RequestBody::of_data_url(&text).map_err(|words| anyhow!("the line {words}"))?;
+            let body = RequestBody::of_data_url(&text).map_err(|problem| anyhow!("the line {problem}"))?;
             Request { custom_id: None, url: None, body }
         }
         Json::String(text) => embed(&text),
@@ -67,13 +68,15 @@ fn request(line: &[u8]) -> anyhow::Result<Option<Request>> {
             (Some(Json::String(id)), Some(Json::String(data))) => {
                 let url = object.get("url").and_then(Json::as_str).map(str::to_owned);
                 let body = RequestBody::of_data_url(data);
-                let body = body.map_err(|words| anyhow!("the body of {id:?} {words}"))?;
+                let body = body.map_err(|problem| anyhow!("the body of {id:?} {problem}"))?;
                 Request { custom_id: Some(id.clone()), url, body }
             }
-            (Some(Json::String(id)), Some(_)) => bail!("the body of {id:?} is no JSON object or data URL"),
+            (Some(Json::String(id)), Some(_)) => {
+                bail!("the body of {id:?} is neither a JSON object nor a data URL")
+            }
             _ => Request { custom_id: None, url: None, body: Bytes::copy_from_slice(line).into() },
         },
-        _ => bail!(wanted()),
+        _ => bail!(unexpected()),
     }))
 }
 
@@ -99,12 +102,12 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_no_task_is_shown() {
+    fn an_invalid_line_is_quoted_in_the_error() {
         assert!(read("[1]").unwrap_err().contains("got \"[1]\""));
         assert!(read("{").unwrap_err().contains("expected a JSON object or a JSON string"));
         assert!(read(r#"{"custom_id":"x","body":1}"#).unwrap_err().contains("\"x\""));
-        let words = read(r#"{"custom_id":"x","body":"data:image/png,abc"}"#).unwrap_err();
-        assert!(words.contains("\"x\"") && words.contains("in base64"), "{words}");
+        let error = read(r#"{"custom_id":"x","body":"data:image/png,abc"}"#).unwrap_err();
+        assert!(error.contains("\"x\"") && error.contains("in base64"), "{error}");
     }
 
     #[test]

@@ -10,11 +10,11 @@ pub(super) struct Key {
     pub(super) name: &'static str,
     /// The default, as TOML.
     pub(super) default: &'static str,
-    /// Lines of help, each with the blank after `///`.
+    /// Lines of help, each beginning with the space that follows `///`.
     pub(super) help: &'static [&'static str],
 }
 
-/// A section's settings, in the order of the files.
+/// A section's settings, in the order in which files show them.
 pub(super) struct Outline {
     pub(super) about: &'static [&'static str],
     pub(super) keys: &'static [Key],
@@ -27,7 +27,7 @@ pub(super) trait Section: Sized {
     /// The definitions of its settings.
     fn outline() -> Outline;
 
-    /// Reads the section. None where something is wrong, which the reader has reported.
+    /// Reads the section. None if something is wrong; the reader has then reported it.
     fn read(reader: Reader<'_>) -> Option<Self>;
 }
 
@@ -85,7 +85,7 @@ macro_rules! section {
 pub(super) use section;
 
 const ABOUT: &str = "\
-# All settings with their defaults. Made from their definitions in src/config/settings.rs by
+# All settings with their defaults. Generated from their definitions in src/config/settings.rs by
 # `make default-settings`; a test compares them. Later layers win:
 #
 #   built-in defaults  <  files given with --config  <  AMQP_URL  <  SCONCE_… variables  <  flags

@@ -1,16 +1,18 @@
-//! Asks running launchers over the control exchange, and gathers their answers. Owns the connection, and does not
-//! reconnect.
+//! Sends requests to running launchers over the control exchange, and gathers their answers. Owns the connection, and
+//! does not reconnect.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use crate::broker::BrokerError;
+#[cfg(feature = "top")]
+use crate::broker::amqp::QueueDepth;
 use crate::broker::amqp::{Connector, ControlClient};
 use crate::config::Settings;
 use crate::protocol::admin::{Answer, Request, Target};
 
-/// Why launchers cannot be asked.
+/// Why a request to launchers fails.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FleetError {
     /// The settings say that there is no remote control.
@@ -22,7 +24,7 @@ pub(crate) enum FleetError {
     /// The connection was lost while answers were awaited.
     #[error("the broker was lost while answers were awaited")]
     Lost,
-    /// The broker is away, or refuses.
+    /// The broker cannot be reached, or refuses.
     #[error(transparent)]
     Broker(#[from] BrokerError),
 }
@@ -36,14 +38,14 @@ impl Control {
     /// Connects.
     ///
     /// # Errors
-    /// There is no exchange in the settings, or the broker is away or refuses.
+    /// The settings name no exchange, or the broker cannot be reached or refuses.
     pub(crate) async fn open(settings: &Settings) -> Result<Self, FleetError> {
         let exchange = settings.admin.control_exchange.as_deref().ok_or(FleetError::NoExchange)?;
         let connector = Connector::new(settings.broker.clone(), "sconce ctl");
         Ok(Self { client: ControlClient::connect(&connector, exchange).await? })
     }
 
-    /// The answers that come until this time, sorted by launcher; at most `expected`.
+    /// Sends a request, and returns the answers that arrive until this time, sorted by launcher; at most `expected`.
     ///
     /// # Errors
     /// Nobody can answer, or the broker is lost.
@@ -55,11 +57,11 @@ impl Control {
         expected: Option<usize>,
     ) -> Result<Vec<Answer>, FleetError> {
         let id = uuid::Uuid::new_v4().to_string();
-        let patience = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        // Strings and numbers alone, so writing cannot fail.
+        let expires = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        // A request holds only strings and numbers, so serializing it cannot fail.
         let body = serde_json::to_vec(request).unwrap_or_default();
         let mut answers: Vec<Answer> = Vec::new();
-        match self.client.ask(&target.routing_key(), &body, &id, patience).await {
+        match self.client.publish_request(&target.routing_key(), &body, &id, expires).await {
             Ok(true) => {}
             Ok(false) => return Ok(answers),
             // No launcher has made the exchange: nobody is there.
@@ -82,12 +84,12 @@ impl Control {
         Ok(answers)
     }
 
-    /// The numbers of ready messages and of consumers of a queue; none where the queue cannot be inspected.
+    /// The depth of a queue; none if the queue cannot be inspected.
     ///
     /// # Errors
     /// The broker is lost.
     #[cfg(feature = "top")]
-    pub(crate) async fn depth(&self, queue: &str) -> Result<Option<(u32, u32)>, FleetError> {
+    pub(crate) async fn depth(&self, queue: &str) -> Result<Option<QueueDepth>, FleetError> {
         Ok(self.client.depth(queue).await?)
     }
 
@@ -97,6 +99,6 @@ impl Control {
 }
 
 fn unreadable(error: &serde_json::Error) -> Answer {
-    let words = format!("an answer that this version cannot read: {error}");
-    Answer { host: "unknown".to_owned(), error: Some(words), ..Answer::default() }
+    let message = format!("an answer that this version cannot read: {error}");
+    Answer { host: "unknown".to_owned(), error: Some(message), ..Answer::default() }
 }
